@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 from evo_grpo.cli.output import write
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.population.ranks.team import follows
+from evo_grpo.record import columns
 from evo_grpo.record.files import to_line
 from evo_grpo.record.observer import Observer
 
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from evo_grpo.record.records import AgentRecord, RoundRecord
     from evo_grpo.record.view import RunView
 
-METRICS = ("reward", "kl", "zero_variance", "loss", "entropy")
-"""Training means in the event of a round; rounds.jsonl has all of them."""
+METRICS = ("reward", "zero_variance", "loss", "entropy")
+"""Training means in the event of a round, beside the KL; rounds.jsonl has all of them."""
 
 
 @final
@@ -119,4 +120,5 @@ def _agent(agent: AgentRecord) -> dict[str, Any]:
         "tokens": agent.tokens,
         "hparams": agent.hparams.to_dict(),
         **{name: agent.metrics.get(name) for name in METRICS},
+        "kl": columns.kl(agent),
     }

@@ -66,6 +66,15 @@ def fitness_se(agent: AgentRecord) -> float:
     return math.nan if agent.score is None else agent.score.se
 
 
+def kl(agent: AgentRecord) -> float | None:
+    """Return an agent's KL divergence from the reference in nats per token.
+
+    None where it was not computed: with beta 0 the learner records 0.
+    """
+    value = agent.metrics.get("kl")
+    return value or None if agent.hparams.beta == 0 else value
+
+
 def frame(rows: Sequence[Mapping[str, object]], types: Mapping[str, str]) -> pd.DataFrame:
     """Make a typed pandas frame of rows, in which None is missing, with columns as in `types`."""
     # Imported here: pandas takes longer to import than everything else that the command line needs.

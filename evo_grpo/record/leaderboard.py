@@ -128,11 +128,12 @@ def leaderboard_rows(
 
     names = columns.hyperparameters(rounds)
     rows = [] if winner is None or winner.agent is not None else [_mean(winner, last, names)]
-    rivals = {one.member: one for one in rivals_of(rounds, summary) if one.kind == "last"}
+    finalists = {
+        (one.agent, one.record.round): one
+        for one in (*rivals_of(rounds, summary), *([] if winner is None else [winner]))
+    }
     for agent in sorted(latest.values(), key=place):
-        own = winner if winner is not None and agent.agent == won else None
-        rival = rivals.get(agent.member)
-        final = own.final if own is not None else None if rival is None else rival.final
+        one = finalists.get((agent.agent, agent.round))
         rows.append(
             {
                 "agent": agent.agent,
@@ -141,9 +142,9 @@ def leaderboard_rows(
                 "round": agent.round,
                 "left": agent.round if left(agent) else None,
                 **_score("fitness", agent.score if agent.state == "ok" else None),
-                "tie": tied(winner, agent) if rival is None else rival.tie,
-                **_score("final", final),
-                **_score("test", None if own is None else own.test),
+                "tie": tied(winner, agent) if one in (None, winner) else one.tie,
+                **_score("final", None if one is None else one.final),
+                **_score("test", None if one is None else one.test),
                 **_values(agent, names),
                 "tokens": tokens[agent.agent],
                 "wall_seconds": seconds[agent.agent],

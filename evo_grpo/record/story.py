@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from evo_grpo.record.records import AgentRecord, RoundRecord
-    from evo_grpo.record.winner import Rival, SelectedAgent
+    from evo_grpo.record.winner import SelectedAgent
     from evo_grpo.types import Score
 
 VALUES_SHOWN = 5
@@ -50,7 +50,7 @@ class Sentence:
 def tell_story(
     rounds: Sequence[RoundRecord],
     winner: SelectedAgent | None,
-    rivals: Sequence[Rival] = (),
+    rivals: Sequence[SelectedAgent] = (),
     *,
     summary: Mapping[str, Any] | None = None,
     comparison: Mapping[str, Any] | None = None,
@@ -84,33 +84,30 @@ def guess_sentence(comparison: Mapping[str, Any]) -> str:
     return f"{text}; this run reached {arms['evolved']}."
 
 
-def rivals_text(winner: SelectedAgent, rivals: Sequence[Rival]) -> str:
+def rivals_text(winner: SelectedAgent, rivals: Sequence[SelectedAgent]) -> str:
     """Return the finalists that lost with their scores, such as "0.70 (agent 1, a tie)"."""
-    won = math.nan if winner.final is None else winner.final.mean
-    return " and ".join(f"{_final(one)} ({one.name}{_tie(one, won)})" for one in rivals)
-
-
-def _final(rival: Rival) -> str:
-    return "no finite score" if math.isnan(rival.final.mean) else number(rival.final.mean, 2)
-
-
-def _tie(rival: Rival, won: float) -> str:
-    if rival.final.mean > won:
-        return ", not significantly ahead"  # the best ever has to be, to win
-    return ", a tie" if rival.tie else ""
+    parts: list[str] = []
+    for rival in rivals:
+        mean = math.nan if rival.final is None else rival.final.mean
+        note = ", a tie" if rival.tie else ""
+        if winner.final is not None and mean > winner.final.mean:
+            note = ", not significantly ahead"  # the best ever has to be, to win
+        score = "no finite score" if math.isnan(mean) else number(mean, 2)
+        parts.append(f"{score} ({rival.name}{note})")
+    return " and ".join(parts)
 
 
 def _finished(
     rounds: Sequence[RoundRecord],
     winner: SelectedAgent,
-    rivals: Sequence[Rival],
+    rivals: Sequence[SelectedAgent],
     summary: Mapping[str, Any],
     comparison: Mapping[str, Any] | None,
 ) -> Iterator[Sentence]:
     alone = len(rounds[0].agents) == 1
     if why := why_it_ended(summary):
         yield Sentence("ended", f"Ended early: {why}.")
-    yield _result(winner, summary)
+    yield _result(summary)
     yield Sentence("winner", _winner(rounds, winner, alone=alone))
     yield from _schedules(winner.lines, rounds[-1].mutable)
     if winner.final is not None and rivals:
@@ -168,19 +165,18 @@ def _leader(last: RoundRecord, leader: SelectedAgent, when: str) -> str:
     return f"{text}."
 
 
-def _result(winner: SelectedAgent, summary: Mapping[str, Any]) -> Sentence:
+def _result(summary: Mapping[str, Any]) -> Sentence:
     base, best, gain, error = (summary[name] for name in ("base", "best", "gain", "gain_se"))
     prompts = count(best["n"], f"{summary['split']} prompt")
-    who = {"the winner": best, "the base model": base}
-    if nobody := [name for name, one in who.items() if one["mean"] is None]:
-        known = [
+    if None in (best["mean"], base["mean"]):
+        scores = {"the winner": best, "the base model": base}
+        parts = [
             f"{name} has {with_error(one['mean'], one['se'])}"
-            for name, one in who.items()
             if one["mean"] is not None
+            else f"{name} has no finite score"
+            for name, one in scores.items()
         ]
-        have = "have" if len(nobody) > 1 else "has"
-        text = f"{listed(nobody)} {have} no finite score on {'; '.join([prompts, *known])}."
-        return Sentence("missing", text[0].upper() + text[1:])
+        return Sentence("missing", f"On {prompts} {listed(parts)}.")
     sign = "" if gain is None or gain < 0 else "+"
     text = (
         f"Base {with_error(base['mean'], base['se'])} → winner "

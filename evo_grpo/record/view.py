@@ -32,7 +32,7 @@ from evo_grpo.record.plain import MOST_BYTES_OF_LINES, inside, read_plain
 from evo_grpo.record.story import Sentence, tell_story
 from evo_grpo.record.summary import read_summary, score_of
 from evo_grpo.record.trouble import Trouble, find_trouble
-from evo_grpo.record.winner import Rival, SelectedAgent, rivals_of, winner_of
+from evo_grpo.record.winner import SelectedAgent, rivals_of, winner_of
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings import RunConfig, from_dict
 from evo_grpo.types import Mutation
@@ -49,23 +49,6 @@ class Trained(Protocol):
     def rounds(self) -> Sequence[RoundRecord]:
         """The finished rounds, first to last."""
         ...
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Totals of a run over its finished rounds.
-
-    Attributes:
-        agents: Agents that ever played.
-        members: Members that ever played.
-        tokens: Tokens sampled in training.
-        seconds: Wall time of the rounds.
-    """
-
-    agents: int
-    members: int
-    tokens: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -121,7 +104,7 @@ class RunView:
         return () if self.winner is None else self.winner.lines
 
     @cached_property
-    def rivals(self) -> tuple[Rival, ...]:
+    def rivals(self) -> tuple[SelectedAgent, ...]:
         """The finalists that lost the final comparison; none where nothing was compared."""
         return rivals_of(self.rounds, self.summary)
 
@@ -183,22 +166,30 @@ class RunView:
         """The problems of the run, with their remedies."""
         return find_trouble(self.rounds, self.winner, self.settings)
 
-    @cached_property
-    def totals(self) -> Totals:
-        """The totals of the run over its finished rounds."""
-        played = [agent for record in self.rounds for agent in record.agents]
-        return Totals(
-            agents=len({agent.agent for agent in played}),
-            members=len({agent.member for agent in played}),
-            tokens=sum(agent.tokens for agent in played),
-            seconds=sum(sum(record.seconds.values()) for record in self.rounds),
-        )
+    @property
+    def played(self) -> Iterator[AgentRecord]:
+        """The records of all agents in all rounds."""
+        return (agent for record in self.rounds for agent in record.agents)
+
+    @property
+    def agents(self) -> int:
+        """The number of agents that ever played."""
+        return len({agent.agent for agent in self.played})
+
+    @property
+    def tokens(self) -> int:
+        """Tokens sampled in training, in all rounds."""
+        return sum(agent.tokens for agent in self.played)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all rounds, in seconds."""
+        return sum(sum(record.seconds.values()) for record in self.rounds)
 
     @cached_property
     def steps_per_round(self) -> int:
         """Steps of the longest round so far, at least 1."""
-        steps = (len(agent.step_rewards) for record in self.rounds for agent in record.agents)
-        return max((1, *steps))
+        return max((1, *(len(agent.step_rewards) for agent in self.played)))
 
     @cached_property
     def mutable(self) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.record.family import ancestry, best_ever, leading_agent
@@ -34,6 +34,7 @@ class SelectedAgent:
         test: Its score on the test prompts, NaN where its rewards were not finite; None where it
             was not judged. **This is the score of the winner**: nothing was selected on these
             prompts.
+        tie: Of a finalist that lost, whether a paired test cannot separate it from the winner.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class SelectedAgent:
     rounds: int
     final: Score | None = None
     test: Score | None = None
+    tie: bool = False
 
     @property
     def record(self) -> AgentRecord:
@@ -62,26 +64,8 @@ class SelectedAgent:
             first, second = (line[-1].agent for line in self.lines)
             return f"the mean of agents {first} and {second}"
         earlier = self.kind == "archive" or self.record.round + 1 < self.rounds
-        return f"agent {self.agent}{_after(self.record) if earlier else ''}"
-
-
-@dataclass(frozen=True)
-class Rival:
-    """A finalist that lost the final comparison.
-
-    Attributes:
-        kind: "last", "archive" or "mean", as in `SelectedAgent`.
-        member: The member id.
-        name: The finalist in words.
-        final: Its score in the final comparison, NaN where it was not finite.
-        tie: Whether a paired test cannot separate it from the winner.
-    """
-
-    kind: str
-    member: int
-    name: str
-    final: Score
-    tie: bool
+        when = f" as it was after round {self.record.round + 1}" if earlier else ""
+        return f"agent {self.agent}{when}"
 
 
 def winner_of(
@@ -98,16 +82,37 @@ def winner_of(
         best = leading_agent(rounds[-1])
         return None if best is None else select("last", rounds, best)
     best = summary["best"]
-    own = next((one for one in summary["candidates"] if one["kind"] == best["kind"]), None)
+    own = next((one for one in summary["candidates"] if one["kind"] == best["kind"]), {})
+    winner = _finalist(rounds, {**own, **best})
+    return replace(winner, checkpoint=best["checkpoint"] or "", test=score_of(best))
+
+
+def rivals_of(
+    rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None
+) -> tuple[SelectedAgent, ...]:
+    """Return the finalists that lost the final comparison; none where nothing was compared."""
+    if summary is None or not rounds:
+        return ()
+    # By kind: the best of the last round and the best ever may be one member at two times.
+    return tuple(
+        _finalist(rounds, one)
+        for one in summary["candidates"]
+        if one["validation"] is not None and one["kind"] != summary["best"]["kind"]
+    )
+
+
+def _finalist(rounds: Sequence[RoundRecord], one: Mapping[str, Any]) -> SelectedAgent:
+    """Return a finalist; `one` is an entry of `candidates` in summary.json."""
+    score = one.get("validation")
     return SelectedAgent(
-        kind=best["kind"],
-        agent=best["agent"],
-        member=best["member"],
-        checkpoint=best["checkpoint"] or "",
-        lines=winning_lines(rounds, best),
+        kind=one["kind"],
+        agent=one["agent"],
+        member=one["member"],
+        checkpoint="",
+        lines=winning_lines(rounds, one),
         rounds=len(rounds),
-        final=None if own is None or own["validation"] is None else score_of(own["validation"]),
-        test=score_of(best),
+        final=None if score is None else score_of(score),
+        tie=bool(one.get("tie")),
     )
 
 
@@ -116,26 +121,6 @@ def select(kind: str, rounds: Sequence[RoundRecord], record: AgentRecord) -> Sel
     line = ancestry(rounds[: record.round + 1], record.member)
     checkpoint = record.checkpoint or ""
     return SelectedAgent(kind, record.agent, record.member, checkpoint, [line], len(rounds))
-
-
-def rivals_of(
-    rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None
-) -> tuple[Rival, ...]:
-    """Return the finalists that lost the final comparison; none where nothing was compared."""
-    if summary is None or not rounds:
-        return ()
-    # By kind: the best of the last round and the best ever may be one member at two times.
-    return tuple(
-        Rival(
-            kind=one["kind"],
-            member=one["member"],
-            name=_finalist_name(rounds, one),
-            final=score_of(one["validation"]),
-            tie=bool(one["tie"]),
-        )
-        for one in summary["candidates"]
-        if one["validation"] is not None and one["kind"] != summary["best"]["kind"]
-    )
 
 
 def winning_lines(
@@ -150,7 +135,7 @@ def winning_lines(
         return [ancestry(rounds, parent) for parent in best["parents"]]
     line = ancestry(rounds, best["member"])
     ever = best_ever(rounds) if best["kind"] == "archive" else None
-    return [line if ever is None else [one for one in line if one.round <= ever.round]]
+    return [[one for one in line if ever is None or one.round <= ever.round] or line]
 
 
 def winner_files(
@@ -167,16 +152,3 @@ def winner_files(
     checkpoint = best["checkpoint"] if ever is None else ever.checkpoint
     found = [record.files_of(str(checkpoint)) for record in rounds]
     return next((one for one in found if one), {})
-
-
-def _finalist_name(rounds: Sequence[RoundRecord], one: Mapping[str, Any]) -> str:
-    if one["kind"] == "mean":
-        agents = {record.member: record.agent for record in rounds[-1].agents}
-        first, second = (agents.get(parent, "?") for parent in one["parents"])
-        return f"the mean of agents {first} and {second}"
-    ever = best_ever(rounds) if one["kind"] == "archive" else None
-    return f"agent {one['agent']}{'' if ever is None else _after(ever)}"
-
-
-def _after(record: AgentRecord) -> str:
-    return f" as it was after round {record.round + 1}"

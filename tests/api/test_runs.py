@@ -63,4 +63,4 @@ def test_train_speaks_where_it_is_asked_to(capfd):
     population.train("sums", **keywords, progress=True)
     out = capfd.readouterr().out
     assert out.startswith("tiny-sums on sums, 2 agents")
-    assert "best by validation" in out
+    assert "is the best: 1.00 ± 0.00 on" in out

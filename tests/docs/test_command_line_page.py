@@ -11,6 +11,7 @@ from shown_run import SUMMARY, two_rounds
 from evo_grpo.cli.commands import app
 from evo_grpo.cli.events import Events
 from evo_grpo.errors import ConfigError
+from evo_grpo.record.view import RunView
 
 PAGE = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text(encoding="utf-8")
 COMMANDS = {
@@ -35,15 +36,15 @@ def test_every_event_has_its_keys_in_the_table(monkeypatch):
     told = []
     monkeypatch.setattr("evo_grpo.cli.events.write", lambda line: told.append(json.loads(line)))
     events = Events(ends=True)
-    events.tell("loading", what="tiny-sums")
+    events.write("loading", what="tiny-sums")
     events.started(Path("here"), 2, 0, None)
     events.stage(0, "learn", 1, 4)
     events.round_done(two_rounds()[0])
     events.finished(SUMMARY)
-    events.ended(Path("here"), SUMMARY, [], [])
-    events.tell("comparison", agents=2, split="test", arms=[])
-    events.tell("warning", text="a")
-    events.tell("stopped", text="b")
+    events.ended(Path("here"), RunView("here", two_rounds(), summary=SUMMARY))
+    events.write("comparison", agents=2, split="test", arms=[])
+    events.write("warning", text="a")
+    events.write("stopped", text="b")
     with pytest.raises(ConfigError), events.errors():
         raise ConfigError("c")
     rows = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| (.+) \|$", PAGE, re.MULTILINE))

@@ -111,7 +111,7 @@ def test_the_first_row_is_the_winner_with_the_numbers_of_the_records(kind, size,
     assert (first["test"], first["final"]) == (known.get("test"), known.get("final"))
     assert first["fitness"] == known.get("fitness", known.get("final"))
     assert all(one["test"] is None for one in others)
-    assert sum(one["tokens"] for one in view.leaderboard) == view.totals.tokens
+    assert sum(one["tokens"] for one in view.leaderboard) == view.tokens
     document = view.family_document()
     assert view.winner.member in [one["id"] for one in document["members"]]
     (line,) = [line for line in displays(view)["markdown"].splitlines() if line.startswith("| 1 ")]
@@ -149,7 +149,7 @@ LACKING = {
     ),
     "with a winner without a test score": (
         without_test(viewed("mean")),
-        ["The winner has no finite score on 256 test prompts; the base model has "],
+        ["On 256 test prompts the winner has no finite score and the base model has 0."],
     ),
     "with one agent": (viewed("last", size=1, compared=False), []),
 }

@@ -206,7 +206,8 @@ def test_a_mean_that_won_is_the_first_row():
     assert (first["lr"], first["tokens"]) == (1.2e-3, 0)  # lr of its better parent
     assert first["checkpoint"] == "checkpoints/mean"
     assert (second["fitness"], second["final"], second["tie"]) == (0.75, 0.70, True)
-    assert (third["final"], third["test"], third["tie"]) == (pd.NA, pd.NA, pd.NA)
+    assert (third["final"], third["tie"]) == (0.60, False)  # it is the other finalist
+    assert frame["test"].tolist() == [0.807, pd.NA, pd.NA]
     assert frame["tokens"].sum() == 4000
     # Rows of equal runs are equal, also where a value is missing.
     again = from_records(two_rounds(), mean_won())

@@ -244,14 +244,18 @@ def test_an_agent_that_collapsed_is_not_the_best():
         (
             0.331,
             None,
-            "The winner has no finite score on 256 test prompts; the base model has 0.33",
+            "On 256 test prompts the winner has no finite score and the base model has 0.33",
         ),
         (
             None,
             0.807,
-            "The base model has no finite score on 256 test prompts; the winner has 0.81",
+            "On 256 test prompts the winner has 0.81 ± 0.02 and the base model has no finite",
         ),
-        (None, None, "The winner and the base model have no finite score on 256 test prompts."),
+        (
+            None,
+            None,
+            "On 256 test prompts the winner has no finite score and the base model has no finite",
+        ),
     ],
 )
 def test_a_test_without_a_finite_score_is_missing(base, best, text):

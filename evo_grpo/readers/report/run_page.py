@@ -181,10 +181,9 @@ def _add_figures(page: Page, view: RunView) -> None:
 
 def _add_tables(page: Page, view: RunView) -> None:
     table = leaderboard_table(view)
-    left = table.titles.index("left")
     classes = [
-        "gone" if row[left][1] is not None else "first" if number == 0 else ""
-        for number, row in enumerate(table.rows)
+        "gone" if row["left"] is not None else "first" if row["rank"] == 1 else ""
+        for row in view.leaderboard
     ]
     page.section(
         "leaderboard",

@@ -8,10 +8,10 @@ from typing import Any
 
 from evo_grpo.printable import cut
 from evo_grpo.readers.report.page.build import Table
-from evo_grpo.readers.terminal.result import SCORES
+from evo_grpo.readers.terminal.result import SCORES, cell, columns
 from evo_grpo.record.view import RunView
 from evo_grpo.record.wording import count, number, with_error
-from evo_grpo.schema.shown import short_name, shown_value
+from evo_grpo.schema.shown import short_name
 
 COMPLETIONS = 2000
 """Completions in a page; a longer run shows the best and the worst of all, and the latest."""
@@ -26,10 +26,7 @@ _WITHIN_OTHERS = ("checkpoint", "tie", *(f"{name}_se" for name in SCORES))
 def leaderboard_table(view: RunView) -> Table:
     """Return the leaderboard; rounds count from 1."""
     rows = view.leaderboard
-    names = [name for name in rows[0] if name not in _WITHIN_OTHERS] if rows else []
-    for name in ("final", "test"):
-        if all(row[name] is None for row in rows) and name in names:
-            names.remove(name)
+    names = columns(rows, _WITHIN_OTHERS)
     cells = [[_cell(name, row) for name in names] for row in rows]
     return Table([_title(name) for name in names], cells)
 
@@ -91,17 +88,13 @@ def _cell(name: str, row: Mapping[str, Any]) -> tuple[str, object]:
         return f"{value} (tie)" if row["tie"] else str(value), value
     if name in SCORES:
         return with_error(value, row[f"{name}_se"], 3), value
-    if name == "tokens":
-        return f"{value:,}", value
-    if name == "wall_seconds":
-        return number(value, 1), value
-    return shown_value(value) if isinstance(value, float) else str(value), value
+    return cell(name, value), value
 
 
 def headline(view: RunView) -> list[tuple[str, str, str]]:
     """Return the numbers at the top of a report: title, value, and what the value is."""
     cards: list[tuple[str, str, str]] = []
-    summary, totals = view.summary, view.totals
+    summary = view.summary
     winner, base = view.winner, view.base
     if summary is not None and winner is not None and winner.test is not None and base is not None:
         prompts = count(winner.test.n, f"{summary['split']} prompt")
@@ -115,9 +108,9 @@ def headline(view: RunView) -> list[tuple[str, str, str]]:
         prompts = count(fitness.n, "validation prompt")
         cards.append(("best fitness", with_error(fitness.mean, fitness.se, 3), f"on {prompts}"))
     cards += [
-        ("rounds", f"{len(view.rounds)} of {view.planned}", count(totals.agents, "agent")),
-        ("tokens", f"{totals.tokens:,}", "sampled in training"),
-        ("time", _duration(totals.seconds), "in rounds"),
+        ("rounds", f"{len(view.rounds)} of {view.planned}", count(view.agents, "agent")),
+        ("tokens", f"{view.tokens:,}", "sampled in training"),
+        ("time", _duration(view.seconds), "in rounds"),
     ]
     return cards
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from evo_grpo.record.columns import fitness
 from evo_grpo.record.family import best_agent
-from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.wording import changes_text, count, number, with_error
 
 ALWAYS_SHOWN = ("lr", "beta", "clip_coef", "group_size")
@@ -27,12 +27,6 @@ def direction(changes: Mapping[str, tuple[float, float]], name: str) -> str:
             old, new = changes[end]
             return "up" if new > old else "down"
     return ""
-
-
-def kl_text(agent: AgentRecord) -> str:
-    """Return the KL divergence of an agent, "-" where it was not computed, as with beta 0."""
-    kl = agent.metrics.get("kl")
-    return number(kl or None if agent.hparams.beta == 0 else kl, 4)
 
 
 def clock(seconds: float) -> str:

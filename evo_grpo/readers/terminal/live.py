@@ -17,11 +17,11 @@ from evo_grpo.readers.terminal.formatting import (
     clock,
     direction,
     evolution,
-    kl_text,
     round_line,
     shown_names,
 )
 from evo_grpo.readers.terminal.pace import Pace
+from evo_grpo.record import columns
 from evo_grpo.record.family import best_agent
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.wording import hyperparameter, number
@@ -182,7 +182,7 @@ class LiveTable:
             "member": safe(str(agent.member)),
             "fitness": safe(fitness),
             "reward": safe(number(agent.metrics.get("reward"))),
-            "KL": safe(kl_text(agent)),
+            "KL": safe(number(columns.kl(agent), 4)),
             "zero-var": safe(number(agent.metrics.get("zero_variance"), 2)),
         }
         for name in self.names:

@@ -13,11 +13,11 @@ from evo_grpo.readers.terminal.formatting import (
     clock,
     direction,
     evolution,
-    kl_text,
     round_line,
     shown_names,
 )
 from evo_grpo.readers.terminal.pace import Pace
+from evo_grpo.record import columns
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.wording import hyperparameter, number
 from evo_grpo.schema.shown import short_name
@@ -81,7 +81,7 @@ class PlainLines:
         parts = [
             f"agent {agent.agent:<2} fitness {fitness:<13}",
             f"reward {number(measured.get('reward'))}",
-            f"kl {kl_text(agent)}",
+            f"kl {number(columns.kl(agent), 4)}",
             f"zero-var {number(measured.get('zero_variance'), 2)}",
         ]
         for name in self.names:

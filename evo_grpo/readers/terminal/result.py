@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 BEST = f"bold {GOOD}"
 STRINGS = ("checkpoint",)
 SCORES = ("fitness", "final", "test")
+OPTIONAL = ("final", "test", "left")
+"""Columns that a table leaves out where no row has a value."""
 IN_OTHERS = ("round", "fitness_se", "final_se", "test_se", "tie")
 """Columns that the table shows within others: in left, the scores and rank."""
 ONLY_WIDE = ("parent", "tokens", "wall_seconds", "checkpoint")
@@ -42,9 +44,15 @@ def leaderboard_markdown(names: Sequence[str], rows: Sequence[Mapping[str, Any]]
     """Return columns of a leaderboard as a Markdown table."""
     lines = [list(names), ["---" if name in STRINGS else "---:" for name in names]]
     lines += [
-        [printable(_cell(name, row[name])).replace("|", "\\|") for name in names] for row in rows
+        [printable(cell(name, row[name])).replace("|", "\\|") for name in names] for row in rows
     ]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def columns(rows: Sequence[Mapping[str, Any]], hidden: Sequence[str]) -> list[str]:
+    """Return the columns of a leaderboard without hidden ones, and without empty optional ones."""
+    empty = [name for name in OPTIONAL if all(row[name] is None for row in rows)]
+    return [name for name in (rows[0] if rows else ()) if name not in (*hidden, *empty)]
 
 
 def leaderboard_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
@@ -52,10 +60,7 @@ def leaderboard_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
 
     A terminal of few columns (`width`) gets the essential ones only.
     """
-    names = [name for name in rows[0] if name not in IN_OTHERS] if rows else []
-    for name in ("final", "test", "left"):
-        if all(row[name] is None for row in rows) and name in names:
-            names.remove(name)
+    names = columns(rows, IN_OTHERS)
     if "left" in names:
         names.append(names.pop(names.index("left")))
     if width < WIDE:
@@ -100,7 +105,7 @@ def family_tree(view: RunView) -> Tree:
 
     A mean that won is the last branch. Without a finished round the tree has no branches.
     """
-    title = f"{count(view.totals.members, 'member')} in {count(len(view.rounds), 'round')}"
+    title = f"{count(len(view.founders), 'member')} in {count(len(view.rounds), 'round')}"
     root = Tree(safe(f"{view.folder or view.name}: {title}", "bold"), guide_style="dim")
     for member in view.family:
         _add_branch(root, member, view)
@@ -170,10 +175,11 @@ def _shown_cell(name: str, row: Mapping[str, Any], *, short: bool = False) -> st
     if name in SCORES and value is not None:
         error = row[f"{name}_se"]
         return number(value, 2) + ("" if error is None or short else f" ±{number(error, 2)}")
-    return _cell(name, value)
+    return cell(name, value)
 
 
-def _cell(name: str, value: Any) -> str:  # noqa: ANN401 -- a cell of a frame
+def cell(name: str, value: Any) -> str:  # noqa: ANN401 -- a value of any column
+    """Return a value of a column as text, "-" for a missing one."""
     if value is None:
         return "-"
     if name.removesuffix("_se") in SCORES:

@@ -26,10 +26,14 @@ from evo_grpo.record.folder import read_rounds
 SECONDS = 30
 
 
-@pytest.fixture(scope="module", params=["journal", "sqlite", "none"])
-def folder(request, tmp_path_factory):
-    kept = {"journal": {}, "sqlite": {"storage": "sqlite"}, "none": {"optuna": False}}
-    return run(small(record=kept[request.param]), out=tmp_path_factory.mktemp("runs") / "run")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return run(small(), out=tmp_path_factory.mktemp("runs") / "run")
+
+
+@pytest.fixture(params=[{}, {"storage": "sqlite"}, {"optuna": False}], ids=str)
+def folder_of_any_study(request, tmp_path):
+    return run(small(record=request.param), out=tmp_path / "run")
 
 
 def contents(folder):
@@ -83,7 +87,8 @@ class Dashboard:
 
 
 @pytest.mark.slow
-def test_it_shows_trials_notes_and_the_family_tree_and_leaves_the_run_alone(folder):
+def test_it_shows_trials_notes_and_the_family_tree_and_leaves_the_run_alone(folder_of_any_study):
+    folder = folder_of_any_study
     before, rounds = contents(folder), read_rounds(folder)
     with Dashboard(folder) as dashboard:
         assert b"<title>Optuna Dashboard</title>" in dashboard.get("/dashboard")

@@ -27,8 +27,9 @@ def test_the_leaderboard_counts_rounds_from_1_and_sorts_by_values(tmp_path):
     assert first["fitness"] == ("0.750 ± 0.050", 0.75)
     assert first["lr"] == ("1.2e-3", 0.0012)
     assert first["tokens"] == ("2,000", 2000)
-    assert first["left"] == ("", None)
-    assert "checkpoint" not in table.titles
+    assert first["test"] == ("0.807 ± 0.020", 0.807)
+    # No agent left, and no finalists were compared.
+    assert not {"left", "final", "checkpoint"} & set(table.titles)
 
 
 def test_those_that_left_say_after_which_round():

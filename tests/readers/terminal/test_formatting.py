@@ -9,9 +9,9 @@ from shown_run import two_rounds
 from evo_grpo.readers.terminal.formatting import (
     direction,
     evolution,
-    kl_text,
     shown_names,
 )
+from evo_grpo.record import columns
 from evo_grpo.record.wording import changes_text, count, number
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.shown import shown_value
@@ -53,7 +53,8 @@ def test_bounds_of_a_clip_range_share_the_column_of_clip_coef():
 def test_a_kl_that_was_not_computed_is_a_dash(beta: float, kl: float | None, text: str):
     one = two_rounds()[0].agents[0]
     metrics = {} if kl is None else {"kl": kl}
-    assert kl_text(replace(one, hparams=Hparams(beta=beta), metrics=metrics)) == text
+    agent = replace(one, hparams=Hparams(beta=beta), metrics=metrics)
+    assert number(columns.kl(agent), 4) == text
 
 
 def test_what_a_decision_tells_is_not_told_again():

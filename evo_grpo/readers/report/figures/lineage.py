@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from evo_grpo.readers.report.figures.points import (
     Line,
     described,
-    escaped,
     lineage_name,
     made,
     named,
@@ -23,6 +22,7 @@ from evo_grpo.readers.report.figures.style import (
     new_figure,
     round_axis,
 )
+from evo_grpo.readers.report.page.build import text
 from evo_grpo.readers.terminal.result import winner_label
 from evo_grpo.record.records import AgentRecord
 from evo_grpo.record.view import Run, RunView, view_of
@@ -175,7 +175,7 @@ def _add_winner(
             )  # fmt: skip
     figure.add_scatter(
         x=[x], y=[y], mode="markers", name=WINNER, legendgroup="winner", showlegend=False,
-        text=[escaped(f"{winner.name}, member {winner.member}: {winner_label(view)}")],
+        text=[text(f"{winner.name}, member {winner.member}: {winner_label(view)}")],
         hoverinfo="text", marker={"symbol": "star", "size": 16, "color": GREY},
     )  # fmt: skip
 
@@ -190,7 +190,7 @@ def _mutations(lives: dict[int, _Life]) -> Iterator[tuple[float, float, str, str
         x = (parent.round + child.round) / 2 + 1
         y = (parent.agent + child.agent) / 2
         short = changes_text(life[0].mutation.changes, "→")
-        yield x, y, escaped(short), f"agent {child.agent}, round {child.round + 1}: {made(child)}"
+        yield x, y, text(short), f"agent {child.agent}, round {child.round + 1}: {made(child)}"
 
 
 def _add_mutations(figure: go.Figure, lives: dict[int, _Life]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from evo_grpo.printable import printable
+from evo_grpo.readers.report.page.build import text
 from evo_grpo.record.columns import fitness, fitness_se
 from evo_grpo.record.records import AgentRecord
 from evo_grpo.record.view import RunView
@@ -104,7 +103,7 @@ def described(agent: AgentRecord, names: Sequence[str]) -> str:
         made(agent),
     ]
     if agent.state != "ok":
-        lines.append(f"failed: {escaped(agent.reason)}")
+        lines.append(f"failed: {text(agent.reason)}")
     return "<br>".join(lines)
 
 
@@ -119,15 +118,10 @@ def made(agent: AgentRecord) -> str:
     mutation = agent.mutation
     if agent.parent is None:
         return "of the first population"
-    changes = f": {escaped(changes_text(mutation.changes))}" if mutation.changes else ""
-    return f"{escaped(mutation.op)} of member {agent.parent}{changes}"
+    changes = f": {text(changes_text(mutation.changes))}" if mutation.changes else ""
+    return f"{text(mutation.op)} of member {agent.parent}{changes}"
 
 
 def shown(names: Sequence[str]) -> list[str]:
     """Return hyperparameters with clip_coef in place of its two ends."""
     return list(dict.fromkeys("clip_coef" if n.startswith("clip_") else n for n in names))
-
-
-def escaped(text: str) -> str:
-    """Return a string as escaped HTML, with control characters escaped too."""
-    return html.escape(printable(text))
