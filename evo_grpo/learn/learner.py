@@ -23,7 +23,13 @@ from torch import Tensor
 from evo_grpo.learn.loss_scale import LossScales, first_scale
 from evo_grpo.learn.metrics import MetricSums, finish, measure, start_metrics
 from evo_grpo.learn.minibatches import StepTotals, assign_minibatches, filter_and_whiten
-from evo_grpo.learn.objective.losses import TokenTerms, token_terms, token_weights
+from evo_grpo.learn.objective.losses import (
+    LossValues,
+    TokenTerms,
+    largest_penalty,
+    token_terms,
+    token_weights,
+)
 from evo_grpo.learn.objective.ratios import kl_term
 from evo_grpo.learn.objective.shaping import token_advantages
 from evo_grpo.learn.packing import pack
@@ -248,7 +254,7 @@ class Learner:
             self._fill_reference_logprobs(agents, batch, reference)
             # The context spans the backward: gradient checkpointing runs the forward again there.
             with forward.rows(layout, dropout):
-                flat, entropy = self._logprobs(agents, batch, forward)
+                flat, entropies = self._logprobs(agents, batch, forward)
                 if first:
                     batch.scatter("old", flat)
                 terms = self._loss_terms(call, batch, flat)
@@ -263,7 +269,7 @@ class Learner:
                 loss = torch.where(batch.mask, scaled * terms.loss, 0.0).sum()
                 self.updates.backward(loss if counts else 0.0 * loss)
             if counts:
-                measure(call.sums, batch, terms, weights, entropy, flat, first=first)
+                measure(call.sums, batch, terms, weights, batch.pad(entropies), flat, first=first)
 
     def _in_memory(
         self,
@@ -310,65 +316,49 @@ class Learner:
         return self.reduced or wanted
 
     def _loss_terms(self, call: _Call, batch: MicroBatch, flat: Tensor) -> TokenTerms:
-        """Loss terms (B, C) of the generated tokens from their log-probs (M,)."""
-
-        def column(values: Sequence[float]) -> Tensor:
-            per_agent = torch.tensor(values, device=flat.device, dtype=flat.dtype)
-            return per_agent[batch.positions][:, None]
-
-        agents = call.agents
-        bounds = [a.hparams.clip_bounds for a in agents]
-        shaped_by_kl = self.algorithm.kl_shaping
-        betas = column([a.hparams.beta for a in agents])
+        """Return the loss terms (B, C) of the generated tokens from their log-probs (M,)."""
+        hparams = [agent.hparams for agent in call.agents]
+        values = LossValues.of_agents(hparams, batch.positions, flat.dtype)
         logprobs, old, reference, kl = batch.pad(flat), batch.gather("old"), None, None
         if any(row.ref is not None for row in batch.rows):
             reference = batch.gather("ref")
-        if shaped_by_kl:
-            # What is reported stays the k3 of the penalty; what shapes is the signed k1.
-            kl = kl_term(logprobs.detach(), reference, batch.mask, betas)
+        advantages = self._advantages(batch, values, logprobs.detach(), reference)
+        if self.algorithm.kl_shaping:
+            # The metric stays the k3 estimate of the penalty; the advantages use the signed k1.
+            kl = kl_term(logprobs.detach(), reference, batch.mask, values.beta)
+            # The KL is in the advantages; the penalty would count it twice.
+            values = replace(values, beta=0.0)
         terms = token_terms(
             logprobs,
             old,
             batch.mask,
-            self._advantages(agents, batch, logprobs.detach(), reference),
+            advantages,
             reference,
             config=self.loss,
-            clip_low=column([low for low, _ in bounds]),
-            clip_high=column([high for _, high in bounds]),
-            # KL shaping moves the KL into the advantages; the penalty would count it twice.
-            beta=0.0 if shaped_by_kl else betas,
+            values=values,
             sampler_logprobs=None if call.exact_sampler else batch.sampler_logprobs(old),
         )
         return terms if kl is None else replace(terms, kl=kl)
 
     def _advantages(
-        self,
-        agents: Sequence[AgentTraining],
-        batch: MicroBatch,
-        logprobs: Tensor,
-        reference: Tensor | None,
+        self, batch: MicroBatch, values: LossValues, logprobs: Tensor, reference: Tensor | None
     ) -> Tensor:
-        """Advantages (B,), or (B, C) where they are shaped per token.
+        """Return advantages (B,), or (B, C) where they are shaped per token.
 
         KL shaping compares the present policy with the reference, in later epochs too: the ratio in
         the loss turns samples of the old policy into those of the present one.
         """
-        values = torch.tensor(
+        advantages = torch.tensor(
             [row.advantage for row in batch.rows], device=logprobs.device, dtype=logprobs.dtype
         )
         use_kl, clip_range = self.algorithm.kl_shaping, self.algorithm.adv_clip_range
         if not use_kl and clip_range is None:
-            return values
-        parts: list[Tensor] = []
-        for position, rows in zip(batch.present, batch.slices(), strict=True):
-            beta, kl = agents[position].hparams.beta, None
-            if use_kl and beta > 0 and reference is not None:
-                kl = logprobs[rows] - reference[rows]
-            shaped, _ = token_advantages(
-                values[rows], batch.mask[rows], kl=kl, beta=beta, clip_range=clip_range
-            )
-            parts.append(shaped)
-        return torch.cat(parts)
+            return advantages
+        kl = logprobs - reference if use_kl and reference is not None else None
+        shaped, _ = token_advantages(
+            advantages, batch.mask, kl=kl, beta=values.beta, clip_range=clip_range
+        )
+        return shaped
 
     def _open_forward(self, adapters: Sequence[str | None]) -> TrainForward:
         recompute = self.engine.gradient_checkpointing
@@ -438,8 +428,8 @@ class Learner:
 
 
 def _has_gradient(row: Row, hparams: Hparams) -> bool:
-    """Whether a row moves the agent; a step on others would count, and move its moments alone."""
-    return (row.advantage != 0.0 or hparams.beta > 0) and row.generated > 0
+    """Return whether a row has a gradient; a step without one would still move the moments."""
+    return (row.advantage != 0.0 or largest_penalty(hparams) > 0) and row.generated > 0
 
 
 def _finite(gradients: Sequence[Tensor]) -> bool:

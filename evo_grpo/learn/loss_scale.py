@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from evo_grpo.learn.objective.losses import LossConfig, token_weights
+from evo_grpo.learn.objective.losses import LossConfig, largest_penalty, token_weights
 from evo_grpo.learn.rows import AgentTraining, Row
 
 _log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def first_scale(
     )
     bound = math.inf if clip_range is None else clip_range
     sizes = torch.tensor(
-        [max(min(abs(row.advantage), bound), agent.hparams.beta) for row in rows],
+        [max(min(abs(row.advantage), bound), largest_penalty(agent.hparams)) for row in rows],
         dtype=torch.float64,
     )
     total = float((weights * sizes[:, None]).sum())

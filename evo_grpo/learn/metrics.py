@@ -60,15 +60,15 @@ def measure(
     batch: MicroBatch,
     terms: TokenTerms,
     weights: Tensor,
-    entropy: Tensor,
+    entropies: Tensor,
     flat: Tensor,
     *,
     first: bool,
 ) -> None:
     """Add one micro-batch and its loss terms to the sums.
 
-    `weights` (B, C) is the share of each token in the loss; `entropy` (M,) and `flat` (M,), the
-    log-probs, are nats of the generated tokens. `first` is True before any update, when the
+    `weights` (B, C) is the share of each token in the loss; `entropies` (B, C) and the log-probs
+    `flat` (M,) are nats of the generated tokens. `first` is True before any update, when the
     sampler's log-probs are of the same policy.
     """
     mask, positions = batch.mask, batch.positions
@@ -81,7 +81,7 @@ def measure(
     sums.add("tokens", positions, mask.sum(-1))
     sums.add("clip_low", positions, total(terms.clipped_low.float()))
     sums.add("clip_high", positions, total(terms.clipped_high.float()))
-    sums.add("entropy", positions, total(batch.pad(entropy)))
+    sums.add("entropy", positions, total(entropies))
     sums.peak("ratio_max", positions, torch.where(mask, terms.ratio.detach(), zero).amax(-1))
     if terms.kl is not None:
         sums.add("kl", positions, total(terms.kl))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise, starmap
 
 import numpy as np
 import torch
@@ -123,10 +122,6 @@ class MicroBatch:
     where: Tensor
     mask: Tensor
     prefix: SharedPrefix | None = None
-
-    def slices(self) -> Iterator[slice]:
-        """Return each present agent's rows as a slice."""
-        return starmap(slice, pairwise(accumulate(self.counts, initial=0)))
 
     def pad(self, flat: Tensor) -> Tensor:
         """Spread (M,) values over (B, C), zero where nothing was generated; differentiable."""

@@ -29,8 +29,9 @@ computes one loss over the rows of all its agents: the sum of weights times term
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ from torch import Tensor
 from evo_grpo.errors import ConfigError
 from evo_grpo.learn.objective.off_policy import sampler_weight, within_trust
 from evo_grpo.learn.objective.ratios import kl_term, policy_ratio
+from evo_grpo.schema.hparams import Hparams
 from evo_grpo.settings.loss import LossConfig, LossType, RatioLevel
 
 __all__ = [
@@ -45,7 +47,9 @@ __all__ = [
     "Loss",
     "LossConfig",
     "LossType",
+    "LossValues",
     "TokenTerms",
+    "largest_penalty",
     "ratio_level",
     "token_terms",
     "token_weights",
@@ -53,6 +57,58 @@ __all__ = [
 
 VESPO_LOG_CLAMP = 20.0
 VESPO_LOWEST_LOG_WEIGHT = math.log(1e-8)
+
+
+@dataclass(frozen=True)
+class LossValues:
+    """The hyperparameters that act in the loss of a batch.
+
+    Each field has the name of a hyperparameter (see `Hparams.get`). It is a float for all rows, or
+    (B, 1) without gradient: each row has the value of its agent.
+
+    Attributes:
+        beta: Weight of the KL term, >= 0.
+        clip_low: Lower bound of the ratio.
+        clip_high: Upper bound of the ratio.
+    """
+
+    beta: float | Tensor
+    clip_low: float | Tensor
+    clip_high: float | Tensor
+
+    @classmethod
+    def of_config(cls, config: LossConfig) -> Self:
+        """Return the values of a configuration, the same for all rows."""
+        low, high = config.clip_bounds
+        return cls(beta=config.beta, clip_low=low, clip_high=high)
+
+    @classmethod
+    def of_agents(cls, agents: Sequence[Hparams], positions: Tensor, dtype: torch.dtype) -> Self:
+        """Return the values of each row.
+
+        Args:
+            agents: Hyperparameters of N agents.
+            positions: (B,) int64, the agent of each row, in [0, N).
+            dtype: Float dtype of the values.
+
+        Returns:
+            (B, 1) on the device of `positions`; the float 0.0 for a hyperparameter that is 0 for
+            all agents, so that its term is not computed.
+        """
+        names = [field.name for field in fields(cls)]
+        columns = [[agent.get(name) for agent in agents] for name in names]
+        table = torch.tensor(columns, dtype=dtype, device=positions.device)[:, positions, None]
+        values = zip(names, columns, table, strict=True)
+        return cls(**{name: rows if any(column) else 0.0 for name, column, rows in values})
+
+
+PENALTIES = ("beta",)
+"""Hyperparameters whose term in the loss does not depend on the advantage."""
+
+
+def largest_penalty(hparams: Hparams) -> float:
+    """Return the largest of `PENALTIES`; above 0, rows of advantage 0 have a gradient too."""
+    return max(getattr(hparams, name) for name in PENALTIES)
 
 
 @dataclass(frozen=True)
@@ -251,7 +307,7 @@ def ratio_level(config: LossConfig) -> RatioLevel:
     return config.importance_sampling_level or LOSSES[config.loss_type].level
 
 
-def token_terms(  # noqa: PLR0913 -- the tensors of one batch, and what differs between its agents
+def token_terms(
     logprobs: Tensor,
     old_logprobs: Tensor | None,
     mask: Tensor,
@@ -259,9 +315,7 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch, and what differs 
     ref_logprobs: Tensor | None = None,
     *,
     config: LossConfig,
-    clip_low: float | Tensor | None = None,
-    clip_high: float | Tensor | None = None,
-    beta: float | Tensor | None = None,
+    values: LossValues | None = None,
     sampler_logprobs: Tensor | None = None,
 ) -> TokenTerms:
     """Compute the loss of every token of rows that may belong to many agents.
@@ -272,10 +326,8 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch, and what differs 
         mask: (B, T) bool or 0/1.
         advantages: (B,) or (B, T).
         ref_logprobs: (B, T) nats; may be NaN in rows whose beta is 0.
-        config: Settings; the three overrides below replace its clip_coef and beta.
-        clip_low: Absolute ratio bound, float or (B, 1).
-        clip_high: Absolute ratio bound, float or (B, 1).
-        beta: Weight of the KL term, float or (B, 1), >= 0.
+        config: Settings that all rows share.
+        values: Hyperparameters of the rows; None takes the clip_coef and beta of `config`.
         sampler_logprobs: (B, T) nats as the engine reported them.
 
     Returns:
@@ -290,7 +342,8 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch, and what differs 
     old = logprobs.detach() if old_logprobs is None else old_logprobs.detach().to(dtype)
     per_row = advantages[:, None] if advantages.dim() == 1 else torch.where(valid, advantages, 0)
     per_row = per_row.detach().to(dtype)
-    low, high = config.clip_bounds
+    values = LossValues.of_config(config) if values is None else values
+    beta = _per_row(values.beta, logprobs)
     loss_kind = LOSSES[config.loss_type]
     # where, never a product with the mask: 0 x NaN is NaN, and its gradient too.
     log_ratio = torch.where(valid, logprobs - old, 0)
@@ -305,8 +358,8 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch, and what differs 
             log_ratio=log_ratio,
             ratio=ratio,
             advantages=per_row,
-            clip_low=_per_row(low if clip_low is None else clip_low, logprobs),
-            clip_high=_per_row(high if clip_high is None else clip_high, logprobs),
+            clip_low=_per_row(values.clip_low, logprobs),
+            clip_high=_per_row(values.clip_high, logprobs),
             sampler_log_weight=None if sampler is None else sampler.log_row,
         ),
         config,
@@ -318,12 +371,11 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch, and what differs 
         loss = torch.where(kept, loss, 0)
     if sampler is not None and not loss_kind.has_sampler_weight:
         loss = loss * sampler.factor
-    weight = _per_row(config.beta if beta is None else beta, logprobs)
     by_token = policy_ratio(log_ratio, valid, level, per_token=True)
     correction = by_token if config.kl_bias_correction else None
-    kl = kl_term(logprobs, ref_logprobs, valid, weight, correction)
+    kl = kl_term(logprobs, ref_logprobs, valid, beta, correction)
     if kl is not None:
-        loss = loss + weight * kl
+        loss = loss + beta * kl
     return TokenTerms(
         loss=torch.where(valid, loss, 0),
         ratio=ratio.detach(),

@@ -13,7 +13,7 @@ def token_advantages(
     mask: Tensor,
     *,
     kl: Tensor | None = None,
-    beta: float = 0.0,
+    beta: float | Tensor = 0.0,
     whiten: bool = False,
     clip_range: float | None = None,
     filter_zero: bool = False,
@@ -37,7 +37,7 @@ def token_advantages(
         mask: (B, T) bool or 0/1.
         kl: (B, T) nats, log policy - log reference of each token, of either sign; detached here.
             It shapes in place of a KL penalty in the loss; None leaves that out.
-        beta: Weight of the KL shaping, >= 0.
+        beta: Weight of the KL shaping, a float or (B, 1), >= 0; a row of 0 is not shaped.
         whiten: Whiten over valid tokens: long rows weigh more.
         clip_range: Clamp to [-clip_range, clip_range], > 0; None leaves them.
         filter_zero: Drop rows that carry no signal.
@@ -56,7 +56,8 @@ def token_advantages(
     if whiten:
         shaped = _whiten(shaped, valid)
     if kl is not None:
-        shaped = shaped + beta * _below_earlier_mean(kl.detach().to(shaped.dtype), valid)
+        weighed = valid & (beta > 0)
+        shaped = shaped + beta * _below_earlier_mean(kl.detach().to(shaped.dtype), weighed)
     if clip_range is not None:
         shaped = shaped.clamp(-clip_range, clip_range)
     return torch.where(valid, shaped, 0), kept
