@@ -57,7 +57,7 @@ def test_a_plan_comes_through_in_plain_values(answer):
         (Offspring(0, 0), r"expected a sequence of evo_grpo.Offspring, got Offspring\("),
         ([0, 1, 2], r"expected a sequence of evo_grpo.Offspring, got \[0, 1, 2\]"),
         ([(0, 0)], r"expected a sequence of evo_grpo.Offspring, got \[\(0, 0\)\]"),
-        ([Offspring(0, 3)], r"parents among 0..2, the places of `histories`, got \[0, 3\]"),
+        ([Offspring(0, 3)], r"parents in 0..2, the indices of `histories`, got \[0, 3\]"),
         ([Offspring(-1, -1)], r"among 0..2.* got \[-1, -1\]"),
         ([Offspring(0.0, 0)], r"among 0..2.* got \[0.0, 0\]"),
         ([], r"expected 1 to 3 offspring, one per place.* got positions \[\]"),
