@@ -30,8 +30,8 @@ def test_a_pattern_that_does_not_end_is_refused(pattern):
     with pytest.raises(ConfigError) as caught:
         check_patterns({"target_modules": pattern}, NAMES, "tiny-sums")
     assert str(caught.value).startswith(
-        "lora.target_modules: expected a regular expression that is through with the modules of "
-        f"tiny-sums within 0.5 s, got {pattern!r}"
+        "lora.target_modules: expected a regular expression that matches the modules of tiny-sums "
+        f"within 0.5 s, got {pattern!r}"
     )
 
 
