@@ -254,10 +254,11 @@ class Learner:
             self._fill_reference_logprobs(agents, batch, reference)
             # The context spans the backward: gradient checkpointing runs the forward again there.
             with forward.rows(layout, dropout):
-                flat, entropies = self._logprobs(agents, batch, forward)
+                flat, entropy = self._logprobs(agents, batch, forward)
                 if first:
                     batch.scatter("old", flat)
-                terms = self._loss_terms(call, batch, flat)
+                entropies = batch.pad(entropy)
+                terms = self._loss_terms(call, batch, flat, entropies)
                 weights = token_weights(
                     self.loss.loss_type,
                     batch.mask,
@@ -269,7 +270,7 @@ class Learner:
                 loss = torch.where(batch.mask, scaled * terms.loss, 0.0).sum()
                 self.updates.backward(loss if counts else 0.0 * loss)
             if counts:
-                measure(call.sums, batch, terms, weights, batch.pad(entropies), flat, first=first)
+                measure(call.sums, batch, terms, weights, entropies, flat, first=first)
 
     def _in_memory(
         self,
@@ -315,8 +316,10 @@ class Learner:
         wanted = self.engine.max_tokens_per_microbatch or self.base.micro_batch_tokens
         return self.reduced or wanted
 
-    def _loss_terms(self, call: _Call, batch: MicroBatch, flat: Tensor) -> TokenTerms:
-        """Return the loss terms (B, C) of the generated tokens from their log-probs (M,)."""
+    def _loss_terms(
+        self, call: _Call, batch: MicroBatch, flat: Tensor, entropies: Tensor
+    ) -> TokenTerms:
+        """Return the loss terms (B, C) from log-probs (M,) and entropies (B, C), nats."""
         hparams = [agent.hparams for agent in call.agents]
         values = LossValues.of_agents(hparams, batch.positions, flat.dtype)
         logprobs, old, reference, kl = batch.pad(flat), batch.gather("old"), None, None
@@ -336,6 +339,7 @@ class Learner:
             reference,
             config=self.loss,
             values=values,
+            entropies=entropies,
             sampler_logprobs=None if call.exact_sampler else batch.sampler_logprobs(old),
         )
         return terms if kl is None else replace(terms, kl=kl)

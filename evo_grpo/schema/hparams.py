@@ -61,6 +61,13 @@ class AgentFields(Group):
         ge=0,
         mutates=True,
     )
+    entropy_coef: Weight = setting(
+        0.0,
+        "Weight of the entropy bonus: each generated token lowers the loss by `entropy_coef` times "
+        "the entropy of the policy there, in nats. 0.001 to 0.01 is usual; 0 computes none.",
+        ge=0,
+        mutates=True,
+    )
     clip_coef: Clip = setting(
         0.2,
         "Clip range of the probability ratio: c in (0, 1] for [1 - c, 1 + c], or the bounds "

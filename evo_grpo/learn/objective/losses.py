@@ -70,11 +70,13 @@ class LossValues:
         beta: Weight of the KL term, >= 0.
         clip_low: Lower bound of the ratio.
         clip_high: Upper bound of the ratio.
+        entropy_coef: Weight of the entropy bonus, >= 0.
     """
 
     beta: float | Tensor
     clip_low: float | Tensor
     clip_high: float | Tensor
+    entropy_coef: float | Tensor = 0.0
 
     @classmethod
     def of_config(cls, config: LossConfig) -> Self:
@@ -102,7 +104,7 @@ class LossValues:
         return cls(**{name: rows if any(column) else 0.0 for name, column, rows in values})
 
 
-PENALTIES = ("beta",)
+PENALTIES = ("beta", "entropy_coef")
 """Hyperparameters whose term in the loss does not depend on the advantage."""
 
 
@@ -307,7 +309,7 @@ def ratio_level(config: LossConfig) -> RatioLevel:
     return config.importance_sampling_level or LOSSES[config.loss_type].level
 
 
-def token_terms(
+def token_terms(  # noqa: PLR0913 -- the tensors of one batch
     logprobs: Tensor,
     old_logprobs: Tensor | None,
     mask: Tensor,
@@ -316,9 +318,16 @@ def token_terms(
     *,
     config: LossConfig,
     values: LossValues | None = None,
+    entropies: Tensor | None = None,
     sampler_logprobs: Tensor | None = None,
 ) -> TokenTerms:
     """Compute the loss of every token of rows that may belong to many agents.
+
+    The loss of a token is surrogate + beta * KL - entropy_coef * H, where H is the entropy of the
+    policy over the whole vocabulary after the token's prefix, at the temperature of the log-probs.
+    Prefixes are taken as sampled: no gradient passes through them. `token_weights` averages the
+    bonus like the rest of the loss, as verl's `entropy_coeff` with `loss_agg_mode` does. TRL's
+    `entropy_coef` always weighs the mean over tokens, which is that of dapo, bnpo, cispo and vespo.
 
     Args:
         logprobs: (B, T) floats, nats, with gradient.
@@ -328,6 +337,8 @@ def token_terms(
         ref_logprobs: (B, T) nats; may be NaN in rows whose beta is 0.
         config: Settings that all rows share.
         values: Hyperparameters of the rows; None takes the clip_coef and beta of `config`.
+        entropies: (B, T) nats, with gradient; may be NaN in rows whose entropy_coef is 0. None only
+            where entropy_coef is the float 0.0.
         sampler_logprobs: (B, T) nats as the engine reported them.
 
     Returns:
@@ -335,7 +346,7 @@ def token_terms(
         whatever stands in masked places.
 
     Raises:
-        ConfigError: A beta is not 0 and ref_logprobs is None.
+        ConfigError: A beta is not 0 and ref_logprobs is None, or entropies are missing.
     """
     logprobs = _wide(logprobs)
     dtype, valid = logprobs.dtype, mask != 0
@@ -376,6 +387,14 @@ def token_terms(
     kl = kl_term(logprobs, ref_logprobs, valid, beta, correction)
     if kl is not None:
         loss = loss + beta * kl
+    bonus = _per_row(values.entropy_coef, logprobs)
+    if isinstance(bonus, Tensor) or bonus != 0:
+        if entropies is None:
+            raise ConfigError(
+                f"entropies: expected a (B, T) = {tuple(logprobs.shape)} tensor with an "
+                "entropy_coef, got None; give the entropies or set entropy_coef to 0.0"
+            )
+        loss = loss - bonus * torch.where(valid & (bonus != 0), entropies.to(dtype), 0)
     return TokenTerms(
         loss=torch.where(valid, loss, 0),
         ratio=ratio.detach(),
