@@ -1,14 +1,15 @@
-"""One learn call for any set of agents.
+"""Trains a set of agents in one learn call.
 
-One forward and backward per micro-batch over all their rows, one AdamW each.
+A micro-batch has rows of all agents and takes one forward and one backward. Each agent has its own
+AdamW.
 
 Old log-probs. A step's first minibatch sees the unchanged policy, so its old log-probs are its
 own, detached: no second forward, and a ratio of exactly 1 even with LoRA dropout. Later epochs
-reuse them. Only minibatches after the first need a pass of their own, made before the first update.
+reuse them. Only minibatches after the first need a separate pass, made before the first update.
 A row keeps its dropout masks for the whole call: a ratio compares two policies, not two masks.
 
-A base in float16 has its loss scaled, see `loss_scale`; where a gradient overflows all the same,
-the step is computed again with a lower scale for that agent.
+The loss of a base in float16 is scaled (see `loss_scale`). If a gradient still overflows, the step
+is computed again with a lower scale for that agent.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class _Call:
     """One learn call.
 
     Attributes:
+        agents: The N agents.
         totals: Denominators per minibatch of each agent.
         seed: Stream of dropout.
         exact_sampler: Whether the sampler's log-probs need no correction.
@@ -65,7 +67,7 @@ class _Call:
     metrics: list[dict[str, float]]
 
     def denominators(self, minibatch: int) -> tuple[Tensor, Tensor]:
-        """Rows and tokens (N,) of each agent's minibatch; 1 for agents without it."""
+        """Return rows and tokens (N,) of each agent's minibatch; 1 for agents without it."""
         found = [
             (t.rows[minibatch], t.tokens[minibatch]) if minibatch < t.minibatches else (1, 1)
             for t in self.totals
@@ -77,9 +79,8 @@ class _Call:
 class Learner:
     """Trains any set of agents at once over one base.
 
-    The loss and the shaping of advantages are those of `algorithm`, which all agents share; what an
-    agent trains with comes with each call. `updates` takes the steps; None is every agent's own
-    optimizer.
+    All agents share the loss and the shaping of advantages in `algorithm`; their hyperparameters
+    come with each call. `updates` takes the optimizer steps; None uses each agent's own optimizer.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Learner:
         self.engine = engine
         self.loss = algorithm.loss(algorithm.max_output_tokens or DEFAULT_OUTPUT_TOKENS)
         self.updates = updates or OwnOptimizers(slots)
-        #: Tokens of a micro-batch, once the device had no memory for as many as were set.
+        #: Tokens of a micro-batch after the device ran out of memory; None before.
         self.reduced: int | None = None
 
     def learn(
@@ -112,17 +113,17 @@ class Learner:
             agents: N agents.
             batches: Their rows, in the same order; an agent may have none.
             seed: Stream of minibatch order and dropout.
-            exact_sampler: Whether the rows' sampler log-probs are this learner's own up to
-                rounding (see `RolloutEngine.exact`). False hands them to the loss, whose
-                `sampler_correction` and `off_policy_mask_threshold` then compare with them; a row
-                without any counts as sampled by the policy itself.
+            exact_sampler: Whether the rows' sampler log-probs equal this learner's up to rounding
+                (see `RolloutEngine.exact`). If False, the loss uses them for `sampler_correction`
+                and `off_policy_mask_threshold`; a row without them counts as sampled by the policy.
 
         Returns:
             Per agent: loss, kl, clip_fraction, clip_low, clip_high, ratio_max, entropy, grad_norm,
             sampler_gap (mean nats per token by which the sampler's log-probs differ from the
-            learner's; absent where no row has any), updates (optimizer steps taken), rows (as
-            given), skipped_rows (no gradient: filtered, no generated token, or zero advantage and
-            no KL), failed (1 when a gradient was not finite: that step was not taken).
+            learner's; absent if no row has them), updates (optimizer steps taken), rows (as given),
+            skipped_rows (rows without a gradient: filtered, without a generated token, or of
+            advantage 0 where no term of the loss acts without one), failed (1 if a gradient was not
+            finite and its step was not taken).
         """
         self.base.check_row(max((len(r.token_ids) for b in batches for r in b.rows), default=0))
         given = [len(b.rows) for b in batches]
@@ -145,7 +146,7 @@ class Learner:
         later = [p for p in everything if p[1].minibatch > 0]
         if self.updates.parts == 1:
             self._fill_old_logprobs(call, later)
-        else:  # the rows of a process are those it will have in the step
+        else:  # each process takes the rows that it has in the step
             for minibatch in sorted({row.minibatch for _, row in later}):
                 self._fill_old_logprobs(call, [p for p in later if p[1].minibatch == minibatch])
         for epoch in range(max((a.hparams.update_epochs for a in agents), default=0)):
@@ -161,11 +162,11 @@ class Learner:
         return finish(call.sums, call.metrics)
 
     def limit_output(self, longest: int) -> None:
-        """Set the longest completion in force, which dr_grpo divides by."""
+        """Set the largest number of tokens of a completion, which dr_grpo divides by."""
         self.loss = self.algorithm.loss(longest)
 
     def _step(self, call: _Call, pairs: list[tuple[int, Row]], epoch: int, minibatch: int) -> None:
-        """Accumulate gradients over micro-batches, then let each agent's own optimizer step."""
+        """Accumulate gradients over micro-batches, then step the optimizer of each agent."""
         agents = call.agents
         # No agent has been updated yet: the present policy is the old one.
         first = epoch == minibatch == 0
@@ -200,7 +201,7 @@ class Learner:
     def _loss_scales(
         self, call: _Call, pairs: list[tuple[int, Row]], minibatch: int
     ) -> LossScales | None:
-        """Return what the agents' losses are multiplied by; None for a base that needs none."""
+        """Return the loss scales of the agents; None for a base that is not in float16."""
         if self.base.dtype is not torch.float16:
             return None
         rows: dict[int, list[Row]] = {}
@@ -219,14 +220,14 @@ class Learner:
         return LossScales(found)
 
     def _overflowed(self, call: _Call, present: Sequence[int], scales: LossScales) -> bool:
-        """Take the scales out of the gradients; True where the step is to be computed again."""
+        """Divide the gradients by their scales; return whether the step must be computed again."""
         losses = call.sums.values["loss"].tolist()
         again = False
         for position in present:
             adapter = call.agents[position].adapter
             grads = [p.grad for p in self.slots.parameters(adapter) if p.grad is not None]
             scales.divide_out(position, grads)
-            # A loss that is not finite itself has its cause in the weights, and no scale helps.
+            # If the loss itself is not finite, a lower scale does not help.
             if math.isfinite(losses[position]) and not _finite(grads):
                 again = scales.lower(position) or again
         return again
@@ -278,11 +279,13 @@ class Learner:
         attempt: Callable[[], None],
         start_anew: Callable[[], None],
     ) -> None:
-        """Compute, with smaller micro-batches where the device runs out of memory.
+        """Call `attempt`, with smaller micro-batches each time the device runs out of memory.
 
-        `attempt` computes positions and rows; `start_anew` removes what a failed one left.
-        RunFailedError is raised where a micro-batch of one row was too much, or where processes
-        compute together.
+        `start_anew` removes the partial results of a failed attempt.
+
+        Raises:
+            RunFailedError: A micro-batch of one row is too large, or several processes compute
+                together.
         """
         while True:
             try:
@@ -306,13 +309,13 @@ class Learner:
             free_cached()
 
     def _packed(self, pairs: list[tuple[int, Row]]) -> list[list[tuple[int, Row]]]:
-        """Split rows into micro-batches, of which every process takes its part."""
+        """Split rows into micro-batches for all processes together."""
         rows, parts = self.engine.max_rows_per_microbatch, self.updates.parts
         return pack(pairs, self._tokens * parts, None if rows is None else rows * parts)
 
     @property
     def _tokens(self) -> int:
-        # Asked each time: an engine may bring the base to its device later.
+        # Not cached: an engine may move the base to its device later.
         wanted = self.engine.max_tokens_per_microbatch or self.base.micro_batch_tokens
         return self.reduced or wanted
 
@@ -371,7 +374,7 @@ class Learner:
     def _logprobs(
         self, agents: Sequence[AgentTraining], batch: MicroBatch, forward: TrainForward
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs (M,) and entropies (M,) of the generated tokens."""
+        """Return log-probs (M,) and entropies (M,), nats, of the generated tokens."""
         picked = forward.hidden_at(batch.input_ids, batch.where, batch.prefix)
         per_row = torch.tensor([agents[p].hparams.temperature for p in batch.positions.tolist()])
         lengths = torch.tensor([row.generated for row in batch.rows])
@@ -380,7 +383,7 @@ class Learner:
 
     @torch.no_grad()
     def _fill_old_logprobs(self, call: _Call, pairs: list[tuple[int, Row]]) -> None:
-        """Log-probs before the first update, for rows of later minibatches."""
+        """Compute the log-probs before the first update, for rows of later minibatches."""
         agents = call.agents
         if not pairs:
             return
@@ -403,7 +406,7 @@ class Learner:
     def _fill_reference_logprobs(
         self, agents: Sequence[AgentTraining], batch: MicroBatch, forward: TrainForward | None
     ) -> None:
-        """Fill in missing reference log-probs of the rows whose agent has a KL term."""
+        """Compute missing reference log-probs of the rows whose agent has a KL term."""
         pairs = [
             (p, row)
             for p, row in zip(batch.positions.tolist(), batch.rows, strict=True)
@@ -411,8 +414,8 @@ class Learner:
         ]
         if forward is None or not pairs:
             return
-        # One forward serves all: rows of agents without a reference slot go through the base alone,
-        # and those of agents that share one through that one.
+        # One forward for all: rows of agents without a reference slot use the base alone, and
+        # agents that share a reference slot use that slot.
         whole = len(pairs) == len(batch.rows)
         part = batch if whole else collate(pairs, self.base.pad_id, self.base.device)
         layout = RowLayout(tuple(agents[p].reference for p in part.present), part.counts)
@@ -437,5 +440,5 @@ def _has_gradient(row: Row, hparams: Hparams) -> bool:
 
 
 def _finite(gradients: Sequence[Tensor]) -> bool:
-    """Whether all gradients of an agent are finite, with one host sync."""
+    """Return whether all gradients of an agent are finite, with one host sync."""
     return bool(torch.stack([g.isfinite().all() for g in gradients]).all()) if gradients else True

@@ -1,7 +1,7 @@
 """The GRPO losses, per token and averaged; pure.
 
-`LOSSES` is the table of all losses. To add one, write its surrogate, add its line, and add its name
-to `LossType` in `evo_grpo.settings.loss`.
+`LOSSES` is the table of all losses. To add a loss, write its surrogate, add a line to the table
+and its name to `LossType` in `evo_grpo.settings.loss`.
 
 | loss_type | surrogate | mean over | source |
 |---|---|---|---|
@@ -15,15 +15,15 @@ to `LossType` in `evo_grpo.settings.loss`.
 | sapo | soft gate | rows | arXiv:2511.20347 |
 | vespo | gamma weight | tokens of the optimizer step | arXiv:2602.10693 |
 
-bnpo is dapo to the bit. In TRL it divides by the tokens of the micro-batch at hand; here
-micro-batches change no result, so the batch at hand is that of the optimizer step.
+bnpo and dapo are equal to the bit. TRL's bnpo divides by the tokens of a micro-batch; here results
+do not depend on micro-batches, so it divides by the tokens of the optimizer step.
 
-A surrogate sees (B, T) tensors in which every masked token already carries log-ratio 0, so nothing
-in the padding can become NaN or overflow, forward or backward.
+A surrogate gets (B, T) tensors in which every masked token has log-ratio 0, so padding cannot
+become NaN or overflow, forward or backward.
 
-`token_terms` and `token_weights` are per row: each row may carry its own clip bounds, beta and
-totals, and a NaN in one row reaches no other row's value or gradient. A population therefore
-computes one loss over the rows of all its agents: the sum of weights times terms over valid tokens.
+`token_terms` and `token_weights` are per row: each row may have its own `LossValues` and totals,
+and a NaN in one row reaches no other row's value or gradient. A population therefore computes one
+loss over the rows of all its agents: the sum of weights times terms over valid tokens.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class SurrogateInputs:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """A surrogate's outcome per token, before correction, KL and averaging; see `TokenTerms`."""
+    """The result of a surrogate per token, before correction, KL and mean; see `TokenTerms`."""
 
     loss: Tensor
     clipped_low: Tensor
@@ -280,8 +280,8 @@ class Loss:
 
     Attributes:
         surrogate: Loss of every token, before correction, KL and averaging.
-        weight: Weight of each token's loss in the sum over all.
-        level: Its paper's ratio: one per token or one per sequence.
+        weight: Weight of each token's loss in the sum over all tokens.
+        level: Ratio of its paper: one per token or one per sequence.
         has_sampler_weight: Whether the surrogate itself applies the sampler correction.
     """
 
@@ -342,8 +342,8 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch
         sampler_logprobs: (B, T) nats as the engine reported them.
 
     Returns:
-        The terms. Rows are independent, in value and in gradient, and so are valid tokens from
-        whatever stands in masked places.
+        The terms. Rows do not depend on each other, in value or in gradient, and valid tokens do
+        not depend on masked ones.
 
     Raises:
         ConfigError: A beta is not 0 and ref_logprobs is None, or entropies are missing.
@@ -415,9 +415,9 @@ def token_weights(
 ) -> Tensor:
     """Return the weights that average token losses: loss = sum of where(mask, weights * loss, 0).
 
-    `num_rows` counts the rows of the optimizer step (rows without a valid token too), a number or
-    (B, 1): for rows of many agents, the totals of each row's own agent; `num_tokens` its valid
-    tokens, likewise. bnpo as TRL has it takes those of a micro-batch; of the step it is dapo.
+    `num_rows` is the number of rows of the optimizer step, including rows without a valid token,
+    and `num_tokens` the number of its valid tokens. Both are numbers or (B, 1); for rows of several
+    agents, each row has the totals of its agent. TRL's bnpo takes the tokens of a micro-batch.
     Weights are (B, T), 0 where masked and in rows without a valid token; their dtype is float64 for
     a float64 mask, else float32. dr_grpo without a max_completion_length raises ConfigError.
     """
@@ -436,7 +436,7 @@ def token_weights(
 
 
 def _wide(values: Tensor) -> Tensor:
-    """Half precision is too coarse for ratios near 1."""
+    """Return half precision as float32: it is too coarse for ratios near 1."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 

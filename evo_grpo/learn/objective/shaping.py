@@ -1,4 +1,4 @@
-"""Optional shaping of advantages per token: filter, whiten, fold in the KL, clip; pure."""
+"""Optional shaping of advantages per token: filter, whiten, add the KL, clip; pure."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def token_advantages(
         whiten: Whiten over valid tokens: long rows weigh more.
         clip_range: Clamp to [-clip_range, clip_range], > 0; None leaves them.
         filter_zero: Drop rows that carry no signal.
-        filter_eps: What counts as none, >= 0.
+        filter_eps: Threshold of `filter_zero`, >= 0.
 
     Returns:
         advantages: (B, T) in the advantages' dtype, detached; 0 where masked and in dropped rows.
@@ -70,7 +70,7 @@ def _whiten(values: Tensor, valid: Tensor) -> Tensor:
 
 
 def _below_earlier_mean(kl: Tensor, valid: Tensor) -> Tensor:
-    """By how much each token lies below the mean of the row's valid tokens before it."""
+    """Return how far each token is below the mean of the row's valid tokens before it."""
     kl = torch.where(valid, kl, 0)
     earlier = torch.nn.functional.pad(kl, (1, 0))[:, :-1].cumsum(-1)
     count = valid.cumsum(-1) - valid.to(torch.long)
