@@ -46,8 +46,8 @@ class RLParameter(Group):
     range. Integers are rounded and move by at least 1.
     """
 
-    min: float = setting(meaning="Least value.", ge=0)
-    max: float = setting(meaning="Greatest value.", ge=0)
+    min: float = setting(meaning="Minimum.", ge=0)
+    max: float = setting(meaning="Maximum.", ge=0)
     dtype: Annotated[Literal["float", "int"] | None, BeforeValidator(_type_name)] = setting(
         None, "`int` or `float`; null takes the type of the hyperparameter."
     )

@@ -46,7 +46,7 @@ def _known(name: str) -> str:
 
 def _without_seed(args: Mapping[str, Any]) -> Mapping[str, Any]:
     if "seed" in args:
-        raise ValueError("no seed; it is derived from the seed of the run")
+        raise ValueError("no seed, because it follows from the seed of the run")
     return args
 
 
