@@ -38,6 +38,7 @@ class AgentSignature(ABC):
         adapter: str | None = None,
         lr: float = 0.001,
         beta: float = 0.0,
+        entropy_coef: float = 0.0,
         clip_coef: float | tuple[float, float] = 0.2,
         group_size: int = 8,
         update_epochs: int = 2,
@@ -112,6 +113,9 @@ class AgentSignature(ABC):
                 the KL term; null starts from the base.
             lr: Learning rate of AdamW.
             beta: Weight of the KL divergence from the reference; 0 computes none.
+            entropy_coef: Weight of the entropy bonus: each generated token lowers the loss by
+                `entropy_coef` times the entropy of the policy there, in nats. 0.001 to 0.01 is
+                usual; 0 computes none.
             clip_coef: Clip range of the probability ratio: c in (0, 1] for [1 - c, 1 + c], or the
                 bounds `[low, high]` themselves. cispo reads high as its cap; sapo and vespo do not
                 clip.
@@ -223,6 +227,7 @@ class AgentSignature(ABC):
         adapter: str | None = None,
         lr: float = 0.001,
         beta: float = 0.0,
+        entropy_coef: float = 0.0,
         clip_coef: float | tuple[float, float] = 0.2,
         group_size: int = 8,
         update_epochs: int = 2,

@@ -1,4 +1,4 @@
-"""The two ends of a clip range: as bounds of the ratio, and as distances from 1."""
+"""Conversion of the two ends of a clip range between ratio bounds and distances from 1."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ if TYPE_CHECKING:
 
 
 def end_of_distance(name: str, distance: RLParameter) -> RLParameter:
-    """Turn the range of a distance from 1 into that of the bound at one end."""
+    """Return the range of the bound at one end, given the range of its distance from 1."""
     if name == "clip_low":
         return distance.within(max(0.0, 1 - distance.max), 1 - distance.min)
     return distance.within(1 + distance.min, 1 + distance.max)
 
 
 def distance_of_end(name: str, end: RLParameter) -> RLParameter | None:
-    """Turn the range of a bound into that of its distance from 1; None where it holds 1 inside."""
+    """Return the range of a bound's distance from 1; None if the range of the bound contains 1."""
     if name == "clip_low" and end.max <= 1:
         return end.within(1 - end.max, 1 - end.min)
     if name == "clip_high" and end.min >= 1:
@@ -25,5 +25,5 @@ def distance_of_end(name: str, end: RLParameter) -> RLParameter | None:
 
 
 def from_distance(name: str, end: RLParameter, distance: float) -> float:
-    """Return the bound at a distance from 1, inside of its range."""
+    """Return the bound at a distance from 1, clamped to its range."""
     return end.clip(1 - distance if name == "clip_low" else 1 + distance)

@@ -1,4 +1,4 @@
-"""Whether one agent is better than another: a paired test on the prompts that both answered."""
+"""A paired test of whether one agent is better than another on the prompts both answered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from evo_grpo.types import Score
 
 EXACT = 12
-"""Up to so many prompts with a difference, all sign patterns are counted instead of drawn."""
+"""Largest number of differing prompts for which all sign patterns are counted, not sampled."""
 _DRAWS = 4095
 
 
@@ -25,8 +25,8 @@ class Comparison:
         difference: Mean difference per prompt, in units of reward; NaN without a shared prompt.
         error: Standard error of that mean; NaN from fewer than two prompts.
         prompts: Shared prompts for which both have a reward.
-        p: Chance of at least such a difference between equally good agents; 1 where the first is
-            not ahead.
+        p: Probability of at least this difference between equally good agents; 1 if the first
+            agent is not ahead.
     """
 
     difference: float
@@ -35,19 +35,19 @@ class Comparison:
     p: float
 
     def significant(self, level: float) -> bool:
-        """Return whether the first is ahead by more than chance explains at a level, as 0.1."""
+        """Return whether the first agent is ahead with a p-value of at most `level`."""
         return self.p <= level
 
 
 def compare(first: Score, second: Score) -> Comparison:
     """Compare two scores over the same prompts, in the same order.
 
-    The spread that both share because some prompts are harder than others cancels in the
-    differences per prompt; prompts where either `per_prompt` is NaN are left out. The test is the
-    one-sided paired sign-flip test (Fisher 1935, The Design of Experiments, section 21): were both
-    agents equally good, each difference were as likely to have the other sign. It is exact for up
-    to `EXACT` prompts with a difference; above, the patterns are drawn from a fixed stream, so that
-    equal scores have equal p-values.
+    Differences per prompt cancel the variance that comes from some prompts being harder than
+    others. Prompts where either `per_prompt` is NaN are left out. The test is the one-sided paired
+    sign-flip test (Fisher 1935, The Design of Experiments, section 21): if both agents are equally
+    good, each difference has either sign with the same probability. The test is exact for up to
+    `EXACT` prompts with a difference. Above that, sign patterns are sampled from a fixed stream, so
+    equal scores give equal p-values.
     """
     if len(first.per_prompt) != len(second.per_prompt):
         return Comparison(first.mean - second.mean, math.nan, 0, 1.0)
@@ -61,7 +61,7 @@ def compare(first: Score, second: Score) -> Comparison:
 
 
 def _chance(differences: np.ndarray) -> float:
-    """Return the share of sign patterns with at least the sum that was seen."""
+    """Return the fraction of sign patterns whose sum is at least the observed one."""
     moved = differences[differences != 0]
     total = moved.sum()
     if total <= 0:
@@ -75,7 +75,7 @@ def _chance(differences: np.ndarray) -> float:
 
 @lru_cache(maxsize=4)
 def _signs(count: int) -> np.ndarray:
-    """Return sign patterns, (patterns, count) of -1.0 and 1.0: all of them where they are few."""
+    """Return sign patterns (patterns, count) of -1.0 and 1.0: all of them for `count` <= EXACT."""
     if count <= EXACT:
         patterns = np.arange(2**count)[:, None] >> np.arange(count) & 1
     else:

@@ -1,4 +1,4 @@
-"""From the fitness of a round to the next generation, each decision with its reason. Pure."""
+"""Choose the next generation from the fitness of a round, with a reason per decision. Pure."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from evo_grpo.schema.search_space import HyperparameterConfig
 
 RESTORED_LR = (0.5, 0.25)
-"""What the lr of the best agent ever is multiplied by when it comes back, once for each copy."""
+"""Factors on the lr of the best agent ever when it is restored, one per copy."""
 KL_LIMIT = 10.0
-"""Nats per token, more than a policy that still speaks the base's language is ever away from it."""
+"""KL divergence from the reference, in nats per token, above which a policy has collapsed."""
 COLLAPSE_LEVEL = 0.01
-"""p-value for being behind the best, from which an agent without a gradient counts as collapsed."""
+"""p-value of the gap to the best agent below which an agent without a gradient has collapsed."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Standing:
     """An agent after an evaluation, as evolution sees it.
 
     Attributes:
-        slot: Where its weights are.
-        member: Who it is.
-        hparams: What it trained with.
+        slot: Slot of its weights.
+        member: Its member.
+        hparams: The hyperparameters it trained with.
         history: Its scores, latest last; empty for an agent that failed.
-        collapsed: Why it can no longer learn, empty where it can.
+        collapsed: Reason why it can no longer learn; empty if it can.
     """
 
     slot: Slot
@@ -52,14 +52,14 @@ class Standing:
 
 @dataclass(frozen=True)
 class Strategy:
-    """How the next generation is found.
+    """The settings that choose the next generation.
 
     Attributes:
-        selector: Plans who survives, and who is copied.
+        selector: Plans which agents survive and which are copied.
         explorer: Varies the hyperparameters.
-        hp_config: Which may change, within which bounds.
-        significance: p-value up to which a difference between two agents counts; None takes every
-            difference for real.
+        hp_config: Hyperparameters that may change, with their ranges.
+        significance: Largest p-value at which a difference between two agents counts; None counts
+            every difference.
         window: Latest scores of a member that the selector sees, >= 1.
     """
 
@@ -81,21 +81,26 @@ def decide(
     next_id: int,
     trials: Sequence[Trial] = (),
 ) -> tuple[Generation, tuple[Decision, ...]]:
-    """Return the agents of the next round, and what was decided about those of this one.
+    """Return the agents of the next round and the decisions about the agents of this one.
 
-    Standings are by position. `places` are those of the next round, `archive` the best agent before
-    this round in a slot of its own, None where none is kept. All draws are from `rng`. `round` has
-    just been evaluated (0-based), `next_id` is a member id that no member of the run has had, and
-    `trials` are all agents of all rounds so far, this one too, for explorations that learn.
+    Args:
+        standings: The agents of this round, by position.
+        places: Number of places in the next round.
+        archive: The best agent before this round, in its own slot; None if no archive is kept.
+        strategy: The settings.
+        rng: Stream of all draws.
+        round: The round that has just been evaluated (0-based).
+        next_id: A member id that no member of the run has had.
+        trials: All agents of all rounds up to this one, for explorations that learn from them.
 
     Raises:
-        RunFailedError: Nobody can be ranked, and no archive is there to go on from.
+        RunFailedError: No agent can be ranked, and there is no archive to restore.
         ShapeError: The selector's plan cannot be carried out, or has more agents than places.
     """
-    # Where nobody is usable, collapsed agents may go on: there are no others.
-    somebody = any(map(_usable, standings))
+    # If all agents are unusable, collapsed ones may continue: there are no others.
+    any_usable = any(map(_usable, standings))
     histories = [
-        s.history[-strategy.window :] if _usable(s) or not somebody else [] for s in standings
+        s.history[-strategy.window :] if _usable(s) or not any_usable else [] for s in standings
     ]
     if archive is not None and not any(histories):
         return _all_restored(standings, places, archive, strategy, round, next_id)
@@ -115,11 +120,11 @@ def decide(
         trials=trials,
     )
     decisions = _decisions(standings, settled, generation)
-    fall = _fall(scores, archive, strategy.significance)
-    if archive is not None and fall is not None:
+    decline = _decline(scores, archive, strategy.significance)
+    if archive is not None and decline is not None:
         by_agent = {s.slot: score for s, score in zip(standings, scores, strict=True)}
         generation, decisions = _restored(
-            generation, decisions, by_agent, archive, strategy, fall, round
+            generation, decisions, by_agent, archive, strategy, decline, round
         )
     return generation, tuple(decisions)
 
@@ -127,9 +132,9 @@ def decide(
 def keep_all(
     standings: Sequence[Standing], next_id: int, *, drop: bool
 ) -> tuple[Generation, tuple[Decision, ...]]:
-    """Return the agents as they are after the last round.
+    """Return the agents unchanged, for the end of the last round.
 
-    With `drop` those that failed or collapsed leave, where others are there.
+    With `drop`, agents that failed or collapsed leave, unless all of them did.
     """
     stay = [s for s in standings if _usable(s) or not drop] or list(standings)
     staying = {s.slot for s in stay}
@@ -150,43 +155,43 @@ def keep_all(
 def why_collapsed(
     score: Score, best: Score, kl: float, dead_steps: int, *, last: bool = False
 ) -> str:
-    """Return why an agent can no longer learn, an empty string where it can.
+    """Return why an agent can no longer learn, or an empty string if it can.
 
     Args:
-        score: Its fitness.
-        best: That of the best agent of the round, on the same prompts.
-        kl: Mean KL divergence from the reference, nats per token; 0 where none is computed.
-        dead_steps: GRPO steps in a row in which all its groups had equal rewards; 0 where they are
-            too few to tell. They end an agent only where it is behind: one that always answers
-            right has them too.
-        last: Whether no steps follow that could show what the last update did. Then an evaluation
-            in which all prompts had equal rewards counts as a dead step.
+        score: Fitness of the agent.
+        best: Fitness of the best agent of the round, on the same prompts.
+        kl: Mean KL divergence from the reference, in nats per token; 0 if none is computed.
+        dead_steps: Consecutive GRPO steps in which all groups of the agent had equal rewards; 0 if
+            they are too few to count. They collapse an agent only if it is behind the best: an
+            agent that always answers correctly has such steps too.
+        last: Whether the run ends here, so that no later steps can show the effect of the last
+            update. Then an evaluation in which all prompts had equal rewards counts as a dead step.
     """
     if kl > KL_LIMIT:
         return f"its KL divergence from the reference is {kl:.3g} nats per token"
-    alike = last and score.n > 1 and len(set(score.per_prompt)) == 1
-    if (dead_steps or alike) and compare(best, score).significant(COLLAPSE_LEVEL):
-        what = (
+    equal_rewards = last and score.n > 1 and len(set(score.per_prompt)) == 1
+    if (dead_steps or equal_rewards) and compare(best, score).significant(COLLAPSE_LEVEL):
+        evidence = (
             f"all groups of its last {dead_steps} steps"
             if dead_steps
             else "all prompts of its last evaluation"
         )
         return (
-            f"{what} had equal rewards, so it can no longer learn, and it is behind the best"
-            f"{_by(compare(best, score))}"
+            f"{evidence} had equal rewards, so it can no longer learn, and it is behind the best"
+            f"{_difference_text(compare(best, score))}"
         )
     return ""
 
 
 def _usable(standing: Standing) -> bool:
-    """Return whether an agent may go on, or be copied."""
+    """Return whether an agent may continue or be copied."""
     return bool(standing.history) and not standing.collapsed
 
 
-def _fall(
+def _decline(
     scores: Sequence[Score | None], archive: Standing | None, level: float | None
 ) -> Comparison | None:
-    """Return how far the best agent ever is ahead of the present best, where that is no chance."""
+    """Return how far the best agent ever is ahead of the present best; None if not significant."""
     if archive is None or level is None:
         return None
     best = max(
@@ -206,27 +211,29 @@ def _restored(
     scores: Mapping[Slot, Score | None],
     archive: Standing,
     strategy: Strategy,
-    fall: Comparison,
+    decline: Comparison,
     round: int,
 ) -> tuple[Generation, list[Decision]]:
-    """Give the last places of a generation to the best agent ever, at lower learning rates."""
+    """Replace the worst agents of a generation by the best agent ever, at lower learning rates."""
 
-    def worth(place: int) -> float:
+    def fitness(place: int) -> float:
         score = scores[generation.parents[place]]
         return -math.inf if score is None else score.mean
 
-    order = sorted(range(len(generation.members)), key=lambda i: (worth(i), -i))
+    order = sorted(range(len(generation.members)), key=lambda i: (fitness(i), -i))
     chosen = sorted(order[: len(RESTORED_LR)])
     agents = [generation.slots[place] for place in chosen]
-    back, found = _bring_back(archive, agents, strategy, fall, round, generation.next_id)
+    copies, restored = _copies_of_archive(
+        archive, agents, strategy, decline, round, generation.next_id
+    )
     members, hparams = list(generation.members), list(generation.hparams)
     parents = list(generation.parents)
     for number, place in enumerate(chosen):
-        members[place], hparams[place] = back.members[number], back.hparams[number]
+        members[place], hparams[place] = copies.members[number], copies.hparams[number]
         parents[place] = archive.slot
     kept = [d for d in decisions if d.agent not in agents or d.kind == "collapsed"]
-    made = Generation(tuple(members), tuple(hparams), tuple(parents), back.next_id)
-    return made, [*kept, *found]
+    new = Generation(tuple(members), tuple(hparams), tuple(parents), copies.next_id)
+    return new, [*kept, *restored]
 
 
 def _all_restored(
@@ -237,22 +244,22 @@ def _all_restored(
     round: int,
     next_id: int,
 ) -> tuple[Generation, tuple[Decision, ...]]:
-    """Go on from the best agent ever alone: nobody of this round can be ranked."""
+    """Continue with the best agent ever alone, because no agent of this round can be ranked."""
     agents = [s.slot for s in standings]
     count = min(places, len(RESTORED_LR), len(agents))
-    made, found = _bring_back(archive, agents[:count], strategy, None, round, next_id)
-    return made, (*found, *map(_failed, agents[count:]))
+    new, restored = _copies_of_archive(archive, agents[:count], strategy, None, round, next_id)
+    return new, (*restored, *map(_failed, agents[count:]))
 
 
-def _bring_back(
+def _copies_of_archive(
     archive: Standing,
     agents: Sequence[Slot],
     strategy: Strategy,
-    fall: Comparison | None,
+    decline: Comparison | None,
     round: int,
     next_id: int,
 ) -> tuple[Generation, list[Decision]]:
-    """Return the best agent ever in the place of others, each at another of `RESTORED_LR`."""
+    """Return copies of the best agent ever for the slots of `agents`, one per `RESTORED_LR`."""
     members: list[Member] = []
     hparams: list[Hparams] = []
     decisions: list[Decision] = []
@@ -265,10 +272,10 @@ def _bring_back(
             f"agent {agent} took the weights of the best agent so far (member {archive.member.id}) "
             f"at lr {shown_value(values.lr, 2)}, since the population fell behind it"
         )
-        decisions.append(_decision("restored", agent, None, fall, text))
+        decisions.append(_decision("restored", agent, None, decline, text))
     parents = (archive.slot,) * len(members)
-    made = Generation(tuple(members), tuple(hparams), parents, next_id + len(members))
-    return made, decisions
+    new = Generation(tuple(members), tuple(hparams), parents, next_id + len(members))
+    return new, decisions
 
 
 def _decisions(
@@ -314,7 +321,7 @@ def _failed(agent: Slot) -> Decision:
     return _decision("left", agent, None, None, text)
 
 
-def _by(ahead: Comparison) -> str:
+def _difference_text(ahead: Comparison) -> str:
     if ahead.prompts == 0:
         return ""
     error = "" if math.isnan(ahead.error) else f" ± {ahead.error:.2f}"
@@ -325,8 +332,8 @@ def _by(ahead: Comparison) -> str:
 def _decision(
     kind: str, agent: Slot, other: Slot | None, ahead: Comparison | None, text: str
 ) -> Decision:
-    """Return a decision, whose sentence ends with the comparison that it rests on."""
+    """Return a decision; its sentence ends with the comparison that it is based on."""
     if ahead is None:
         return Decision(kind, agent, other, math.nan, math.nan, 0, text)
-    sentence = text + _by(ahead)
+    sentence = text + _difference_text(ahead)
     return Decision(kind, agent, other, ahead.difference, ahead.error, ahead.prompts, sentence)

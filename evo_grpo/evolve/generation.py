@@ -1,4 +1,4 @@
-"""Plan + exploration -> the next generation: who goes on, with which hyperparameters. Pure."""
+"""Apply a plan and an exploration to get the members and hyperparameters of the next round."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Generation:
     An agent of this round that is not among them leaves.
 
     Attributes:
-        members: Who they are.
-        hparams: What they train with.
-        parents: The slot that each one's weights come from: its own for a survivor.
-        next_id: The first member id that is still free.
+        members: Their members.
+        hparams: Their hyperparameters.
+        parents: Slots that their weights come from; for a survivor its own slot.
+        next_id: The first unused member id.
     """
 
     members: tuple[Member, ...]
@@ -42,11 +42,11 @@ class Generation:
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """The slots that go on."""
+        """The slots of the agents."""
         return tuple(member.agent for member in self.members)
 
 
-def next_generation(  # noqa: PLR0913 -- what is known after a round, each by its name
+def next_generation(  # noqa: PLR0913 -- the values of a population, one argument each
     plan: Sequence[Offspring],
     members: Sequence[Member],
     hparams: Sequence[Hparams],
@@ -58,12 +58,11 @@ def next_generation(  # noqa: PLR0913 -- what is known after a round, each by it
     next_id: int,
     trials: Sequence[Trial] = (),
 ) -> Generation:
-    """Carry a plan out on the values of a population; the adapters follow `Generation.parents`.
+    """Return the generation that a plan and an exploration give; no adapter is copied here.
 
-    An agent that is a copy, or whose hyperparameters changed, begins a new life: a new member id,
-    whose parent is the member it comes from. A survivor without changes stays the member it is.
-    Members and hyperparameters are by position; the plan has passed `check_plan`; for the others
-    see `decide`.
+    A copy, or an agent whose hyperparameters changed, becomes a new member, whose parent is the
+    member it comes from. A survivor without changes keeps its member. The plan must have passed
+    `check_plan`. `members` and `hparams` are by position; for the other arguments see `decide`.
     """
     new_members: list[Member] = []
     new_hparams: list[Hparams] = []
@@ -88,29 +87,31 @@ def next_generation(  # noqa: PLR0913 -- what is known after a round, each by it
 
 
 def check_plan(name: str, plan: Sequence[Offspring], size: int, places: int) -> None:
-    """Refuse a plan of `name` that cannot be carried out on `size` agents in so many places.
+    """Check that a plan can be carried out on `size` agents with `places` in the next round.
+
+    `name` is the method that returned the plan, for the message.
 
     Raises:
-        ShapeError: It names a position that does not exist, fills none, one twice or more than
-            there are places, or copies an agent that it overwrites or that leaves.
+        ShapeError: The plan names a position that does not exist, fills no position, the same one
+            twice or more than `places`, or copies an agent that it overwrites or that leaves.
     """
     numbers = [number for one in plan for number in (one.position, one.parent)]
     if not all(is_whole(number) and 0 <= number < size for number in numbers):
         raise ShapeError(
-            f"{name}: expected positions and parents among 0..{size - 1}, the places of "
+            f"{name}: expected positions and parents in 0..{size - 1}, the indices of "
             f"`histories`, got {shown(numbers)}"
         )
     filled = [one.position for one in plan]
     if not filled or len(filled) > places or any(a >= b for a, b in pairwise(filled)):
         raise ShapeError(
-            f"{name}: expected 1 to {places} offspring, one per place, each at another "
-            f"position, by rising position, got positions {shown(filled)}"
+            f"{name}: expected 1 to {places} offspring at different positions in ascending order, "
+            f"got positions {shown(filled)}"
         )
     survivors = {one.position for one in plan if one.parent == one.position}
     for one in plan:
         if one.parent not in survivors:
             raise ShapeError(
-                f"{name}: position {one.position} copies position {one.parent}, expected one "
-                f"that survives in place, with itself as parent: {shown(sorted(survivors))}; an "
-                "agent that is overwritten or leaves is lost before it can be copied"
+                f"{name}: position {one.position} copies position {one.parent}, expected a parent "
+                f"that survives, which is its own parent: {shown(sorted(survivors))}; an agent "
+                "that leaves or is overwritten cannot be copied"
             )

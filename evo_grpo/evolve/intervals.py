@@ -1,4 +1,4 @@
-"""Intervals of 95% around means of few values, by Student's t."""
+"""95% confidence intervals of means of few values, by Student's t."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from statistics import NormalDist
 
 LEVEL = 0.95
-"""Probability with which an interval holds what it is about."""
+"""Confidence level of the intervals."""
 
 
 def interval(mean: float, error: float, count: int) -> tuple[float, float]:
-    """Return where a mean of `count` independent values lies with a probability of `LEVEL`.
+    """Return the confidence interval (low, high) of a mean of `count` independent values.
 
-    By Student's t, from the mean's standard error; both ends are NaN from fewer than two values.
+    `error` is the standard error of the mean. Both ends are NaN for fewer than two values.
     """
     return around(mean, error, count - 1)
 
@@ -20,24 +20,24 @@ def interval(mean: float, error: float, count: int) -> tuple[float, float]:
 def interval_apart(
     difference: float, errors: tuple[float, float], counts: tuple[int, int]
 ) -> tuple[float, float]:
-    """Return where the difference of two independent means lies, by Welch's test.
+    """Return the confidence interval (low, high) of the difference of two independent means.
 
-    The degrees of freedom are those of Satterthwaite, rounded down. `errors` are the standard
-    errors of the means, `counts` the numbers of their values; both ends are NaN where one mean is
-    of fewer than two.
+    This is Welch's interval, with Satterthwaite's degrees of freedom rounded down. `errors` are the
+    standard errors of the means, `counts` the numbers of their values. Both ends are NaN if one
+    count is below two.
     """
     if min(counts) < 2:
         return math.nan, math.nan
     squares = [error**2 for error in errors]
     parts = sum(s**2 / (count - 1) for s, count in zip(squares, counts, strict=True))
     degrees = sum(squares) ** 2 / parts if parts > 0 else min(counts) - 1
-    # Rounding may end a little below the least there can be.
+    # Rounding may give slightly less than the lower bound min(counts) - 1.
     whole = max(min(counts) - 1, int(degrees)) if math.isfinite(degrees) else min(counts) - 1
     return around(difference, math.hypot(*errors), whole)
 
 
 def around(mean: float, error: float, degrees: int) -> tuple[float, float]:
-    """Return an interval around a mean whose error was estimated with some degrees of freedom."""
+    """Return the interval of a mean whose standard error has `degrees` degrees of freedom."""
     if degrees < 1:
         return math.nan, math.nan
     reach = error * student(0.5 + LEVEL / 2, degrees)
@@ -45,9 +45,10 @@ def around(mean: float, error: float, degrees: int) -> tuple[float, float]:
 
 
 def student(p: float, degrees: int) -> float:
-    """Return the p-quantile of Student's t; to 0.2% from three degrees of freedom on at 0.975.
+    """Return the p-quantile of Student's t distribution.
 
-    Exact for one and two degrees, above by the expansion of Abramowitz and Stegun, 26.7.5.
+    It is exact for one and two degrees of freedom. From three on it is the expansion 26.7.5 of
+    Abramowitz and Stegun, with a relative error of at most 0.2% at p = 0.975.
     """
     if degrees == 1:
         return math.tan(math.pi * (p - 0.5))

@@ -1,4 +1,4 @@
-"""How a setting names a strategy: by its kind, by a mapping of its settings, or by a class."""
+"""Settings that name a strategy by its kind, by a mapping of its settings, or by a class."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -12,12 +12,12 @@ from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.schema.validation import shown
 
 OWN = "module:Class"
-"""What stands for the kind of a strategy of the user's own among those that are built in."""
+"""The kind of a user-defined strategy in messages and in the schema."""
 _OWN_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*$"
 
 
 class OwnStrategy(Group):
-    """A class of your own, as `evo_grpo.Selector` or `evo_grpo.Explorer` describe it, by its name.
+    """A user-defined class that implements `evo_grpo.Selector` or `evo_grpo.Explorer`, by name.
 
     Its module is imported when a run is prepared, not when settings are read.
     """
@@ -40,14 +40,15 @@ def _kind(value: object) -> str | None:
 
 
 by_kind = Discriminator(_kind)
-"""Chooses among strategies by their kind, and the one of the user's own by its colon."""
+"""Discriminates strategies by their kind; a kind with a colon is a user-defined class."""
 
 
 def kind_or_settings(default: str, method: str) -> BeforeValidator:
-    """Return what a setting does before it is checked against the kinds it may have.
+    """Return the validator that turns a strategy setting into a mapping with a kind.
 
-    A string `k` stands for `{kind: k}`, a mapping without a kind and an empty value have the
-    default kind, and a strategy, which has the method, is left as it is.
+    The string `k` becomes `{kind: k}`. A mapping without a kind and an empty value get the default
+    kind. A `Group` passes through. Any other object with the method is an error, because a file
+    cannot hold it.
     """
 
     def expand(value: object) -> object:

@@ -1,4 +1,4 @@
-"""A plan, checked against chance: what a paired test cannot separate is neither copied nor lost."""
+"""Revise a plan so that agents are copied or leave only if a paired test separates them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settled:
-    """A plan, and the comparisons that it rests on.
+    """A plan and the comparisons that it is based on.
 
     Attributes:
-        plan: The agents of the next round, by rising position.
-        copies: Position that is overwritten -> how far its new parent is ahead of it; None where
-            the agent that is overwritten has no fitness.
-        kept: Position that a copy was planned for -> the planned parent, and how far that is ahead:
-            not far enough.
-        left: Position without a place in the next round -> the weakest agent that keeps one, and
-            how far that is ahead; None where the agent that left has no fitness.
+        plan: The agents of the next round, in ascending order of position.
+        copies: Overwritten position -> how far its new parent is ahead; None if the overwritten
+            agent has no fitness.
+        kept: Position whose planned copy was dropped -> the planned parent, and how far it is
+            ahead, which is not significant.
+        left: Position that leaves -> the weakest agent that stays, and how far it is ahead; None
+            if the agent that leaves has no fitness.
     """
 
     plan: tuple[Offspring, ...]
@@ -39,21 +39,23 @@ class Settled:
 def settle(
     plan: Sequence[Offspring], scores: Sequence[Score | None], level: float | None
 ) -> Settled:
-    """Keep what a selection planned only where the agents can be told apart.
+    """Drop the copies of a plan that a paired test does not support, and keep better agents.
 
-    A copy goes to the best agent that the plan does not let survive. Where its parent is not
-    significantly better than that agent, the agent stays as it is, in the copy's place. And nobody
-    leaves who is significantly better than an agent that stays.
+    Each planned copy overwrites the best agent that the plan does not let survive. If its parent is
+    not significantly better than that agent, the agent keeps its weights instead. Then an agent
+    that would leave replaces one that stays if it is significantly better.
 
-    Scores are the latest fitness by position, None for an agent that cannot be ranked, which is
-    overwritten without a test. A difference counts up to the p-value `level`; None leaves the plan
-    as it is.
+    Args:
+        plan: The plan of a selection.
+        scores: Latest fitness by position; None for an agent that cannot be ranked. Such an agent
+            is overwritten without a test.
+        level: Largest p-value of a significant difference; None keeps the plan.
     """
     parents = {offspring.position: offspring.parent for offspring in plan}
     elites = {offspring.position for offspring in plan if offspring.elite}
     kept: dict[Position, tuple[Position, Comparison]] = {}
     if level is not None:
-        parents, kept = _without_chance(parents, elites, scores, level)
+        parents, kept = _supported(parents, elites, scores, level)
     new = tuple(
         Offspring(position, parents[position], position in elites) for position in sorted(parents)
     )
@@ -65,7 +67,7 @@ def settle(
     return Settled(new, copies, kept, _left(parents, scores))
 
 
-def _without_chance(
+def _supported(
     planned: Mapping[Position, Position],
     elites: set[Position],
     scores: Sequence[Score | None],
@@ -91,7 +93,7 @@ def _without_chance(
             parents[position] = position
             survivors.add(position)
             kept[position] = (parent, found)
-    # Nobody leaves who is better than one that stays.
+    # Agents that would leave take the places of significantly worse ones that stay.
     parents_of_copies = {parent for position, parent in parents.items() if position != parent}
     movable = [p for p in reversed(order) if p in survivors - elites - parents_of_copies]
     for weak, strong in zip(movable, waiting, strict=False):
@@ -119,7 +121,7 @@ def _left(
 
 
 def _ranked(scores: Sequence[Score | None]) -> list[Position]:
-    """Return the positions that can be ranked, best first; the lower one of equals."""
+    """Return the positions of agents that can be ranked, best first, ties by position."""
     means = {
         Position(number): score.mean
         for number, score in enumerate(scores)

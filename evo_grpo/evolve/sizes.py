@@ -1,4 +1,4 @@
-"""How many agents each round has places for, and how many rows each of them may sample."""
+"""Number of agents in each round, and number of prompts that each of them samples."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 Sizes = list[int] | Literal["constant"] | None
-"""Places by round: null halves them, a list names them, "constant" keeps them all."""
+"""Places by round: None halves them each round, a list gives them, "constant" keeps them."""
 
 
 def places_by_round(size: int, sizes: Sizes, *, selects: bool = True) -> tuple[int, ...]:
-    """Return the places of the rounds, `size` in the first; the last number repeats.
+    """Return the places of each round; the last number holds for all later rounds.
 
-    None halves the places after every round, rounding up, down to 2; "constant", and without a
-    selection None too, keeps them; a list is taken as it is.
+    The first round has `size` places. None halves them after every round, rounding up, down to 2.
+    "constant" keeps them, and so does None if `selects` is False. A list is returned as it is.
     """
     if sizes == "constant" or (sizes is None and not selects):
         return (size,)
@@ -31,9 +31,10 @@ def places_by_round(size: int, sizes: Sizes, *, selects: bool = True) -> tuple[i
 
 
 def wrong_sizes(size: int, sizes: Sizes, *, archive: bool) -> Iterator[str]:
-    """Yield what is wrong with the places of a run, one sentence each.
+    """Yield each problem of the setting `population.sizes` as a sentence.
 
-    With `archive` the best agent ever is kept, from which a lone agent can be restored.
+    `archive` says whether the best agent ever is kept; a single agent that fails is restored from
+    it.
     """
     if not isinstance(sizes, list):
         return
@@ -67,14 +68,19 @@ def wrong_sizes(size: int, sizes: Sizes, *, archive: bool) -> Iterator[str]:
 def prompts_of_agents(
     rows: int, steps: int, group_sizes: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Deal the rows that all agents sample together in a step out to them: equal, in whole groups.
+    """Divide the rows of a step equally among the agents, in whole groups.
 
-    What rounding to whole groups leaves over is passed on from agent to agent, those with the
-    smallest groups last, so that all agents together are at most half of the smallest group off.
+    The rounding remainder carries over to the next agent, from the largest group size to the
+    smallest, so the total is off by at most half of the smallest group.
+
+    Args:
+        rows: Rows that all agents sample together in a step.
+        steps: Steps of the round.
+        group_sizes: G_i of each agent.
 
     Returns:
-        For each step P_i of each agent, >= 1: agent i takes the first P_i prompts of the list that
-        all share. Over the round, the sum of P_i * G_i is `rows * steps`, up to the rounding.
+        P_i >= 1 of each agent, for each step: agent i takes the first P_i prompts of the shared
+        list. Over the round, the sum of P_i * G_i is `rows * steps`, up to the rounding.
     """
     counts = _groups_of_agents(rows * steps, steps, group_sizes)
     return tuple(
@@ -84,13 +90,13 @@ def prompts_of_agents(
 
 
 def planned_rows(rows: int, steps: int, group_sizes: Sequence[int]) -> int:
-    """Return the rows of a round whose prompts `prompts_of_agents` deals out; takes the same."""
+    """Return the rows of a round that `prompts_of_agents` gives; the arguments are the same."""
     counts = _groups_of_agents(rows * steps, steps, group_sizes)
     return sum(count * size for count, size in zip(counts, group_sizes, strict=True))
 
 
 def _groups_of_agents(rows: int, steps: int, group_sizes: Sequence[int]) -> list[int]:
-    """Return how many groups each agent samples in a round of so many rows, at least one a step."""
+    """Return the number of groups that each agent samples in a round, at least one per step."""
     agents = len(group_sizes)
     carry = 0.0
     groups = [0] * agents

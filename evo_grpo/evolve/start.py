@@ -1,4 +1,4 @@
-"""The hyperparameters that the agents of the first population begin with."""
+"""Hyperparameters of the agents of the first population."""
 
 from __future__ import annotations
 
@@ -20,28 +20,32 @@ if TYPE_CHECKING:
 
 StartName = Literal["latin_hypercube", "sample", "same"]
 Start = StartName | Sequence[Mapping[str, Any]]
-"""How a population begins: by a name, or one mapping of values per agent."""
+"""The setting `population.init`: a method by name, or one mapping of values per agent."""
 
-_ATTEMPTS = 1000  # overlapping ranges of clip_low and clip_high are drawn until low < high
+_ATTEMPTS = 1000  # redraws until low < high, where the ranges of the clip bounds overlap
 
 
 def start_hparams(
     first: Hparams, hp_config: HyperparameterConfig, size: int, init: Start, seed: int
 ) -> list[Hparams]:
-    """Return what each of `size` agents of the first population begins with.
+    """Return the hyperparameters of each of `size` agents of the first population.
 
-    `latin_hypercube` (McKay, Beckman & Conover 1979): agent 0 keeps its values, and the N - 1
-    others cover every range evenly. Each range is cut into N - 1 strata of equal length, in the
-    logarithm where its least value is above 0, and each stratum holds the value of exactly one
-    agent, in an order of its own for each hyperparameter. Clip pairs that would be out of order,
-    since their ranges overlap, are drawn at random instead.
+    `same`: all agents have the values of `first`.
 
-    `sample`: all but the first draw independently. A list has N mappings of the values that differ
-    from `first`, which the settings say. `start` of a range takes the place of its bounds.
+    `latin_hypercube` (McKay, Beckman & Conover 1979): agent 0 has the values of `first`, and the
+    N - 1 others cover every range evenly. Each range is cut into N - 1 strata of equal length, on a
+    log scale if its minimum is above 0. Each stratum holds the value of exactly one agent, in a
+    random order per hyperparameter. A clip pair with low >= high, which overlapping ranges allow,
+    is drawn at random instead.
+
+    `sample`: agent 0 has the values of `first`, and each other agent draws independently.
+
+    A list has one mapping per agent, with the values that differ from `first`. If a range has a
+    `start`, values are drawn from it instead of the whole range.
 
     Raises:
-        ConfigError: A list has another length, an unknown name or a value that no agent could train
-            with; or the ranges of clip_low and clip_high leave no low < high.
+        ConfigError: A list has the wrong length, an unknown name or an invalid value; or the ranges
+            of clip_low and clip_high allow no low < high.
     """
     if found := list(start_problems(first, hp_config, size, init)):
         raise Problems(*found).below("init")
@@ -58,7 +62,7 @@ def start_hparams(
 def start_problems(
     first: Hparams, hp_config: HyperparameterConfig, size: int, init: Start
 ) -> Iterator[Problem]:
-    """Yield what is wrong with a list of starts, by paths below it; a name has no problems."""
+    """Yield the problems of a list of starts, with paths below it; a name has none."""
     if isinstance(init, str):
         return
     if len(init) != size:
@@ -83,17 +87,17 @@ def start_problems(
 def described_start(
     hparams: Sequence[Hparams], first: Hparams, hp_config: HyperparameterConfig, seed: int
 ) -> Start:
-    """Return the setting that `start_hparams` makes these hyperparameters of.
+    """Return a setting for which `start_hparams` returns these hyperparameters.
 
-    Values outside of their ranges, which no setting may hold, are described as "same": a run that
-    is resumed takes its agents' values from checkpoints.
+    Values outside their ranges are not allowed in a setting. The result is then "same", which does
+    no harm: a resumed run reads its agents' values from checkpoints.
     """
     names: tuple[StartName, ...] = ("same", "latin_hypercube", "sample")
     for name in names:
         try:
             if start_hparams(first, hp_config, len(hparams), name, seed) == list(hparams):
                 return name
-        except ConfigError:  # ranges that nothing can be drawn from
+        except ConfigError:  # the ranges allow no clip pair
             continue
     default = first.to_dict()
     listed = [
@@ -106,14 +110,13 @@ def described_start(
 def sample_hparams(
     base: Hparams, hp_config: HyperparameterConfig, rng: np.random.Generator
 ) -> Hparams:
-    """Draw every hyperparameter that may mutate from its range, for the first population.
+    """Draw every hyperparameter that may mutate from its range.
 
-    The draw is uniform in the logarithm; where the least value is 0, which has none, it is uniform
-    in the value. Ends of a clip pair are drawn by their distance from 1, as they mutate. `start` of
-    a range takes the place of its bounds.
+    Draws are log-uniform, or uniform if the minimum of the range is 0. Ends of a clip pair are
+    drawn by their distance from 1. If a range has a `start`, values are drawn from it.
 
     Raises:
-        ConfigError: When the ranges of clip_low and clip_high leave no low < high.
+        ConfigError: The ranges of clip_low and clip_high allow no low < high.
     """
     plain, clip_ends = _parts(base, hp_config)
     drawn = base
@@ -125,9 +128,9 @@ def sample_hparams(
 def latin_hypercube(rows: int, columns: int, rng: np.random.Generator) -> np.ndarray:
     """Return points of a Latin hypercube, an array (rows, columns) of floats in (0, 1].
 
-    Of each column, row i of some order lies in the stratum (i / rows, (i + 1) / rows].
+    In each column, each stratum (i / rows, (i + 1) / rows] holds exactly one value.
     """
-    import numpy as np  # slow to load, and what only plans a run draws nothing
+    import numpy as np  # slow to import, and planning a run draws nothing
 
     strata = np.stack([rng.permutation(rows) for _ in range(columns)], axis=1)
     # In (0, 1], so that a range that begins at 0 yields no 0: lr and clip_coef could not take it.
@@ -156,7 +159,7 @@ def value_at(parameter: RLParameter, share: float) -> float:
 def _spread(
     first: Hparams, hp_config: HyperparameterConfig, count: int, rng: np.random.Generator
 ) -> Iterator[Hparams]:
-    """Yield the agents on a Latin hypercube over all ranges."""
+    """Yield the hyperparameters of `count` agents on a Latin hypercube over all ranges."""
     plain, clip_ends = _parts(first, hp_config)
     if not plain and not clip_ends:
         yield from [first] * count
@@ -172,7 +175,7 @@ def _spread(
 def _parts(
     base: Hparams, hp_config: HyperparameterConfig
 ) -> tuple[dict[str, RLParameter], dict[str, RLParameter]]:
-    """Divide what may mutate into single values and the ends of a clip pair, to be drawn anew."""
+    """Return the ranges of single values, and those of the two ends of a clip pair."""
     plain: dict[str, RLParameter] = {}
     clip_ends: dict[str, RLParameter] = {}
     for name in hp_config.names():
@@ -192,7 +195,7 @@ def _clip_pair_at(
     shares: Sequence[float],
     rng: np.random.Generator,
 ) -> Hparams:
-    """Return the pair at shares of the ranges of its ends; drawn at random if out of order."""
+    """Return the clip pair at shares of the ranges of its ends, or a random one if low >= high."""
     pair: dict[str, float] = dict(zip(CLIP_ENDS, base.clip_bounds, strict=True))
     for (name, end), share in zip(clip_ends.items(), shares, strict=True):
         distance = distance_of_end(name, end)
@@ -226,16 +229,16 @@ def _draw_clip_pair(
 
 
 def draw_clip_end(name: str, end: RLParameter, rng: np.random.Generator) -> float:
-    """Draw one end of a clip pair, by its distance from 1 where its range holds no 1 inside."""
+    """Draw one end of a clip pair; by its distance from 1, unless its range contains 1."""
     distance = distance_of_end(name, end)
     return draw(end, rng) if distance is None else from_distance(name, end, draw(distance, rng))
 
 
 def with_values(first: Hparams, values: Mapping[str, Any]) -> Hparams:
-    """Return hyperparameters with those of a mapping, by the names of `MUTABLE`, in their place.
+    """Return hyperparameters with the values of a mapping, whose keys are names of `MUTABLE`.
 
     Raises:
-        Problems: A name is unknown, or a value is none that an agent could train with.
+        Problems: A name is unknown, or a value is invalid.
     """
     for name in values:
         if name not in MUTABLE:

@@ -1,4 +1,4 @@
-"""What a person asked for between two rounds, carried out on the plan of the next one. Pure."""
+"""Carry out the requests of a person between two rounds on the plan of the next round. Pure."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from evo_grpo.schema.search_space import HyperparameterConfig
 
 ON_AGENTS = ("stop-agent", "clone", "set")
-"""What changes who trains next, and with what."""
+"""Requests that change the agents of the next round or their hyperparameters."""
 ON_RUN = ("pause", "continue", "stop-after-round")
-"""What changes when, or whether, the next round is played."""
+"""Requests that change when the next round is played, or whether."""
 
 _SUPERSEDED = ("copied", "kept", "restored")
-"""Decisions about an agent that no longer hold once it is stopped or overwritten by hand."""
+"""Kinds of decisions about an agent that are dropped when a request stops or overwrites it."""
 
 
 class Plan(NamedTuple):
-    """What trains in the next round.
+    """The agents of the next round.
 
     Attributes:
-        members: Who, by slot.
-        hparams: With what, in the same order.
-        decisions: What was decided about the agents.
+        members: Their members, in ascending order of slot.
+        hparams: Their hyperparameters, in the same order.
+        decisions: The decisions about the agents.
     """
 
     members: tuple[Member, ...]
@@ -45,12 +45,12 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class Boundary:
-    """Between which rounds it is.
+    """The state of a run between two rounds.
 
     Attributes:
         round: The round that was played last (0-based).
-        played: Slot of each member that played it.
-        hp_config: What may mutate within which bounds.
+        played: Member id -> slot, of each member that played it.
+        hp_config: Hyperparameters that may change, with their ranges.
         next_id: A member id that no member of the run has had.
     """
 
@@ -63,26 +63,27 @@ class Boundary:
 def steer(plan: Plan, request: Request, boundary: Boundary) -> tuple[Plan, Steering]:
     """Carry out a request about agents.
 
-    A clone takes the weights that its source trains on with, and so is a child of the member that
-    these come from: one that finished the round, or the best agent ever. A member that was made for
-    the next round, and has not trained, keeps its id.
+    A clone takes the weights that its source has in the next round. Its parent is the member those
+    weights come from: one that finished the round, or the best agent ever. A member that was
+    created for the next round and has not trained yet keeps its id.
 
     Returns:
-        The plan, and what became of the request: one that cannot be carried out changes no agent.
+        The new plan, and the outcome of the request. A request that cannot be carried out is
+        refused and changes no agent.
     """
     why = ""
     try:
         plan, sentence = _carried_out(plan, request, boundary)
         source = request.source if request.op == "clone" else None
-        told = _decision("steered", request.agent, source, sentence)
+        outcome = _decision("steered", request.agent, source, sentence)
     except ConfigError as error:
         why = " ".join(str(error).split())
-        told = _decision("refused", request.agent, request.source, f"{request}: refused: {why}")
-    return plan._replace(decisions=(*plan.decisions, told)), Steering(request, why)
+        outcome = _decision("refused", request.agent, request.source, f"{request}: refused: {why}")
+    return plan._replace(decisions=(*plan.decisions, outcome)), Steering(request, why)
 
 
 def _carried_out(plan: Plan, request: Request, boundary: Boundary) -> tuple[Plan, str]:
-    """Return the plan with a request carried out, and a sentence about what was done."""
+    """Return the plan with a request carried out, and a sentence that describes the change."""
     if request.op == "stop-agent":
         return _stopped(plan, _index(plan, request.agent, boundary))
     if request.op == "clone":
@@ -94,7 +95,7 @@ def _carried_out(plan: Plan, request: Request, boundary: Boundary) -> tuple[Plan
 
 
 def _index(plan: Plan, agent: int | None, boundary: Boundary) -> int:
-    """Return where an agent stands among those that train next."""
+    """Return the index of an agent in the plan."""
     slots = [member.agent for member in plan.members]
     if agent is not None and agent in slots:
         return slots.index(Slot(agent))
@@ -124,8 +125,8 @@ def _cloned(plan: Plan, source: int, target: int, boundary: Boundary) -> tuple[P
     parent, old = plan.members[source], plan.members[target]
     if source == target:
         raise ConfigError(
-            f"agent {old.agent}: expected another agent to clone, got itself; its weights are its "
-            "own already"
+            f"agent {old.agent}: expected another agent to clone, got itself; it has these weights "
+            "already"
         )
     born = parent.id not in boundary.played
     op = "steer-restore" if born and parent.mutation.restores else "steer-clone"
@@ -134,9 +135,9 @@ def _cloned(plan: Plan, source: int, target: int, boundary: Boundary) -> tuple[P
     cloned = _with_child(plan, target, parent, mutation, hparams, boundary)
     if _swaps(cloned.members, boundary.played):
         raise ConfigError(
-            f"agent {old.agent}: expected no agents that take each other's weights between the "
-            f"same two rounds, got {parent.agent} after other clones; ask again after the next "
-            "round"
+            f"agent {old.agent}: expected no cycle of agents that take each other's weights "
+            f"between the same two rounds, got {parent.agent} after other clones; repeat the "
+            "request after the next round"
         )
     text = f"agent {old.agent} took agent {parent.agent}'s weights by hand, at lr {hparams.lr:.2g}"
     return cloned._replace(decisions=_without(cloned.decisions, old.agent)), text
@@ -157,14 +158,16 @@ def _set(
                 Problem(
                     (one.name,),
                     f"expected a value inside of its range [{one.low:g}, {one.high:g}], got "
-                    f"{one.value:g}; it is that of evolve.hyperparameters",
+                    f"{one.value:g}; the range is that of evolve.hyperparameters",
                 )
                 for one in beyond
             )
         )
     shown = ", ".join(f"{name} {value}" for name, value in values.items())
     if new == old:
-        raise ConfigError(f"agent {member.agent}: expected a change, got what it has: {shown}")
+        raise ConfigError(
+            f"agent {member.agent}: expected a change, got its present values: {shown}"
+        )
     born = member.id not in boundary.played
     changes: Changes = dict(member.mutation.changes) if born else {}
     for name, (value, after) in changes_between(old, new, boundary.hp_config).items():
@@ -177,10 +180,10 @@ def _set(
 
 
 def changes_between(old: Hparams, new: Hparams, hp_config: HyperparameterConfig) -> Changes:
-    """Return what differs, as mutations are recorded: name -> (old, new).
+    """Return the differences as mutations record them: name -> (old, new).
 
-    A clip range appears by its two ends where one of the two is a pair, or its ends mutate. What is
-    None on one side, no limit or all rows, is no number and in no record of changes.
+    A clip range appears as clip_low and clip_high if one of the values is a pair or its ends
+    mutate. A hyperparameter that is None on one side is left out: there is no number to record.
     """
     ends = any(isinstance(one.clip_coef, tuple) for one in (old, new)) or bool(
         set(CLIP_ENDS) & set(hp_config.names())
@@ -196,7 +199,7 @@ def changes_between(old: Hparams, new: Hparams, hp_config: HyperparameterConfig)
 
 
 def _swaps(members: Sequence[Member], played: Mapping[int, Slot]) -> bool:
-    """Return whether copies follow each other in a circle, so that none of them can come first."""
+    """Return whether copies form a cycle, in which none of them can be made first."""
     sources = {
         member.agent: played[member.parent]
         for member in members
@@ -218,7 +221,7 @@ def _swaps(members: Sequence[Member], played: Mapping[int, Slot]) -> bool:
 def _with_child(
     plan: Plan, index: int, parent: Member, mutation: Mutation, hparams: Hparams, boundary: Boundary
 ) -> Plan:
-    """Put a child in a member's place, with that one's id where it has not trained yet."""
+    """Replace a member by a child; it keeps the id of a member that has not trained yet."""
     old, played = plan.members[index], boundary.played
     free = max([boundary.next_id - 1, *(one.id for one in plan.members)]) + 1
     source = parent.id if parent.id in played else parent.parent

@@ -1,14 +1,15 @@
-"""One learn call for any set of agents.
+"""Trains a set of agents in one learn call.
 
-One forward and backward per micro-batch over all their rows, one AdamW each.
+A micro-batch has rows of all agents and takes one forward and one backward. Each agent has its own
+AdamW.
 
 Old log-probs. A step's first minibatch sees the unchanged policy, so its old log-probs are its
 own, detached: no second forward, and a ratio of exactly 1 even with LoRA dropout. Later epochs
-reuse them. Only minibatches after the first need a pass of their own, made before the first update.
+reuse them. Only minibatches after the first need a separate pass, made before the first update.
 A row keeps its dropout masks for the whole call: a ratio compares two policies, not two masks.
 
-A base in float16 has its loss scaled, see `loss_scale`; where a gradient overflows all the same,
-the step is computed again with a lower scale for that agent.
+The loss of a base in float16 is scaled (see `loss_scale`). If a gradient still overflows, the step
+is computed again with a lower scale for that agent.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from torch import Tensor
 from evo_grpo.learn.loss_scale import LossScales, first_scale
 from evo_grpo.learn.metrics import MetricSums, finish, measure, start_metrics
 from evo_grpo.learn.minibatches import StepTotals, assign_minibatches, filter_and_whiten
-from evo_grpo.learn.objective.losses import TokenTerms, token_terms, token_weights
+from evo_grpo.learn.objective.losses import (
+    LossValues,
+    TokenTerms,
+    largest_penalty,
+    token_terms,
+    token_weights,
+)
 from evo_grpo.learn.objective.ratios import kl_term
 from evo_grpo.learn.objective.shaping import token_advantages
 from evo_grpo.learn.packing import pack
@@ -44,6 +51,7 @@ class _Call:
     """One learn call.
 
     Attributes:
+        agents: The N agents.
         totals: Denominators per minibatch of each agent.
         seed: Stream of dropout.
         exact_sampler: Whether the sampler's log-probs need no correction.
@@ -59,7 +67,7 @@ class _Call:
     metrics: list[dict[str, float]]
 
     def denominators(self, minibatch: int) -> tuple[Tensor, Tensor]:
-        """Rows and tokens (N,) of each agent's minibatch; 1 for agents without it."""
+        """Return rows and tokens (N,) of each agent's minibatch; 1 for agents without it."""
         found = [
             (t.rows[minibatch], t.tokens[minibatch]) if minibatch < t.minibatches else (1, 1)
             for t in self.totals
@@ -71,9 +79,8 @@ class _Call:
 class Learner:
     """Trains any set of agents at once over one base.
 
-    The loss and the shaping of advantages are those of `algorithm`, which all agents share; what an
-    agent trains with comes with each call. `updates` takes the steps; None is every agent's own
-    optimizer.
+    All agents share the loss and the shaping of advantages in `algorithm`; their hyperparameters
+    come with each call. `updates` takes the optimizer steps; None uses each agent's own optimizer.
     """
 
     def __init__(
@@ -89,7 +96,7 @@ class Learner:
         self.engine = engine
         self.loss = algorithm.loss(algorithm.max_output_tokens or DEFAULT_OUTPUT_TOKENS)
         self.updates = updates or OwnOptimizers(slots)
-        #: Tokens of a micro-batch, once the device had no memory for as many as were set.
+        #: Tokens of a micro-batch after the device ran out of memory; None before.
         self.reduced: int | None = None
 
     def learn(
@@ -106,17 +113,17 @@ class Learner:
             agents: N agents.
             batches: Their rows, in the same order; an agent may have none.
             seed: Stream of minibatch order and dropout.
-            exact_sampler: Whether the rows' sampler log-probs are this learner's own up to
-                rounding (see `RolloutEngine.exact`). False hands them to the loss, whose
-                `sampler_correction` and `off_policy_mask_threshold` then compare with them; a row
-                without any counts as sampled by the policy itself.
+            exact_sampler: Whether the rows' sampler log-probs equal this learner's up to rounding
+                (see `RolloutEngine.exact`). If False, the loss uses them for `sampler_correction`
+                and `off_policy_mask_threshold`; a row without them counts as sampled by the policy.
 
         Returns:
             Per agent: loss, kl, clip_fraction, clip_low, clip_high, ratio_max, entropy, grad_norm,
             sampler_gap (mean nats per token by which the sampler's log-probs differ from the
-            learner's; absent where no row has any), updates (optimizer steps taken), rows (as
-            given), skipped_rows (no gradient: filtered, no generated token, or zero advantage and
-            no KL), failed (1 when a gradient was not finite: that step was not taken).
+            learner's; absent if no row has them), updates (optimizer steps taken), rows (as given),
+            skipped_rows (rows without a gradient: filtered, without a generated token, or of
+            advantage 0 where no term of the loss acts without one), failed (1 if a gradient was not
+            finite and its step was not taken).
         """
         self.base.check_row(max((len(r.token_ids) for b in batches for r in b.rows), default=0))
         given = [len(b.rows) for b in batches]
@@ -139,7 +146,7 @@ class Learner:
         later = [p for p in everything if p[1].minibatch > 0]
         if self.updates.parts == 1:
             self._fill_old_logprobs(call, later)
-        else:  # the rows of a process are those it will have in the step
+        else:  # each process takes the rows that it has in the step
             for minibatch in sorted({row.minibatch for _, row in later}):
                 self._fill_old_logprobs(call, [p for p in later if p[1].minibatch == minibatch])
         for epoch in range(max((a.hparams.update_epochs for a in agents), default=0)):
@@ -155,11 +162,11 @@ class Learner:
         return finish(call.sums, call.metrics)
 
     def limit_output(self, longest: int) -> None:
-        """Set the longest completion in force, which dr_grpo divides by."""
+        """Set the largest number of tokens of a completion, which dr_grpo divides by."""
         self.loss = self.algorithm.loss(longest)
 
     def _step(self, call: _Call, pairs: list[tuple[int, Row]], epoch: int, minibatch: int) -> None:
-        """Accumulate gradients over micro-batches, then let each agent's own optimizer step."""
+        """Accumulate gradients over micro-batches, then step the optimizer of each agent."""
         agents = call.agents
         # No agent has been updated yet: the present policy is the old one.
         first = epoch == minibatch == 0
@@ -194,7 +201,7 @@ class Learner:
     def _loss_scales(
         self, call: _Call, pairs: list[tuple[int, Row]], minibatch: int
     ) -> LossScales | None:
-        """Return what the agents' losses are multiplied by; None for a base that needs none."""
+        """Return the loss scales of the agents; None for a base that is not in float16."""
         if self.base.dtype is not torch.float16:
             return None
         rows: dict[int, list[Row]] = {}
@@ -213,14 +220,14 @@ class Learner:
         return LossScales(found)
 
     def _overflowed(self, call: _Call, present: Sequence[int], scales: LossScales) -> bool:
-        """Take the scales out of the gradients; True where the step is to be computed again."""
+        """Divide the gradients by their scales; return whether the step must be computed again."""
         losses = call.sums.values["loss"].tolist()
         again = False
         for position in present:
             adapter = call.agents[position].adapter
             grads = [p.grad for p in self.slots.parameters(adapter) if p.grad is not None]
             scales.divide_out(position, grads)
-            # A loss that is not finite itself has its cause in the weights, and no scale helps.
+            # If the loss itself is not finite, a lower scale does not help.
             if math.isfinite(losses[position]) and not _finite(grads):
                 again = scales.lower(position) or again
         return again
@@ -251,7 +258,8 @@ class Learner:
                 flat, entropy = self._logprobs(agents, batch, forward)
                 if first:
                     batch.scatter("old", flat)
-                terms = self._loss_terms(call, batch, flat)
+                entropies = batch.pad(entropy)
+                terms = self._loss_terms(call, batch, flat, entropies)
                 weights = token_weights(
                     self.loss.loss_type,
                     batch.mask,
@@ -263,7 +271,7 @@ class Learner:
                 loss = torch.where(batch.mask, scaled * terms.loss, 0.0).sum()
                 self.updates.backward(loss if counts else 0.0 * loss)
             if counts:
-                measure(call.sums, batch, terms, weights, entropy, flat, first=first)
+                measure(call.sums, batch, terms, weights, entropies, flat, first=first)
 
     def _in_memory(
         self,
@@ -271,11 +279,13 @@ class Learner:
         attempt: Callable[[], None],
         start_anew: Callable[[], None],
     ) -> None:
-        """Compute, with smaller micro-batches where the device runs out of memory.
+        """Call `attempt`, with smaller micro-batches each time the device runs out of memory.
 
-        `attempt` computes positions and rows; `start_anew` removes what a failed one left.
-        RunFailedError is raised where a micro-batch of one row was too much, or where processes
-        compute together.
+        `start_anew` removes the partial results of a failed attempt.
+
+        Raises:
+            RunFailedError: A micro-batch of one row is too large, or several processes compute
+                together.
         """
         while True:
             try:
@@ -299,76 +309,63 @@ class Learner:
             free_cached()
 
     def _packed(self, pairs: list[tuple[int, Row]]) -> list[list[tuple[int, Row]]]:
-        """Split rows into micro-batches, of which every process takes its part."""
+        """Split rows into micro-batches for all processes together."""
         rows, parts = self.engine.max_rows_per_microbatch, self.updates.parts
         return pack(pairs, self._tokens * parts, None if rows is None else rows * parts)
 
     @property
     def _tokens(self) -> int:
-        # Asked each time: an engine may bring the base to its device later.
+        # Not cached: an engine may move the base to its device later.
         wanted = self.engine.max_tokens_per_microbatch or self.base.micro_batch_tokens
         return self.reduced or wanted
 
-    def _loss_terms(self, call: _Call, batch: MicroBatch, flat: Tensor) -> TokenTerms:
-        """Loss terms (B, C) of the generated tokens from their log-probs (M,)."""
-
-        def column(values: Sequence[float]) -> Tensor:
-            per_agent = torch.tensor(values, device=flat.device, dtype=flat.dtype)
-            return per_agent[batch.positions][:, None]
-
-        agents = call.agents
-        bounds = [a.hparams.clip_bounds for a in agents]
-        shaped_by_kl = self.algorithm.kl_shaping
-        betas = column([a.hparams.beta for a in agents])
+    def _loss_terms(
+        self, call: _Call, batch: MicroBatch, flat: Tensor, entropies: Tensor
+    ) -> TokenTerms:
+        """Return the loss terms (B, C) from log-probs (M,) and entropies (B, C), nats."""
+        hparams = [agent.hparams for agent in call.agents]
+        values = LossValues.of_agents(hparams, batch.positions, flat.dtype)
         logprobs, old, reference, kl = batch.pad(flat), batch.gather("old"), None, None
         if any(row.ref is not None for row in batch.rows):
             reference = batch.gather("ref")
-        if shaped_by_kl:
-            # What is reported stays the k3 of the penalty; what shapes is the signed k1.
-            kl = kl_term(logprobs.detach(), reference, batch.mask, betas)
+        advantages = self._advantages(batch, values, logprobs.detach(), reference)
+        if self.algorithm.kl_shaping:
+            # The metric stays the k3 estimate of the penalty; the advantages use the signed k1.
+            kl = kl_term(logprobs.detach(), reference, batch.mask, values.beta)
+            # The KL is in the advantages; the penalty would count it twice.
+            values = replace(values, beta=0.0)
         terms = token_terms(
             logprobs,
             old,
             batch.mask,
-            self._advantages(agents, batch, logprobs.detach(), reference),
+            advantages,
             reference,
             config=self.loss,
-            clip_low=column([low for low, _ in bounds]),
-            clip_high=column([high for _, high in bounds]),
-            # KL shaping moves the KL into the advantages; the penalty would count it twice.
-            beta=0.0 if shaped_by_kl else betas,
+            values=values,
+            entropies=entropies,
             sampler_logprobs=None if call.exact_sampler else batch.sampler_logprobs(old),
         )
         return terms if kl is None else replace(terms, kl=kl)
 
     def _advantages(
-        self,
-        agents: Sequence[AgentTraining],
-        batch: MicroBatch,
-        logprobs: Tensor,
-        reference: Tensor | None,
+        self, batch: MicroBatch, values: LossValues, logprobs: Tensor, reference: Tensor | None
     ) -> Tensor:
-        """Advantages (B,), or (B, C) where they are shaped per token.
+        """Return advantages (B,), or (B, C) where they are shaped per token.
 
         KL shaping compares the present policy with the reference, in later epochs too: the ratio in
         the loss turns samples of the old policy into those of the present one.
         """
-        values = torch.tensor(
+        advantages = torch.tensor(
             [row.advantage for row in batch.rows], device=logprobs.device, dtype=logprobs.dtype
         )
         use_kl, clip_range = self.algorithm.kl_shaping, self.algorithm.adv_clip_range
         if not use_kl and clip_range is None:
-            return values
-        parts: list[Tensor] = []
-        for position, rows in zip(batch.present, batch.slices(), strict=True):
-            beta, kl = agents[position].hparams.beta, None
-            if use_kl and beta > 0 and reference is not None:
-                kl = logprobs[rows] - reference[rows]
-            shaped, _ = token_advantages(
-                values[rows], batch.mask[rows], kl=kl, beta=beta, clip_range=clip_range
-            )
-            parts.append(shaped)
-        return torch.cat(parts)
+            return advantages
+        kl = logprobs - reference if use_kl and reference is not None else None
+        shaped, _ = token_advantages(
+            advantages, batch.mask, kl=kl, beta=values.beta, clip_range=clip_range
+        )
+        return shaped
 
     def _open_forward(self, adapters: Sequence[str | None]) -> TrainForward:
         recompute = self.engine.gradient_checkpointing
@@ -377,7 +374,7 @@ class Learner:
     def _logprobs(
         self, agents: Sequence[AgentTraining], batch: MicroBatch, forward: TrainForward
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs (M,) and entropies (M,) of the generated tokens."""
+        """Return log-probs (M,) and entropies (M,), nats, of the generated tokens."""
         picked = forward.hidden_at(batch.input_ids, batch.where, batch.prefix)
         per_row = torch.tensor([agents[p].hparams.temperature for p in batch.positions.tolist()])
         lengths = torch.tensor([row.generated for row in batch.rows])
@@ -386,7 +383,7 @@ class Learner:
 
     @torch.no_grad()
     def _fill_old_logprobs(self, call: _Call, pairs: list[tuple[int, Row]]) -> None:
-        """Log-probs before the first update, for rows of later minibatches."""
+        """Compute the log-probs before the first update, for rows of later minibatches."""
         agents = call.agents
         if not pairs:
             return
@@ -409,7 +406,7 @@ class Learner:
     def _fill_reference_logprobs(
         self, agents: Sequence[AgentTraining], batch: MicroBatch, forward: TrainForward | None
     ) -> None:
-        """Fill in missing reference log-probs of the rows whose agent has a KL term."""
+        """Compute missing reference log-probs of the rows whose agent has a KL term."""
         pairs = [
             (p, row)
             for p, row in zip(batch.positions.tolist(), batch.rows, strict=True)
@@ -417,8 +414,8 @@ class Learner:
         ]
         if forward is None or not pairs:
             return
-        # One forward serves all: rows of agents without a reference slot go through the base alone,
-        # and those of agents that share one through that one.
+        # One forward for all: rows of agents without a reference slot use the base alone, and
+        # agents that share a reference slot use that slot.
         whole = len(pairs) == len(batch.rows)
         part = batch if whole else collate(pairs, self.base.pad_id, self.base.device)
         layout = RowLayout(tuple(agents[p].reference for p in part.present), part.counts)
@@ -438,10 +435,10 @@ class Learner:
 
 
 def _has_gradient(row: Row, hparams: Hparams) -> bool:
-    """Whether a row moves the agent; a step on others would count, and move its moments alone."""
-    return (row.advantage != 0.0 or hparams.beta > 0) and row.generated > 0
+    """Return whether a row has a gradient; a step without one would still move the moments."""
+    return (row.advantage != 0.0 or largest_penalty(hparams) > 0) and row.generated > 0
 
 
 def _finite(gradients: Sequence[Tensor]) -> bool:
-    """Whether all gradients of an agent are finite, with one host sync."""
+    """Return whether all gradients of an agent are finite, with one host sync."""
     return bool(torch.stack([g.isfinite().all() for g in gradients]).all()) if gradients else True

@@ -1,11 +1,11 @@
 """Loss scales for a base in float16, whose gradients would be rounded to 0 without them.
 
-The gradient of a mean over n tokens is of the size 1 / n, and float16 has no number between 0 and
-6e-8. So each agent's loss is multiplied by a power of two before the backward, and its adapter's
-gradients, which are float32, are divided by it after (Micikevicius et al. 2018, arXiv:1710.03740).
+The gradient of a mean over n tokens has a magnitude of 1 / n, and float16 has no number between 0
+and 6e-8. So each agent's loss is multiplied by a power of two before the backward, and the float32
+gradients of its adapter are divided by it afterwards (Micikevicius et al. 2018, arXiv:1710.03740).
 
-A scale follows from the rows of the step alone. Nothing is remembered from step to step, so a run
-that is resumed takes the steps it would have taken, and no agent's scale depends on another one.
+A scale depends only on the rows of its step. It has no state, so a resumed run takes the same steps
+as one that was not interrupted, and no agent's scale depends on another agent.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from evo_grpo.learn.objective.losses import LossConfig, token_weights
+from evo_grpo.learn.objective.losses import LossConfig, largest_penalty, token_weights
 from evo_grpo.learn.rows import AgentTraining, Row
 
 _log = logging.getLogger(__name__)
 
 #: Gradient of a typical token's log-prob after scaling, as a power of two.
 TYPICAL = 4
-#: By which power of two a scale is lowered where a gradient overflows, and how often.
+#: Power of two by which a scale is lowered after an overflow, and how often it may be lowered.
 LOWERED_BY = 8
 MOST_TIMES = 5
-#: Float32, in which the loss is scaled and the gradients are divided, holds far larger powers.
+#: Largest power of two of a scale; float32, in which losses are scaled, holds larger ones.
 MOST = 60
 
 
 class LossScales:
-    """The scales of one optimizer step: a power of two by the position of each agent in it."""
+    """The scales of one optimizer step, from the position of each agent to a power of two."""
 
     def __init__(self, exponents: dict[int, int]) -> None:
         self._exponents = exponents
@@ -46,12 +46,12 @@ class LossScales:
         return table.to(positions.device)[positions][:, None]
 
     def divide_out(self, position: int, gradients: Sequence[Tensor]) -> None:
-        """Divide an agent's gradients by its scale, in place; exact, for it is a power of two."""
+        """Divide an agent's gradients by its scale, in place and without rounding."""
         if gradients:
             torch._foreach_mul_(list(gradients), 2.0 ** -self._exponents[position])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- one launch for all tensors; there is no public name
 
     def lower(self, position: int) -> bool:
-        """Lower the scale of an agent whose gradient overflowed; False where that helps no more."""
+        """Lower the scale of an agent whose gradient overflowed; False if it is at its limit."""
         if self._lowered[position] == MOST_TIMES:
             return False
         self._lowered[position] += 1
@@ -70,10 +70,17 @@ def first_scale(
     config: LossConfig,
     clip_range: float | None,
 ) -> int:
-    """Return the power of two that brings the gradient of a typical token to 2^`TYPICAL`.
+    """Return the exponent of the scale that gives a typical token a gradient of 2^`TYPICAL`.
 
-    Of an agent's rows of the step, at least one; `totals` counts rows and tokens of the step, those
-    without a gradient included. 0 where an advantage is not finite, which no scale mends.
+    Args:
+        agent: The agent.
+        rows: Its rows of the step, at least one.
+        totals: Rows and tokens of the step, including those without a gradient.
+        config: Settings of the loss.
+        clip_range: Bound of the advantages, or None.
+
+    Returns:
+        The exponent; 0 if an advantage is not finite.
     """
     lengths = torch.tensor([row.generated for row in rows])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
@@ -87,7 +94,7 @@ def first_scale(
     )
     bound = math.inf if clip_range is None else clip_range
     sizes = torch.tensor(
-        [max(min(abs(row.advantage), bound), agent.hparams.beta) for row in rows],
+        [max(min(abs(row.advantage), bound), largest_penalty(agent.hparams)) for row in rows],
         dtype=torch.float64,
     )
     total = float((weights * sizes[:, None]).sum())

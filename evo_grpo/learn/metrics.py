@@ -19,13 +19,13 @@ class MetricSums:
         self.peaks: dict[str, Tensor] = {}
 
     def copy(self) -> MetricSums:
-        """Return the sums as they are now."""
+        """Return a copy."""
         out = MetricSums(self.agents, self.device)
         out.put_back(self)
         return out
 
     def put_back(self, other: MetricSums) -> None:
-        """Take the sums of another."""
+        """Replace the sums by those of another."""
         self.values = {name: value.clone() for name, value in other.values.items()}
         self.peaks = {name: value.clone() for name, value in other.peaks.items()}
 
@@ -45,7 +45,7 @@ class MetricSums:
 
 
 def start_metrics(rows: int, live: int) -> dict[str, float]:
-    """Return an agent's metrics before its first step; `rows - live` rows give no gradient."""
+    """Return an agent's metrics before its first step; `live` of its rows have a gradient."""
     return {
         "grad_norm": 0.0,
         "updates": 0.0,
@@ -60,15 +60,15 @@ def measure(
     batch: MicroBatch,
     terms: TokenTerms,
     weights: Tensor,
-    entropy: Tensor,
+    entropies: Tensor,
     flat: Tensor,
     *,
     first: bool,
 ) -> None:
     """Add one micro-batch and its loss terms to the sums.
 
-    `weights` (B, C) is the share of each token in the loss; `entropy` (M,) and `flat` (M,), the
-    log-probs, are nats of the generated tokens. `first` is True before any update, when the
+    `weights` (B, C) is the share of each token in the loss; `entropies` (B, C) and the log-probs
+    `flat` (M,) are nats of the generated tokens. `first` is True before any update, when the
     sampler's log-probs are of the same policy.
     """
     mask, positions = batch.mask, batch.positions
@@ -81,14 +81,14 @@ def measure(
     sums.add("tokens", positions, mask.sum(-1))
     sums.add("clip_low", positions, total(terms.clipped_low.float()))
     sums.add("clip_high", positions, total(terms.clipped_high.float()))
-    sums.add("entropy", positions, total(batch.pad(entropy)))
+    sums.add("entropy", positions, total(entropies))
     sums.peak("ratio_max", positions, torch.where(mask, terms.ratio.detach(), zero).amax(-1))
     if terms.kl is not None:
         sums.add("kl", positions, total(terms.kl))
-    told = [row.sampler_logprobs is not None for row in batch.rows]
-    if first and any(told):
+    has_sampler = [row.sampler_logprobs is not None for row in batch.rows]
+    if first and any(has_sampler):
         seen = batch.sampler_logprobs(batch.pad(flat.detach()))
-        known = torch.tensor(told, device=mask.device)
+        known = torch.tensor(has_sampler, device=mask.device)
         gap = total((batch.pad(flat.detach()) - seen).abs())
         sums.add("sampler_gap", positions, torch.where(known, gap, 0))
         sums.add("compared_tokens", positions, mask.sum(-1) * known)

@@ -1,4 +1,4 @@
-"""Deal rows to optimizer steps, and count the denominators of each step."""
+"""Assign rows to minibatches, and count the denominators of each minibatch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from evo_grpo.settings.algorithm import AlgorithmConfig
 class StepTotals:
     """Denominators per minibatch of one agent; rows without a gradient count too.
 
-    `tokens` are generated ones, at least 1.
+    Attributes:
+        rows: Number of rows of each minibatch.
+        tokens: Number of generated tokens of each minibatch, at least 1.
     """
 
     rows: tuple[int, ...]
@@ -26,7 +28,7 @@ class StepTotals:
 
     @property
     def minibatches(self) -> int:
-        """Optimizer steps of one epoch."""
+        """Number of minibatches, the optimizer steps of one epoch."""
         return len(self.rows)
 
     @classmethod
@@ -43,7 +45,7 @@ class StepTotals:
 
 
 def assign_minibatches(rows: Sequence[Row], hparams: Hparams, seed: int) -> None:
-    """Deal rows to minibatches of `batch_size` in a random order; clear their log-probs."""
+    """Assign rows to minibatches of `batch_size` in random order; clear their log-probs."""
     size = hparams.batch_size
     for number, row in enumerate(rows):
         row.old = row.ref = None
@@ -57,7 +59,7 @@ def assign_minibatches(rows: Sequence[Row], hparams: Hparams, seed: int) -> None
 
 
 def filter_and_whiten(rows: list[Row], algorithm: AlgorithmConfig) -> list[Row]:
-    """Filter one agent's rows and whiten their advantages; dropped rows do not count anywhere."""
+    """Filter one agent's rows and whiten their advantages; filtered rows count in no mean."""
     if not rows or not (algorithm.filter_zero_adv or algorithm.whiten_advantages):
         return rows
     lengths = torch.tensor([row.generated for row in rows])
@@ -69,7 +71,7 @@ def filter_and_whiten(rows: list[Row], algorithm: AlgorithmConfig) -> list[Row]:
         filter_zero=algorithm.filter_zero_adv,
         filter_eps=algorithm.adv_filter_eps,
     )
-    # Up to here all tokens of a row share one advantage, so the first column holds it.
+    # All tokens of a row still have the same advantage: take that of the first column.
     return [
         replace(row, advantage=float(value))
         for row, value, keep in zip(rows, values[:, 0], kept, strict=True)

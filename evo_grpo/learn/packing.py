@@ -1,8 +1,8 @@
-"""Split rows into micro-batches under a token budget, in the order that computes fewest tokens.
+"""Split rows into micro-batches under a token budget, in the order with the fewest tokens.
 
-Rows of similar length side by side save padding; rows of one prompt side by side compute its tokens
-once (see `evo_grpo.model.forward.prefix`). Which saves more depends on the lengths of prompts and
-completions, so both orders are packed and the one with fewer tokens is taken.
+Micro-batches of rows of similar length need less padding. Micro-batches of rows of one prompt
+compute its tokens once (see `evo_grpo.model.forward.prefix`). Which order saves more depends on the
+lengths of prompts and completions, so both are tried and the one with fewer tokens is used.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from typing import TypeAlias
 
 from evo_grpo.learn.rows import Row
 
-#: Splitting groups must leave at most this share of the micro-batches that whole groups need: each
-#: micro-batch costs a few thousand operations, but equal row counts run as plain batched matmuls.
+#: Groups are split only if that leaves at most this share of the micro-batches: each micro-batch
+#: costs a few thousand operations, but equal row counts run as plain batched matmuls.
 MAX_SPLIT_SHARE = 2 / 3
 
 
 @dataclass(frozen=True)
 class _SizedRow:
-    """A row of an agent with what decides where it goes; lengths in tokens.
+    """A row with the properties by which it is packed.
 
     Attributes:
-        position: That of its agent among those of the learn call.
+        position: Position of its agent in the learn call.
+        row: The row.
+        length: Tokens of the row.
         prefix_length: Tokens before the first generated one.
         prefix: The position and those tokens: equal for rows that can share them.
     """
@@ -42,15 +44,15 @@ class _SizedRow:
         return cls(position, row, len(row.token_ids), start, prefix)
 
 
-#: Rows to keep together where the budget allows: one row, or a group with a common prefix.
+#: Rows to keep together if the budget allows: one row, or a group with a common prefix.
 _Block: TypeAlias = list[_SizedRow]
-#: One block of every agent that has any left, so that a micro-batch of whole tiers is balanced.
+#: One block of each agent that has blocks left: a micro-batch of whole tiers is balanced.
 _Tier: TypeAlias = list[_Block]
 
 
 @dataclass
 class _Bucket:
-    """A micro-batch while it is filled; lengths are the largest among its rows."""
+    """A micro-batch under construction; lengths are the largest of its rows."""
 
     rows: list[_SizedRow] = field(default_factory=list[_SizedRow])
     prefixes: set[tuple[int, bytes]] = field(default_factory=set[tuple[int, bytes]])
@@ -66,7 +68,7 @@ class _Bucket:
         self.rest_length = max(self.rest_length, row.length - row.prefix_length)
 
     def tokens(self, more: Sequence[_SizedRow] = ()) -> int:
-        """Return the padded tokens to compute with some more rows, prefixes shared if cheaper."""
+        """Return the padded tokens with `more` rows, prefixes shared if that is cheaper."""
         rows, prefixes = len(self.rows) + len(more), len(self.prefixes)
         length, before, after = self.length, self.prefix_length, self.rest_length
         if more:
@@ -77,7 +79,7 @@ class _Bucket:
         return min(rows * length, prefixes * before + rows * after)
 
     def fits(self, more: Sequence[_SizedRow], token_budget: int, max_rows: int | None) -> bool:
-        """Return whether rows fit in; into an empty bucket, all do."""
+        """Return whether rows fit; any rows fit into an empty bucket."""
         if not self.rows:
             return True
         rows = len(self.rows) + len(more)
@@ -89,10 +91,10 @@ def pack(
 ) -> list[list[tuple[int, Row]]]:
     """Split (position of its agent, row) pairs into micro-batches.
 
-    Micro-batches are about equal in tokens, and where rows allow it every agent has equally many
-    rows in each: plain batched matmuls then serve them. Inside one, rows are sorted by agent. The
-    budget counts padded tokens per micro-batch, a shared prefix once; a row that exceeds it alone
-    gets a micro-batch of its own.
+    Micro-batches have about equally many tokens and, if possible, equally many rows of each agent,
+    which then run as plain batched matmuls. Rows of a micro-batch are sorted by agent. The budget
+    counts padded tokens per micro-batch, a shared prefix once. A row above the budget gets a
+    micro-batch of its own.
     """
     sized = [_SizedRow.of(position, row) for position, row in rows]
     if not sized:
@@ -113,14 +115,14 @@ def pack(
 
 def _by_length(rows: Sequence[_SizedRow]) -> list[_Tier]:
     """Order rows by length, longest first; a tier has as many rows as there are agents."""
-    # Of equal length, by number: neighbours in this order then belong to different agents.
+    # Ties in length are ordered by number, so that neighbours belong to different agents.
     ordered = sorted(rows, key=lambda row: (-row.length, row.row.number))
     size = len({row.position for row in rows})
     return [[[row] for row in ordered[i : i + size]] for i in range(0, len(ordered), size)]
 
 
 def _by_prefix(rows: Sequence[_SizedRow]) -> list[_Tier]:
-    """Put rows of one prefix side by side, longest first; a tier has one group of every agent."""
+    """Group rows by prefix, longest first; a tier has one group of each agent."""
     groups: dict[tuple[int, bytes], _Block] = {}
     for row in rows:
         groups.setdefault(row.prefix, []).append(row)
@@ -136,16 +138,16 @@ def _by_prefix(rows: Sequence[_SizedRow]) -> list[_Tier]:
 
 
 def _fill(tiers: Sequence[_Tier], token_budget: int, max_rows: int | None) -> list[_Bucket]:
-    """Put as many whole tiers into every bucket as into its neighbours.
+    """Put the same number of whole tiers into each bucket.
 
-    A tier that exceeds the budget is split between blocks, a block between rows.
+    A tier above the budget is split between blocks, a block above the budget between rows.
     """
     total = _Bucket()
     unpadded = 0
     for row in (row for tier in tiers for block in tier for row in block):
         total.add(row)
         unpadded += row.length
-    # Rows in the order of their lengths need little padding; shared prefixes are counted once.
+    # The smaller count applies: sorted rows need little padding, and prefixes may be shared.
     buckets_needed = max(1, -(-min(unpadded, total.tokens()) // token_budget))
     per_bucket = -(-len(tiers) // buckets_needed)
     if per_bucket * total.tokens() > token_budget * len(tiers):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise, starmap
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from evo_grpo.types import Trajectory
 
 @dataclass
 class Row:
-    """One completion on its way through the learner.
+    """One completion or episode in the learner.
 
     Attributes:
         token_ids: (T,) int64, prompt and completion, not padded.
@@ -27,8 +26,8 @@ class Row:
         advantage: Advantage of the completion.
         sampler_logprobs: (n,) float32, nats, of the n generated tokens as the rollout engine
             recorded them (see `RolloutEngine`), or None.
-        old: (n,) nats under the policy before this learn call, once known.
-        ref: (n,) nats under the reference, once known.
+        old: (n,) log-probs, nats, under the policy before this learn call; None until computed.
+        ref: (n,) log-probs, nats, under the reference; None until computed.
         minibatch: Index of the optimizer step of an epoch this row belongs to.
         number: Position among the agent's rows of this learn call.
     """
@@ -55,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True)
 class AgentBatch:
-    """The B rows that the agent in a slot learns from in one step; groups stay together."""
+    """The B rows from which the agent in a slot learns in one step; groups are contiguous."""
 
     agent: int
     rows: list[Row]
@@ -67,11 +66,11 @@ class AgentTraining:
 
     Attributes:
         adapter: Trained slot.
-        reference: Slot of its frozen reference, which agents may share, or None for the base with
+        reference: Slot of its frozen reference, which agents may share; None for the base with
             adapters off.
         hparams: Its hyperparameters.
         optimizer: Over the parameters of the trained slot and no others.
-        stream: Names its stream of dropout; empty for that of the slot's name.
+        stream: Name of its stream of dropout; if empty, the name of the slot.
     """
 
     adapter: str
@@ -82,7 +81,7 @@ class AgentTraining:
 
 
 def rows_from_trajectories(trajectories: Sequence[Trajectory], advantages: np.ndarray) -> list[Row]:
-    """Turn trajectories of one agent and their advantages (B,) into rows; failed ones give none."""
+    """Return rows from trajectories of one agent and their advantages (B,), without failed ones."""
     return [
         Row(
             token_ids=np.asarray(trajectory.token_ids, dtype=np.int64),
@@ -124,18 +123,14 @@ class MicroBatch:
     mask: Tensor
     prefix: SharedPrefix | None = None
 
-    def slices(self) -> Iterator[slice]:
-        """Return each present agent's rows as a slice."""
-        return starmap(slice, pairwise(accumulate(self.counts, initial=0)))
-
     def pad(self, flat: Tensor) -> Tensor:
-        """Spread (M,) values over (B, C), zero where nothing was generated; differentiable."""
+        """Scatter (M,) values to (B, C), zero outside the mask; differentiable."""
         return torch.zeros(self.mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(
             self.mask, flat
         )
 
     def gather(self, name: str) -> Tensor:
-        """Collect a per-row tensor (`old` or `ref`) into (B, C); rows without one give zeros."""
+        """Return the per-row tensors `old` or `ref` as (B, C); zeros for rows without one."""
         device = self.mask.device
         parts = [
             value
@@ -146,7 +141,7 @@ class MicroBatch:
         return self.pad(torch.cat(parts))
 
     def sampler_logprobs(self, old: Tensor) -> Tensor:
-        """Collect the sampler's log-probs (B, C), nats; rows without any give those of `old`."""
+        """Return the sampler's log-probs (B, C), nats; those of `old` for rows without any."""
         for row in self.rows:
             if row.sampler_logprobs is not None and len(row.sampler_logprobs) != row.generated:
                 raise ShapeError(
@@ -164,7 +159,7 @@ class MicroBatch:
         return torch.where(known.to(old.device)[:, None], values, old)
 
     def scatter(self, name: str, flat: Tensor) -> None:
-        """Store (M,) values into an attribute of the rows (`old` or `ref`), detached."""
+        """Store (M,) values, detached, in the attribute `old` or `ref` of the rows."""
         parts = flat.detach().split([row.generated for row in self.rows])
         for row, part in zip(self.rows, parts, strict=True):
             setattr(row, name, part)

@@ -1,4 +1,4 @@
-"""How gradients become steps: by AdamW of every agent's own, or by an engine."""
+"""Optimizer steps: by the AdamW of each agent, or by an engine."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ Bucket = list[tuple[int, Row]]
 
 
 class Updates(Protocol):
-    """What takes the optimizer steps of a learner.
+    """Takes the optimizer steps of a learner.
 
-    `parts` counts the processes among which the rows of a micro-batch are divided; with `plain`,
-    passes go through the model's own modules, whatever else there is.
+    Attributes:
+        parts: Number of processes among which the rows of a micro-batch are divided.
+        plain: Whether passes use the model's own modules instead of a specialized forward.
     """
 
     parts: int
     plain: bool
 
     def share(self, bucket: Bucket, *, last: bool) -> tuple[Bucket, bool]:
-        """Return this process's rows of a micro-batch of at least one, and whether they count.
+        """Return this process's rows of a micro-batch, at least one, and whether they count.
 
-        `last` says whether a step follows upon this micro-batch.
+        `last` says whether this is the last micro-batch of its step.
         """
         ...
 
@@ -44,21 +45,21 @@ class Updates(Protocol):
         present: Sequence[int],
         metrics: list[dict[str, float]],
     ) -> None:
-        """Clip and step each agent alone; one whose gradient is not finite keeps its weights.
+        """Clip and step each agent separately; a gradient that is not finite is not applied.
 
-        `present` are positions of agents that have a gradient; `metrics` gets grad_norm, updates
-        and failed.
+        `present` are the positions of agents with a gradient. grad_norm, updates and failed are
+        added to `metrics`.
         """
         ...
 
     def total(self, sums: MetricSums) -> None:
-        """Add up the sums of all processes, in place."""
+        """Add the sums of all processes, in place."""
         ...
 
 
 @final
 class OwnOptimizers:
-    """Every agent's own AdamW, on one process; see `Updates`."""
+    """Steps by the AdamW of each agent, on one process; see `Updates`."""
 
     parts = 1
     plain = False
@@ -101,7 +102,7 @@ class OwnOptimizers:
             agents[i].optimizer.zero_grad(set_to_none=True)
 
     def total(self, sums: MetricSums) -> None:
-        """Nothing to do."""
+        """Do nothing: there is one process."""
         del sums
 
 

@@ -4,9 +4,13 @@
 
 Blocks are cut along rows and vocabulary, so that on a CPU one stays in the cache while it is
 normalized; the maximum and the sums are carried from block to block (Milakov and Gimelshein 2018,
-arXiv:1805.02867). The head is frozen, so its backward needs
-d lp / d h = (onehot(y) - softmax(z)) W / temperature. Recomputing z block by block there costs one
-more head matmul and saves the logits.
+arXiv:1805.02867). The head is frozen, so its backward needs the slopes in z alone. With
+p = softmax(z) and its entropy H:
+
+    d lp / d z = onehot(y) - p        d H / d z = -p (log p + H)
+
+Recomputing z block by block there costs one more head matmul and saves the logits. The slope of H
+is computed only where a loss reads the entropies.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ CPU_ELEMENTS = 1 << 19
 DEVICE_ELEMENTS = 1 << 24
 #: Columns of a block on a CPU: wide enough for its matmul, and leaving rows enough for it too.
 CPU_COLUMNS = 1 << 11
+#: exp() of a lower log-prob is 0 in float32, and 0 times -inf would be NaN.
+LEAST_LOGPROB = -200.0
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -69,28 +75,37 @@ class _LinearLogprobs(torch.autograd.Function):
             norms[part] = top + logarithm
             # H = log sum exp(z - top) - sum softmax(z) (z - top).
             entropies[part] = logarithm - mean / total
-        ctx.save_for_backward(hidden, weight, bias, targets, inverse, norms)
+        ctx.save_for_backward(hidden, weight, bias, targets, inverse, norms, entropies)
         ctx.cap = cap
-        ctx.mark_non_differentiable(entropies)
+        ctx.set_materialize_grads(False)
         return picked.sub_(norms), entropies
 
     @staticmethod
     def backward(
         ctx: Any,  # noqa: ANN401 -- as in forward
-        *grads: Tensor,
+        *grads: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         """Recompute the logits block by block; only the hidden states get a gradient."""
-        hidden, weight, bias, targets, inverse, norms = ctx.saved_tensors
+        hidden, weight, bias, targets, inverse, norms, entropies = ctx.saved_tensors
         rows, columns = _block(weight)
         out = torch.empty_like(hidden)
-        grad = grads[0] * inverse
+        by_logprob, by_entropy = grads
+        grad = torch.zeros_like(norms) if by_logprob is None else by_logprob * inverse
+        if by_entropy is not None:
+            by_entropy = by_entropy * inverse
+            # 0 times NaN would be NaN, in rows whose loss does not read their entropy.
+            entropies = torch.where(by_entropy == 0, 0, entropies)
         for part in _slices(hidden.shape[0], rows):
             total: Tensor | None = None
             for span in _slices(weight.shape[0], columns):
                 z = _logits(hidden[part], weight, bias, span, ctx.cap)
                 slope = 1 - (z / ctx.cap) ** 2 if ctx.cap else None
-                dz = z.mul_(inverse[part, None]).sub_(norms[part, None]).exp_()
-                dz.mul_(-grad[part, None])
+                dz = z.mul_(inverse[part, None]).sub_(norms[part, None])
+                factor = -grad[part, None]
+                if by_entropy is not None:
+                    above = dz.clamp(min=LEAST_LOGPROB).add_(entropies[part, None])
+                    factor = above.mul_(-by_entropy[part, None]).add_(factor)
+                dz.exp_().mul_(factor)
                 inside, place = _places(targets[part], span)
                 dz.scatter_add_(1, place, torch.where(inside, grad[part], 0.0)[:, None])
                 if slope is not None:
@@ -116,7 +131,7 @@ def linear_logprobs(
     scale: float = 1.0,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of target tokens straight from hidden states.
+    """Compute log-probs and entropies of target tokens straight from hidden states.
 
     Args:
         hidden: (M, H) final hidden states, any float dtype.
@@ -128,8 +143,8 @@ def linear_logprobs(
         softcap: The model's own tanh cap of its logits (Gemma), 0 for none.
 
     Returns:
-        (M,) fp32 log-probs in nats, differentiable in `hidden`, and (M,) fp32 entropies in nats
-        without gradient.
+        (M,) fp32 log-probs in nats and (M,) fp32 entropies in nats, of the whole vocabulary at the
+        temperature; both are differentiable in `hidden`.
     """
     scaled = hidden if scale == 1.0 else hidden * scale
     inverse = temperature.float().reciprocal()
@@ -139,6 +154,22 @@ def linear_logprobs(
     )
 
 
+class _Entropies(torch.autograd.Function):
+    """Autograd of the entropies of whole rows, where a log-prob may be -inf."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor) -> Tensor:  # noqa: ANN401 -- as in _LinearLogprobs
+        """Return entropies (M,), nats, of log-probs (M, V)."""
+        ctx.save_for_backward(table)
+        return torch.special.entr(table.exp()).sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:  # noqa: ANN401 -- as in _LinearLogprobs
+        """Return the gradient (M, V)."""
+        (table,) = ctx.saved_tensors
+        return -grads[0][:, None] * table.exp() * (table.clamp(min=LEAST_LOGPROB) + 1)
+
+
 def module_logprobs(
     logits: Callable[[Tensor], Tensor],
     hidden: Tensor,
@@ -146,16 +177,16 @@ def module_logprobs(
     temperature: Tensor,
     vocabulary: int,
 ) -> tuple[Tensor, Tensor]:
-    """Do as `linear_logprobs` with a head of any kind, whose logits are computed again backwards.
+    """Compute what `linear_logprobs` does with a head of any kind, one block of rows at a time.
 
-    `logits` takes hidden states (M, H) to logits (M, V) fp32, with V the vocabulary.
+    `logits` takes hidden states (M, H) to logits (M, V) fp32, with V the vocabulary. The backward
+    computes the logits again.
     """
 
     def block(states: Tensor, wanted: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-        spread = torch.log_softmax(logits(states) * inverse[:, None], dim=-1)
-        # A token that is never sampled has a log-prob of -inf, and no part in the entropy.
-        entropy = torch.special.entr(spread.detach().exp()).sum(-1)
-        return spread.gather(1, wanted[:, None])[:, 0], entropy
+        table = torch.log_softmax(logits(states) * inverse[:, None], dim=-1)
+        entropies = cast("Tensor", _Entropies.apply(table))
+        return table.gather(1, wanted[:, None])[:, 0], entropies
 
     rows = max(1, DEVICE_ELEMENTS // vocabulary)
     inverse = temperature.float().reciprocal()
@@ -184,7 +215,7 @@ def _slices(size: int, step: int) -> Iterator[slice]:
 
 
 def _places(targets: Tensor, span: slice) -> tuple[Tensor, Tensor]:
-    """Return which targets (M,) lie in a span of the vocabulary, and columns (M, 1) in it."""
+    """Return whether targets (M,) lie in a span of the vocabulary, and their columns (M, 1)."""
     place = targets - span.start
     inside = (place >= 0) & (place < span.stop - span.start)
     return inside, place.clamp_(0, span.stop - span.start - 1)[:, None]

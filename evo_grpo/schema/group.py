@@ -1,7 +1,7 @@
-"""How a setting is declared: once, with its type, bounds, default and meaning, in a group.
+"""Groups of settings, in which each setting is declared once: type, bounds, default and meaning.
 
-Everything else is made from these declarations: YAML's errors, the constructors' signatures,
-mutation ranges, checkpoints, tables, docs and the JSON Schema.
+Everything else follows from these declarations: errors, the constructors' signatures, mutation
+ranges, checkpoints, tables, docs and the JSON Schema.
 """
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
@@ -27,33 +27,32 @@ from evo_grpo.schema.validation import plain_number, unwritable
 
 MUTATES = "mutates"
 MOST_LEVELS = 60
-"""Deepest nesting of a plain value; a file may be a little deeper, since the value stands in it."""
+"""Deepest nesting of a plain value; a file that contains the value may be a little deeper."""
 _PLAIN_TYPES = frozenset({bool, int, float, str, type(None)})
 
 
 class Group(BaseModel):
-    """A group of settings: frozen, no unknown names, nothing converted behind the user's back.
+    """A frozen group of settings. Unknown names are errors.
 
-    Strict, because a quoted number in YAML is a string and `true` is no 1; an integer is accepted
-    where a float is meant, and numpy's numbers where Python's are. A group that is left empty in
-    YAML has its defaults.
+    Types are strict: a quoted number in YAML is a string, and `true` is not 1. An integer is
+    accepted for a float, and numpy's numbers for Python's. An empty group in YAML has its defaults.
 
     Raises:
-        Problems: A `ConfigError` with all problems at once, each with its path.
+        Problems: A `ConfigError` with all problems, each with its path.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     shorthand: ClassVar[str | None] = None
-    """The field that a plain string stands for: `env: sums` means `env: {kind: sums}`."""
+    """The field that a plain string sets: `env: sums` means `env: {kind: sums}`."""
 
     def __init__(self, **settings: Any) -> None:
         try:
             super().__init__(**settings)
         except ValidationError as error:
             raise Problems(*describe(error, type(self))) from None
-        except RecursionError:  # plain values cannot say where
-            text = "expected plain values, but one contains itself or lies too deep within others"
+        except RecursionError:  # plain values have no path here
+            text = "expected plain values, but one contains itself or is nested too deeply"
             raise Problems(Problem((), text)) from None
 
     @model_validator(mode="before")
@@ -68,16 +67,16 @@ class Group(BaseModel):
         return data
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with some settings changed, checked like any other."""
+        """Return a validated copy with some settings changed."""
         return type(self)(**{**dict(self), **changes})
 
 
 def _plain_values(given: dict[str, object]) -> dict[str, object]:
-    """Return settings with numpy's numbers as Python's; refuse mappings with other keys."""
+    """Return settings with numpy's numbers as Python's; reject keys that are not strings."""
     wrong: list[Problem] = []
     plain = dict[str, object]()
     for name, value in given.items():
-        # What needs no long look: copies of hyperparameters are made by the thousand.
+        # A fast path: hyperparameters are copied thousands of times.
         kind = type(value)
         if kind in _PLAIN_TYPES or isinstance(value, BaseModel):
             plain[name] = value
@@ -92,7 +91,7 @@ def _plain_values(given: dict[str, object]) -> dict[str, object]:
 
 
 def wrong_keys(value: object, path: Path) -> Iterator[Problem]:
-    """Yield the keys of a value, at any depth, that are no strings: pydantic fails on some."""
+    """Yield the keys, at any depth, that are not strings: pydantic fails on some of them."""
     if isinstance(value, Mapping):
         for key, inner in cast("Mapping[Any, object]", value).items():
             if isinstance(key, str):
@@ -116,12 +115,12 @@ def setting(
     """Declare a setting.
 
     Args:
-        default: What holds where nothing is given; without one the setting is required.
-        meaning: One sentence or two for the docs and for editors.
-        factory: Makes the default, where that is a list or a mapping.
-        mutates: Whether evolution may change it; it then differs per agent.
-        remedy: What to give instead of a wrong value, for messages.
-        **bounds: As pydantic knows them: gt, ge, lt, le, min_length, pattern, ...
+        default: Default value; without one the setting is required.
+        meaning: One or two sentences for the docs and for editors.
+        factory: Function that returns the default, for a list or a mapping.
+        mutates: Whether evolution may change it; it then differs between agents.
+        remedy: Advice for messages about a wrong value.
+        **bounds: Constraints of pydantic: gt, ge, lt, le, min_length, pattern, ...
     """
     extra: dict[str, Any] = {MUTATES: True} if mutates else {}
     if remedy is not None:
@@ -134,9 +133,10 @@ def setting(
 
 
 def computable(least: float, most: float = math.inf) -> AfterValidator:
-    """Refuse a number > 0 that float32, in which agents compute, turns into 0, infinity or NaN.
+    """Return a validator that rejects numbers > 0 outside [least, most].
 
-    What is not > 0 is left to the bounds of the setting.
+    Use it for numbers that float32, in which agents compute, would turn into 0, infinity or NaN.
+    Numbers <= 0 are left to the bounds of the setting.
     """
     bounds = f">= {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
     expected = f"a number {bounds}, which float32 can compute with"
@@ -150,7 +150,7 @@ def computable(least: float, most: float = math.inf) -> AfterValidator:
 
 
 def same_as(group: type[Group], name: str) -> Any:  # noqa: ANN401 -- stands for the value of the field
-    """Declare a setting that another group has declared: type, bounds, default and meaning."""
+    """Declare a setting with the type, bounds, default and meaning it has in another group."""
     return group.model_fields[name]
 
 
@@ -165,7 +165,7 @@ def mutable_fields(group: type[Group]) -> list[str]:
 
 
 def one_or_several(value: object) -> object:
-    """Accept a string or a list of strings; one message instead of one per branch of the union."""
+    """Accept a string or a list of strings, with one message for both branches of the union."""
     items = cast("list[object]", list(value)) if isinstance(value, list | tuple) else [value]
     if not items or not all(isinstance(item, str) and item for item in items):
         raise ValueError("a string, or a list of at least one string")
@@ -175,12 +175,12 @@ def one_or_several(value: object) -> object:
 
 
 def optional_strings(value: object) -> object:
-    """Accept what `one_or_several` does, or nothing."""
+    """Accept None, or a value that `one_or_several` accepts."""
     return None if value is None else one_or_several(value)
 
 
 def plain(value: object, *, levels: int = 0) -> object:
-    """Accept what YAML holds, so that the resolved file can be written; tuples become lists."""
+    """Accept values that YAML can hold; tuples become lists."""
     if isinstance(value, str | int):
         return _writable(value)
     if value is None or isinstance(value, float):
@@ -202,7 +202,7 @@ def plain(value: object, *, levels: int = 0) -> object:
 
 
 def recorded(value: object) -> object:
-    """Accept of `plain`'s values what JSON holds as well: no number that is not finite."""
+    """Accept values that JSON can hold too: all numbers are finite."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError("finite numbers (JSON, in which runs are recorded, has no others)")
     if isinstance(value, list | dict):

@@ -1,4 +1,4 @@
-"""What an agent trains with: the settings that may differ between the agents of a population."""
+"""Hyperparameters: the settings that may differ between the agents of a population."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -14,16 +14,16 @@ from evo_grpo.schema.validation import LEAST, MOST
 ClipCoef = float | tuple[float, float]
 
 CLIP_ENDS = ("clip_low", "clip_high")
-"""The two ends of the clip range, as mutations, records and tables name them."""
+"""Names of the two ends of the clip range in mutations, records and tables."""
 
 LEAST_LR, MOST_LR = 1e-30, 1e6
-"""Below, float32 rounds every step to 0; above, one step makes every weight useless."""
+"""Bounds of lr. Below, float32 rounds every step to 0; above, one step ruins every weight."""
 
 _LARGEST = sys.float_info.max
 
 
 def clip_coefficient(value: object) -> object:
-    """Accept c, or ratio bounds [low, high]; in YAML a list, elsewhere also a tuple."""
+    """Accept a number c, or ratio bounds [low, high] as a list or a tuple."""
     items = cast("list[object]", list(value)) if isinstance(value, list | tuple) else [value]
     numbers = [n for n in items if isinstance(n, int | float) and not isinstance(n, bool)]
     if len(numbers) == len(items) == 1 and 0 < numbers[0] <= 1 and items[0] is value:
@@ -37,27 +37,34 @@ def clip_coefficient(value: object) -> object:
 
 
 def _no_limit(value: object) -> object:
-    """Take infinity for None: neither ever clips a gradient."""
+    """Return None for infinity: neither clips a gradient."""
     return None if value == math.inf else value
 
 
 Clip = Annotated[float | tuple[float, float], BeforeValidator(clip_coefficient)]
-# A smaller norm leaves nothing beside the 1e-8 that AdamW adds to what it divides by.
+# Gradients of a smaller norm vanish beside the eps of 1e-8 in the denominator of AdamW.
 GradNorm = Annotated[float | None, BeforeValidator(_no_limit), computable(1e-12)]
 Rate = Annotated[float, computable(LEAST_LR, MOST_LR)]
 Factor = Annotated[float, computable(LEAST, MOST)]
-"""What logits are divided by or multiplied with, and temperatures of a loss."""
+"""A factor on logits, or the temperature of a loss."""
 Weight = Annotated[float, computable(0.0, MOST)]
-"""What a term is multiplied with; mutations may bring it as near to 0 as they like."""
+"""The weight of a term; mutations may bring it arbitrarily close to 0."""
 
 
 class AgentFields(Group):
-    """The declarations that `Hparams` and the YAML group `algorithm` have in common."""
+    """The settings that `Hparams` and the YAML group `algorithm` share."""
 
     lr: Rate = setting(1e-3, "Learning rate of AdamW.", gt=0, mutates=True)
     beta: Weight = setting(
         0.0,
         "Weight of the KL divergence from the reference; 0 computes none.",
+        ge=0,
+        mutates=True,
+    )
+    entropy_coef: Weight = setting(
+        0.0,
+        "Weight of the entropy bonus: each generated token lowers the loss by `entropy_coef` times "
+        "the entropy of the policy there, in nats. 0.001 to 0.01 is usual; 0 computes none.",
         ge=0,
         mutates=True,
     )
@@ -132,17 +139,17 @@ class AgentFields(Group):
 
 
 class Hparams(AgentFields):
-    """One agent's hyperparameters. All may differ between the agents of one batch."""
+    """The hyperparameters of one agent. All may differ between the agents of a batch."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON-able values; `Hparams(**values)` takes them back."""
+        """Return the fields as values that JSON can hold; `Hparams(**values)` is the inverse."""
         return {name: list(v) if isinstance(v, tuple) else v for name, v in self}
 
     def get(self, name: str) -> float | None:
-        """Return a number by its name; clip_low and clip_high name the two ends of the range.
+        """Return the value of a hyperparameter as a number.
 
-        None is no limit (of max_grad_norm), or all rows (of batch_size); NaN stands for the
-        clip_coef of a pair, which is no number.
+        `clip_low` and `clip_high` are the two ends of the clip range. None means no limit for
+        max_grad_norm, and all rows for batch_size. The clip_coef of a pair is NaN.
         """
         if name in CLIP_ENDS:
             return self.clip_bounds[CLIP_ENDS.index(name)]
@@ -150,7 +157,7 @@ class Hparams(AgentFields):
         return math.nan if isinstance(value, tuple) else value
 
     def with_value(self, name: str, value: float) -> "Hparams":
-        """Return a copy with one hyperparameter set, by the names of `get`."""
+        """Return a copy with one hyperparameter set; the names are those of `get`."""
         if name in CLIP_ENDS:
             low, high = self.clip_bounds
             return self.replace(clip_coef=(value, high) if name == "clip_low" else (low, value))
@@ -158,7 +165,7 @@ class Hparams(AgentFields):
 
 
 def clip_bounds(clip_coef: ClipCoef) -> tuple[float, float]:
-    """Return the absolute ratio bounds (low, high) that a clip_coef stands for."""
+    """Return the absolute ratio bounds (low, high) of a clip_coef."""
     if isinstance(clip_coef, tuple):
         return clip_coef
     return 1 - clip_coef, 1 + clip_coef
@@ -176,4 +183,4 @@ def _mutable() -> dict[str, type]:
 
 
 MUTABLE: dict[str, type] = _mutable()
-"""What evolution may change, and whether it is a float or an int."""
+"""Hyperparameters that evolution may change, with their type: float or int."""

@@ -1,4 +1,4 @@
-"""pydantic's findings in our words: path, what was expected, what was given, the nearest name."""
+"""Messages for pydantic's errors: path, expectation, given value, and the nearest valid name."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from evo_grpo.schema.problems import MOST_PROBLEMS, Path, Problem, Problems, dot
 from evo_grpo.schema.validation import shown as excerpt
 
 REMEDY = "remedy"
-"""Where a declaration keeps what to do instead."""
+"""Key of a declaration's remedy."""
 
 SHOWN_CHARACTERS = 60
-"""Longest excerpt of what was given."""
+"""Longest excerpt of a given value."""
 
 OTHER_NAMES: dict[str, str] = {
     "learning_rate": "lr",
@@ -51,7 +51,7 @@ OTHER_NAMES: dict[str, str] = {
     "population_size": "size",
     "pop_size": "size",
 }
-"""What other libraries, and AgileRL, call our settings."""
+"""Names of settings in other libraries -> the names here."""
 
 _NOUNS: dict[str, str] = {
     "bool_type": "true or false",
@@ -92,7 +92,7 @@ def describe(error: ValidationError, root: type[BaseModel]) -> list[Problem]:
 
 
 def shown(value: object) -> str:
-    """Return what was given, short and with its kind where quotes alone do not say it."""
+    """Return an excerpt of a given value, with its kind where the excerpt does not show it."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -107,12 +107,12 @@ def shown(value: object) -> str:
 
 
 def group_at(root: type[BaseModel], path: Path) -> type[BaseModel] | None:
-    """Return the group of settings at a path, or None where a plain value stands."""
+    """Return the group of settings at a path, or None for a plain value."""
     return _resolved(root, (*path, ""))[1]
 
 
 def unknown_key(root: type[BaseModel], group: type[BaseModel] | None, path: Path) -> str:
-    """Say of a key that does not exist in a group which one is near, or where it belongs."""
+    """Return the message for an unknown key, with the nearest key or the right place."""
     names = list(group.model_fields) if group is not None else []
     key = str(path[-1])
     other = OTHER_NAMES.get(key)
@@ -200,7 +200,7 @@ def _resolved(root: type[BaseModel], path: Path) -> tuple[Path, type[BaseModel] 
 
 
 def _members(above: type[BaseModel] | None, kept: list[str | int]) -> list[type[BaseModel]]:
-    """Return the groups among which the last part of a path chooses; none where it is just one."""
+    """Return the groups of the union that the last part of a path names; empty if no union."""
     if above is None or not kept or not isinstance(kept[-1], str):
         return []
     field = above.model_fields.get(kept[-1])
@@ -239,7 +239,7 @@ def _hint(kind: str, found: ErrorDetails, field: FieldInfo | None) -> str:
 
 
 def _shorthand(field: FieldInfo | None) -> str | None:
-    """Return what a plain string stands for where a group of settings is expected."""
+    """Return the shorthand of the group that a field expects, if any."""
     return None if field is None else getattr(field.annotation, "shorthand", None)
 
 
@@ -263,12 +263,12 @@ def _expected(kind: str, found: ErrorDetails, field: FieldInfo | None) -> str:
         "too_short": lambda: f"at least {context['min_length']} entries",
         "string_pattern_mismatch": lambda: _PATTERNS[str(found["loc"][-1])],
     }
-    # Any other kind keeps pydantic's own words; they are plain enough.
+    # Other kinds keep the message of pydantic.
     return table.get(kind, lambda: str(found["msg"]))()
 
 
 def _number_expected(kind: str, found: ErrorDetails, field: FieldInfo | None) -> str:
-    """Return all that a number must be, whichever part of it was violated."""
+    """Return the full expectation for a number, whichever part of it was violated."""
     parts = () if field is None else get_args(field.annotation) or (field.annotation,)
     integer = int in parts if parts else kind.startswith("int")
     noun = "an integer" if integer else "a finite number" if _not_finite(found) else "a number"
@@ -301,7 +301,7 @@ def _not_finite(found: ErrorDetails) -> bool:
 
 
 def _remedy(field: FieldInfo | None) -> str:
-    """Return what the declaration of a setting says about the way out."""
+    """Return the remedy in the declaration of a setting, if any."""
     extra = None if field is None else field.json_schema_extra
     return f"; {extra[REMEDY]}" if isinstance(extra, dict) and REMEDY in extra else ""
 

@@ -1,9 +1,9 @@
-r"""Regular expressions of the user's, by which PEFT finds modules: they compile, and they end.
+r"""Checks that the patterns by which PEFT finds modules compile and finish matching.
 
-Python tries the ways to match one after the other, and a repetition within a repetition, such as
-`(a+)+!`, has 2^n of them on n letters. Whether a pattern does that on the names at hand is not to
-be read off it: `(\w+\.)*q_proj` has the same form and is harmless. So all are tried, in a process
-of their own that the system stops.
+Python tries the possible matches one by one, and a nested repetition such as `(a+)+!` has 2^n of
+them on n letters. The form of a pattern does not show whether that happens on given names:
+`(\w+\.)*q_proj` has the same form and is harmless. So every pattern is tried, in a separate
+process with a limit on its processor time.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 from evo_grpo.errors import ConfigError
 
 ALL = "all-linear"
-"""What is no pattern in place of one."""
+"""Value of `target_modules` that is not a pattern."""
 LONGEST = 10_000
-"""Most characters of a pattern."""
+"""Largest number of characters of a pattern."""
 SECONDS = 0.5
-"""Computing time in which all patterns have to be through with all names: a thousand times what
-they take. It is not that of the clock, which runs on while a loaded machine does something else."""
+"""Limit on the processor time for matching all names with all patterns, a thousand times the usual.
+Processor time, unlike wall time, does not depend on the load of the machine."""
 
-#: Beyond any load of a machine, should the system not count computing time.
+#: Limit on the wall time, for systems that do not count processor time.
 _WAIT_SECONDS = 60
-# The timer's signal ends the process, which has no handler for it. The number of each pattern is
-# printed before it is tried: the last one did not end.
+# The signal of the timer ends the process. The number of each pattern is printed before the pattern
+# is tried, so the last printed number is that of the pattern that did not finish.
 _TRY = f"""
 import json, re, signal, sys, warnings
 signal.setitimer(signal.ITIMER_PROF, {SECONDS})
@@ -45,7 +45,7 @@ for number, pattern in enumerate(patterns):
 
 
 def module_patterns(lora: Any) -> dict[str, str]:  # noqa: ANN401 -- LoraSettings, or PEFT's LoraConfig
-    """Return setting -> pattern as PEFT matches it with whole names; a list of names is none."""
+    """Return setting -> pattern that PEFT matches with whole names; lists of names are left out."""
     found = {
         name: value
         for name in ("target_modules", "exclude_modules")
@@ -58,17 +58,17 @@ def module_patterns(lora: Any) -> dict[str, str]:  # noqa: ANN401 -- LoraSetting
 
 
 def ending(key: str) -> str:
-    """Return the pattern that a key of `rank_pattern` stands for: names that end with it."""
+    """Return the pattern of a key of `rank_pattern`: it matches names that end with the key."""
     return rf"(.*\.)?({key})$"
 
 
 def why_no_pattern(text: str) -> str | None:
-    """Return why a string is no regular expression, None where it is one."""
+    """Return why a string is not a valid regular expression; None if it is."""
     if len(text) > LONGEST:
         return f"at most {LONGEST:,} characters, not {len(text):,}"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of sets that a later Python may read otherwise
+            warnings.simplefilter("ignore")  # about sets that a later Python may read differently
             re.compile(text)
     except RecursionError:
         return "nested too deep"
@@ -78,7 +78,7 @@ def why_no_pattern(text: str) -> str | None:
 
 
 def check_patterns(patterns: Mapping[str, str], names: Iterable[str], model: str) -> None:
-    """Refuse a pattern that is none, or that does not come to an end on the names of modules."""
+    """Reject a pattern that does not compile, or does not finish on the names of modules."""
     for setting, pattern in patterns.items():
         if why := why_no_pattern(pattern):
             raise ConfigError(
@@ -88,17 +88,17 @@ def check_patterns(patterns: Mapping[str, str], names: Iterable[str], model: str
     if endless is not None:
         setting = list(patterns)[endless]
         raise ConfigError(
-            f"lora.{setting}: expected a regular expression that is through with the modules of "
-            f"{model} within {SECONDS} s, got {patterns[setting][:60]!r}, which tries ever more "
-            "ways to match; do not repeat what repeats already, as (a+)+ does, or list the names"
+            f"lora.{setting}: expected a regular expression that matches the modules of {model} "
+            f"within {SECONDS} s, got {patterns[setting][:60]!r}, which takes longer; remove "
+            "nested repetitions such as (a+)+, or list the names"
         )
 
 
 @lru_cache(maxsize=8)
 def _first_endless(patterns: tuple[str, ...], names: tuple[str, ...]) -> int | None:
-    """Return the number of the first pattern that does not end; None where all do.
+    """Return the number of the first pattern that does not finish; None if all do.
 
-    The checkpoints of all agents ask the same.
+    The result is cached, because the checkpoints of all agents have the same patterns.
     """
     if not patterns or not names:
         return None
@@ -111,5 +111,5 @@ def _first_endless(patterns: tuple[str, ...], names: tuple[str, ...]) -> int | N
         code, begun = done.returncode, done.stdout
     except subprocess.TimeoutExpired as late:
         code, begun = 1, late.stdout or b""
-    # One that printed nothing never got as far as a pattern: nothing is known then.
+    # A process that printed nothing failed before the first pattern.
     return int(begun.split()[-1]) if code and begun else None

@@ -1,4 +1,4 @@
-"""What is wrong with settings: one or several problems, each with its path."""
+"""Errors about settings: one or several problems, each with its path."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from evo_grpo.printable import printable
 Path = tuple[str | int, ...]
 
 MOST_PROBLEMS = 100
-"""So many are told. A check stops after one more: to look for the nearest name of each of 10^5 keys
-takes minutes."""
+"""Largest number of problems in a message. A check stops after one more: finding the nearest name
+of each of 10^5 keys takes minutes."""
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong.
+    """One problem.
 
     Attributes:
-        path: Path below the group that noticed it, one name or list index per part.
-        text: What was expected, what was given, and the remedy.
+        path: Path below the group that found it, one name or list index per part.
+        text: The expectation, the given value, and the remedy.
     """
 
     path: Path
@@ -30,11 +30,11 @@ class Problem(NamedTuple):
 class Problems(ConfigError):
     """Several problems found by one check, one line each.
 
-    A group that is built inside of another one passes its problems on with their paths.
+    The problems of a group inside another group get the path of the inner group.
 
     Args:
         *found: The problems.
-        source: Where the settings came from, for the heading: a file, or None for a Python call.
+        source: Source of the settings for the heading: a file, or None for a Python call.
     """
 
     def __init__(self, *found: Problem, source: str | None = None) -> None:
@@ -46,14 +46,14 @@ class Problems(ConfigError):
         else:
             count = f"more than {MOST_PROBLEMS}" if lines[MOST_PROBLEMS:] else f"{len(lines)}"
             lines = [f"{head}{count} problems", *lines[:MOST_PROBLEMS]]
-        self.text = "\n  ".join(map(printable, lines))  # whatever stands in a line, it stays one
+        self.text = "\n  ".join(map(printable, lines))  # a line stays one line
         super().__init__(self.text)
 
     def __str__(self) -> str:
         return self.text  # several lines, each of which is escaped
 
     def below(self, *path: str | int) -> Problems:
-        """Return the same problems as a group above sees them."""
+        """Return the same problems with a path in front of theirs."""
         return Problems(*(p._replace(path=(*path, *p.path)) for p in self.found))
 
     def of(self, source: str) -> Problems:
@@ -62,7 +62,7 @@ class Problems(ConfigError):
 
 
 def line(problem: Problem) -> str:
-    """Return a problem as one line that begins with its path."""
+    """Return a problem as one line that starts with its path."""
     return f"{dotted(problem.path)}: {problem.text}" if problem.path else problem.text
 
 
@@ -72,14 +72,14 @@ def dotted(path: Path) -> str:
     for part in path:
         if isinstance(part, str) and part:
             text += f".{part}" if text else part
-        else:  # an index, or what a mapping has in place of a name
+        else:  # an index, or a key that is not a name
             text += f"[{part!r}]"
     return text or "the configuration"
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:
-    """Return the choice most like a name, or None; exchanged letters win over replaced ones."""
-    import difflib  # only a mistake needs it
+    """Return the choice nearest to a name, or None; transposed letters win over replaced ones."""
+    import difflib  # only needed for messages
 
     close = difflib.get_close_matches(name, list(choices), n=3)
     return next((c for c in close if sorted(c) == sorted(name)), close[0] if close else None)

@@ -1,4 +1,4 @@
-"""What may mutate, within which bounds, and what lies outside of them."""
+"""Ranges of the hyperparameters that may mutate."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -16,9 +16,9 @@ from evo_grpo.schema.problems import MOST_PROBLEMS, Problem, Problems, nearest
 
 CLIPS = ("clip_coef", *CLIP_ENDS)
 ROUNDING = 1e-12
-"""Slack of a range: 1 - 0.8 is not quite 0.2."""
+"""Tolerance of a range for rounding: 1 - 0.8 is not exactly 0.2."""
 DECADE = 10.0
-"""How far lr may move either way when no range is given."""
+"""Factor by which lr may move in either direction when no range is given."""
 
 
 def _type_name(value: object) -> object:
@@ -26,7 +26,7 @@ def _type_name(value: object) -> object:
 
 
 def _pair(value: object) -> object:
-    """Accept two numbers, the lower one first; YAML and JSON have lists for them."""
+    """Accept two numbers, the lower one first, as a tuple or a list."""
     if value is None:
         return None
     if isinstance(value, list | tuple):
@@ -42,25 +42,25 @@ class RLParameter(Group):
 
     A mutation multiplies by `shrink_factor` or `grow_factor`. The direction is drawn so that the
     expected step in log space is zero (with 0.8 and 1.2 it grows with probability 0.55): a fair
-    coin would drift down, by a third in twenty mutations. A value of 0 leaves 0 by a hundredth of
-    the range. Integers are rounded and move by at least 1.
+    coin would drift down, by a third in twenty mutations. A value of 0 moves to a hundredth of the
+    range. Integers are rounded and move by at least 1.
     """
 
-    min: float = setting(meaning="Least value.", ge=0)
-    max: float = setting(meaning="Greatest value.", ge=0)
+    min: float = setting(meaning="Minimum.", ge=0)
+    max: float = setting(meaning="Maximum.", ge=0)
     dtype: Annotated[Literal["float", "int"] | None, BeforeValidator(_type_name)] = setting(
-        None, "`int` or `float`; null takes that of the hyperparameter."
+        None, "`int` or `float`; null takes the type of the hyperparameter."
     )
-    shrink_factor: float = setting(0.8, "What a mutation downwards multiplies by.", gt=0, lt=1)
-    grow_factor: float = setting(1.2, "What a mutation upwards multiplies by.", gt=1)
+    shrink_factor: float = setting(0.8, "Factor of a mutation that lowers the value.", gt=0, lt=1)
+    grow_factor: float = setting(1.2, "Factor of a mutation that raises the value.", gt=1)
     start: Annotated[tuple[float, float] | None, BeforeValidator(_pair)] = setting(
         None,
-        "`[low, high]` inside of the range: the first population is drawn from it, mutations move "
-        "between `min` and `max`; null draws from the whole range.",
+        "`[low, high]` inside the range. The first population is drawn from it; mutations move "
+        "between `min` and `max`. null draws from the whole range.",
     )
 
     def __init__(self, *values: Any, **settings: Any) -> None:
-        # By position as in AgileRL, which has no start.
+        # Positional arguments are those of AgileRL, which has no start.
         names = [name for name in type(self).model_fields if name != "start"]
         if len(values) > len(names):
             text = f"RLParameter: expected at most {', '.join(names)}, got {len(values)} values"
@@ -78,14 +78,14 @@ class RLParameter(Group):
             raise Problems(Problem((), text))
         if self.start is not None and not self.min <= self.start[0] <= self.start[1] <= self.max:
             text = (
-                f"expected a part of the range [{self.min:g}, {self.max:g}], got a start that lies "
-                f"outside: [{self.start[0]:g}, {self.start[1]:g}]; move it, or widen the range"
+                f"expected a part of the range [{self.min:g}, {self.max:g}], got a start outside: "
+                f"[{self.start[0]:g}, {self.start[1]:g}]; move it, or widen the range"
             )
             raise Problems(Problem(("start",), text))
         return self
 
     def within(self, low: float, high: float) -> Self:
-        """Return the parameter over another range, without a `start` of its own."""
+        """Return the parameter over another range, without a `start`."""
         return self.replace(min=low, max=high, start=None)
 
     @property
@@ -100,7 +100,7 @@ class RLParameter(Group):
         return down / (down + up)
 
     def clip(self, value: float) -> float:
-        """Return the value moved into [min, max], rounded where the parameter is an integer."""
+        """Return the value clamped to [min, max], rounded for an integer parameter."""
         inside = min(max(value, self.min), self.max)
         return round(inside) if self.dtype == "int" else float(inside)
 
@@ -112,8 +112,8 @@ class RLParameter(Group):
             draw: A uniform number in [0, 1).
 
         Returns:
-            A value in [min, max]; equal to `value` only when min == max (or no integer lies
-            between).
+            A value in [min, max]; equal to `value` only if min == max or no other integer is in
+            the range.
         """
         grow = draw < self.grow_probability
         if value <= self.min:
@@ -138,11 +138,11 @@ class HyperparameterConfig:
     `{"min": 1e-5, "max": 1e-3}` stands for an `RLParameter`.
 
     Args:
-        **parameters: Name of a mutable hyperparameter -> its range. An agent's `batch_size` of
-            None counts as the greatest value of its range, and so does a `max_grad_norm` of None.
+        **parameters: Name of a mutable hyperparameter -> its range. A `batch_size` or
+            `max_grad_norm` of None counts as the maximum of its range.
 
     Raises:
-        ConfigError: For a name that cannot mutate, or a range whose ends no agent could train with.
+        ConfigError: A name cannot mutate, or an end of a range is not a valid value.
     """
 
     def __init__(self, **parameters: RLParameter | Mapping[str, Any]) -> None:
@@ -174,7 +174,7 @@ class HyperparameterConfig:
         return self.parameters[name]
 
     def __bool__(self) -> bool:
-        """Return True when anything may mutate."""
+        """Return whether any hyperparameter may mutate."""
         return bool(self.parameters)
 
     def __eq__(self, other: object) -> bool:
@@ -192,13 +192,13 @@ class HyperparameterConfig:
 
 
 def default_ranges(lr: float) -> dict[str, RLParameter]:
-    """Return what may mutate where nobody says it: lr, within a factor of ten either way."""
-    # At the two ends of what an lr can be there is no decade left.
+    """Return the ranges used when none are given: lr, within a factor of ten either way."""
+    # The range is smaller near the smallest and the largest lr that is allowed.
     return {"lr": RLParameter(max(lr / DECADE, LEAST_LR), min(lr * DECADE, MOST_LR))}
 
 
 def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
-    """Return a range of the hyperparameter's own type whose ends an agent could train with."""
+    """Return a range with the type of its hyperparameter; both ends are valid values."""
     if name not in MUTABLE:
         near = nearest(name, MUTABLE)
         hint = f" Did you mean {near!r}?" if near else ""
@@ -211,7 +211,7 @@ def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
         raise Problems(*wrong)
     kind = MUTABLE[name].__name__
     parameter = given if isinstance(given, RLParameter) else RLParameter(**given)
-    # "float" is what AgileRL's own examples say of integers, so only the reverse misleads.
+    # AgileRL's examples use "float" for integers, so only the reverse is an error.
     if parameter.dtype == "int" and kind == "float":
         text = f"expected 'float', which {name} is, got 'int'"
         raise Problems(Problem(("dtype",), text))
@@ -221,7 +221,7 @@ def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
 
 
 def _check_ends(name: str, parameter: RLParameter) -> None:
-    """Try both ends of a range as values: an agent may get them in the middle of a run."""
+    """Check that both ends of a range are valid values, before a mutation reaches one in a run."""
     integer = MUTABLE[name] is int
     if integer and not (parameter.min.is_integer() and parameter.max.is_integer()):
         text = f"expected integers for min and max, got {parameter.min:g} and {parameter.max:g}"
@@ -230,7 +230,7 @@ def _check_ends(name: str, parameter: RLParameter) -> None:
         text = f"expected two integers, got {list(parameter.start or ())}; {name} is one"
         raise Problems(Problem(("start",), text))
     if name in CLIP_ENDS:
-        return  # whether a bound is right depends on the other one, which moves too
+        return  # whether a bound is valid depends on the other one, which moves too
     for end, value in (("min", parameter.min), ("max", parameter.max)):
         if name == "clip_coef" and value == 0 and end == "min":
             raise Problems(Problem((end,), "expected > 0, got 0"))
@@ -242,13 +242,13 @@ def _check_ends(name: str, parameter: RLParameter) -> None:
 
 
 class Outside(NamedTuple):
-    """A value that an agent begins with, outside of the range in which it may mutate.
+    """An initial value of an agent that is outside its range.
 
     Attributes:
         name: The hyperparameter.
-        value: Its value; of a pair-valued clip_coef the distance from 1.
-        low: Least value of the range.
-        high: Greatest value of the range.
+        value: Its value; for a pair-valued clip_coef the distance from 1.
+        low: Minimum of the range.
+        high: Maximum of the range.
     """
 
     name: str
@@ -258,7 +258,7 @@ class Outside(NamedTuple):
 
 
 def outside(hparams: Hparams, hp_config: HyperparameterConfig) -> Iterator[Outside]:
-    """Yield what an agent begins with that its own ranges exclude."""
+    """Yield the values of an agent that are outside their ranges."""
     for name in hp_config.names():
         low, high = hp_config[name].min, hp_config[name].max
         for value in _values(hparams, name):
@@ -267,7 +267,7 @@ def outside(hparams: Hparams, hp_config: HyperparameterConfig) -> Iterator[Outsi
 
 
 def warn_if_nothing_mutates(rl_hp: float, hp_config: HyperparameterConfig) -> None:
-    """Warn where mutations are asked for, by their weight `rl_hp`, and nothing may mutate."""
+    """Warn if mutations have a weight `rl_hp` above 0 but no hyperparameter may mutate."""
     if rl_hp > 0 and not hp_config:
         warnings.warn(
             "Mutations: the agents have no hyperparameters to mutate, so nothing mutates; build "
@@ -283,4 +283,4 @@ def _values(hparams: Hparams, name: str) -> list[float]:
         low, high = hparams.clip_coef
         return [1 - low, high - 1]  # the range of clip_coef is that of the distance from 1
     value = hparams.get(name)
-    return [] if value is None else [value]  # None takes all rows, or never clips
+    return [] if value is None else [value]  # None means all rows, or no clipping

@@ -1,4 +1,4 @@
-"""How people read the name and the value of a hyperparameter: "clip 0.2", "lr 1.4e-3"."""
+"""Names and values of hyperparameters as people read them: "clip 0.2", "lr 1.4e-3"."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import cast
 
 SHORT_NAMES = {"clip_coef": "clip", "group_size": "group"}
 SMALL = 0.01
-"""Below it a number is written with a power of ten: learning rates line up, and no zero is lost."""
+"""Numbers below this are written with an exponent, so that learning rates are easy to compare."""
 
 
 def short_name(name: str) -> str:
-    """Return a hyperparameter's name as columns and mutations spell it."""
+    """Return the name of a hyperparameter in columns and mutations."""
     return SHORT_NAMES.get(name, name)
 
 

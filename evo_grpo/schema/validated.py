@@ -1,4 +1,4 @@
-"""What a file of JSON holds, checked against the types of what is built from it."""
+"""Build values from JSON, checked against their types."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ T = TypeVar("T")
 
 
 def validated(schema: TypeAdapter[T], data: Mapping[str, Any]) -> T:
-    """Build what a schema describes from values of JSON: lists for tuples, numbers may be NaN.
+    """Build the value that a schema describes from JSON data.
+
+    Lists are accepted for tuples, and numbers may be NaN.
 
     Raises:
-        ValueError: It names the field, what was expected and what came.
+        ValueError: The data do not match; the message names the field, the expectation and the
+            given value.
     """
     try:
-        # As JSON, for which strict types take a list where Python has a tuple.
+        # Through JSON: there, strict types accept a list for a tuple.
         return schema.validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         what = first["msg"][:1].lower() + first["msg"][1:]
-        if first["type"] == "value_error":  # of a validator, whose sentence is whole
+        if first["type"] == "value_error":  # a validator's message is complete
             what = what.removeprefix("value error, ")
         else:
             what += f", got {cut(repr(first['input']), 80)}"
-        # Older releases of pydantic name the branch of a Mapping's schema on the way.
+        # Older releases of pydantic include the branch of a Mapping's schema in the path.
         path = tuple(
             part
             for part in first["loc"]

@@ -1,4 +1,4 @@
-"""What a single value must be, for messages that name the setting, the rule and the value."""
+"""Rules for single values, with messages that name the setting, the rule and the value."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ SHOWN_CHARACTERS = 80
 """Longest excerpt of a value."""
 
 MOST_DIGITS = 20
-"""Longest integer in a file: 64 bits, with or without a sign, have no more digits."""
+"""Largest number of digits of an integer in a file; no 64-bit integer has more."""
 
 LEAST, MOST = 1e-6, 1e6
-"""Of a number that logits or log-probs are divided by or multiplied with: float32 holds 1e38."""
+"""Bounds of a factor on logits or log-probs; float32 holds numbers up to 3e38."""
 
 LARGEST_REWARD = 1e15
-"""Either way: beyond it float64 cannot tell rewards apart that differ by 1, and what is computed
-from them leaves float32."""
+"""Largest magnitude of a reward. Beyond it, float64 does not distinguish rewards that differ by 1,
+and results exceed float32."""
 
 _TOO_LARGE = 10**MOST_DIGITS
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Rule(NamedTuple):
-    """What a value must be.
+    """A rule for a value.
 
     Attributes:
-        good: Says of any object whether it is that; never raises.
-        expected: The same in words, for "expected ..., got ...".
-        remedy: What to do instead, None where the expectation says it.
+        good: Returns whether any object satisfies the rule; never raises.
+        expected: The rule in words, for "expected ..., got ...".
+        remedy: Advice for the message; None if the expectation is enough.
     """
 
     good: Callable[[Any], bool]
@@ -44,27 +44,27 @@ class Rule(NamedTuple):
     remedy: str | None = None
 
     def check(self, name: str, value: object) -> None:
-        """Refuse a value of a setting with a ConfigError."""
+        """Raise a ConfigError if the value of a setting breaks the rule."""
         if not self.good(value):
             more = "" if self.remedy is None else f"; {self.remedy}"
             raise ConfigError(f"{name}: expected {self.expected}, got {shown(value)}{more}")
 
     def or_none(self) -> Rule:
-        """Return the rule that accepts None too."""
+        """Return a rule that also accepts None."""
         return Rule(lambda v: v is None or self.good(v), f"{self.expected}, or None", self.remedy)
 
 
 def shown(value: object, most: int = SHOWN_CHARACTERS) -> str:
-    """Return a value as a message shows it: a whole model would be pages long."""
+    """Return an excerpt of a value for a message."""
     try:
         text = printable(" ".join(repr(value).split()))
-    except Exception:  # an object's own __repr__ may raise anything, and so do huge integers
+    except Exception:  # a user's __repr__ may raise anything, and huge integers raise too
         return f"{type(value).__name__} that cannot be shown"
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def unwritable(value: str | int) -> str | None:
-    """Return what a value has to be for every file, path and reader; None where it is that."""
+    """Return what is expected of a value that cannot be written to a file; None if it can."""
     if isinstance(value, int):
         return (
             None
@@ -82,7 +82,7 @@ def short_integer(digits: str) -> int:
     """Return an integer of a JSON file, for `json.loads(..., parse_int=short_integer)`.
 
     Raises:
-        ValueError: It has more than `MOST_DIGITS` digits, which no number here has.
+        ValueError: It has more than `MOST_DIGITS` digits.
     """
     if len(digits.removeprefix("-")) > MOST_DIGITS:
         raise ValueError(
@@ -92,24 +92,24 @@ def short_integer(digits: str) -> int:
 
 
 def is_whole(value: object) -> bool:
-    """Whether a value is an integer, numpy's too; True and False are none."""
+    """Return whether a value is an integer, of Python or numpy, but not a bool."""
     return not isinstance(value, bool) and isinstance(value, Integral)
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a real number, numpy's too; True and False are none."""
+    """Return whether a value is a real number, of Python or numpy, but not a bool."""
     return not isinstance(value, bool) and isinstance(value, Real)
 
 
 def whole(least: int | None = None, remedy: str | None = None) -> Rule:
-    """Expect an integer, at least `least`."""
+    """Return the rule for an integer >= `least`."""
     if least is None:
         return Rule(is_whole, "an integer", remedy)
     return Rule(lambda v: is_whole(v) and v >= least, f"an integer >= {least}", remedy)
 
 
 def number(good: Callable[[Any], bool], expected: str, remedy: str | None = None) -> Rule:
-    """Expect a real number that `good` accepts, which NaN and what no float holds never do."""
+    """Return the rule for a real number that `good` accepts; NaN and huge integers break it."""
     return Rule(lambda v: is_number(v) and _in_float(v) and good(v), expected, remedy)
 
 
@@ -121,17 +121,17 @@ def _in_float(value: Any) -> bool:  # noqa: ANN401 -- numpy's numbers too
 
 
 def above_zero() -> Rule:
-    """Expect a finite number > 0."""
+    """Return the rule for a finite number > 0."""
     return number(lambda v: 0 < v < math.inf, "a finite number > 0")
 
 
 def not_negative() -> Rule:
-    """Expect a finite number >= 0."""
+    """Return the rule for a finite number >= 0."""
     return number(lambda v: 0 <= v < math.inf, "a finite number >= 0")
 
 
 def computable(least: float, most: float) -> Rule:
-    """Expect a number > 0 that float32 does not turn into 0, infinity or NaN where it is used."""
+    """Return the rule for a number in [least, most], with which float32 can compute."""
     return number(
         lambda v: least <= v <= most,
         f"a finite number > 0 that float32 computes with, from {least:g} to {most:g}",
@@ -139,28 +139,28 @@ def computable(least: float, most: float) -> Rule:
 
 
 def text(remedy: str | None = None) -> Rule:
-    """Expect a string that is not empty."""
+    """Return the rule for a string that is not empty."""
     return Rule(lambda v: isinstance(v, str) and bool(v), "a string", remedy)
 
 
 def flag() -> Rule:
-    """Expect True or False."""
+    """Return the rule for a bool."""
     return Rule(lambda v: isinstance(v, bool), "True or False")
 
 
 def check_all(rules: Mapping[str, Rule], values: Mapping[str, object]) -> None:
-    """Refuse the first value that breaks the rule of its name; names without a rule pass."""
+    """Raise a ConfigError for the first value that breaks the rule of its name, if it has one."""
     for name, rule in rules.items():
         if name in values:
             rule.check(name, values[name])
 
 
 def check_folder(name: str, path: object) -> Path:
-    """Return the path of a folder to write a checkpoint to, which may be yet to be made.
+    """Return the path of a checkpoint folder, which need not exist yet.
 
     Raises:
-        ConfigError: It is no path.
-        CheckpointError: A file stands there or above, or no folder can be called so.
+        ConfigError: It is not a path.
+        CheckpointError: It or a path above it is a file, or it is not a valid path.
     """
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"{name}: expected the path of a folder, got {shown(path)}")
@@ -170,7 +170,7 @@ def check_folder(name: str, path: object) -> Path:
             f"{name}: expected a folder or a place for one, got {str(folder)!r}, which holds a "
             "null character; choose another path"
         )
-    # The nearest that is there; lexists sees a link that leads nowhere.
+    # The nearest path that exists; lexists also sees a broken link.
     found = next((p for p in (folder, *folder.parents) if os.path.lexists(p)), Path())
     if not found.is_dir():
         where = "a file" if found == folder else f"a path below {str(found)!r}, a file"
@@ -181,10 +181,10 @@ def check_folder(name: str, path: object) -> Path:
     return folder
 
 
-def plain_number(value: Any) -> Any:  # noqa: ANN401 -- what is no number is returned as it came
-    """Return Python's own int or float for numpy's, which JSON does not know.
+def plain_number(value: Any) -> Any:  # noqa: ANN401 -- other values are returned unchanged
+    """Return numpy's numbers as Python's int or float, which JSON can hold.
 
-    Also inside of tuples, lists and mappings, which are copied then.
+    Numbers inside tuples, lists and mappings are converted in a copy.
     """
     if isinstance(value, Mapping):
         entries = cast("Mapping[Any, Any]", value).items()

@@ -124,7 +124,7 @@ def test_clips_are_recorded_by_their_ends_where_one_is_a_pair():
         (asked("set", agent=0, values={"temprature": 0.5}), "did you mean 'temperature'?"),
         (asked("set", agent=0, values={"group_size": 1}), "group of one has no advantage"),
         (asked("set", agent=0, values={"lr": "fast"}), "'fast'"),
-        (asked("set", agent=0, values={"lr": 0.005}), "expected a change, got what it has"),
+        (asked("set", agent=0, values={"lr": 0.005}), "expected a change, got its present values"),
         (asked("burn", agent=0), "expected one of stop-agent, clone, set, got 'burn'"),
     ],
 )

@@ -56,7 +56,6 @@ def test_collate_points_at_what_predicts_each_generated_token():
     batch = collate(rows, 0, CPU)
     assert batch.present == (0, 2)
     assert batch.counts == (1, 2)
-    assert [(s.start, s.stop) for s in batch.slices()] == [(0, 1), (1, 3)]
     # The last token of the longest row predicts nothing, and is left out.
     assert batch.input_ids.tolist() == [[2, 3, 4, 5], [2, 3, 4, 0], [2, 3, 4, 5]]
     # Here every token is one more than what stands before it.

@@ -67,32 +67,42 @@ def cut(monkeypatch):
 def test_values_and_gradients_equal_the_definition(pieces, twist, block, cut):
     cut(*block)
     twist = twisted(TWISTS[twist])
-    weights = tiny.noise((M,), 5)
+    weights = tiny.noise((M,), 5), tiny.noise((M,), 6)
     hidden = pieces.pop("hidden").requires_grad_()
     reference = hidden.detach().double().requires_grad_()
-    values, entropies = linear_logprobs(hidden, **pieces, **twist)
-    expected, expected_entropies = slow(reference, **pieces, **twist)
-    (values * weights).sum().backward()
-    (expected * weights).sum().backward()
-    torch.testing.assert_close(values, expected.float(), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(entropies, expected_entropies.float(), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(hidden.grad, reference.grad.float(), atol=1e-5, rtol=1e-5)
+    ours = linear_logprobs(hidden, **pieces, **twist)
+    expected = slow(reference, **pieces, **twist)
+    # The log-probs alone, the entropies alone, and both.
+    for used in ((0,), (1,), (0, 1)):
+        torch.testing.assert_close(
+            *(
+                torch.autograd.grad(
+                    sum((out[i] * weights[i]).sum() for i in used), leaf, retain_graph=True
+                )[0].float()
+                for out, leaf in ((ours, hidden), (expected, reference))
+            ),
+            atol=1e-5,
+            rtol=1e-5,
+        )
+    for value, wanted in zip(ours, expected, strict=True):
+        torch.testing.assert_close(value, wanted.float(), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("output", [0, 1], ids=["logprobs", "entropies"])
 @pytest.mark.parametrize("twist", TWISTS.values(), ids=TWISTS)
-def test_gradients_equal_finite_differences(pieces, twist):
+def test_gradients_equal_finite_differences(pieces, twist, output):
     """Against the definition in float64, so that neither side is autograd's."""
     twist = twisted(twist)
     hidden = pieces.pop("hidden")
     leaf = hidden.clone().requires_grad_()
-    linear_logprobs(leaf, **pieces, **twist)[0].sum().backward()
+    linear_logprobs(leaf, **pieces, **twist)[output].sum().backward()
     step = 1e-5
     for row, column in itertools.product((0, 4, M - 1), range(H)):
         sides = []
         for sign in (1, -1):
             moved = hidden.double().clone()
             moved[row, column] += sign * step
-            sides.append(slow(moved, **pieces, **twist)[0].sum())
+            sides.append(slow(moved, **pieces, **twist)[output].sum())
         difference = ((sides[0] - sides[1]) / (2 * step)).item()
         assert leaf.grad[row, column].item() == pytest.approx(difference, abs=1e-4)
 
@@ -115,7 +125,7 @@ def test_blocks_do_not_change_a_bit_of_what_they_do_not_hold(pieces, cut, column
     cut(3, columns)
     hidden = pieces.pop("hidden").requires_grad_()
     values, entropies = linear_logprobs(hidden, **pieces)
-    values.sum().backward()
+    (values + entropies).sum().backward()
     for tensor in (values, entropies, hidden.grad):
         bad = torch.isnan(tensor if tensor.ndim == 1 else tensor.sum(-1))
         assert bad.nonzero().flatten().tolist() == [4]
@@ -134,18 +144,46 @@ def test_never_holds_all_logits(pieces, cut, monkeypatch, rows, columns, blocks)
 
     monkeypatch.setattr(module, "_logits", watched)
     hidden = pieces.pop("hidden").requires_grad_()
-    linear_logprobs(hidden, **pieces)[0].sum().backward()
+    sum(linear_logprobs(hidden, **pieces)).sum().backward()
     assert len(largest) == 2 * blocks
     assert max(largest) <= rows * columns
 
 
-def test_entropies_and_the_head_get_no_gradient(pieces):
+def test_a_row_whose_entropy_has_no_weight_has_the_gradient_of_its_logprob_to_the_bit(pieces):
+    hidden = pieces.pop("hidden").requires_grad_()
+    weight = torch.arange(M) % 2
+    values, entropies = linear_logprobs(hidden, **pieces)
+    plain = torch.autograd.grad(values.sum(), hidden, retain_graph=True)[0]
+    mixed = torch.autograd.grad((values + weight * entropies).sum(), hidden)[0]
+    assert [torch.equal(*rows) for rows in zip(mixed, plain, strict=True)] == [
+        w == 0 for w in weight.tolist()
+    ]
+
+
+def test_the_head_gets_no_gradient(pieces):
     pieces["weight"].requires_grad_()
     hidden = pieces.pop("hidden").requires_grad_()
-    values, entropies = linear_logprobs(hidden, **pieces)
-    assert not entropies.requires_grad
-    values.sum().backward()
+    sum(linear_logprobs(hidden, **pieces)).sum().backward()
     assert pieces["weight"].grad is None
+
+
+def test_a_token_that_is_never_sampled_has_no_part_in_the_entropy():
+    """A head may set the logit of a token to -inf."""
+    never = torch.tensor([0.0, -torch.inf, 0.0, 0.0])
+    head = tiny.noise((4, H), 2)
+    hidden = tiny.noise((M, H), 1).requires_grad_()
+    found = []
+    for places in ([0, 1, 2, 3], [0, 2, 3]):
+        _, entropies = module_logprobs(
+            lambda x, places=places: (x @ head.T + never)[:, places],
+            hidden,
+            torch.zeros(M, dtype=torch.long),
+            torch.ones(M),
+            len(places),
+        )
+        found.append((entropies.detach(), *torch.autograd.grad(entropies.sum(), hidden)))
+    for ours, without in zip(*found, strict=True):
+        torch.testing.assert_close(ours, without, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -226,9 +264,8 @@ def test_a_head_that_is_called_gives_the_same(dtype, monkeypatch):
             out = module_logprobs(lambda x: head(x).float(), hidden, targets, temperature, 30)
         else:
             out = linear_logprobs(hidden, head.weight, targets, temperature, bias=head.bias)
-        (out[0] * tiny.noise((11,), 2)).sum().backward()
-        assert not out[1].requires_grad
-        found.append((out[0].detach(), out[1], hidden.grad))
+        (out[0] * tiny.noise((11,), 2) + out[1] * tiny.noise((11,), 3)).sum().backward()
+        found.append((out[0].detach(), out[1].detach(), hidden.grad))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(
             ours, theirs, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=0

@@ -155,7 +155,7 @@ def test_one_end_of_a_clip_range_is_set_alone():
         ({"min": 0.0}, r"max: missing; expected greatest value"),
         (
             {"min": 0.1, "max": 1.0, "start": [0.05, 0.5]},
-            r"start: .* part of the range \[0.1, 1\], got a start that lies outside: \[0.05, 0.5\]",
+            r"start: .* part of the range \[0.1, 1\], got a start outside: \[0.05, 0.5\]",
         ),
         ({"min": 0.1, "max": 1.0, "start": [0.5, 2]}, r"start: .* lies outside: \[0.5, 2\]"),
         (

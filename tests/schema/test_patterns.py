@@ -30,8 +30,8 @@ def test_a_pattern_that_does_not_end_is_refused(pattern):
     with pytest.raises(ConfigError) as caught:
         check_patterns({"target_modules": pattern}, NAMES, "tiny-sums")
     assert str(caught.value).startswith(
-        "lora.target_modules: expected a regular expression that is through with the modules of "
-        f"tiny-sums within 0.5 s, got {pattern!r}"
+        "lora.target_modules: expected a regular expression that matches the modules of tiny-sums "
+        f"within 0.5 s, got {pattern!r}"
     )
 
 
@@ -129,7 +129,7 @@ def test_ranks_and_alphas_of_single_layers_are_numbers(settings, message):
 def test_a_plan_does_not_hang():
     size = read_model_size("tiny-sums")
     for settings in ({"target_modules": ENDLESS[0]}, {"exclude_modules": ENDLESS[0]}):
-        with pytest.raises(ConfigError, match="expected a regular expression that is through"):
+        with pytest.raises(ConfigError, match="expected a regular expression that matches"):
             lora_parameters(size, LoraSettings(**settings))
 
 
@@ -147,7 +147,7 @@ def test_an_agent_does_not_hang():
         lambda: AdapterSlots(base, config).add("one"),
         lambda: adapted_modules(base.model, config),
     ):
-        with pytest.raises(ConfigError, match="expected a regular expression that is through"):
+        with pytest.raises(ConfigError, match="expected a regular expression that matches"):
             doing()
     with pytest.raises(ConfigError, match=r"lora\.target_modules: expected a regular expression, "):
         AdapterSlots(base, LoraConfig(target_modules="(a")).add("one")

@@ -37,19 +37,8 @@ AGENT = {
     "config": {"attn_implementation": "eager"},
     "trust_remote_code": True,
     "adapter": "FOLDER",
-    "lr": 0.01,
-    "beta": 0.5,
+    **{name: 0.3 if MUTABLE[name] is float else 3 for name in Hparams.model_fields},
     "clip_coef": (0.5, 1.5),
-    "group_size": 5,
-    "update_epochs": 3,
-    "temperature": 0.7,
-    "top_p": 0.9,
-    "top_k": 3,
-    "min_p": 0.1,
-    "repetition_penalty": 1.3,
-    "max_grad_norm": 0.25,
-    "weight_decay": 0.01,
-    "batch_size": 4,
     "importance_sampling_level": "sequence",
     "delta": 4.0,
     "kl_bias_correction": True,
@@ -199,6 +188,8 @@ OWN = ("sapo_", "vespo_")  # settings of one loss alone
 
 # Where each setting acts: read off the object that uses it.
 ARRIVES = {
+    # The learner reads a hyperparameter off the agent at each call; those below go further.
+    **{name: (lambda a, name=name: getattr(a.hparams, name)) for name in Hparams.model_fields},
     "seed": lambda a: a.cohort.seed,
     "model": lambda a: a.cohort.base.name,
     "lora": lambda a: {
@@ -238,18 +229,6 @@ ARRIVES = {
     **{
         name: (lambda a, name=name: getattr(a.cohort.learner.loss, name))
         for name in LossFields.model_fields
-    },
-    # The learner reads these off the agent, or off its groups, at each call.
-    **{
-        name: (lambda a, name=name: getattr(a.hparams, name))
-        for name in (
-            "beta",
-            "clip_coef",
-            "update_epochs",
-            "max_grad_norm",
-            "weight_decay",
-            "batch_size",
-        )
     },
     **{
         name: (lambda a, name=name: getattr(a.cohort.learner.algorithm, name))

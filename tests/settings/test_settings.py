@@ -378,7 +378,7 @@ def test_a_start_of_each_agent_survives_the_file():
         (
             ["evolve.hyperparameters={lr: {min: 1e-5, max: 1e-2, start: [1e-6, 1e-3]}}"],
             "evolve.hyperparameters.lr.start: expected a part of the range [1e-05, 0.01], got a "
-            "start that lies outside: [1e-06, 0.001]",
+            "start outside: [1e-06, 0.001]",
         ),
         (
             ["evolve.hyperparameters={lr: {min: 2, max: 1}}"],

@@ -1,4 +1,4 @@
-"""Mutation: one hyperparameter moves by a factor, or none does."""
+"""Mutation: at most one hyperparameter moves by a factor."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @final
 class Mutations(Group):
-    """Moves one hyperparameter of an agent, or none. Only the ratio of the two weights counts."""
+    """Moves one hyperparameter of an agent, or none. Only the ratio of the two weights matters."""
 
     kind: Literal["mutate"] = setting("mutate", "One hyperparameter of an agent moves, or none.")
     no_mutation: float = setting(0.2, "Weight of leaving an agent as it is.", ge=0)
@@ -41,11 +41,10 @@ class Mutations(Group):
     ) -> tuple[Hparams, Changes]:
         """Move one hyperparameter with probability rl_hp / (no_mutation + rl_hp); see `Explorer`.
 
-        Nothing is drawn for the elite, unless it may mutate, nor for survivors where only copies
-        mutate. A pair-valued clip_coef moves at one end, by its distance from 1: under the name
-        clip_coef the range is that of the distance, under clip_low and clip_high it is that of the
-        ratio bound itself. A batch_size of None (all rows) counts as the greatest value of its
-        range.
+        Nothing is drawn for the elite unless `mutate_elite` is set, nor for survivors if
+        `copies_only` is set. A pair-valued clip_coef moves at one end, by its distance from 1. The
+        range of clip_coef is that of the distance; the ranges of clip_low and clip_high are those
+        of the ratio bounds. A batch_size of None (all rows) counts as the maximum of its range.
         """
         hparams, names = candidate.hparams, hp_config.names()
         if not names or (candidate.elite and not self.mutate_elite):

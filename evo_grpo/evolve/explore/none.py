@@ -1,4 +1,4 @@
-"""No exploration: agents keep the hyperparameters they began with, or were copied with."""
+"""No exploration: agents keep their hyperparameters, and copies take those of their parent."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 

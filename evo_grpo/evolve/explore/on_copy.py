@@ -17,17 +17,16 @@ if TYPE_CHECKING:
 
 @final
 class LowerLROnCopy(Group):
-    """A copy takes its parent's lr times `factor`; survivors keep all their values.
+    """A copy trains with its parent's lr times `factor`; survivors keep all their values.
 
     Early winners often have learning rates that are too high to train with for long, so copies
-    should lower them. The lr stays inside of its range; where lr may not mutate, it is lowered
-    without one.
+    should lower them. The lr stays inside its range; if lr has no range, it has no lower bound.
     """
 
     kind: Literal["on_copy"] = setting(
         "on_copy", "A copy lowers the lr; survivors keep their values."
     )
-    factor: float = setting(0.5, "What the lr of a copy is multiplied by.", gt=0, lt=1)
+    factor: float = setting(0.5, "Factor on the lr of a copy.", gt=0, lt=1)
 
     def explore(
         self, candidate: Candidate, hp_config: "HyperparameterConfig", rng: "np.random.Generator"

@@ -1,4 +1,4 @@
-"""Exploration by Optuna: one of its samplers proposes what a copy trains with."""
+"""Exploration by Optuna: one of its samplers proposes the hyperparameters of copies."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
 
 _ABSTRACT = ("BaseSampler", "BaseGASampler")
-#: Of a made-up run: more than samplers take before they learn from them.
+#: Trials of an invented run: more than a sampler needs before it learns from them.
 _TRIALS = 12
 
 
@@ -46,18 +46,19 @@ def _known(name: str) -> str:
 
 def _without_seed(args: Mapping[str, Any]) -> Mapping[str, Any]:
     if "seed" in args:
-        raise ValueError("no seed, since it follows from that of the run")
+        raise ValueError("no seed, because it follows from the seed of the run")
     return args
 
 
 @final
 class OptunaExploration(Group):
-    """A sampler of Optuna proposes what a copy trains with; survivors keep their values.
+    """A sampler of Optuna proposes the hyperparameters of copies; survivors keep their values.
 
-    It proposes within the ranges, from what the agents of all rounds trained with and how fit they
-    were, relative to the mean of their round: everyone's fitness grows from round to round. Such
-    trials are learnt from by TPESampler (Bergstra et al. 2011) and GPSampler; samplers that learn
-    from their own proposals alone, as CMA-ES does, propose as at their start.
+    It proposes within the ranges. It learns from the hyperparameters and the fitness of the agents
+    of all rounds. Fitness is relative to the mean of its round, because it grows from round to
+    round in all agents. TPESampler (Bergstra et al. 2011) and GPSampler learn from such trials.
+    Samplers that learn only from their own proposals, such as CMA-ES, never leave their start-up
+    phase.
     """
 
     kind: Literal["optuna"] = setting("optuna", "A sampler of Optuna proposes values for copies.")
@@ -72,13 +73,13 @@ class OptunaExploration(Group):
     def explore(
         self, candidate: Candidate, hp_config: HyperparameterConfig, rng: "np.random.Generator"
     ) -> tuple[Hparams, Changes]:
-        """Let the sampler propose for a copy; see `Explorer`. Survivors draw nothing.
+        """Propose the hyperparameters of a copy; see `Explorer`. Nothing is drawn for survivors.
 
-        Ends of a clip pair that are proposed out of order keep the parent's values.
+        A proposed clip pair with low >= high is dropped, and the copy keeps its parent's.
 
         Raises:
             ConfigError: The sampler refuses its arguments, or cannot propose in these ranges.
-            EngineUnavailable: It needs a package that is not installed.
+            EngineUnavailable: The sampler needs a package that is not installed.
         """
         hparams = candidate.hparams
         space = dict(parts(hparams, hp_config))
@@ -94,11 +95,11 @@ class OptunaExploration(Group):
         return with_values(hparams, {name: new for name, (_, new) in changes.items()}), changes
 
     def check(self, first: Hparams, hp_config: HyperparameterConfig) -> None:
-        """Let the sampler propose for a made-up run, so that what it lacks shows before a real one.
+        """Check that the sampler can propose, on an invented run.
 
         Raises:
             ConfigError: The sampler refuses its arguments, or cannot propose in these ranges.
-            EngineUnavailable: It needs a package that is not installed.
+            EngineUnavailable: The sampler needs a package that is not installed.
         """
         rng = generator(0, "check")
         drawn = [sample_hparams(first, hp_config, rng) for _ in range(_TRIALS)]
@@ -108,8 +109,8 @@ class OptunaExploration(Group):
     def _propose(
         self, space: Mapping[str, RLParameter], trials: Sequence[Trial], seed: int
     ) -> dict[str, Any]:
-        """Return a number per name: of an end of the clip range its distance from 1."""
-        import optuna  # slow to load, and most runs do without
+        """Return the proposed value by name; for an end of the clip range, its distance from 1."""
+        import optuna  # slow to import, and most runs do not need it
 
         distributions = {n: _distribution(_measure(n, p)) for n, p in space.items()}
         sampler = self._sampler(seed)
@@ -153,9 +154,10 @@ class OptunaExploration(Group):
 
 @cache
 def _samplers() -> tuple[str, ...]:
-    """Return the samplers of the installed Optuna, read from its source where that is possible.
+    """Return the samplers of the installed Optuna.
 
-    Importing it takes longer than all that a configuration is otherwise checked with.
+    They are read from its source if possible: importing Optuna takes longer than all other checks
+    of a configuration.
     """
     found = find_spec("optuna")
     folders = [] if found is None else found.submodule_search_locations or []
@@ -175,7 +177,7 @@ def _concrete(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _relative(trials: Sequence[Trial]) -> list[tuple[Hparams, float]]:
-    """Return what was trained with, and the fitness minus the mean of its round."""
+    """Return the hyperparameters of each trial, and its fitness minus the mean of its round."""
     finished = [trial for trial in trials if math.isfinite(trial.fitness)]
     rounds: dict[int, list[float]] = {}
     for trial in finished:
@@ -185,20 +187,20 @@ def _relative(trials: Sequence[Trial]) -> list[tuple[Hparams, float]]:
 
 
 def _measure(name: str, parameter: RLParameter) -> RLParameter:
-    """Return the range in which a value is proposed: of an end of the clip range, its distance."""
+    """Return the range of a proposal; for an end of the clip range, of its distance from 1."""
     distance = distance_of_end(name, parameter) if name in CLIP_ENDS else None
     return parameter if distance is None else distance
 
 
 def _value(name: str, parameter: RLParameter, proposed: float) -> float:
-    """Return the value that a proposal stands for."""
+    """Return the value of a hyperparameter from a proposal."""
     if name in CLIP_ENDS and distance_of_end(name, parameter) is not None:
         return from_distance(name, parameter, proposed)
     return parameter.clip(proposed)
 
 
 def _params(hparams: Hparams, space: Mapping[str, RLParameter]) -> dict[str, Any]:
-    """Return what a trial trained with, as proposals; without what is no single number."""
+    """Return the hyperparameters of a trial as proposals, without those that are pairs."""
     params: dict[str, Any] = {}
     for name, parameter in space.items():
         value, measure = value_of(hparams, name, parameter), _measure(name, parameter)
@@ -218,7 +220,7 @@ def _distribution(parameter: RLParameter) -> "BaseDistribution":
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Suppress Optuna's announcement of a study, and that a sampler is experimental."""
+    """Suppress Optuna's message about a new study and its warning about experimental samplers."""
     import optuna
 
     level = optuna.logging.get_verbosity()

@@ -1,4 +1,4 @@
-"""An exploration of the user's own: the check of what it returns."""
+"""A user-defined exploration, whose results are checked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @final
 class CheckedExplorer:
-    """An exploration of the user's own, whose values are checked before agents train with them.
+    """A user-defined exploration, whose results are checked before agents train with them.
 
     Args:
         explorer: Any object with a method `explore`.
@@ -39,8 +39,8 @@ class CheckedExplorer:
 
         Raises:
             ConfigError: The exploration raised an error.
-            ShapeError: It returned no hyperparameters with their changes, or changes that do not
-                lead to them.
+            ShapeError: It did not return hyperparameters with their changes, or the changes do not
+                lead to the hyperparameters.
         """
         try:
             found: object = self.explorer.explore(candidate, hp_config, rng)
@@ -53,7 +53,7 @@ class CheckedExplorer:
 
 
 def _checked(name: str, found: object, before: Hparams) -> tuple[Hparams, Changes]:
-    """Return what an exploration found, where the changes lead to the hyperparameters."""
+    """Return the result of an exploration after checking that the changes lead to the values."""
     pair = cast("tuple[object, ...]", found) if isinstance(found, tuple) else ()
     if len(pair) != 2 or not isinstance(pair[0], Hparams) or not isinstance(pair[1], Mapping):
         raise ShapeError(

@@ -1,4 +1,4 @@
-"""What an exploration is given and returns, and how it is called."""
+"""The protocol of an exploration, and the types of its argument and result."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Changes = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class Trial:
-    """What one agent trained with in one finished round, and how fit it was after it.
+    """The hyperparameters of one agent in one finished round, and its fitness after the round.
 
     Attributes:
-        hparams: What it trained with.
+        hparams: Its hyperparameters.
         fitness: Its mean evaluation reward of that round; NaN for a failed agent.
         round: The round (0-based).
     """
@@ -34,12 +34,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One agent of the next round, before anything about it has varied.
+    """One agent of the next round, before its hyperparameters vary.
 
     Attributes:
-        hparams: Those of the agent it comes from.
-        copied: Whether it is a copy of another agent; otherwise it survived itself.
-        elite: Whether it is the best agent, kept whatever the draws said.
+        hparams: Hyperparameters of the agent it comes from.
+        copied: Whether it is a copy of another agent; otherwise it survived.
+        elite: Whether it is the best agent, which stays independently of all draws.
         trials: All agents of all finished rounds so far, for an exploration that learns from them.
     """
 
@@ -50,20 +50,20 @@ class Candidate:
 
 
 class Explorer(Protocol):
-    """Varies the hyperparameters of the agents that a selection left."""
+    """Varies the hyperparameters of the agents that a selection planned."""
 
     def explore(
         self, candidate: Candidate, hp_config: HyperparameterConfig, rng: np.random.Generator
     ) -> tuple[Hparams, Changes]:
-        """Return what an agent trains with in the next round, and what changed.
+        """Return the hyperparameters of an agent in the next round, and their changes.
 
         Args:
             candidate: The agent.
-            hp_config: Which hyperparameters may change, within which bounds.
-            rng: The stream of all draws: equal streams give equal values.
+            hp_config: Hyperparameters that may change, with their ranges.
+            rng: Stream of all draws: equal streams give equal values.
 
         Returns:
-            The new hyperparameters and `{name: (old, new)}`; those of the candidate and `{}` where
-            nothing changed.
+            The new hyperparameters and `{name: (old, new)}`; the candidate's hyperparameters and
+            `{}` if nothing changed.
         """
         ...

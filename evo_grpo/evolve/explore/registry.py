@@ -1,4 +1,4 @@
-"""The explorations that settings can name. A new one is a file beside this one and a line here."""
+"""The explorations that settings can name. A new one is a module here and a line below."""
 
 from typing import Annotated
 
@@ -21,4 +21,4 @@ Exploration = Annotated[
     by_kind,
     kind_or_settings("mutate", method="explore"),
 ]
-"""The setting `evolve.exploration`: a kind, settings, a strategy, or the name of a class."""
+"""The setting `evolve.exploration`: a kind, a mapping with a kind, or the name of a class."""

@@ -1,4 +1,4 @@
-"""Resampling: a copy steps all of its hyperparameters, and draws some of them anew."""
+"""Resampling: a copy draws some of its hyperparameters anew and moves the others."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class Resample(Group):
     """A copy draws each hyperparameter anew with `probability`, else moves it by a factor.
 
-    The exploration of population-based training (Jaderberg et al. 2017, arXiv:1711.09846). A value
-    is drawn from its whole range, by the logarithm where the least value is above 0; the factors
-    are those of the range, 0.8 and 1.2 unless it has others. Survivors keep their values.
+    This is the exploration of population-based training (Jaderberg et al. 2017, arXiv:1711.09846).
+    Draws are log-uniform over the whole range, or uniform if its minimum is 0. The factors are
+    those of the range, by default 0.8 and 1.2. Survivors keep their values.
     """
 
     kind: Literal["resample"] = setting(
@@ -35,9 +35,10 @@ class Resample(Group):
     def explore(
         self, candidate: Candidate, hp_config: "HyperparameterConfig", rng: "np.random.Generator"
     ) -> tuple[Hparams, Changes]:
-        """Draw or move each hyperparameter of a copy; see `Explorer`. Survivors draw nothing.
+        """Draw or move each hyperparameter of a copy; see `Explorer`.
 
-        An end of a clip pair that was drawn beyond the other one moves by a factor instead.
+        Nothing is drawn for survivors. If a drawn end of a clip pair would give low >= high, the
+        end moves by a factor instead.
         """
         hparams = candidate.hparams
         changes: Changes = {}
@@ -57,7 +58,7 @@ class Resample(Group):
 def _draw(
     hparams: Hparams, name: str, parameter: "RLParameter", rng: "np.random.Generator"
 ) -> float | None:
-    """Draw a value; None where an end of the clip range would meet the other one."""
+    """Draw a value; None for an end of a clip pair that would give low >= high."""
     if name not in CLIP_ENDS:
         return draw(parameter, rng)
     low, high = hparams.clip_bounds

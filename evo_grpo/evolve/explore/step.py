@@ -1,4 +1,4 @@
-"""One step of one hyperparameter, which explorations have in common."""
+"""Changes of one hyperparameter, shared by the explorations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def parts(hparams: Hparams, hp_config: HyperparameterConfig) -> Iterator[tuple[str, RLParameter]]:
-    """Yield what may mutate with its range; of a pair-valued clip_coef both ends."""
+    """Yield each hyperparameter that may mutate with its range; a clip pair as its two ends."""
     for name in hp_config.names():
         if name == "clip_coef" and isinstance(hparams.clip_coef, tuple):
             yield from ((end, end_of_distance(end, hp_config[name])) for end in CLIP_ENDS)
@@ -25,7 +25,7 @@ def parts(hparams: Hparams, hp_config: HyperparameterConfig) -> Iterator[tuple[s
 
 
 def value_of(hparams: Hparams, name: str, parameter: RLParameter) -> float:
-    """Return a value; None, which is no limit or all rows, counts as the greatest of its range."""
+    """Return the value of a hyperparameter; None counts as the maximum of its range."""
     value = hparams.get(name)
     return parameter.clip(parameter.max) if value is None else value
 
@@ -33,7 +33,7 @@ def value_of(hparams: Hparams, name: str, parameter: RLParameter) -> float:
 def put(
     hparams: Hparams, name: str, parameter: RLParameter, value: float
 ) -> tuple[Hparams, Changes]:
-    """Set a value; return the new hyperparameters and what changed."""
+    """Set a value; return the new hyperparameters and the changes."""
     old = value_of(hparams, name, parameter)
     if value == old:
         return hparams, {}
@@ -43,8 +43,8 @@ def put(
 def lower_lr(
     hparams: Hparams, factor: float, hp_config: HyperparameterConfig
 ) -> tuple[Hparams, Changes]:
-    """Multiply the lr by a factor; it stays inside of its range, where it has one."""
-    # A long line of copies would otherwise end at 0, which no agent could train with.
+    """Multiply the lr by a factor and clamp it to its range, if it has one."""
+    # The lr of a long line of copies would otherwise reach 0, which is not a valid lr.
     new = max(hparams.lr * factor, LEAST_LR)
     if "lr" in hp_config.names():
         new = hp_config["lr"].clip(new)
@@ -56,8 +56,10 @@ def step(
 ) -> tuple[Hparams, Changes]:
     """Move one hyperparameter, or one end of the clip range, by a factor.
 
-    The range of an end is that of the bound itself; `draw` is a uniform number in [0, 1). Returns
-    the new hyperparameters and what changed.
+    For an end, `parameter` is the range of the bound itself. `draw` is a uniform number in [0, 1).
+
+    Returns:
+        The new hyperparameters and the changes.
     """
     if name in CLIP_ENDS:
         return _step_clip_end(hparams, name, parameter, draw)
@@ -67,7 +69,7 @@ def step(
 def _step_clip_end(
     hparams: Hparams, name: str, end: RLParameter, draw: float
 ) -> tuple[Hparams, Changes]:
-    """Move one end of the clip range, the other way round where it would meet the other end."""
+    """Move one end of the clip range; in the other direction if it would give low >= high."""
     low, high = hparams.clip_bounds
     old = low if name == "clip_low" else high
     distance = distance_of_end(name, end)

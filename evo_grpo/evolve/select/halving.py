@@ -1,4 +1,4 @@
-"""Successive halving: the best go on, in ever fewer places, and nobody is copied."""
+"""Successive halving: the best agents continue, fewer each round, and none is copied."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @final
 class HalvingSelection(Group):
-    """The best agents fill the places of the next round; the others leave, and nobody is copied.
+    """The best agents take the places of the next round; the others leave, and none is copied.
 
-    Successive halving (Jamieson & Talwalkar 2016, arXiv:1502.07943), where the places of a run
-    halve from round to round. While there are places for all, everyone stays. The best agent is
-    the elite, which explorations leave as it is.
+    This is successive halving (Jamieson & Talwalkar 2016, arXiv:1502.07943) if the places of a run
+    halve each round. While there are places for all agents, all stay. The best agent is the elite,
+    which explorations leave unchanged.
     """
 
     kind: Literal["halving"] = setting(
-        "halving", "The best agents go on, as many as there are places; nobody is copied."
+        "halving", "The best agents continue, as many as there are places; none is copied."
     )
 
     def plan(
@@ -32,7 +32,7 @@ class HalvingSelection(Group):
     ) -> tuple[Offspring, ...]:
         """Plan the next round; see `Selector`. Nothing is drawn.
 
-        Failed agents are the first to leave, the one with the highest position first.
+        Failed agents leave first, from the highest position down.
         """
         del rng
         elite = rank(histories)[0]

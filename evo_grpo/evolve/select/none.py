@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 @final
 class NoSelection(Group):
-    """Everyone survives and nobody is copied; where places are fewer, the worst agents leave."""
+    """All agents survive and none is copied; with fewer places, the worst agents leave."""
 
-    kind: Literal["none"] = setting("none", "Everyone survives and nobody is copied.")
+    kind: Literal["none"] = setting("none", "All agents survive and none is copied.")
 
     def plan(
         self, histories: Sequence[Sequence[Score]], places: int, rng: "np.random.Generator"
     ) -> tuple[Offspring, ...]:
         """Plan the next round; see `Selector`. Nothing is drawn.
 
-        Failed agents are the first to leave, the one with the highest position first.
+        Failed agents leave first, from the highest position down.
         """
         del rng
         return tuple(Offspring(position, position) for position in best(histories, places))

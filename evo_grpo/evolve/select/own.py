@@ -1,4 +1,4 @@
-"""A selection of the user's own: the check of what it plans."""
+"""A user-defined selection, whose plans are checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @final
 class CheckedSelector:
-    """A selection of the user's own, whose plans are checked before an adapter is overwritten.
+    """A user-defined selection, whose plans are checked before an adapter is overwritten.
 
     Args:
         selector: Any object with a method `plan`.
@@ -37,8 +37,8 @@ class CheckedSelector:
 
         Raises:
             ConfigError: The selection raised an error.
-            ShapeError: It returned something that is no plan, or a plan that loses agents.
-            RunFailedError: It says that every agent has failed.
+            ShapeError: It returned no plan, or a plan that cannot be carried out.
+            RunFailedError: The selection raised it, because every agent has failed.
         """
         try:
             plan: object = self.selector.plan(histories, places, rng)
@@ -53,7 +53,7 @@ class CheckedSelector:
 
 
 def _checked(name: str, plan: object, size: int, places: int) -> tuple[Offspring, ...]:
-    """Return a plan that can be carried out, by rising position; refuse any other."""
+    """Return a checked plan as a tuple of `Offspring`."""
     entries = list(cast("Iterable[object]", plan)) if isinstance(plan, Iterable) else [plan]
     wrong = [entry for entry in entries if not isinstance(entry, Offspring)]
     if wrong or not isinstance(plan, Iterable):

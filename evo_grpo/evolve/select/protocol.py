@@ -1,4 +1,4 @@
-"""What a selection returns, and how it is called."""
+"""The protocol of a selection, and the type of its result."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ class Offspring:
     """One agent of the next round.
 
     Attributes:
-        position: The position that it fills.
-        parent: Position of the agent it comes from; equal to `position` for a survivor, which stays
-            in place.
-        elite: Whether it is the best agent, kept whatever the draws said.
+        position: The position that it takes.
+        parent: Position of the agent it comes from; equal to `position` for a survivor.
+        elite: Whether it is the best agent, which stays independently of all draws.
     """
 
     position: Position
@@ -32,24 +31,23 @@ class Offspring:
 class Selector(Protocol):
     """Plans the next round from the fitness of this one.
 
-    A plan refers to agents by their positions in this round, 0 to len(histories) - 1. Parents
-    survive in place, so a plan can be carried out in any order and without a temporary copy: no
-    parent is overwritten before its child is copied from it. An agent whose position no offspring
-    fills leaves the population.
+    A plan refers to agents by their positions in this round, 0 to len(histories) - 1. Parents must
+    survive at their positions, so the copies of a plan can be made in any order and without a
+    temporary copy. An agent whose position no offspring takes leaves the population.
     """
 
     def plan(
         self, histories: Sequence[Sequence[Score]], places: int, rng: np.random.Generator
     ) -> tuple[Offspring, ...]:
-        """Return the agents of the next round, by rising position.
+        """Return the agents of the next round, in ascending order of position.
 
         Args:
             histories: Per position the scores that count, latest last; empty for a failed agent.
             places: Agents that the next round has room for, 1 to len(histories). A plan may leave
                 places empty.
-            rng: The stream of all draws: equal streams give equal plans.
+            rng: Stream of all draws: equal streams give equal plans.
 
         Raises:
-            RunFailedError: When every agent has failed.
+            RunFailedError: Every agent has failed.
         """
         ...

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def rank(histories: Sequence[Sequence[Score]]) -> list[Position]:
-    """Order the agents that have not failed by their mean scores, best first.
+    """Return the positions of the agents that have not failed by mean score, best first.
 
-    The lower position comes first among equals. An agent without a score, or with one that is not
-    finite, counts as failed.
+    Ties are ordered by position. An agent without a score, or with a score that is not finite,
+    counts as failed.
 
     Raises:
-        RunFailedError: When every agent has failed.
+        RunFailedError: Every agent has failed.
     """
     means: dict[Position, float] = {}
     for position, history in enumerate(histories):
@@ -38,12 +38,12 @@ def rank(histories: Sequence[Sequence[Score]]) -> list[Position]:
 
 
 def best(histories: Sequence[Sequence[Score]], places: int) -> list[Position]:
-    """Return the positions of the best agents, as many as there are places, rising.
+    """Return the positions of the `places` best agents, in ascending order.
 
-    Failed agents come after all others, the one with the highest position last.
+    Failed agents rank after all others, by position.
 
     Raises:
-        RunFailedError: When every agent has failed.
+        RunFailedError: Every agent has failed.
     """
     ranked = rank(histories)
     failed = sorted({Position(position) for position in range(len(histories))} - set(ranked))

@@ -1,4 +1,4 @@
-"""The selections that settings can name. A new one is a file beside this one and a line here."""
+"""The selections that settings can name. A new one is a module here and a line below."""
 
 from typing import Annotated
 
@@ -19,4 +19,4 @@ Selection = Annotated[
     by_kind,
     kind_or_settings("tournament", method="plan"),
 ]
-"""The setting `evolve.selection`: a kind, settings, a strategy, or the name of a class."""
+"""The setting `evolve.selection`: a kind, a mapping with a kind, or the name of a class."""

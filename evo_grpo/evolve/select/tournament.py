@@ -13,24 +13,24 @@ from evo_grpo.types import Position, Score
 if TYPE_CHECKING:
     import numpy as np
 
-_SMALL = 1000  # agents up to which each tournament is drawn by itself, as it always was
+_SMALL = 1000  # largest number of agents for which each tournament is drawn separately
 
 
 @final
 class TournamentSelection(Group):
     """The best agent stays; every other place goes to the winner of a tournament.
 
-    A tournament compares `size` different agents that have not failed, or all of them where they
-    are fewer, drawn anew for each place. An agent that wins survives in place; each further place
-    that it wins goes to a copy of it, in the lowest position of an agent that won nothing. Equal
-    fitness: the lower position wins.
+    A tournament compares `size` different agents that have not failed, or all of them if they are
+    fewer. Each place has a tournament of its own. An agent that wins survives; for each further
+    tournament that it wins, a copy of it overwrites the lowest position of an agent that won none.
+    With equal fitness the lower position wins.
     """
 
     kind: Literal["tournament"] = setting(
         "tournament", "Each place goes to the best of `size` agents drawn at random."
     )
     size: int = setting(2, "Agents in one tournament: more means more pressure.", ge=1)
-    elitism: bool = setting(True, "The best agent keeps its place, whatever the draws.")
+    elitism: bool = setting(True, "The best agent stays, independently of the draws.")
 
     def plan(
         self, histories: Sequence[Sequence[Score]], places: int, rng: "np.random.Generator"
@@ -61,9 +61,9 @@ def _winners(agents: int, size: int, places: int, rng: "np.random.Generator") ->
     """Return the rank of the best of `size` different agents, drawn at random for each place."""
     if agents <= _SMALL:
         return [int(rng.choice(agents, size=size, replace=False).min()) for _ in range(places)]
-    import numpy as np  # slow to load, and what only plans a run draws nothing
+    import numpy as np  # slow to import, and planning a run draws nothing
 
-    # The winner's rank itself is drawn, by its distribution: it is above r with probability
+    # Draw the rank of the winner from its distribution: it is above r with probability
     # prod over m = 0..r of (agents - size - m) / (agents - m).
     ranks = np.arange(agents - size)
     above = np.exp(np.cumsum(np.log1p(-size / (agents - ranks))))

@@ -1,4 +1,4 @@
-"""Truncation selection: the worst share of the agents is replaced by copies of the best share."""
+"""Truncation selection: copies of the best agents replace the worst ones."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 class TruncationSelection(Group):
     """The worst agents are replaced by copies of the best, drawn at random; the others stay.
 
-    The selection of population-based training (Jaderberg et al. 2017, arXiv:1711.09846). Failed
-    agents are replaced too, however many they are. With fewer places than agents the worst leave
-    instead of being replaced.
+    This is the selection of population-based training (Jaderberg et al. 2017, arXiv:1711.09846).
+    All failed agents are replaced too. With fewer places than agents, the worst leave instead of
+    being replaced.
     """
 
     kind: Literal["truncation"] = setting(
         "truncation", "The worst `share` of the agents copy agents of the best `share`."
     )
     share: float = setting(
-        0.25, "Share of the agents that copy, and that are copied.", gt=0, le=0.5
+        0.25, "Share of the agents that is replaced, and share that is copied.", gt=0, le=0.5
     )
 
     def plan(
@@ -37,7 +37,7 @@ class TruncationSelection(Group):
         ranking = rank(histories)
         count = max(1, int(self.share * len(histories)))
         failed = len(histories) - len(ranking)
-        # An agent never copies itself, so that one alone has nobody to replace.
+        # An agent never copies itself, so a single agent replaces no other.
         replaced = max(0, min(count - failed, len(ranking) - 1))
         survivors = ranking[: min(places, len(ranking) - replaced)]
         best = survivors[:count]

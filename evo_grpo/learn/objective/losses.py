@@ -1,7 +1,7 @@
 """The GRPO losses, per token and averaged; pure.
 
-`LOSSES` is the table of all losses. To add one, write its surrogate, add its line, and add its name
-to `LossType` in `evo_grpo.settings.loss`.
+`LOSSES` is the table of all losses. To add a loss, write its surrogate, add a line to the table
+and its name to `LossType` in `evo_grpo.settings.loss`.
 
 | loss_type | surrogate | mean over | source |
 |---|---|---|---|
@@ -15,22 +15,23 @@ to `LossType` in `evo_grpo.settings.loss`.
 | sapo | soft gate | rows | arXiv:2511.20347 |
 | vespo | gamma weight | tokens of the optimizer step | arXiv:2602.10693 |
 
-bnpo is dapo to the bit. In TRL it divides by the tokens of the micro-batch at hand; here
-micro-batches change no result, so the batch at hand is that of the optimizer step.
+bnpo and dapo are equal to the bit. TRL's bnpo divides by the tokens of a micro-batch; here results
+do not depend on micro-batches, so it divides by the tokens of the optimizer step.
 
-A surrogate sees (B, T) tensors in which every masked token already carries log-ratio 0, so nothing
-in the padding can become NaN or overflow, forward or backward.
+A surrogate gets (B, T) tensors in which every masked token has log-ratio 0, so padding cannot
+become NaN or overflow, forward or backward.
 
-`token_terms` and `token_weights` are per row: each row may carry its own clip bounds, beta and
-totals, and a NaN in one row reaches no other row's value or gradient. A population therefore
-computes one loss over the rows of all its agents: the sum of weights times terms over valid tokens.
+`token_terms` and `token_weights` are per row: each row may have its own `LossValues` and totals,
+and a NaN in one row reaches no other row's value or gradient. A population therefore computes one
+loss over the rows of all its agents: the sum of weights times terms over valid tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ from torch import Tensor
 from evo_grpo.errors import ConfigError
 from evo_grpo.learn.objective.off_policy import sampler_weight, within_trust
 from evo_grpo.learn.objective.ratios import kl_term, policy_ratio
+from evo_grpo.schema.hparams import Hparams
 from evo_grpo.settings.loss import LossConfig, LossType, RatioLevel
 
 __all__ = [
@@ -45,7 +47,9 @@ __all__ = [
     "Loss",
     "LossConfig",
     "LossType",
+    "LossValues",
     "TokenTerms",
+    "largest_penalty",
     "ratio_level",
     "token_terms",
     "token_weights",
@@ -53,6 +57,60 @@ __all__ = [
 
 VESPO_LOG_CLAMP = 20.0
 VESPO_LOWEST_LOG_WEIGHT = math.log(1e-8)
+
+
+@dataclass(frozen=True)
+class LossValues:
+    """The hyperparameters that act in the loss of a batch.
+
+    Each field has the name of a hyperparameter (see `Hparams.get`). It is a float for all rows, or
+    (B, 1) without gradient: each row has the value of its agent.
+
+    Attributes:
+        beta: Weight of the KL term, >= 0.
+        clip_low: Lower bound of the ratio.
+        clip_high: Upper bound of the ratio.
+        entropy_coef: Weight of the entropy bonus, >= 0.
+    """
+
+    beta: float | Tensor
+    clip_low: float | Tensor
+    clip_high: float | Tensor
+    entropy_coef: float | Tensor = 0.0
+
+    @classmethod
+    def of_config(cls, config: LossConfig) -> Self:
+        """Return the values of a configuration, the same for all rows."""
+        low, high = config.clip_bounds
+        return cls(beta=config.beta, clip_low=low, clip_high=high)
+
+    @classmethod
+    def of_agents(cls, agents: Sequence[Hparams], positions: Tensor, dtype: torch.dtype) -> Self:
+        """Return the values of each row.
+
+        Args:
+            agents: Hyperparameters of N agents.
+            positions: (B,) int64, the agent of each row, in [0, N).
+            dtype: Float dtype of the values.
+
+        Returns:
+            (B, 1) on the device of `positions`; the float 0.0 for a hyperparameter that is 0 for
+            all agents, so that its term is not computed.
+        """
+        names = [field.name for field in fields(cls)]
+        columns = [[agent.get(name) for agent in agents] for name in names]
+        table = torch.tensor(columns, dtype=dtype, device=positions.device)[:, positions, None]
+        values = zip(names, columns, table, strict=True)
+        return cls(**{name: rows if any(column) else 0.0 for name, column, rows in values})
+
+
+PENALTIES = ("beta", "entropy_coef")
+"""Hyperparameters whose term in the loss does not depend on the advantage."""
+
+
+def largest_penalty(hparams: Hparams) -> float:
+    """Return the largest of `PENALTIES`; above 0, rows of advantage 0 have a gradient too."""
+    return max(getattr(hparams, name) for name in PENALTIES)
 
 
 @dataclass(frozen=True)
@@ -100,7 +158,7 @@ class SurrogateInputs:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """A surrogate's outcome per token, before correction, KL and averaging; see `TokenTerms`."""
+    """The result of a surrogate per token, before correction, KL and mean; see `TokenTerms`."""
 
     loss: Tensor
     clipped_low: Tensor
@@ -222,8 +280,8 @@ class Loss:
 
     Attributes:
         surrogate: Loss of every token, before correction, KL and averaging.
-        weight: Weight of each token's loss in the sum over all.
-        level: Its paper's ratio: one per token or one per sequence.
+        weight: Weight of each token's loss in the sum over all tokens.
+        level: Ratio of its paper: one per token or one per sequence.
         has_sampler_weight: Whether the surrogate itself applies the sampler correction.
     """
 
@@ -251,7 +309,7 @@ def ratio_level(config: LossConfig) -> RatioLevel:
     return config.importance_sampling_level or LOSSES[config.loss_type].level
 
 
-def token_terms(  # noqa: PLR0913 -- the tensors of one batch, and what differs between its agents
+def token_terms(  # noqa: PLR0913 -- the tensors of one batch
     logprobs: Tensor,
     old_logprobs: Tensor | None,
     mask: Tensor,
@@ -259,12 +317,17 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch, and what differs 
     ref_logprobs: Tensor | None = None,
     *,
     config: LossConfig,
-    clip_low: float | Tensor | None = None,
-    clip_high: float | Tensor | None = None,
-    beta: float | Tensor | None = None,
+    values: LossValues | None = None,
+    entropies: Tensor | None = None,
     sampler_logprobs: Tensor | None = None,
 ) -> TokenTerms:
     """Compute the loss of every token of rows that may belong to many agents.
+
+    The loss of a token is surrogate + beta * KL - entropy_coef * H, where H is the entropy of the
+    policy over the whole vocabulary after the token's prefix, at the temperature of the log-probs.
+    Prefixes are taken as sampled: no gradient passes through them. `token_weights` averages the
+    bonus like the rest of the loss, as verl's `entropy_coeff` with `loss_agg_mode` does. TRL's
+    `entropy_coef` always weighs the mean over tokens, which is that of dapo, bnpo, cispo and vespo.
 
     Args:
         logprobs: (B, T) floats, nats, with gradient.
@@ -272,25 +335,26 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch, and what differs 
         mask: (B, T) bool or 0/1.
         advantages: (B,) or (B, T).
         ref_logprobs: (B, T) nats; may be NaN in rows whose beta is 0.
-        config: Settings; the three overrides below replace its clip_coef and beta.
-        clip_low: Absolute ratio bound, float or (B, 1).
-        clip_high: Absolute ratio bound, float or (B, 1).
-        beta: Weight of the KL term, float or (B, 1), >= 0.
+        config: Settings that all rows share.
+        values: Hyperparameters of the rows; None takes the clip_coef and beta of `config`.
+        entropies: (B, T) nats, with gradient; may be NaN in rows whose entropy_coef is 0. None only
+            where entropy_coef is the float 0.0.
         sampler_logprobs: (B, T) nats as the engine reported them.
 
     Returns:
-        The terms. Rows are independent, in value and in gradient, and so are valid tokens from
-        whatever stands in masked places.
+        The terms. Rows do not depend on each other, in value or in gradient, and valid tokens do
+        not depend on masked ones.
 
     Raises:
-        ConfigError: A beta is not 0 and ref_logprobs is None.
+        ConfigError: A beta is not 0 and ref_logprobs is None, or entropies are missing.
     """
     logprobs = _wide(logprobs)
     dtype, valid = logprobs.dtype, mask != 0
     old = logprobs.detach() if old_logprobs is None else old_logprobs.detach().to(dtype)
     per_row = advantages[:, None] if advantages.dim() == 1 else torch.where(valid, advantages, 0)
     per_row = per_row.detach().to(dtype)
-    low, high = config.clip_bounds
+    values = LossValues.of_config(config) if values is None else values
+    beta = _per_row(values.beta, logprobs)
     loss_kind = LOSSES[config.loss_type]
     # where, never a product with the mask: 0 x NaN is NaN, and its gradient too.
     log_ratio = torch.where(valid, logprobs - old, 0)
@@ -305,8 +369,8 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch, and what differs 
             log_ratio=log_ratio,
             ratio=ratio,
             advantages=per_row,
-            clip_low=_per_row(low if clip_low is None else clip_low, logprobs),
-            clip_high=_per_row(high if clip_high is None else clip_high, logprobs),
+            clip_low=_per_row(values.clip_low, logprobs),
+            clip_high=_per_row(values.clip_high, logprobs),
             sampler_log_weight=None if sampler is None else sampler.log_row,
         ),
         config,
@@ -318,12 +382,19 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch, and what differs 
         loss = torch.where(kept, loss, 0)
     if sampler is not None and not loss_kind.has_sampler_weight:
         loss = loss * sampler.factor
-    weight = _per_row(config.beta if beta is None else beta, logprobs)
     by_token = policy_ratio(log_ratio, valid, level, per_token=True)
     correction = by_token if config.kl_bias_correction else None
-    kl = kl_term(logprobs, ref_logprobs, valid, weight, correction)
+    kl = kl_term(logprobs, ref_logprobs, valid, beta, correction)
     if kl is not None:
-        loss = loss + weight * kl
+        loss = loss + beta * kl
+    bonus = _per_row(values.entropy_coef, logprobs)
+    if isinstance(bonus, Tensor) or bonus != 0:
+        if entropies is None:
+            raise ConfigError(
+                f"entropies: expected a (B, T) = {tuple(logprobs.shape)} tensor with an "
+                "entropy_coef, got None; give the entropies or set entropy_coef to 0.0"
+            )
+        loss = loss - bonus * torch.where(valid & (bonus != 0), entropies.to(dtype), 0)
     return TokenTerms(
         loss=torch.where(valid, loss, 0),
         ratio=ratio.detach(),
@@ -344,9 +415,9 @@ def token_weights(
 ) -> Tensor:
     """Return the weights that average token losses: loss = sum of where(mask, weights * loss, 0).
 
-    `num_rows` counts the rows of the optimizer step (rows without a valid token too), a number or
-    (B, 1): for rows of many agents, the totals of each row's own agent; `num_tokens` its valid
-    tokens, likewise. bnpo as TRL has it takes those of a micro-batch; of the step it is dapo.
+    `num_rows` is the number of rows of the optimizer step, including rows without a valid token,
+    and `num_tokens` the number of its valid tokens. Both are numbers or (B, 1); for rows of several
+    agents, each row has the totals of its agent. TRL's bnpo takes the tokens of a micro-batch.
     Weights are (B, T), 0 where masked and in rows without a valid token; their dtype is float64 for
     a float64 mask, else float32. dr_grpo without a max_completion_length raises ConfigError.
     """
@@ -365,7 +436,7 @@ def token_weights(
 
 
 def _wide(values: Tensor) -> Tensor:
-    """Half precision is too coarse for ratios near 1."""
+    """Return half precision as float32: it is too coarse for ratios near 1."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 

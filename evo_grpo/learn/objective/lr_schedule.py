@@ -8,7 +8,7 @@ from evo_grpo.settings.algorithm import LRSchedule
 
 
 def lr_factor(schedule: LRSchedule, step: int) -> float:
-    """Return what multiplies an agent's lr in a GRPO step (0-based), in (0, 1].
+    """Return the factor in (0, 1] on an agent's lr in a GRPO step (0-based).
 
     The cosine is that of Loshchilov and Hutter 2016, arXiv:1608.03983. Beyond the end the factor
     stays at its last value.

@@ -48,11 +48,12 @@ def sampler_weight(
 def within_trust(
     logprobs: Tensor, sampled_by: Tensor, advantages: Tensor, mask: Tensor, threshold: float
 ) -> Tensor:
-    """Find what the off-policy mask keeps: rows of advantage >= 0, and rows near their sampler.
+    """Return the off-policy mask: True for advantages >= 0 and for rows near their sampler.
 
     A low-reward row sampled by a distant policy says little about the current one (DeepSeek-V3.2,
-    arXiv:2512.02556). Log-probs are (B, T) nats, of the policy and of the one that sampled the row;
-    advantages, and what is returned, (B, 1) or (B, T); the threshold is in nats per token.
+    arXiv:2512.02556). `logprobs` of the policy and `sampled_by` of the policy that sampled the row
+    are (B, T) nats. `advantages` and the result are (B, 1) or (B, T). `threshold` is in nats per
+    token.
     """
     gap = torch.where(mask, sampled_by - logprobs.detach(), 0).sum(-1, keepdim=True)
     gap = gap / mask.sum(-1, keepdim=True).clamp(min=1)

@@ -1,4 +1,4 @@
-"""The policy ratio and the KL estimate, unaffected by masked or switched-off values."""
+"""The policy ratio and the KL estimate; masked values have no influence on either."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Weights: TypeAlias = "Sequence[float] | npt.NDArray[Any] | torch.Tensor | None"
 GroupSize: TypeAlias = "int | Sequence[int] | npt.NDArray[np.integer[Any]]"
 Floats: TypeAlias = "npt.NDArray[np.floating[Any]]"
 Sizes: TypeAlias = "int | npt.NDArray[np.intp]"
-"""The size of every group, or one size per group where they differ."""
+"""One size for all groups, or one size per group."""
 
 
 def combined(values: Floats, weights: Floats | None) -> Floats:
@@ -34,7 +34,7 @@ def combined(values: Floats, weights: Floats | None) -> Floats:
     refuse_unusable(values)  # before a weight of 0 turns it into NaN, an abstention
     if weights is None:
         return values
-    # Without their signs, or what is too large in two functions could cancel out, to NaN too.
+    # Magnitudes, because two rewards that are too large could cancel, also to NaN.
     refuse_heavy(np.abs(np.nan_to_num(values)), np.abs(weights))
     total = values @ weights
     if not np.isnan(total).any():
@@ -53,7 +53,7 @@ def group_lengths(sizes: Sizes, rows: int) -> npt.NDArray[np.intp]:
 
 
 def group_sizes(group_size: GroupSize, rows: int) -> Sizes:
-    """Return one int when all groups have it, else the array of sizes."""
+    """Return one int if all groups have the same size, else the array of sizes."""
     if isinstance(group_size, (int, np.integer)) and not isinstance(group_size, bool):
         size = int(group_size)
         if size < 1:

@@ -1,4 +1,4 @@
-"""Optional shaping of advantages per token: filter, whiten, fold in the KL, clip; pure."""
+"""Optional shaping of advantages per token: filter, whiten, add the KL, clip; pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def token_advantages(
     mask: Tensor,
     *,
     kl: Tensor | None = None,
-    beta: float = 0.0,
+    beta: float | Tensor = 0.0,
     whiten: bool = False,
     clip_range: float | None = None,
     filter_zero: bool = False,
@@ -37,11 +37,11 @@ def token_advantages(
         mask: (B, T) bool or 0/1.
         kl: (B, T) nats, log policy - log reference of each token, of either sign; detached here.
             It shapes in place of a KL penalty in the loss; None leaves that out.
-        beta: Weight of the KL shaping, >= 0.
+        beta: Weight of the KL shaping, a float or (B, 1), >= 0; a row of 0 is not shaped.
         whiten: Whiten over valid tokens: long rows weigh more.
         clip_range: Clamp to [-clip_range, clip_range], > 0; None leaves them.
         filter_zero: Drop rows that carry no signal.
-        filter_eps: What counts as none, >= 0.
+        filter_eps: Threshold of `filter_zero`, >= 0.
 
     Returns:
         advantages: (B, T) in the advantages' dtype, detached; 0 where masked and in dropped rows.
@@ -56,7 +56,8 @@ def token_advantages(
     if whiten:
         shaped = _whiten(shaped, valid)
     if kl is not None:
-        shaped = shaped + beta * _below_earlier_mean(kl.detach().to(shaped.dtype), valid)
+        weighed = valid & (beta > 0)
+        shaped = shaped + beta * _below_earlier_mean(kl.detach().to(shaped.dtype), weighed)
     if clip_range is not None:
         shaped = shaped.clamp(-clip_range, clip_range)
     return torch.where(valid, shaped, 0), kept
@@ -69,7 +70,7 @@ def _whiten(values: Tensor, valid: Tensor) -> Tensor:
 
 
 def _below_earlier_mean(kl: Tensor, valid: Tensor) -> Tensor:
-    """By how much each token lies below the mean of the row's valid tokens before it."""
+    """Return how far each token is below the mean of the row's valid tokens before it."""
     kl = torch.where(valid, kl, 0)
     earlier = torch.nn.functional.pad(kl, (1, 0))[:, :-1].cumsum(-1)
     count = valid.cumsum(-1) - valid.to(torch.long)

@@ -77,8 +77,7 @@ class Table:
             self.mask,
             advantages,
             reference,
-            config=config,
-            beta=0.0 if shaped else 1.0,
+            config=config.replace(beta=0.0 if shaped else 1.0),
         )
         total = (self.shares(sampled_by) * terms.loss.sum(-1)).sum()
         return torch.autograd.grad(total, self.policy)[0]

@@ -2,7 +2,7 @@ import itertools
 import json
 import math
 import random
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args
 
@@ -18,10 +18,12 @@ from evo_grpo.learn.objective.losses import (
     LOSSES,
     LossConfig,
     LossType,
+    LossValues,
     ratio_level,
     token_terms,
     token_weights,
 )
+from evo_grpo.schema.hparams import Hparams
 
 GOLDEN = json.loads(
     (Path(__file__).parents[2] / "golden" / "trl_grpo_1.16.0.json").read_text(encoding="utf-8")
@@ -246,12 +248,12 @@ def test_a_poisoned_row_reaches_no_other_row(loss_type):
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_a_poisoned_bound_stays_in_its_row(loss_type):
     config, batch, others = config_of(loss_type), random_batch(), torch.arange(6) >= 3
-    names = ("clip_low", "clip_high", "beta")
+    names = [field.name for field in fields(LossValues)]
     values = {name: torch.full((6, 1), 0.9, dtype=torch.float64) for name in names}
-    clean_terms, clean_grad = value_and_grad(batch, config, **values)
+    clean_terms, clean_grad = value_and_grad(batch, config, values=LossValues(**values))
     for row, name in enumerate(names):
         values[name][row] = math.nan
-    terms, grad = value_and_grad(batch, config, **values)
+    terms, grad = value_and_grad(batch, config, values=LossValues(**values))
     assert torch.equal(terms.loss[others], clean_terms.loss[others])
     assert torch.equal(grad[others], clean_grad[others])
 
@@ -287,11 +289,8 @@ def test_per_row_settings_equal_one_call_per_agent(loss_type):
     agents = torch.tensor([0, 0, 1, 1, 1, 1, 2, 2, 2])
     bounds = [(0.8, 1.2), (0.95, 1.6), (0.5, 1.05)]
     betas = [0.0, 0.04, 0.3]
+    hparams = [Hparams(clip_coef=c, beta=b) for c, b in zip(bounds, betas, strict=True)]
     batch["ref"][:2] = math.nan  # the agent without a KL term has no reference
-
-    def column(values):
-        return torch.tensor(values, dtype=torch.float64)[agents][:, None]
-
     lp = batch["lp"].clone().requires_grad_()
     terms = token_terms(
         lp,
@@ -300,9 +299,7 @@ def test_per_row_settings_equal_one_call_per_agent(loss_type):
         batch["adv"],
         batch["ref"],
         config=config,
-        clip_low=column([low for low, _ in bounds]),
-        clip_high=column([high for _, high in bounds]),
-        beta=column(betas),
+        values=LossValues.of_agents(hparams, agents, torch.float64),
     )
     rows = torch.bincount(agents)
     tokens = torch.bincount(agents, weights=batch["mask"].sum(-1).double())
@@ -504,16 +501,21 @@ def test_a_wrong_setting_says_what_was_expected(wrong, message):
     assert isinstance(caught.value, EvoGrpoError)
 
 
+def values_of(beta):
+    return replace(LossValues.of_config(LossConfig()), beta=beta)
+
+
 @pytest.mark.parametrize("beta", [0.1, torch.tensor([[0.0], [0.1]])])
 def test_a_penalty_without_a_reference_is_refused(beta):
     tensors = (torch.zeros(2, 3), None, torch.ones(2, 3), torch.zeros(2))
     with pytest.raises(ConfigError, match=r"ref_logprobs: .*beta > 0, got None; .*set beta to 0"):
-        token_terms(*tensors, config=LossConfig(), beta=beta)
+        token_terms(*tensors, config=LossConfig(), values=values_of(beta))
 
 
 def test_no_penalty_needs_no_reference():
     tensors = (torch.zeros(2, 3), None, torch.ones(2, 3), torch.zeros(2))
-    assert token_terms(*tensors, config=LossConfig(), beta=torch.zeros(2, 1)).kl is None
+    values = values_of(torch.zeros(2, 1))
+    assert token_terms(*tensors, config=LossConfig(), values=values).kl is None
     assert token_terms(*tensors, torch.full((2, 3), math.nan), config=LossConfig()).kl is None
 
 
