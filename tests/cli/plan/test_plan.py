@@ -137,7 +137,7 @@ def test_evaluations_take_no_more_prompts_than_there_are():
         "evolve.fitness.prompts is 64, but validation has 10 rows: selection uses only these; "
         "add rows, or take more samples of each with evolve.fitness.samples"
     )
-    assert test.startswith("evolve.fitness.test_prompts is 256, but test has 7 rows: the result")
+    assert test.startswith("evolve.fitness.test_prompts is 256, but test has 7 rows: the final")
 
 
 def test_a_context_without_room_for_a_prompt_is_warned_of():
