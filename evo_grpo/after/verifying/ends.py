@@ -1,4 +1,4 @@
-"""How a run ended, and how it had ended before it was given more rounds."""
+"""Checks the summary of a run, and the summaries from before the run was extended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from evo_grpo.record.winner import winner_files
 
 
 def check_ends(records: Records, digests: Digests, found: Findings) -> dict[int, Mapping[str, Any]]:
-    """Compare the summary with the records and the earlier ones; return all, by their rounds."""
+    """Compare the summaries with the records; return all summaries by their rounds."""
     folder, played, summary = records.folder, len(records.rounds), records.summary
     earlier = _earlier_ends(folder, played, found)
     if summary is None:

@@ -16,6 +16,7 @@ from evo_grpo.readers.report.figures.schedules import drawn_names, plot_improvem
 from evo_grpo.readers.report.figures.spending import plot_seconds, plot_tokens
 from evo_grpo.readers.report.figures.style import graph_objects
 from evo_grpo.readers.report.page.build import Page, cards, sortable, text
+from evo_grpo.readers.report.side_by_side import add_arms
 from evo_grpo.readers.report.tables import completions_table, headline, leaderboard_table
 from evo_grpo.record.files import atomic_write
 from evo_grpo.record.folder import expect_run
@@ -108,6 +109,7 @@ def report_html(contents: RunContents) -> str:
     if contents.rounds:
         _add_figures(page, contents)
         _add_tables(page, contents)
+    add_arms(page, contents)
     settings = f'<pre class="settings">{_lines(contents.text)}</pre>' if contents.text else ""
     page.section("settings", "Settings", settings, "As the run resolved them, defaults included.")
     return page.render()
