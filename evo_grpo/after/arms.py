@@ -215,7 +215,7 @@ def _arm_config(
 def _play(
     folder: Path, name: str, config: RunConfig, budget: int, observer: Observer, *, force: bool
 ) -> Path:
-    """Train a population in its folder, or finish it; a finished one is left as it is."""
+    """Train a population in its folder, or finish it; leave a finished one unchanged."""
     path = folder / COMPARE / name
     text = f"{BASELINE}{budget}\n{configuration.to_yaml(config)}"
     same = is_run(path) and config_text(path) == text and _has_same_files(path, config)
@@ -292,7 +292,7 @@ def replay(
     derived from that of the run: the first weights of the adapters, completions, the order of
     minibatches, dropout, and the draws on the test split. Nothing in the run folder changes but
     `replay/`, which gets replay.json and a checkpoint of the first training of each kind. They are
-    written at the end, so an interrupted replay leaves an earlier one as it was.
+    written at the end, so an interrupted replay leaves an earlier one unchanged.
 
     Args:
         run: The run folder.

@@ -254,7 +254,7 @@ def test_what_cannot_be_compared_is_named(finished, tmp_path):
     config.write_text(
         f"# Recorded by Population.train with objects that no file can name: x\n{text}"
     )
-    with pytest.raises(RunDirError, match="compare a run of names alone"):
+    with pytest.raises(RunDirError, match="compare a run whose settings"):
         compare(folder)
     config.write_text(text)
     (folder / "summary.json").unlink()

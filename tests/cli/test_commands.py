@@ -785,10 +785,10 @@ def test_export_needs_a_checkpoint():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ([], "expected one folder to write"),
-        (["a", "--best", "b"], "expected one folder to write"),
-        (["--best", "b", "--agent", "1"], "--best is the winner"),
-        (["--best", "b", "--best-ever"], "--best is the winner"),
+        ([], "expected one output folder"),
+        (["a", "--best", "b"], "expected one output folder"),
+        (["--best", "b", "--agent", "1"], "--best writes the winner"),
+        (["--best", "b", "--best-ever"], "--best writes the winner"),
     ],
 )
 def test_export_takes_one_folder_and_one_agent(more: list[str], message: str):

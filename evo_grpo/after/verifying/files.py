@@ -63,9 +63,9 @@ def _check_best(records: Records, digests: Digests, found: Findings) -> None:
         and digests.same(folder / best.checkpoint, expected)
         and _is_earlier_best(records, digests)
     ):
-        found.notes.append(f"{folder / BEST}: is not yet the best agent of the recorded rounds")
+        found.notes.append(f"{folder / BEST}: is behind the best agent of the recorded rounds")
         return
-    digests.compare(folder / BEST, expected, f"round {best.round + 1} recorded of the best", found)
+    digests.compare(folder / BEST, expected, f"round {best.round + 1} recorded", found)
 
 
 def _is_earlier_best(records: Records, digests: Digests) -> bool:
@@ -98,9 +98,9 @@ def _check_leftovers(records: Records, found: Findings) -> None:
     for part in OF_ROUNDS:
         for number, path in round_entries(folder / part):
             if number >= played:
-                found.tell(
-                    f"{path}: of a round that is not recorded",
-                    mended=number == played and not records.finished,
+                found.report(
+                    f"{path}: belongs to a round that is not recorded",
+                    repaired=number == played and not records.finished,
                 )
     written = (folder, *(folder / name for name in WRITTEN_IN))
     left = [path for place in written for path in _entries(place) if is_temporary(path)]
@@ -109,7 +109,7 @@ def _check_leftovers(records: Records, found: Findings) -> None:
     asked = read_requests(folder)
     over = {one.request.id for record in records.rounds for one in record.steering}
     waiting = [str(one) for one in asked.requests if one.id not in over]
-    found.notes += [f"{folder / STEERING}: {one}: asked for and not carried out" for one in waiting]
+    found.notes += [f"{folder / STEERING}: {one}: requested and not carried out" for one in waiting]
     found.notes += asked.unread.values()
 
 

@@ -43,9 +43,9 @@ class Findings:
             self.damage.append(f"{error.filename}: cannot be read ({error.strerror})")
         return None
 
-    def tell(self, text: str, *, mended: bool) -> None:
+    def report(self, text: str, *, repaired: bool) -> None:
         """Add a sentence: a note where a resume repairs the state, else damage."""
-        (self.notes if mended else self.damage).append(text)
+        (self.notes if repaired else self.damage).append(text)
 
     def add(self, part: Findings) -> None:
         """Add the findings of a run within the run."""
@@ -75,8 +75,8 @@ class Digests:
         """Add files with another digest to the damage; `recorded` is, e.g., "round 1 recorded"."""
         found.files += len(files)
         for name, digest in self.damaged(folder, files):
-            what = "is missing" if digest is None else "has changed"
-            found.damage.append(f"{folder / name}: {what}; it is not what {recorded}")
+            what = "is missing, but" if digest is None else "has changed since"
+            found.damage.append(f"{folder / name}: {what} {recorded} it")
 
 
 def _sha256(file: Path, stamp: tuple[int, ...] | None) -> str | None:

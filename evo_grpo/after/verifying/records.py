@@ -99,8 +99,8 @@ def _read_rounds(folder: Path, found: Findings, *, finished: bool) -> Sequence[R
     (rounds, length, _), size = read
     found.rounds = len(rounds)
     if size > length:
-        found.tell(
-            f"{file}: ends in {size - length} bytes of a line that was torn", mended=not finished
+        found.report(
+            f"{file}: ends in {size - length} bytes of an incomplete line", repaired=not finished
         )
     return rounds
 
@@ -123,8 +123,8 @@ def _compare_settings(
         )
     elif changed:
         found.notes.append(
-            f"{folder / CONFIG}: has another {' and another '.join(sorted(changed))} than "
-            f"{INPUTS}; a resume goes on with it and records it"
+            f"{folder / CONFIG}: {' and '.join(sorted(changed))} differ from {INPUTS}; a resume "
+            "uses and records the new values"
         )
 
 
@@ -133,9 +133,9 @@ def _compare_planned(
 ) -> None:
     """Report a changed number of rounds: a note where an extension was stopped, else damage."""
     begun = any(one.get("from") == given for one in inputs.changes_of_rounds(played))
-    so = "a resume goes on with that" if begun else "put it back, and give --rounds to a resume"
-    found.tell(
-        f"{folder / CONFIG}: {PLANNED} is {given}, and {recorded} in {INPUTS}; {so}", mended=begun
+    so = "a resume uses it" if begun else "restore it, and give --rounds to a resume"
+    found.report(
+        f"{folder / CONFIG}: {PLANNED} is {given}, and {recorded} in {INPUTS}; {so}", repaired=begun
     )
 
 
@@ -149,6 +149,6 @@ def _in_force(folder: Path, config: RunConfig, inputs: Inputs) -> RunConfig:
         return config.replace(record=config.record.replace(**recorded))
     except ConfigError as error:
         raise CheckpointError(
-            f"{folder / INPUTS}: expected settings of record as a run has them, but {error}; put "
-            "the file back as it was"
+            f"{folder / INPUTS}: expected valid settings of the group record, but {error}; restore "
+            "the file"
         ) from error

@@ -46,8 +46,8 @@ def _verify(folder: Path, digests: Digests) -> Findings:
         lasting = [text for text in found.damage if number == 0 or text in lasting]
     found.damage = lasting
     found.notes.append(
-        f"{folder}: the run goes on and was faster than each of {LOOKS} looks, so that no more "
-        "than what all of them saw is told; look again once it has stopped"
+        f"{folder}: the run changed the folder during each of {LOOKS} checks, so only damage that "
+        "all of them found is reported; verify it again once the run has stopped"
     )
     return found
 

@@ -1,4 +1,4 @@
-"""Commands about the winner of a run: export, replay; sample and evaluate are in `trying`."""
+"""The commands export and replay; `trying` has sample and evaluate."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def export(  # noqa: PLR0913 -- each is an option of the command
     from evo_grpo.record.choice import choose_of
 
     if (out is None) == (best is None):
-        raise typer.BadParameter("expected one folder to write, as OUT or as --best OUT")
+        raise typer.BadParameter("expected one output folder, as OUT or as --best OUT")
     target = out if out is not None else best
     assert target is not None, "one of them was given"
     named = (agent, member, round) != (None, None, None) or best_ever
     if best is not None and named:
-        raise typer.BadParameter("--best is the winner; give another agent with OUT alone")
+        raise typer.BadParameter("--best writes the winner; for another agent give OUT without it")
     choice = choose_of(folder, agent, member, from_zero(round), best_ever=best_ever)
     if merge or push:
         say(f"exporting {choice.title} of {folder} ...", err=True)

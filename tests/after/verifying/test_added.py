@@ -129,7 +129,7 @@ def test_a_replay_of_another_schedule_is_damage(added):
         lambda data: data["schedule"].update(run_tokens=1),
     )
     (text,) = verify(added).damage
-    assert "its schedule is not that of the winner" in text
+    assert "its schedule is not that of the run's winner" in text
 
 
 def test_a_replay_without_digests_is_damage(added):
