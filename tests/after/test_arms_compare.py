@@ -22,7 +22,7 @@ from evo_grpo.settings import from_dict, template
 CONFIG = small(
     population__size=4,
     population__sizes=None,
-    population__steps_per_round=4,
+    population__steps_per_round=2,
     evolve__hyperparameters={"lr": {"min": 1e-4, "max": 1e-1}},
     evolve__archive=True,
     evolve__fitness={
@@ -57,7 +57,7 @@ def test_all_have_the_tokens_of_the_run_to_within_a_step(compared):
     *others, evolved = result["arms"]
     assert [arm["name"] for arm in result["arms"]] == ["guess", "random", "evolved"]
     total = sum(evolved["tokens"].values())
-    step = evolved["tokens"]["training"] / 12
+    step = evolved["tokens"]["training"] / 6
     for arm in result["arms"]:
         assert arm["tokens"] == tokens(folder / arm["folder"])
     for arm in others:

@@ -258,7 +258,7 @@ def test_a_finished_replay_is_returned_as_it_is_unless_forced(replayed, monkeypa
 
 def test_an_interrupted_replay_starts_anew(copy, replayed):
     with pytest.raises(KeyboardInterrupt):
-        replay(copy, observer=Told(("test", 2)))
+        replay(copy, repeats=1, observer=Told(("test", 2)))
     assert not (copy / "replay").exists()
     # As a kill in the middle of the writing leaves it.
     (copy / "replay" / "constant-run" / "actor").mkdir(parents=True)
@@ -318,7 +318,7 @@ def test_a_disk_that_is_full_names_the_command(copy, monkeypatch):
 
     monkeypatch.setattr("evo_grpo.after.arms.save_agent", full)
     with pytest.raises(RunFailedError, match=r"No space left.*go on with: evo-grpo replay RUN"):
-        replay(copy)
+        replay(copy, repeats=1)
 
 
 def test_repeats_are_counted(copy):
