@@ -122,21 +122,28 @@ class Difference:
 
 @dataclass(frozen=True)
 class Arm:
-    """An arm as the terminal and the report show it.
+    """Trainings of one kind, or the run that they are compared with.
 
     Attributes:
-        name: Name in the file of the result.
-        label: Name for people.
-        test: Mean reward on the test prompts; the mean over the trainings where there are several.
-        spread: Standard deviation between the trainings, NaN from one training.
-        tokens: Tokens sampled for training and evaluation, per training; without the test.
+        name: Name of the arm, which is also the name of its folder.
+        tokens: Tokens sampled by one training without those of the test, the mean over trainings.
+        tests: Mean reward of each training on the test prompts.
     """
 
     name: str
-    label: str
-    test: Score
-    spread: float
     tokens: int
+    tests: tuple[Score, ...]
+
+    @property
+    def test(self) -> Score:
+        """Mean over the trainings; NaN where one ended without a reward."""
+        return pooled(self.tests)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation between the trainings; NaN from one."""
+        means = [one.mean for one in self.tests]
+        return float(np.std(means, ddof=1)) if len(means) > 1 else math.nan
 
 
 @dataclass(frozen=True)
@@ -147,20 +154,23 @@ class Arms:
         arms: The trainings, then the run or its winner.
         differences: Paired differences between the arms, by their names.
         sentences: The basis of the comparison, its outcome, and the limits of the intervals.
+        agents: Size of the run's population, for the labels of a comparison.
     """
 
     arms: tuple[Arm, ...]
     differences: tuple[Difference, ...]
     sentences: tuple[str, ...]
+    agents: int = 0
 
     def label(self, name: str) -> str:
-        """Return the label of an arm."""
-        return next((arm.label for arm in self.arms if arm.name == name), name)
+        """Return the name of an arm for people."""
+        return arm_label(name, self.agents)
 
 
-def arm_label(name: str, agents: int = 0) -> str:
-    """Return the label of an arm from its name; `agents` is the size of the run's population."""
-    return _LABELS[name].format(_NUMBERS[agents] if agents < len(_NUMBERS) else agents)
+def arm_label(name: str, agents: int) -> str:
+    """Return the name of an arm for people; `agents` is the size of the run's population."""
+    number = _NUMBERS[agents] if agents < len(_NUMBERS) else agents
+    return _LABELS.get(name, name).format(number)
 
 
 def pooled(scores: Sequence[Score]) -> Score:
@@ -292,13 +302,7 @@ def comparison_arms(result: Mapping[str, Any]) -> Arms:
     """Return the content of compare.json as the terminal and the report show it."""
     found = _COMPARISON.validate_python(result)
     shown = tuple(
-        Arm(
-            arm.name,
-            arm_label(arm.name, found.agents),
-            summary_score({"best": vars(arm.test)}),
-            math.nan,
-            sum(arm.tokens.values()),
-        )
+        Arm(arm.name, sum(arm.tokens.values()), (summary_score({"best": vars(arm.test)}),))
         for arm in found.arms
     )
     own = max(1, shown[-1].tokens)
@@ -313,4 +317,5 @@ def comparison_arms(result: Mapping[str, Any]) -> Arms:
         f"Compared at {equal}, on the same {prompts} with the same draws. Tokens for training + "
         f"evaluation: {spent}."
     )
-    return Arms(shown, found.differences, (basis, *([caveat(1)] if found.differences else [])))
+    limits = [caveat(1)] if found.differences else []
+    return Arms(shown, found.differences, (basis, *limits), found.agents)

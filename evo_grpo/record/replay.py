@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 from pydantic import TypeAdapter
 
 from evo_grpo.errors import RunDirError
 from evo_grpo.record import columns
-from evo_grpo.record.arms import WINNER, Arm, Arms, Difference, arm_label, caveat, pooled
+from evo_grpo.record.arms import WINNER, Arm, Arms, Difference, caveat
 from evo_grpo.record.files import atomic_write, to_line
 from evo_grpo.record.folder import expect_run, read_result
 from evo_grpo.record.names import REPLAY_RESULT
@@ -34,40 +33,22 @@ Outcome = Literal["ahead", "behind", "same", "failed", "unclear"]
 
 
 @dataclass(frozen=True)
-class Replayed:
-    """One kind of training of a replay, repeated with other draws, and its test results.
+class Replayed(Arm):
+    """One kind of training of a replay; its name is "<values>-<budget>".
 
     Attributes:
-        name: "<values>-<budget>", also the name of its folder in `RUN/replay`.
         values: "schedule" or "constant".
         budget: "lineage" or "run".
         prompts: Prompts by round and GRPO step, each P.
         rows: Completions, or episodes, sampled by one training.
-        tokens: Tokens sampled by one training, the mean over the repeats.
-        failed_steps: Steps of all repeats that were skipped because a gradient was not finite.
-        tests: Mean reward of each repeat on the test split.
+        failed_steps: Steps of all trainings that were skipped because a gradient was not finite.
     """
 
-    name: str
     values: Values
     budget: Budget
     prompts: tuple[tuple[int, ...], ...]
     rows: int
-    tokens: int
     failed_steps: int
-    tests: tuple[Score, ...]
-
-    @property
-    def test(self) -> Score:
-        """Mean over its repeats on the test split; NaN where one ended without a reward."""
-        return pooled(self.tests)
-
-    @property
-    def spread(self) -> float:
-        """Standard deviation between its repeats; NaN from one."""
-        return (
-            float(np.std([one.mean for one in self.tests], ddof=1)) if self.tests[1:] else math.nan
-        )
 
 
 @dataclass(frozen=True)
@@ -137,13 +118,9 @@ class Replay:
 
     def arms(self) -> Arms:
         """Return the result as the terminal and the report show it."""
-        trained = [
-            Arm(one.name, arm_label(one.name), one.test, one.spread, one.tokens)
-            for one in self.trained
-        ]
-        winner = Arm(WINNER, arm_label(WINNER), self.winner, math.nan, self.schedule.tokens)
+        winner = Arm(WINNER, self.schedule.tokens, (self.winner,))
         sentences = (*(self.verdict(budget) for budget in BUDGETS), self.caveat())
-        return Arms((*trained, winner), self.differences, sentences)
+        return Arms((*self.trained, winner), self.differences, sentences)
 
     def frame(self) -> pd.DataFrame:
         """Return the results as a typed frame.
@@ -157,19 +134,10 @@ class Replay:
         rows: list[dict[str, object]] = []
         for one in self.trained:
             found = self.difference(one.name, WINNER)
-            fields = {k: getattr(one, k) for k in ("values", "budget", "rows", "tokens")}
-            rows.append(
-                {
-                    "training": one.name,
-                    **fields,
-                    "failed_steps": one.failed_steps,
-                    **_test(one.test),
-                    "spread": one.spread,
-                    "ahead": found.difference,
-                    "ahead_se": found.error,
-                    "p": found.p,
-                }
-            )
+            names = ("values", "budget", "rows", "tokens", "failed_steps", "spread")
+            fields = {name: getattr(one, name) for name in names}
+            ahead = {"ahead": found.difference, "ahead_se": found.error, "p": found.p}
+            rows.append({"training": one.name, **fields, **_test(one.test), **ahead})
         own = {"rows": self.schedule.rows, "tokens": self.schedule.tokens}
         rows.append({"training": WINNER, **own, **_test(self.winner)})
         types = {

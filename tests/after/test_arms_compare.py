@@ -116,7 +116,7 @@ def test_a_result_without_differences_as_version_0_2_wrote_it_is_shown(compared,
     file.write_text(json.dumps(result))
     assert compare(folder) == result
     shown = comparison_arms(result)
-    assert [arm.label for arm in shown.arms] == [
+    assert [shown.label(arm.name) for arm in shown.arms] == [
         *("four agents at your guess", "four random guesses", "evolved")
     ]
     assert shown.differences == ()

@@ -51,13 +51,13 @@ def replay(tests=None, made: Schedule | None = None, repeats: int = 3) -> Replay
     trained = tuple(
         Replayed(
             plan.name,
+            4 * plan.rows,
+            tests[plan.name],
             plan.values,
             plan.budget,
             plan.prompts,
             plan.rows,
-            4 * plan.rows,
             0,
-            tests[plan.name],
         )
         for plan in trainings(made)
     )

@@ -310,7 +310,7 @@ def _arms_html(found: Arms) -> str:
     titles = ["arm", "test", "spread", "tokens"]
     rows: list[list[tuple[str, object]]] = [
         [
-            (arm.label, arm.label),
+            (found.label(arm.name), arm.name),
             (with_error(arm.test.mean, arm.test.se, 3), _known(arm.test.mean)),
             (number(arm.spread), _known(arm.spread)),
             (f"{arm.tokens:,}", arm.tokens),

@@ -40,7 +40,7 @@ def arm_bars(found: Arms, width: int) -> RenderableType:
     low, high = min(0.0, *means), max(1.0, *means)
     cells = [
         (
-            arm.label,
+            found.label(arm.name),
             with_error(arm.test.mean, arm.test.se),
             "" if math.isnan(arm.spread) else f"spread {number(arm.spread)}",
             f"{arm.tokens:,} tokens",

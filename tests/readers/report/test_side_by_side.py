@@ -210,7 +210,7 @@ def test_the_page_of_a_run_shows_its_comparison_and_its_replay(tmp_path):
     comparison, replay = (body.partition("</section")[0] for body in bodies)
     for section, arms in ((comparison, comparison_arms(result)), (replay, found.arms())):
         for arm in arms.arms:
-            assert arm.label in section
+            assert arms.label(arm.name) in section
             assert f"{arm.test.mean:.3f} ± {arm.test.se:.3f}" in section
         for one in arms.differences:
             assert f"[{one.low:.3f}, {one.high:.3f}]" in section
