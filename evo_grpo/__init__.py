@@ -12,9 +12,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from evo_grpo.after.baselines import compare as compare
+    from evo_grpo.after.arms import compare as compare
+    from evo_grpo.after.arms import replay as replay
     from evo_grpo.after.export.export import export as export
-    from evo_grpo.after.replaying import replay as replay
     from evo_grpo.after.trying.answers import sample as sample
     from evo_grpo.after.trying.evaluation import evaluate_adapter as evaluate_adapter
     from evo_grpo.api.agent import CISPO as CISPO
@@ -88,7 +88,7 @@ _HOME = {
     "Tracker": "evo_grpo.readers.trackers.in_process",
     "Trial": "evo_grpo.evolve.explore.protocol",
     "TruncationSelection": "evo_grpo.evolve.select.truncation",
-    "compare": "evo_grpo.after.baselines",
+    "compare": "evo_grpo.after.arms",
     "deliver": "evo_grpo.readers.database",
     "evaluate_adapter": "evo_grpo.after.trying.evaluation",
     "export": "evo_grpo.after.export.export",
@@ -100,7 +100,7 @@ _HOME = {
     "plot_lineage": "evo_grpo.readers.report.figures.lineage",
     "plot_schedules": "evo_grpo.readers.report.figures.schedules",
     "read_metrics": "evo_grpo.record.step_metrics",
-    "replay": "evo_grpo.after.replaying",
+    "replay": "evo_grpo.after.arms",
     "resume": "evo_grpo.api.runs",
     "run": "evo_grpo.api.runs",
     "sample": "evo_grpo.after.trying.answers",

@@ -94,11 +94,14 @@ EXAMPLES: dict[str, Example] = {
     "report": Example(f"evo-grpo report {RUN}", f"wrote {RUN}/report.html"),
     "compare": Example(
         f"evo-grpo compare {RUN} runs/population-2",
-        "run                     test   base   gain  best fitness  rounds  tokens  seconds\n"
-        "population-1   0.922 ± 0.010  0.344  0.578         0.953       6  55,795     11.5\n"
-        "population-2   0.814 ± 0.016  0.344  0.471         0.844       1  56,309     11.0\n\n"
-        "run           minus population-1     95% interval  paired  which is\n"
-        "population-2              -0.107  [-0.144, -0.071]     yes     worse\n…",
+        "run                    test   base   gain  best fitness  rounds  tokens  seconds  "
+        "                     winner\n"
+        "population-1  0.922 ± 0.010  0.344  0.578         0.953       6  55,795     11.5  "
+        "the mean of agents 3 and 1\n"
+        "population-2  0.814 ± 0.016  0.344  0.471         0.844       1  56,309     11.0  "
+        "                   agent 5\n\n"
+        "run           minus population-1      95% interval  paired  result\n"
+        "population-2              -0.107  [-0.144, -0.071]     yes   worse\n…",
     ),
     "export": Example(
         f"evo-grpo export {RUN} out",
@@ -118,8 +121,8 @@ EXAMPLES: dict[str, Example] = {
     ),
     "replay": Example(
         f"evo-grpo replay {RUN}",
-        f"{RUN}: the winner is member 15, the mean of two survivors, of which the first is "
-        f"followed; its schedule over 6 rounds of 8 steps:\n…\nreplay: {RUN}/replay",
+        f"{RUN}: the winner is member 15, the mean of members 14 and 1, of which the schedule "
+        f"follows the first; its schedule over 6 rounds of 8 steps:\n…\nreplay: {RUN}/replay",
     ),
 }
 

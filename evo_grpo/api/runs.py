@@ -29,23 +29,23 @@ def run(
 ) -> Path:
     """Train and evolve a population from its first round to its last.
 
-    `evo-grpo steer` sends requests to the run folder, which are carried out between two rounds;
-    after `stop-after-round` the function returns before the end, with a folder that can be resumed
-    and has no summary.
+    Requests of `evo-grpo steer` are carried out between two rounds. After `stop-after-round` the
+    function returns before the last round; the folder then has no summary and can be resumed.
 
     Args:
-        config: What to run: a `RunConfig`, the path of a YAML file, or a mapping as in such a file.
-        out: Run folder; None makes a fresh `runs/<name>-<n>`.
-        force: Replace a run that is already there.
-        observer: Follows the progress.
-        progress: Show progress and the result; None does in a terminal and in a notebook where no
-            observer follows, True also in a pipe or a file, False nowhere.
+        config: Settings of the run: a `RunConfig`, the path of a YAML file, or a mapping as in
+            such a file.
+        out: Run folder; None creates `runs/<name>-<n>`.
+        force: Replace an existing run.
+        observer: Gets the progress.
+        progress: Whether to show progress and the result. None shows them in a terminal or a
+            notebook unless there is an observer, True also in a pipe or a file, False nowhere.
 
     Returns:
         The run folder.
 
     Raises:
-        EvoGrpoError: Any subclass; bad input is found before the first round where it can be.
+        EvoGrpoError: Any subclass. Most bad input is reported before the first round.
     """
     check_observer(observer or Observer())
     with telling_others():
@@ -67,20 +67,21 @@ def resume(
     observer: Observer | None = None,
     progress: bool | None = None,
 ) -> Path:
-    """Continue a stopped run after its last whole round; a finished run is left as it is.
+    """Continue a stopped run after its last whole round; leave a finished run unchanged.
 
-    An agent's adapter, reference, AdamW moments, hyperparameters and step counts come from its last
-    checkpoint; its member and history from rounds.jsonl. The last round's recorded selection and
-    mutation are then applied. No generator state is stored: random streams follow from the seed.
+    Adapter, reference, AdamW moments, hyperparameters and step counts of an agent come from its
+    last checkpoint, its member and history from rounds.jsonl. The selection and mutation that the
+    last round recorded are then applied. Random streams are derived from the seed, so no generator
+    state is stored.
 
     Args:
         folder: The run folder.
-        rounds: Rounds of the whole run, in place of population.rounds; a finished run continues
-            with them, as if it had had so many from the start. Its end so far is kept in the
-            summary.
+        rounds: Rounds of the whole run, in place of population.rounds. A finished run continues
+            up to this number, to the result of a run that had it from the start. The summary keeps
+            the earlier end.
         allow: Files of yours that may have changed since the run began, by the names that the error
             gives which a change raises without this, such as "env.reward: my_rewards:score".
-        observer: Follows the progress.
+        observer: Gets the progress.
         progress: As for `run`.
 
     Returns:
@@ -88,7 +89,8 @@ def resume(
 
     Raises:
         RunDirError: `Population.train` recorded it with objects that no file can name.
-        ConfigError: What the run is made of has changed, or `rounds` are fewer than were played.
+        ConfigError: The settings or files of the run have changed, or `rounds` is less than the
+            finished rounds.
         CheckpointError: A file of the run is missing or was changed.
     """
     check_observer(observer or Observer())
@@ -102,12 +104,12 @@ def resume(
 def _watched(
     play: Callable[[Observer], Path], progress: bool | None, observer: Observer | None, loaded: str
 ) -> RunFolder:
-    """Play a run with an observer for the screen, and that of the caller."""
-    # The first rank shows the run for all: another one may not even see the folder.
+    """Call `play` with an observer that shows the progress, and with that of the caller."""
+    # Only the first rank shows the run: other ranks may not see the folder.
     if follows() or progress is False or (progress is None and observer is not None):
         return RunFolder(play(observer or Observer()))
     from evo_grpo.readers.terminal import (
-        progress as terminal,  # rich, which a silent call does without
+        progress as terminal,  # imports rich, which a silent call does not need
     )
 
     with terminal.progress(anywhere=progress is True) as screen:

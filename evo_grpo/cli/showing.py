@@ -175,9 +175,10 @@ def _show_end(
 
 def _compare(audience: Audience, folder: Path, allow: Sequence[str]) -> None:
     """Train the populations of a comparison with a finished run, then show all as bars."""
-    from evo_grpo.readers.terminal.comparison import show_comparison
+    from evo_grpo.readers.terminal.arms import show_arms
     from evo_grpo.readers.terminal.console import say as say_to
     from evo_grpo.readers.terminal.console import warnings_to
+    from evo_grpo.record.arms import comparison_arms
     from evo_grpo.record.names import COMPARISON
     from evo_grpo.record.story import guess_sentence
 
@@ -187,7 +188,7 @@ def _compare(audience: Audience, folder: Path, allow: Sequence[str]) -> None:
         say("")
         say("the same population without evolution, at equal tokens:")
     with interruptible(lambda: stopped) as begin:
-        from evo_grpo.after.baselines import compare
+        from evo_grpo.after.arms import compare
 
         begin()
         with audience.progress(arm=True) as progress, warnings_to(audience.warn):
@@ -204,7 +205,7 @@ def _compare(audience: Audience, folder: Path, allow: Sequence[str]) -> None:
     if audience.events is not None:
         audience.events.write("comparison", **result)
     if audience.person:
-        show_comparison(audience.console, result)
+        show_arms(audience.console, comparison_arms(result))
         say_to(audience.console, guess_sentence(result), "bold", wrap=True)
         say_to(audience.console, f"comparison: {folder / COMPARISON}")
 

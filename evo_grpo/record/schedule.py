@@ -1,8 +1,8 @@
-"""The schedule of a run's winner, from the records, and the trainings that replay it; no torch."""
+"""The schedule of a run's winner, and the plan of the trainings that replay it; no torch."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,11 +32,11 @@ class ScheduledRound:
     """One round of the winner's line of ancestors.
 
     Attributes:
-        round: Its number in the run (0-based).
-        member: Who trained in it.
-        hparams: With what.
-        rows: Completions, or episodes, that were sampled for it.
-        tokens: Tokens sampled by it in training.
+        round: Number of the round in the run (0-based).
+        member: Member that trained in the round.
+        hparams: Its hyperparameters.
+        rows: Completions, or episodes, that it sampled in training.
+        tokens: Tokens that it sampled in training.
         run_rows: Completions of all agents of the run in that round.
     """
 
@@ -50,20 +50,23 @@ class ScheduledRound:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the winner of a run was trained with, round by round along its line of ancestors.
+    """Hyperparameters of a run's winner, round by round along its line of ancestors.
 
     Attributes:
-        kind: Which winner: "last" (the best of the last round), "archive" (the best ever: its line
-            ends in the round in which it was the best), or "mean" (of two survivors: the line is
-            that of the first).
+        kind: Kind of the winner: "last" (the best of the last round), "archive" (the best ever: its
+            line ends in the round in which it was the best), or "mean" (of two survivors: the line
+            is that of the first).
         member: Member id of the winner.
         checkpoint: Its checkpoint, relative to the run folder.
         steps: GRPO steps per round.
         mutable: Hyperparameters that may change in the run: those that mutate, then those that a
             person has set.
-        rounds: First to last. After a return to the best agent ever, rounds in between are missing.
+        rounds: First to last. After a return to the best agent ever, the rounds between are
+            missing.
         run_rows: Completions of all agents in all rounds of the run.
-        run_tokens: Their tokens.
+        run_tokens: Tokens of these completions.
+        parents: Member ids of the two survivors of which the winner is the mean; empty for an
+            agent, and in files of version 0.2.
     """
 
     kind: str
@@ -74,6 +77,7 @@ class Schedule:
     rounds: tuple[ScheduledRound, ...]
     run_rows: int
     run_tokens: int
+    parents: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def rows(self) -> int:
@@ -87,7 +91,7 @@ class Schedule:
 
     @property
     def last(self) -> Hparams:
-        """The values that the schedule ends with."""
+        """The hyperparameters of the last round."""
         return self.rounds[-1].hparams
 
     @property
@@ -96,7 +100,7 @@ class Schedule:
         return any(one.hparams != self.last for one in self.rounds)
 
     def prompts_per_step(self, one: ScheduledRound) -> float:
-        """Return the prompts of a GRPO step in one of its rounds, a mean over the steps."""
+        """Return the prompts of a GRPO step in a round of the schedule, the mean over the steps."""
         return one.rows / self.steps / one.hparams.group_size
 
     def hyperparameters(self) -> tuple[str, ...]:
@@ -105,7 +109,7 @@ class Schedule:
         return ("lr", "beta", "clip_coef", "group_size", *also)
 
     def frame(self) -> pd.DataFrame:
-        """Return it as a typed frame.
+        """Return the schedule as a typed frame.
 
         Returns:
             One row per round: round (0-based), member, the hyperparameters of the leaderboard,
@@ -141,13 +145,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Training:
-    """One of the trainings of a replay, planned step by step.
+    """The plan of one kind of training of a replay, step by step.
 
     Attributes:
         values: "schedule" (the hyperparameters of each round), or "constant" (the last ones).
         budget: "lineage" (the completions of the winner's line), or "run" (those of all agents).
-        hparams: One per round.
-        prompts: By round and step, P, >= 1.
+        hparams: Hyperparameters of each round.
+        prompts: Prompts by round and GRPO step, each P >= 1.
     """
 
     values: Values
@@ -157,12 +161,12 @@ class Training:
 
     @property
     def name(self) -> str:
-        """Its name, which is that of its folder."""
+        """Name of the training and of its folder."""
         return f"{self.values}-{self.budget}"
 
     @property
     def rows(self) -> int:
-        """Completions that it samples."""
+        """Completions that the training samples."""
         rounds = zip(self.hparams, self.prompts, strict=True)
         return sum(values.group_size * sum(counts) for values, counts in rounds)
 
@@ -171,7 +175,7 @@ def read_schedule(run: str | Path) -> Schedule:
     """Return the schedule of the winner of a finished run.
 
     Raises:
-        RunNotFoundError: It is no run folder.
+        RunNotFoundError: `run` is no run folder.
         RunDirError: The run is not finished, was recorded with objects that no file can name, or
             its winner trained for a single round; or another version of this library wrote it.
         CheckpointError: A file of its records is damaged.
@@ -180,13 +184,13 @@ def read_schedule(run: str | Path) -> Schedule:
     summary = read_summary(folder)
     if summary is None:
         raise RunDirError(
-            f"{folder}: expected a finished run, whose winner is known, got one without "
-            f"summary.json; finish it with: evo-grpo resume {folder}"
+            f"{folder}: expected a finished run with a winner, got one without summary.json; "
+            f"finish it with: evo-grpo resume {folder}"
         )
     refuse_objects(
         folder,
-        "so nothing can be trained from here as it was; evo_grpo.history(folder) has the values of "
-        "every agent by round, to train a new agent with in Python",
+        "so its trainings cannot be repeated from the folder; evo_grpo.history(folder) has the "
+        "hyperparameters of every agent by round, to train a new agent with in Python",
     )
     rounds = read_rounds(folder)
     steps = read_config(folder).population.steps_per_round
@@ -195,9 +199,9 @@ def read_schedule(run: str | Path) -> Schedule:
     if len(found.rounds) < 2:
         raise RunDirError(
             f"{folder}: expected a winner that trained for two rounds or more, got member "
-            f"{found.member}, which is the best after round {last.round + 1} alone: "
-            "one round is no schedule; start a run with more rounds (population.rounds), or with "
-            "lower learning rates where later rounds were worse"
+            f"{found.member} as it was after round {last.round + 1}, its only round: a single "
+            "round is no schedule; start a run with more rounds (population.rounds), or with lower "
+            "learning rates where later rounds were worse"
         )
     return found
 
@@ -205,7 +209,10 @@ def read_schedule(run: str | Path) -> Schedule:
 def winner_schedule(
     rounds: Sequence[RoundRecord], winner: Mapping[str, Any], steps: int
 ) -> Schedule:
-    """Return the schedule of a winner, as summary.json has it; `steps` are GRPO steps per round."""
+    """Return the schedule of a winner.
+
+    `winner` is the value of "best" in summary.json, `steps` are the GRPO steps per round.
+    """
     line = winning_lines(rounds, winner)[0]
     all_rows = {record.round: sum(map(_rows, record.agents)) for record in rounds}
     return Schedule(
@@ -226,20 +233,21 @@ def winner_schedule(
         ),
         run_rows=sum(all_rows.values()),
         run_tokens=sum(agent.tokens for record in rounds for agent in record.agents),
+        parents=tuple(winner["parents"]) if winner["kind"] == "mean" else (),
     )
 
 
 def trainings(schedule: Schedule) -> tuple[Training, ...]:
-    """Plan the four trainings: schedule and last values, each at two budgets.
+    """Plan the four kinds of training: schedule and last values, each at two budgets.
 
-    All take the steps and rounds of the schedule. At the budget of the lineage the schedule samples
-    in each round what the winner's line did; at that of the run it gets the rows of all agents.
-    Where the line lacks rounds of the run, the rows of those are spread over its own. The last
-    values get the same total, the same number of prompts in every step, up to rounding.
+    All have the steps and rounds of the schedule. With the budget of the lineage, the schedule
+    samples as many rows in each round as the winner's line did; with the budget of the run, as many
+    as all agents did. The rows of rounds that the line lacks are spread over its rounds. The last
+    values get the same total, with the same number of prompts in every step, up to rounding.
 
     Returns:
         schedule-lineage, constant-lineage, schedule-run, constant-run. Each samples its budget up
-        to one group, except that no step goes without a prompt.
+        to one group, and at least one prompt per step.
     """
     rounds, steps = schedule.rounds, schedule.steps
     own = [one.rows for one in rounds]
@@ -251,7 +259,7 @@ def trainings(schedule: Schedule) -> tuple[Training, ...]:
     found: list[Training] = []
     for budget, rows in wanted.items():
         values = tuple(one.hparams for one in rounds)
-        found.append(Training("schedule", budget, values, _dealt(rows, values, steps)))
+        found.append(Training("schedule", budget, values, _prompts(rows, values, steps)))
         groups = round(sum(rows) / schedule.last.group_size)
         counts = _evenly(groups, len(rounds) * steps)
         by_round = tuple(counts[i * steps : (i + 1) * steps] for i in range(len(rounds)))
@@ -259,10 +267,16 @@ def trainings(schedule: Schedule) -> tuple[Training, ...]:
     return tuple(found)
 
 
-def _dealt(
+def equal_prompts(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> bool:
+    """Return whether two trainings have equal prompts in every step, up to one prompt."""
+    pairs = zip(first, second, strict=True)
+    return all(abs(a - b) <= 1 for one, other in pairs for a, b in zip(one, other, strict=True))
+
+
+def _prompts(
     rows: Sequence[float], hparams: Sequence[Hparams], steps: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the prompts of each round and step; what rounding leaves over goes to the next."""
+    """Return the prompts of each round and step; the rounding remainder carries over."""
     left = 0.0
     found: list[tuple[int, ...]] = []
     for wanted, values in zip(rows, hparams, strict=True):
@@ -274,11 +288,11 @@ def _dealt(
 
 
 def _evenly(groups: int, steps: int) -> tuple[int, ...]:
-    """Return how many of some groups each step gets, at least one."""
+    """Divide groups evenly over steps, at least one per step."""
     groups = max(groups, steps)
     return tuple((i + 1) * groups // steps - i * groups // steps for i in range(steps))
 
 
 def _rows(agent: AgentRecord) -> int:
-    """Return what an agent sampled in a round, episodes that were dropped included."""
+    """Return the rows that an agent sampled in a round, with the episodes that were dropped."""
     return int(agent.metrics["rows"] + agent.metrics.get("dropped", 0.0))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from evo_grpo.errors import CheckpointError, ConfigError, EvoGrpoError
 from evo_grpo.record import columns
-from evo_grpo.record.comparison import read_comparison
+from evo_grpo.record.arms import read_comparison
 from evo_grpo.record.config import read_settings
 from evo_grpo.record.family import FamilyMember, founders, tree
 from evo_grpo.record.files import load_json

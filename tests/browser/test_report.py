@@ -13,9 +13,8 @@ import pytest
 import shown_run
 from random_runs import make_run, timed
 
-from evo_grpo.readers.report.comparison_page import write_comparison
 from evo_grpo.readers.report.run_page import write_report
-from evo_grpo.readers.report.side_by_side import side_by_side
+from evo_grpo.readers.report.side_by_side import side_by_side, write_side_by_side
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.settings import to_yaml
 
@@ -196,7 +195,7 @@ def test_a_long_run_opens_at_once(opened, tmp_path):
 
 def test_runs_side_by_side(opened, run, tmp_path):
     other = shown_run.run_folder(str(tmp_path / "other"))
-    page = opened(write_comparison(side_by_side([run, other]), tmp_path / "both.html"))
+    page = opened(write_side_by_side(side_by_side([run, other]), tmp_path / "both.html"))
     count = page.locator(".chart").count()
     assert count >= 1
     for index in range(count):

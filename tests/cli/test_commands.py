@@ -62,7 +62,7 @@ def written(text: str = MINIMAL, name: str = "population.yaml") -> str:
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A loop that plays `two_rounds` without a model, and stops where a test says."""
-    import evo_grpo.after.baselines  # noqa: F401 -- with the loop itself, before a stand-in takes its place
+    import evo_grpo.after.arms  # noqa: F401 -- with the loop itself, before a stand-in takes its place
 
     calls = SimpleNamespace(seen=[], interrupt_after=None, error=None, began=False)
 
@@ -627,7 +627,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         observer.started(folder / "compare" / "guess", 1, 0, small_config())
         return COMPARISON
 
-    monkeypatch.setitem(sys.modules, "evo_grpo.after.baselines", SimpleNamespace(compare=compare))
+    monkeypatch.setitem(sys.modules, "evo_grpo.after.arms", SimpleNamespace(compare=compare))
     return calls
 
 
@@ -785,10 +785,10 @@ def test_export_needs_a_checkpoint():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ([], "expected one folder to write"),
-        (["a", "--best", "b"], "expected one folder to write"),
-        (["--best", "b", "--agent", "1"], "--best is the winner"),
-        (["--best", "b", "--best-ever"], "--best is the winner"),
+        ([], "expected one output folder"),
+        (["a", "--best", "b"], "expected one output folder"),
+        (["--best", "b", "--agent", "1"], "--best writes the winner"),
+        (["--best", "b", "--best-ever"], "--best writes the winner"),
     ],
 )
 def test_export_takes_one_folder_and_one_agent(more: list[str], message: str):
@@ -868,7 +868,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return found
 
     module = SimpleNamespace(replay=train)
-    monkeypatch.setitem(sys.modules, "evo_grpo.after.replaying", module)
+    monkeypatch.setitem(sys.modules, "evo_grpo.after.arms", module)
     return calls
 
 
@@ -892,7 +892,7 @@ def test_replay_shows_the_schedule_the_trainings_and_the_verdict(trainer: Simple
     ]
     verdicts = [line for line in lines if line.startswith("With the tokens of")]
     assert len(verdicts) == 2
-    assert "it cannot be told whether the schedule is better than its last values" in verdicts[0]
+    assert "the schedule and its last values do not differ significantly" in verdicts[0]
     assert "Means of 3 trainings of each kind" in result.stdout
     assert lines[-1] == "replay: runs/one/replay"
 

@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from evo_grpo.record.arms import WINNER, Difference
 from evo_grpo.record.names import REPLAYED
-from evo_grpo.record.replay import WINNER, Difference, Replay, Replayed
+from evo_grpo.record.replay import Replay, Replayed
 from evo_grpo.record.schedule import Schedule, ScheduledRound, trainings
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Score
@@ -50,13 +51,13 @@ def replay(tests=None, made: Schedule | None = None, repeats: int = 3) -> Replay
     trained = tuple(
         Replayed(
             plan.name,
+            4 * plan.rows,
+            tests[plan.name],
             plan.values,
             plan.budget,
             plan.prompts,
             plan.rows,
-            4 * plan.rows,
             0,
-            tests[plan.name],
         )
         for plan in trainings(made)
     )

@@ -8,9 +8,8 @@ from small_run import SETTINGS, small
 from typer.testing import CliRunner
 
 from evo_grpo import resume, run, settings
-from evo_grpo.after.baselines import compare
+from evo_grpo.after.arms import compare, replay
 from evo_grpo.after.export.export import export
-from evo_grpo.after.replaying import replay
 from evo_grpo.after.trying.answers import sample
 from evo_grpo.after.trying.evaluation import evaluate_adapter
 from evo_grpo.after.verifying.verify import verify

@@ -9,8 +9,9 @@ from shown_replay import BETTER, EVEN, replay, schedule, scored
 from shown_run import run_folder
 
 from evo_grpo.errors import CheckpointError, RunDirError, RunNotFoundError
+from evo_grpo.record.arms import WINNER, Difference, pooled
 from evo_grpo.record.names import REPLAY_RESULT
-from evo_grpo.record.replay import WINNER, Difference, pooled, read_replay, write_replay
+from evo_grpo.record.replay import read_replay, unmoved, write_replay
 from evo_grpo.record.schedule import ScheduledRound
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Score
@@ -23,20 +24,20 @@ def test_a_schedule_is_claimed_where_its_interval_is_above_zero():
     assert 0 < ahead.low < ahead.difference < ahead.high
     assert ahead.high - ahead.difference == pytest.approx(2.131 * ahead.error, rel=2e-3)
     assert ahead.p < 0.05
-    assert found.told("run") == "ahead"
+    assert found.outcome("run") == "ahead"
     assert found.verdict("run").startswith(
         "With the tokens of the whole run, the schedule beat its last values held constant: "
         "schedule minus constant +0.250 [+0.1"
     )
-    assert found.told("lineage") == "untold"
+    assert found.outcome("lineage") == "unclear"
     assert found.verdict("lineage").startswith(
-        "With the tokens of the winner's lineage, it cannot be told whether the schedule is better"
+        "With the tokens of the winner's lineage, the schedule and its last values do not differ "
     )
 
 
 def test_the_last_values_may_be_the_better_ones():
     found = replay({"constant-lineage": BETTER})
-    assert found.told("lineage") == "behind"
+    assert found.outcome("lineage") == "behind"
     assert "the last values held constant beat the schedule" in found.verdict("lineage")
     assert found.difference("schedule-lineage", "constant-lineage").high < 0
 
@@ -53,7 +54,7 @@ def test_an_interval_of_few_prompts_is_not_enough():
     ahead = found.difference("schedule-run", "constant-run")
     assert ahead.low > 0
     assert ahead.p == 0.25
-    assert found.told("run") == "untold"
+    assert found.outcome("run") == "unclear"
     assert found.verdict("run").endswith(", and p 0.25 from 3 prompts.")
     assert " p " not in found.verdict("lineage")
 
@@ -90,8 +91,8 @@ def test_the_winner_is_one_agent_whatever_it_is_compared_with():
 def test_one_training_of_each_claims_nothing():
     found = replay({"schedule-run": BETTER}, repeats=1)
     assert found.difference("schedule-run", "constant-run").low > 0
-    assert found.told("run") == "untold"
-    assert "so nothing is claimed" in found.caveat()
+    assert found.outcome("run") == "unclear"
+    assert "no difference is reported as significant" in found.caveat()
     assert math.isnan(found.training("schedule-run").spread)
     assert replay().caveat().startswith("Means of 3 trainings of each kind")
 
@@ -106,7 +107,7 @@ def test_the_mean_of_trainings():
     assert pooled([scored(0.0, 1.0), scored(nan, 1.0)]).n == 1
     nothing = pooled([scored(0.0, 1.0), Score(nan, nan, 0)])
     assert math.isnan(nothing.mean)
-    assert replay({"schedule-run": [EVEN, EVEN, Score(nan, nan, 0)]}).told("run") == "failed"
+    assert replay({"schedule-run": [EVEN, EVEN, Score(nan, nan, 0)]}).outcome("run") == "failed"
 
 
 def test_the_p_value_counts_both_directions():
@@ -121,18 +122,31 @@ def test_the_p_value_counts_both_directions():
 def test_equal_trainings_say_nothing_of_the_schedule():
     still = [ScheduledRound(i, 0, Hparams(lr=1e-3), 64 * (i + 1), 256, 512) for i in range(3)]
     found = replay({f"schedule-{b}": BETTER for b in ("run", "lineage")}, schedule(still))
-    assert found.told("run") == "same"
-    assert "so what lies between them is chance" in found.verdict("run")
+    assert found.outcome("run") == "same"
+    assert "so their difference is chance" in found.verdict("run")
     # With the rows of the line, what moves is the number of prompts.
-    assert found.told("lineage") == "ahead"
+    assert found.outcome("lineage") == "ahead"
+
+
+def test_what_a_replay_can_show_where_nothing_moved():
+    rows = [64, 128, 192]
+    still = [ScheduledRound(i, 0, Hparams(lr=1e-3), rows[i], 256, 512) for i in range(3)]
+    text = unmoved(schedule(still))
+    assert text.startswith("No hyperparameter changed on the winner's line: the schedule is its")
+    assert "winner's lineage, both differ only in the prompts of each step." in text
+    assert "whole run, both are trained in the same way and differ by chance." in text
+    assert "how far the winner is from agents that were trained outside a population" in text
+    even = unmoved(schedule([ScheduledRound(i, 0, Hparams(), 64, 256, 512) for i in range(3)]))
+    assert "prompts of each step" not in even
+    assert unmoved(schedule()) == ""
 
 
 def test_a_training_that_broke_down_tells_nothing():
     found = replay({"constant-run": scored(*(math.nan,) * 16)})
-    assert found.told("run") == "failed"
+    assert found.outcome("run") == "failed"
     assert found.verdict("run") == (
-        "With the tokens of the whole run, nothing can be told, for a training ended without a "
-        "finite reward."
+        "With the tokens of the whole run, there is no result, because a training ended without "
+        "a finite reward."
     )
     assert found.difference("constant-run", WINNER).sign == 0
 
@@ -141,7 +155,7 @@ def test_one_test_prompt_tells_nothing():
     one = {name: scored(1.0) for name in ("schedule-run", "schedule-lineage", WINNER)}
     zero = {name: scored(0.0) for name in ("constant-run", "constant-lineage")}
     found = replay({**one, **zero})
-    assert found.told("run") == "untold"
+    assert found.outcome("run") == "unclear"
     assert "nan" not in found.verdict("run")
     assert json.dumps(found.frame().astype(object).to_dict("records"), default=str)
 
@@ -156,7 +170,10 @@ def test_it_is_read_as_it_was_written(tmp_path):
     assert data["format"] == 1
     assert data["schedule"]["rounds"][2]["prompts_per_step"] == 13
     assert [one["name"] for one in data["trained"]] == [one.name for one in found.trained]
-    assert data["verdicts"]["run"] == {"told": "ahead", "sentence": found.verdict("run")}
+    del data["schedule"]["parents"]  # as version 0.2 wrote it
+    (folder / REPLAY_RESULT).write_text(json.dumps(data))
+    assert read_replay(folder) == found
+    assert data["verdicts"]["run"] == {"outcome": "ahead", "sentence": found.verdict("run")}
 
 
 def test_what_is_not_known_is_null_in_the_file(tmp_path):

@@ -88,6 +88,7 @@ def test_of_a_mean_follows_its_first_parent():
     parents = [first.member, second.member]
     found = winner_schedule(rounds, winner(99, "mean", parents=parents), STEPS)
     assert found.member == 99
+    assert found.parents == (first.member, second.member)
     assert found.rounds == winner_schedule(rounds, winner(first.member), STEPS).rounds
     assert found.rounds[-1].member == first.member
 

@@ -434,7 +434,7 @@ def test_a_finished_run_is_not_steered(tmp_path):
 
 
 def test_a_population_of_a_comparison_is_not_steered(tmp_path):
-    from evo_grpo.after.baselines import compare
+    from evo_grpo.after.arms import compare
 
     run(small(population__rounds=1), out=tmp_path / "run")
     compare(tmp_path / "run")

@@ -1,1 +1,1 @@
-"""A trained adapter, tried: what it answers, and its reward on a split of a task."""
+"""Sample answers of a trained adapter, and measure its mean reward on a split of a task."""

@@ -1,4 +1,4 @@
-"""sample(run, prompts): what an agent of a run answers, and its base beside it."""
+"""sample(run, prompts): answers of an agent of a run, and of its base model."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.types import Prompt
 
 _OBJECTS = (
-    "so its base and its task are not known here; in Python, load a checkpoint with "
-    "load_checkpoint, and ask the agent with get_action"
+    "so its base and its task cannot be built from the folder; in Python, load a checkpoint with "
+    "load_checkpoint, and call get_action"
 )
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What one policy answered to a prompt.
+    """The answers of one policy to a prompt.
 
     Attributes:
-        who: "agent 1, member 4", or "base" for the model without an adapter.
-        texts: Its completions, or episodes, in the order in which they were drawn.
-        rewards: That of each, None where there is none: of a prompt that is no row of the task, or
-            where every reward function abstained.
-        ended: Whether each came to its end; else the limit of tokens cut it.
+        who: Name of the policy: "agent 1, member 4", or "base" for the model without an adapter.
+        texts: Completions, or episodes, in the order in which they were drawn.
+        rewards: Reward of each. None for a prompt that is no row of the task, and where every
+            reward function abstained.
+        ended: Whether each is complete, rather than cut at the limit of tokens.
     """
 
     who: str
@@ -60,8 +60,8 @@ class Sampled:
     """A prompt with its answers.
 
     Attributes:
-        prompt: As the model read it, chat template included.
-        answers: The agent's first, then those of the base where it was asked.
+        prompt: The prompt as the model reads it, with the chat template.
+        answers: Answers of the agent, then of the base where it was sampled too.
     """
 
     prompt: str
@@ -70,7 +70,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Drawn:
-    """How answers are drawn; see `sample`."""
+    """Settings of the draws; see `sample`."""
 
     n: int
     temperature: float | None
@@ -98,37 +98,37 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
     raw: bool = False,
     allow: Sequence[str] = (),
 ) -> list[Sampled]:
-    """Let an agent of a run answer prompts, or rows of its task, as it did in training.
+    """Sample answers of an agent to prompts, or to rows of its task, as in training.
 
-    A prompt goes through the template of the task, and an answer ends where one of training did.
-    Agent and base draw with the same random numbers.
+    A prompt is rendered with the template of the task, and an answer ends at the same tokens as in
+    training. Agent and base draw with the same random numbers.
 
     Args:
         run: Run folder with at least one finished round.
-        prompts: What to ask: the value of the one column that the task's template names; of
-            several columns a JSON object.
-        rows: Rows of the task by their position in the split (0-based), of a task of several turns
-            episodes. These have rewards.
-        split: Which one.
-        agent: Whom to ask, with `member`, `round` (0-based) and `best_ever` as in `export`; by
-            default the winner.
+        prompts: Values of the column that the task's template names; JSON objects where it names
+            several columns.
+        rows: Rows of the task by their position in the split (0-based); episodes for a task of
+            several turns. Answers to rows have rewards.
+        split: Split of the rows.
+        agent: Agent to sample, selected with `member`, `round` (0-based) and `best_ever` as in
+            `export`; the winner by default.
         member: See `agent`.
         round: See `agent`.
         best_ever: See `agent`.
         n: Answers to each prompt, >= 1.
-        temperature: Of sampling, > 0; None takes that of the run's evaluations.
-        base: Whether the base answers too.
-        seed: Other seeds give other answers.
+        temperature: Sampling temperature, > 0; None takes that of the run's evaluations.
+        base: Whether the base model is sampled too.
+        seed: Seed of the draws.
         raw: Send prompts as they are, without the template.
-        allow: Of rows, files of yours that may be others than those of the run, by the names that
-            the error gives which such a file raises without this.
+        allow: For rows, files of yours that may differ from those of the run, by the names that the
+            error gives which a difference raises without this.
 
     Returns:
         One entry per prompt, then one per row.
 
     Raises:
-        CheckpointError: No round is finished, or the checkpoint is gone or damaged.
-        ConfigError: There is no such agent or row, or a number is out of range; or rows are asked,
+        CheckpointError: No round is finished, or the checkpoint is missing or damaged.
+        ConfigError: There is no such agent or row, or a number is out of range; or rows are given,
             and the settings or the files of the run have changed.
         RunDirError: The run was recorded with objects that no file can name.
         PromptTooLongError: A prompt leaves no room for an answer.
@@ -144,19 +144,20 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
 def answers(
     choice: Choice, prompts: Iterable[str], rows: Sequence[int], drawn: Drawn
 ) -> Generator[Sampled]:
-    """Yield the answers to each prompt, taken when it is asked, then to each row; see `sample`.
+    """Yield the answers to each prompt, then to each row; see `sample`.
 
-    The task is built only for rows. The agent stays loaded until the generator ends or is closed.
+    Prompts are read one at a time. The task is built only for rows. The agent stays loaded until
+    the generator ends or is closed.
     """
     whole(1).check("n", drawn.n)
     whole().check("seed", drawn.seed)
     if drawn.temperature is not None:
         computable(LEAST, MOST).check("temperature", drawn.temperature)
-    # Of rows what the task names is imported and called.
+    # For rows the code that the task names is imported and called.
     command = f"sample {choice.run} --row N" if rows else None
     config = config_of(choice, _OBJECTS, command, drawn.allow)
     adapter = adapter_of(choice)
-    # Of rows the environment says itself how long an answer is, and what is asked.
+    # For rows the environment has the prompts and the length of an answer.
     how = None if rows else _how(config, raw=drawn.raw)
     tokens = None if how is None else how.max_output_tokens
     with loaded(config, adapter, with_env=bool(rows), max_output_tokens=tokens) as policy:
@@ -237,7 +238,7 @@ def _how(config: RunConfig, *, raw: bool) -> Asking:
         return asking(config.env, config.seed)
     try:
         tokens = asking(config.env, config.seed).max_output_tokens
-    except EvoGrpoError:  # the task is not there, nor needed
+    except EvoGrpoError:  # a raw prompt does not need the task
         tokens = DEFAULT_OUTPUT_TOKENS
     return Asking(Template.of("{prompt}"), tokens, {})
 
@@ -255,13 +256,13 @@ def _start(env: Any, split: Split, number: int) -> Any:  # noqa: ANN401 -- of an
 
 
 def _row(text: str, columns: Sequence[str]) -> dict[str, Any]:
-    """Return the row that a prompt stands for: of several columns a JSON object has them."""
+    """Return a prompt as a row of the task; for several columns it is a JSON object of them."""
     if len(columns) == 1:
         return {columns[0]: text}
     if not columns:
         raise DataError(
-            "prompt: the task's template names no column, so it asks always the same; ask a row "
-            "with --row, or send your prompt as it is with --raw"
+            "prompt: the task's template names no column, so its prompt is always the same; sample "
+            "a row with --row, or send your prompt as it is with --raw"
         )
     try:
         row = json.loads(text)
@@ -271,7 +272,7 @@ def _row(text: str, columns: Sequence[str]) -> dict[str, Any]:
         example = json.dumps(dict.fromkeys(columns, "..."), ensure_ascii=False)
         raise ConfigError(
             f"prompt: the task's template names {len(columns)} columns; expected a JSON object of "
-            f"them, such as '{example}', got {shown(text)}; or ask a row with --row, or send the "
-            "prompt as it is with --raw"
+            f"them, such as '{example}', got {shown(text)}; or sample a row with --row, or send "
+            "the prompt as it is with --raw"
         )
     return cast("dict[str, Any]", row)

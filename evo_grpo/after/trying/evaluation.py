@@ -1,4 +1,4 @@
-"""evaluate_adapter(adapter, config): the mean reward of an adapter, and of its base beside it."""
+"""evaluate_adapter(adapter, config): mean reward of an adapter, and of its base model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from evo_grpo.settings import RunConfig
 from evo_grpo.training.run import as_config
 from evo_grpo.types import Score
 
-_OBJECTS = "so its task is not known here; give a configuration of it"
+_OBJECTS = "so its task cannot be built from the folder; give a configuration of it"
 JudgedOn = Literal["validation", "test"]
 
 
@@ -34,9 +34,9 @@ class Result:
     """A mean reward over the prompts of a split.
 
     Attributes:
-        mean: It.
+        mean: The mean reward.
         se: Its standard error over prompts, NaN from a single sample.
-        n: Prompts.
+        n: Number of prompts.
     """
 
     mean: float
@@ -45,25 +45,25 @@ class Result:
 
     @classmethod
     def of(cls, score: Score) -> Result:
-        """Return a score without its single prompts."""
+        """Return a score without the rewards of single prompts."""
         return cls(score.mean, score.se, score.n)
 
 
 @dataclass(frozen=True)
 class Judged:
-    """An adapter on a split of a task.
+    """The result of an adapter on a split of a task.
 
     Attributes:
-        adapter: Its folder, or the agent of a run in words.
-        task: What it was judged in.
-        split: On which prompts.
-        samples: Completions, or episodes, of each.
-        temperature: At which they were drawn.
-        own: The adapter's mean reward.
-        base: That of the base with the same draws, None where it was not asked for.
-        gain: The first minus the second, over the prompts that both answered.
-        gain_se: Paired standard error of it, NaN from fewer than two prompts.
-        interval: Where it lies with a probability of `LEVEL`, by Student's t over prompts.
+        adapter: Folder of the adapter, or the agent of a run in words.
+        task: Name of the task.
+        split: Split of the prompts.
+        samples: Completions, or episodes, per prompt.
+        temperature: Sampling temperature.
+        own: Mean reward of the adapter.
+        base: Mean reward of the base with the same draws, None where it was not evaluated.
+        gain: Adapter minus base, over the prompts that both answered.
+        gain_se: Paired standard error of the gain, NaN from fewer than two prompts.
+        interval: Interval of the gain with probability `LEVEL`, by Student's t over prompts.
     """
 
     adapter: str
@@ -78,7 +78,7 @@ class Judged:
     interval: tuple[float, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON has it: numbers that are not finite are None."""
+        """Return the result as JSON values; numbers that are not finite are None."""
         return {"level": LEVEL, **plain_value(asdict(self))}
 
 
@@ -91,22 +91,23 @@ def evaluate_adapter(
     base: bool = True,
     allow: Sequence[str] = (),
 ) -> Judged:
-    """Judge an adapter on a task as a run judges its winner: same prompts, samples and draws.
+    """Evaluate an adapter on a task as a run judges its winner: same prompts, samples and draws.
 
     Args:
         adapter: A PEFT folder over the base of the configuration, such as an export; or a run
-            folder, of which the winner is judged.
-        config: What it is judged on: a `RunConfig`, the path of a YAML file, or a mapping as in
-            such a file. None takes that of the run.
-        split: "test" repeats what a run ends with, "validation" the comparison of its finalists.
-        prompts: How many; None takes as many as the run does.
-        base: Whether the base answers too, with the same draws.
-        allow: Files of yours that may be others than those of the run, by the names that the error
-            gives which such a file raises without this. Without a `config`.
+            folder, whose winner is evaluated.
+        config: Configuration with base and task: a `RunConfig`, the path of a YAML file, or a
+            mapping as in such a file. None takes the configuration of the run.
+        split: "test" repeats the test at the end of a run, "validation" the comparison of its
+            finalists.
+        prompts: Number of prompts; None takes as many as the run does.
+        base: Whether the base is evaluated too, with the same draws.
+        allow: Without a `config`, files of yours that may differ from those of the run, by the
+            names that the error gives which a difference raises without this.
 
     Raises:
-        CheckpointError: It is neither a PEFT folder nor a run with a finished round, or a file was
-            changed.
+        CheckpointError: `adapter` is neither a PEFT folder nor a run with a finished round, or a
+            file was changed.
         ConfigError: The adapter does not fit the base, there is no configuration, or the settings
             or the files of the run have changed.
         RunFailedError: The adapter, or the base, has log-probabilities that are not finite, or no
@@ -119,12 +120,12 @@ def evaluate_adapter(
         whole(1).check("prompts", prompts)
     name, folder, run = _found(Path(adapter), config, allow)
     fitness = run.evolve.fitness
-    # On validation the draws of the final comparison; its samples, where it has any.
+    # Validation repeats the draws of the final comparison, and its samples where it has any.
     samples = fitness.test_samples if split == "test" else fitness.final_samples or fitness.samples
     count = prompts or (fitness.test_prompts if split == "test" else fitness.prompts)
     with loaded(run, folder, with_env=True) as policy:
-        assert policy.env is not None, "it was asked for"
-        # The base first, as at the end of a run: the same batch gives the same bits.
+        assert policy.env is not None, "loaded with with_env=True"
+        # Base first, as at the end of a run: the same batch gives the same bits.
         found = evaluate(
             policy.cohort,
             policy.env,
@@ -143,13 +144,13 @@ def evaluate_adapter(
         return judged
     (other,) = bases
     ahead = compare(own, other)
-    # As a run has it, where both answered all prompts: the same number, rounded otherwise.
+    # Where both answered all prompts, the gain is rounded as in summary.json.
     whole_split = ahead.prompts == own.n == other.n
     gain = own.mean - other.mean if whole_split else ahead.difference
     if not math.isfinite(gain):
         raise RunFailedError(
-            f"{name}: expected prompts that it and the base both answered, got none; ask more "
-            "prompts, or leave the base out"
+            f"{name}: expected prompts that both the adapter and the base answered, got none; give "
+            "more prompts, or leave out the base"
         )
     return replace(
         judged,
@@ -161,12 +162,12 @@ def evaluate_adapter(
 
 
 def _check_finite(who: str, found: Evaluation) -> None:
-    """Refuse a mean reward that is none."""
+    """Refuse log-probabilities or a mean reward that is not finite."""
     check_answers(who, (one.logprobs for one in found.experience.trajectories))
     if not math.isfinite(found.score.mean):
         raise RunFailedError(
             f"{who}: expected a mean reward, got none: every reward function abstained on every "
-            "answer; give rewards that score this task, or another split"
+            "answer; give reward functions that score this task, or another split"
         )
 
 
@@ -175,7 +176,7 @@ def _found(
     config: RunConfig | str | Path | Mapping[str, Any] | None,
     allow: Sequence[str],
 ) -> tuple[str, Path, RunConfig]:
-    """Return what is judged in words, its PEFT folder, and what it is judged on."""
+    """Return the name of an adapter, its PEFT folder, and the configuration of its task."""
     given = None if config is None else as_config(config)
     if is_run(adapter):
         choice = choose_of(adapter)
@@ -187,23 +188,22 @@ def _found(
         raise CheckpointError(
             f"{adapter}: expected a PEFT folder with {ADAPTER_CONFIG}, or a run folder, "
             + (
-                "got an ordinary model, such as a merged export; name it as `model` of a "
-                "configuration"
+                "got a whole model, such as a merged export; name it as `model` in a configuration"
                 if merged
                 else "got neither; give the folder that evo-grpo export wrote"
             )
         )
     if given is None:
         raise ConfigError(
-            f"{adapter}: expected a configuration beside a PEFT folder, which names base and task, "
+            f"{adapter}: expected a configuration with the base and the task of the PEFT folder, "
             f"got none: evo-grpo evaluate {adapter} population.yaml"
         )
     named = str(read_config(adapter).base_model_name_or_path or "")
-    # An export names a base that lies in it by its place. Paths differ between machines.
+    # An export with its base names it by a relative path. Other paths differ between machines.
     if named and not named.startswith("./") and Path(named).name != Path(given.model.name).name:
         warnings.warn(
-            f"{adapter}: it says that its base is {named!r}, and the configuration's is "
-            f"{given.model.name!r}: an adapter means nothing over another base",
+            f"{adapter}: its base is {named!r}, but the base of the configuration is "
+            f"{given.model.name!r}: an adapter only works with its own base",
             UserWarning,
             stacklevel=3,
         )

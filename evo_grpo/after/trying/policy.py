@@ -1,4 +1,4 @@
-"""An adapter over its base, ready to answer: what a run has in N slots, in one."""
+"""Load an adapter over its base as a cohort of one agent, ready to sample."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from evo_grpo.types import Slot
 
 @dataclass(frozen=True)
 class Policy:
-    """An adapter over its base: a cohort of one agent; `env` is None where no task is needed."""
+    """A cohort of one agent, and the environment of its task, None where no task is needed."""
 
     cohort: Cohort
     env: Environment[Any] | None
@@ -40,8 +40,8 @@ def loaded(
 ) -> Generator[Policy]:
     """Load the base of a configuration, a PEFT folder over it and, `with_env`, its task.
 
-    The configuration's `lora` does not count, since the adapter has its own. `max_output_tokens`
-    holds where the configuration has none; None leaves it to the task.
+    The adapter's own LoRA settings replace those of the configuration. `max_output_tokens` is used
+    where the configuration has none; None takes that of the task.
     """
     algorithm = config.algorithm
     if algorithm.max_output_tokens is None and max_output_tokens is not None:
@@ -49,7 +49,7 @@ def loaded(
     agents = config.agents().replace(
         model=config.model.replace(lora=LoraSettings(), adapter=str(adapter)),
         algorithm=algorithm.replace(separate_reference=False),
-        # One process answers, and nothing is trained.
+        # One process samples, and nothing is trained.
         engine=config.engine.replace(zero=None),
     )
     env: Environment[Any] | None = None
@@ -66,20 +66,24 @@ def loaded(
 
 
 def check_answers(who: str, logprobs: Iterable[Sequence[float] | None]) -> None:
-    """Refuse answers (the log-probs of their tokens) with a NaN: NaN logits choose no token."""
+    """Refuse answers whose log-probs (one sequence each) have a NaN: the tokens are arbitrary."""
     if any(math.isnan(value) for own in logprobs for value in own or ()):
         raise RunFailedError(
             f"{who}: expected finite log-probabilities, got NaN: its weights are not finite, or "
-            "overflow in the dtype of the base, so that it answers nothing; take another "
+            "overflow in the dtype of the base, so that its answers are arbitrary; use another "
             "checkpoint, or engine.dtype: float32"
         )
 
 
 def config_of(choice: Choice, so: str, command: str | None, allow: Iterable[str]) -> RunConfig:
-    """Return the settings of a run that a file can name; else `so` says what to do instead.
+    """Return the settings of a run, where its population.yaml has all of them.
 
-    A `command` builds the task too, from the files that the run began with; `allow` names those
-    that may have changed.
+    Args:
+        choice: An agent of the run.
+        so: Consequence and remedy for the error, where the run was recorded with Python objects.
+        command: Command that also builds the task, whose files must be those of the run; None
+            does not check them.
+        allow: Names of files that may have changed.
     """
     refuse_objects(choice.run, so)
     config = read_config(choice.run)
@@ -89,18 +93,18 @@ def config_of(choice: Choice, so: str, command: str | None, allow: Iterable[str]
 
 
 def adapter_of(choice: Choice) -> Path:
-    """Return the PEFT folder of an agent of a run, whose files are those that were recorded.
+    """Return the PEFT folder of an agent of a run, with the digests that the run recorded.
 
     Raises:
-        CheckpointError: One is missing or was changed.
-        RunDirError: It lies behind a link.
+        CheckpointError: A file is missing or was changed.
+        RunDirError: The folder lies behind a link.
     """
     folder = inside(choice.run, choice.checkpoint or ".")
     files = {n: d for n, d in choice.files.items() if n.startswith("actor/")}
     if not choice.checkpoint or not files:
         raise CheckpointError(
-            f"{choice.run}: its records name no checkpoint of {choice.name}; put rounds.jsonl and "
-            "summary.json back as they were"
+            f"{choice.run}: expected a recorded checkpoint of {choice.name}, got none; restore "
+            "rounds.jsonl and summary.json"
         )
     refuse_foreign_files(folder)
     check_digests(folder, files, "the run recorded")

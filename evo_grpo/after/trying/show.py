@@ -1,4 +1,4 @@
-"""What an adapter answered, and how it was judged, on a screen."""
+"""Print the answers of an adapter and its evaluation in the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def show_sampled(console: Console, sampled: Sampled) -> None:
-    """Print a prompt with its answers; a line of an answer is a line of the screen."""
+    """Print a prompt and its answers, each with its own line breaks."""
     for line in sampled.prompt.split("\n"):
         say(console, f"> {line}", "bold", wrap=True)
     for one in sampled.answers:
@@ -32,7 +32,7 @@ def show_sampled(console: Console, sampled: Sampled) -> None:
 
 
 def show_judged(console: Console, judged: Judged) -> None:
-    """Print what an adapter reached, its base, and the difference."""
+    """Print the mean reward of an adapter, that of its base, and the difference."""
     each = count(judged.samples, "sample")
     where = f"{count(judged.own.n, judged.split + ' prompt')} of {judged.task}"
     how = f"{each} each at temperature {judged.temperature:g}"

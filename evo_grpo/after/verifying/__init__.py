@@ -1,1 +1,1 @@
-"""Whether a run folder is as it was written: every file against what the run recorded of it."""
+"""Check that every file of a run folder agrees with the records of the run."""

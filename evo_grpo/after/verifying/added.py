@@ -1,4 +1,4 @@
-"""What was added to a finished run, a comparison and a replay: now, and to its earlier ends."""
+"""Checks the comparisons and replays of a finished run, and those of its earlier ends."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from typing import Any
 from evo_grpo.after.verifying.findings import Digests, Findings
 from evo_grpo.after.verifying.records import Records
 from evo_grpo.errors import EvoGrpoError
-from evo_grpo.record.comparison import (
-    EVOLVED,
-    compared_arm,
-    read_comparison,
-    tokens_to_train,
-)
+from evo_grpo.record.arms import EVOLVED, comparison, read_comparison, tokens_to_train
 from evo_grpo.record.folder import config_text, is_run, read_rounds
 from evo_grpo.record.names import (
     BASELINE,
@@ -36,9 +31,9 @@ from evo_grpo.record.summary import read_summary
 
 @dataclass(frozen=True)
 class _Place:
-    """A folder that was added to an end of the run, the current one or an earlier.
+    """A folder of arms beside an end of the run, which is the current one or an earlier one.
 
-    `summary` is None where that of the end is missing or damaged.
+    `summary` is None where the summary of that end is missing or damaged.
     """
 
     path: Path
@@ -55,12 +50,13 @@ def check_added(
     look: Callable[[Path], Findings],
     found: Findings,
 ) -> None:
-    """Look at comparisons and replays, those of earlier ends (by their rounds) too.
+    """Check comparisons and replays of the run's current end and of its earlier ends.
 
-    `look` looks at a run folder, as each arm of a comparison is one.
+    `ends` are the summaries of all ends by their number of rounds. `look` checks a run folder, as
+    each arm of a comparison is one.
     """
     for place in _places(records, ends, COMPARE):
-        _check_comparison(place, look, found)
+        _check_comparison(place, records.config.population.size, look, found)
     for place in _places(records, ends, REPLAY):
         _check_replay(place, records.config.population.steps_per_round, digests, found)
 
@@ -76,7 +72,9 @@ def _places(records: Records, ends: Mapping[int, Mapping[str, Any]], name: str) 
         )
 
 
-def _check_comparison(place: _Place, look: Callable[[Path], Findings], found: Findings) -> None:
+def _check_comparison(
+    place: _Place, agents: int, look: Callable[[Path], Findings], found: Findings
+) -> None:
     file = place.path / Path(COMPARISON).name
     result = found.read(lambda: read_comparison(place.run, file))
     arms = {name: place.path / name for name in COMPARED if is_run(place.path / name)}
@@ -86,39 +84,39 @@ def _check_comparison(place: _Place, look: Callable[[Path], Findings], found: Fi
     if result is None:
         if arms and place.current and not file.exists():
             found.notes.append(
-                f"{place.path}: the comparison is not finished; go on with: evo-grpo resume "
+                f"{place.path}: the comparison is not finished; continue it with: evo-grpo resume "
                 f"{place.run} --compare"
             )
         return
-    for said in result["arms"]:
-        name = said["name"]
-        if name == EVOLVED:
-            end = place.summary
-            told = end is None or said == compared_arm(name, ".", place.rounds, end)
-        else:
-            told = said == _arm(name, arms.get(name))
-        if not told:
-            found.damage.append(
-                f"{file}: what it says of {name} is not what {arms.get(name, place.run)} says"
-            )
-    named = [said["name"] for said in result["arms"]]
+    named = [arm["name"] for arm in result["arms"]]
     if named not in ([COMPARED[0], EVOLVED], [*COMPARED, EVOLVED]):
         found.damage.append(f"{file}: expected {', '.join(COMPARED)} and {EVOLVED}, got {named}")
+    if place.summary is None:
+        return
+    whole = {name: end for name, arm in arms.items() if (end := _end(arm)) is not None}
+    expected = comparison(agents, {**whole, EVOLVED: (place.rounds, place.summary)})
+    if result.get("differences", expected["differences"]) != expected["differences"]:
+        found.damage.append(f"{file}: its differences do not follow from the tests of its arms")
+    by_name = {arm["name"]: arm for arm in expected["arms"]}
+    for arm in result["arms"]:
+        if arm != by_name.get(arm["name"]):
+            name = arm["name"]
+            found.damage.append(
+                f"{file}: its arm {name} is not as {arms.get(name, place.run)} records it"
+            )
 
 
-def _arm(name: str, arm: Path | None) -> dict[str, Any] | None:
-    """Return what a comparison has to say of an arm, None where the arm is not whole."""
-    if arm is None:
-        return None
+def _end(arm: Path) -> tuple[Sequence[RoundRecord], Mapping[str, Any]] | None:
+    """Return rounds and summary of an arm, None where it is unfinished or damaged."""
     try:
-        own, end = read_rounds(arm), read_summary(arm)
-    except EvoGrpoError:  # as the look at the arm has told
+        rounds, summary = read_rounds(arm), read_summary(arm)
+    except EvoGrpoError:  # reported by the check of the arm
         return None
-    return None if end is None else compared_arm(name, f"{COMPARE}/{name}", own, end)
+    return None if summary is None else (rounds, summary)
 
 
 def _check_baseline(arm: Path, place: _Place, found: Findings) -> None:
-    """Compare the first line of an arm's settings with the tokens of the run."""
+    """Check the number of tokens in the first line of an arm's settings."""
     text = found.read(lambda: config_text(arm))
     if text is None or place.summary is None or not place.rounds:
         return
@@ -150,4 +148,4 @@ def _check_replay(place: _Place, steps: int, digests: Digests, found: Findings) 
         return
     schedule = found.read(lambda: winner_schedule(place.rounds, best, steps))
     if schedule is not None and schedule != replay.schedule:
-        found.damage.append(f"{file}: its schedule is not that of the winner of the run")
+        found.damage.append(f"{file}: its schedule is not that of the run's winner")

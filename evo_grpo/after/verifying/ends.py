@@ -1,4 +1,4 @@
-"""How a run ended, and how it had ended before it was given more rounds."""
+"""Checks the summary of a run, and the summaries from before the run was extended."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ from evo_grpo.record.winner import winner_files
 
 
 def check_ends(records: Records, digests: Digests, found: Findings) -> dict[int, Mapping[str, Any]]:
-    """Compare the summary with the records and the earlier ones; return all, by their rounds."""
+    """Compare the summaries with the records; return all summaries by their rounds."""
     folder, played, summary = records.folder, len(records.rounds), records.summary
     earlier = _earlier_ends(folder, played, found)
     if summary is None:
-        _tell_unfinished(records, found)
+        _report_unfinished(records, found)
         return earlier
     best = summary["best"]
     files = winner_files(records.rounds, best, summary["files"])
     digests.compare(folder / str(best["checkpoint"]), files, "the run recorded", found)
     if summary["rounds"] != played:
         found.damage.append(
-            f"{folder}: {SUMMARY} speaks of {summary['rounds']} rounds, {ROUNDS} holds {played}"
+            f"{folder}: {SUMMARY} is of {summary['rounds']} rounds, {ROUNDS} has {played}"
         )
     elif records.extended_here:
-        _tell_extension(records, found)
+        _report_extension(records, found)
     elif played and set(summary.get("stopped", ())) != set(records.rounds[-1].stopped):
         found.damage.append(
-            f"{folder / SUMMARY}: says that {[*summary.get('stopped', ())]} of population.stop "
-            f"ended the run, {ROUNDS} that {[*records.rounds[-1].stopped]} did"
+            f"{folder / SUMMARY}: the run was ended by {[*summary.get('stopped', ())]} of "
+            f"population.stop, according to {ROUNDS} by {[*records.rounds[-1].stopped]}"
         )
     ends = [earlier_end(earlier[number]) for number in sorted(earlier)]
     if [*summary.get("earlier", ())] != ends:
         found.damage.append(
-            f"{folder / SUMMARY}: expected the earlier ends that {SUMMARY} was written with, got "
-            f"others in the files of {len(ends)}; put the summaries of earlier ends back as they "
-            "were"
+            f"{folder / SUMMARY}: its earlier ends differ from the {len(ends)} summaries of "
+            "earlier ends in the folder; restore these summaries"
         )
     return {**earlier, summary["rounds"]: summary}
 
@@ -56,23 +55,23 @@ def _earlier_ends(folder: Path, played: int, found: Findings) -> dict[int, Mappi
         ends[int(match[1])] = read
         if not read["rounds"] == int(match[1]) <= played:
             found.damage.append(
-                f"{path}: speaks of {read['rounds']} rounds, expected {match[1]} as in its name, "
+                f"{path}: is of {read['rounds']} rounds, expected {match[1]} as in its name, "
                 f"and no more than the {played} in {ROUNDS}"
             )
     return ends
 
 
-def _tell_unfinished(records: Records, found: Findings) -> None:
+def _report_unfinished(records: Records, found: Findings) -> None:
     if records.finished:
         return  # its summary is damaged
     if records.extended_here:
-        _tell_extension(records, found)
+        _report_extension(records, found)
     elif len(records.rounds) >= records.planned or any(r.is_end for r in records.rounds[-1:]):
-        found.notes.append(f"{records.folder}: all rounds are played, the end is missing")
+        found.notes.append(f"{records.folder}: all rounds are played, but the summary is missing")
 
 
-def _tell_extension(records: Records, found: Findings) -> None:
+def _report_extension(records: Records, found: Findings) -> None:
     found.notes.append(
-        f"{records.folder}: was given more rounds, {records.planned}, and was stopped before the "
-        "first of them was finished"
+        f"{records.folder}: was extended to {records.planned} rounds, and stopped before the first "
+        "new round was finished"
     )

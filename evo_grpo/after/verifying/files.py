@@ -1,4 +1,4 @@
-"""What rounds wrote, against the digests that they recorded."""
+"""Checks the files of rounds against the digests that the rounds recorded."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from evo_grpo.record.requests import read_requests
 from evo_grpo.record.retention import kept_throughout
 
 _STAY = (f"{COMPLETIONS}/", f"{METRICS}/")
-"""How the names of files begin that no policy drops."""
+"""Beginnings of the names of files that no retention policy removes."""
 _ASIDES = (".best-new", ".best-old")
-"""What a copy to checkpoints/best goes through, beside it."""
+"""Temporary folders beside checkpoints/best, used while it is copied."""
 
 
 def check_files(records: Records, digests: Digests, found: Findings) -> None:
-    """Compare the files of rounds with the records; what the policy dropped need not be there."""
+    """Compare the files of rounds with the records, without those that retention removed."""
     folder, rounds = records.folder, records.rounds
     kept = kept_throughout(rounds, records.policies)
     for record in rounds:
@@ -56,20 +56,20 @@ def _check_best(records: Records, digests: Digests, found: Findings) -> None:
     if not apart or best is None or best.checkpoint is None:
         return
     expected = rounds[best.round].files_of(best.checkpoint)
-    # It is copied after its round counts, and before what it is copied from may be dropped.
+    # The copy is made after its round is recorded, and before its source may be removed.
     if (
         not records.finished
         and not digests.same(folder / BEST, expected)
         and digests.same(folder / best.checkpoint, expected)
         and _is_earlier_best(records, digests)
     ):
-        found.notes.append(f"{folder / BEST}: is not yet the best agent of the recorded rounds")
+        found.notes.append(f"{folder / BEST}: is behind the best agent of the recorded rounds")
         return
-    digests.compare(folder / BEST, expected, f"round {best.round + 1} recorded of the best", found)
+    digests.compare(folder / BEST, expected, f"round {best.round + 1} recorded", found)
 
 
 def _is_earlier_best(records: Records, digests: Digests) -> bool:
-    """Return whether checkpoints/best is a whole one of earlier rounds, or is not there."""
+    """Return whether checkpoints/best is missing, or is the intact best of earlier rounds."""
     place = records.folder / BEST
     if not place.exists():
         return True
@@ -82,10 +82,10 @@ def _is_earlier_best(records: Records, digests: Digests) -> bool:
 
 
 def _bests(rounds: Sequence[RoundRecord]) -> Iterator[AgentRecord]:
-    """Yield every agent that was once the best ever."""
+    """Yield every agent that was the best ever after some round."""
     last: AgentRecord | None = None
     for record in rounds:
-        # The best so far goes first, as the first of equals is the best ever.
+        # The best so far comes first: of equal agents, the first is the best ever.
         so_far = best_ever([*([] if last is None else [rounds[last.round]]), record])
         if so_far is not None and so_far is not last:
             last = so_far
@@ -93,14 +93,14 @@ def _bests(rounds: Sequence[RoundRecord]) -> Iterator[AgentRecord]:
 
 
 def _check_leftovers(records: Records, found: Findings) -> None:
-    """Tell what a stop left, and what belongs to no round."""
+    """Report files that a stop left, and files of rounds that are not recorded."""
     folder, played = records.folder, len(records.rounds)
     for part in OF_ROUNDS:
         for number, path in round_entries(folder / part):
             if number >= played:
-                found.tell(
-                    f"{path}: of a round that is not recorded",
-                    mended=number == played and not records.finished,
+                found.report(
+                    f"{path}: belongs to a round that is not recorded",
+                    repaired=number == played and not records.finished,
                 )
     written = (folder, *(folder / name for name in WRITTEN_IN))
     left = [path for place in written for path in _entries(place) if is_temporary(path)]
@@ -109,7 +109,7 @@ def _check_leftovers(records: Records, found: Findings) -> None:
     asked = read_requests(folder)
     over = {one.request.id for record in records.rounds for one in record.steering}
     waiting = [str(one) for one in asked.requests if one.id not in over]
-    found.notes += [f"{folder / STEERING}: {one}: asked for and not carried out" for one in waiting]
+    found.notes += [f"{folder / STEERING}: {one}: requested and not carried out" for one in waiting]
     found.notes += asked.unread.values()
 
 

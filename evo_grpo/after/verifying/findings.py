@@ -1,4 +1,4 @@
-"""What a look through a run folder found, and the digests that it took."""
+"""The findings of a check of a run folder, and a cache of file digests."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 @dataclass
 class Findings:
-    """What a look through a run folder found.
+    """The findings of a check of a run folder.
 
     Attributes:
         rounds: Finished rounds.
-        files: Files that were looked at.
-        damage: A sentence for each thing that is not as it was written.
-        notes: A sentence for what a stop leaves behind; the command that was stopped makes it good.
+        files: Files that were checked.
+        damage: A sentence for each file that differs from the records.
+        notes: A sentence for each leftover of a stop; repeating the stopped command repairs it.
     """
 
     rounds: int = 0
@@ -33,7 +33,7 @@ class Findings:
     notes: list[str] = field(default_factory=list[str])
 
     def read(self, read: Callable[[], T]) -> T | None:
-        """Return what a file holds; None where reading it raises, which is damage."""
+        """Return the content of a file; None where reading it raises, which counts as damage."""
         self.files += 1
         try:
             return read()
@@ -43,12 +43,12 @@ class Findings:
             self.damage.append(f"{error.filename}: cannot be read ({error.strerror})")
         return None
 
-    def tell(self, text: str, *, mended: bool) -> None:
-        """Add a sentence: a note where a stop leaves it so and going on mends it, else damage."""
-        (self.notes if mended else self.damage).append(text)
+    def report(self, text: str, *, repaired: bool) -> None:
+        """Add a sentence: a note where a resume repairs the state, else damage."""
+        (self.notes if repaired else self.damage).append(text)
 
     def add(self, part: Findings) -> None:
-        """Add what was found in a run within the run."""
+        """Add the findings of a run within the run."""
         self.files += part.files
         self.damage += part.damage
         self.notes += part.notes
@@ -56,31 +56,31 @@ class Findings:
 
 @final
 class Digests:
-    """Takes SHA-256 of files, once for each as long as it stays the same file."""
+    """Computes the SHA-256 of files, once per file unless the file changes."""
 
     def __init__(self) -> None:
         self._sha256 = cache(_sha256)
 
     def damaged(self, folder: Path, files: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
-        """Yield what has another digest than expected; see `digests.damaged`."""
+        """Yield files with a different digest than expected; see `digests.damaged`."""
         return damaged(folder, files, lambda file: self._sha256(file, stamp_of(file)))
 
     def same(self, folder: Path, files: Mapping[str, str]) -> bool:
-        """Return whether all files of a folder have the digests that are expected."""
+        """Return whether all files of a folder have the expected digests."""
         return next(self.damaged(folder, files), None) is None
 
     def compare(
         self, folder: Path, files: Mapping[str, str], recorded: str, found: Findings
     ) -> None:
-        """Add to the damage what is not as it was; `recorded` says by what, with its verb."""
+        """Add files with another digest to the damage; `recorded` is, e.g., "round 1 recorded"."""
         found.files += len(files)
         for name, digest in self.damaged(folder, files):
-            what = "is missing" if digest is None else "has changed"
-            found.damage.append(f"{folder / name}: {what}; it is not what {recorded}")
+            what = "is missing, but" if digest is None else "has changed since"
+            found.damage.append(f"{folder / name}: {what} {recorded} it")
 
 
 def _sha256(file: Path, stamp: tuple[int, ...] | None) -> str | None:
-    del stamp  # a file that was written since is another one to the cache
-    with suppress(FileNotFoundError):  # removed since, by a run that goes on
+    del stamp  # part of the key of the cache: a file that was written since is read again
+    with suppress(FileNotFoundError):  # removed since by a run in progress
         return sha256_of(file)
     return None

@@ -1,4 +1,4 @@
-"""What a run folder says of its run: settings, what it was made of, finished rounds, its end."""
+"""Reads the records of a run folder: settings, inputs, finished rounds, summary."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _RETENTION = "record.checkpoints"
 
 @dataclass(frozen=True)
 class Records:
-    """What a run folder says of its run.
+    """The records of a run folder.
 
-    `config` is in force: population.yaml, but what inputs.json has of `record`, which may have been
-    changed for a resume that is yet to come. `inputs` is None where the run was stopped before it
-    recorded them. `finished` says that there is a summary, though it may be damaged: a plain resume
-    changes nothing then.
+    `config` are the settings in force: those of population.yaml, with the group `record` of
+    inputs.json, since population.yaml may have been changed for the next resume. `inputs` is None
+    where the run was stopped before it recorded them. `finished` is true where there is a summary,
+    even a damaged one: a plain resume changes nothing then.
     """
 
     folder: Path
@@ -43,15 +43,15 @@ class Records:
 
     @property
     def planned(self) -> int:
-        """Rounds that the run is to have."""
+        """Planned number of rounds."""
         recorded = 0 if self.inputs is None else self.inputs.settings[PLANNED]
         return max(recorded, self.config.population.rounds)
 
     @property
     def policies(self) -> list[tuple[int, Retention]]:
-        """Which checkpoints were kept, each time with the rounds up to which; see `retention`."""
+        """Retention policies, each with the number of rounds up to which it held."""
         changes = () if self.inputs is None else self.inputs.changes
-        # None where a later version filled it in: what came before kept everything.
+        # None where the run began with a version that kept every checkpoint.
         earlier = [
             (one["round"], one["from"])
             for one in changes
@@ -61,12 +61,12 @@ class Records:
 
     @property
     def extended_here(self) -> bool:
-        """Whether the run was given more rounds after its last one, and has played none since."""
+        """Whether the run was extended after its last round, and has played none since."""
         return self.inputs is not None and self.inputs.is_extended(self.rounds)
 
 
 def read_records(folder: Path, found: Findings) -> Records | None:
-    """Read what a run folder says of its run; None where too much is wrong to look further."""
+    """Read the records of a run folder; None where they are too damaged for further checks."""
     finished = os.path.lexists(folder / SUMMARY)
     summary = found.read(lambda: read_summary(folder))
     config = found.read(lambda: read_config(folder))
@@ -99,8 +99,8 @@ def _read_rounds(folder: Path, found: Findings, *, finished: bool) -> Sequence[R
     (rounds, length, _), size = read
     found.rounds = len(rounds)
     if size > length:
-        found.tell(
-            f"{file}: ends in {size - length} bytes of a line that was torn", mended=not finished
+        found.report(
+            f"{file}: ends in {size - length} bytes of an incomplete line", repaired=not finished
         )
     return rounds
 
@@ -108,7 +108,7 @@ def _read_rounds(folder: Path, found: Findings, *, finished: bool) -> Sequence[R
 def _compare_settings(
     folder: Path, config: RunConfig, inputs: Inputs, played: int, found: Findings, *, finished: bool
 ) -> None:
-    """Compare population.yaml with the settings that were recorded."""
+    """Compare population.yaml with the recorded settings."""
     if config_text(folder).startswith(RECORDED_IN_PYTHON):
         return
     found.read(lambda: check_whole(folder, inputs))
@@ -123,24 +123,24 @@ def _compare_settings(
         )
     elif changed:
         found.notes.append(
-            f"{folder / CONFIG}: has another {' and another '.join(sorted(changed))} than "
-            f"{INPUTS}; a resume goes on with it and records it"
+            f"{folder / CONFIG}: {' and '.join(sorted(changed))} differ from {INPUTS}; a resume "
+            "uses and records the new values"
         )
 
 
 def _compare_planned(
     folder: Path, recorded: int, given: int, inputs: Inputs, played: int, found: Findings
 ) -> None:
-    """Tell an extension that was stopped between its two files from other numbers of rounds."""
+    """Report a changed number of rounds: a note where an extension was stopped, else damage."""
     begun = any(one.get("from") == given for one in inputs.changes_of_rounds(played))
-    so = "a resume goes on with that" if begun else "put it back, and give --rounds to a resume"
-    found.tell(
-        f"{folder / CONFIG}: {PLANNED} is {given}, and {recorded} in {INPUTS}; {so}", mended=begun
+    so = "a resume uses it" if begun else "restore it, and give --rounds to a resume"
+    found.report(
+        f"{folder / CONFIG}: {PLANNED} is {given}, and {recorded} in {INPUTS}; {so}", repaired=begun
     )
 
 
 def _in_force(folder: Path, config: RunConfig, inputs: Inputs) -> RunConfig:
-    """Return the settings with what inputs.json has of `record`."""
+    """Return the settings with the group `record` of inputs.json."""
     names = {name: f"record.{name}" for name in type(config.record).model_fields}
     recorded = {
         name: inputs.settings[path] for name, path in names.items() if path in inputs.settings
@@ -149,6 +149,6 @@ def _in_force(folder: Path, config: RunConfig, inputs: Inputs) -> RunConfig:
         return config.replace(record=config.record.replace(**recorded))
     except ConfigError as error:
         raise CheckpointError(
-            f"{folder / INPUTS}: expected settings of record as a run has them, but {error}; put "
-            "the file back as it was"
+            f"{folder / INPUTS}: expected valid settings of the group record, but {error}; restore "
+            "the file"
         ) from error

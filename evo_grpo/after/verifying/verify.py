@@ -1,9 +1,9 @@
-"""verify(run): a whole run folder against its own records, also while the run goes on.
+"""verify(run): check a run folder against its own records, also while the run is in progress.
 
-Nothing is changed, and no model is loaded. A file is damaged when it is missing, has another digest
-than was recorded, or does not say what the records do. What a stop leaves, and the command that was
-stopped makes good, is no damage but a note. The leaderboard and the Optuna study are not looked at:
-they are made from the rounds, and a resume makes them anew.
+Nothing is changed, and no model is loaded. A file is damaged where it is missing, has another
+digest than recorded, or contradicts the records. Leftovers of a stop, which the stopped command
+repairs when it is repeated, are notes. The leaderboard and the Optuna study are not checked: they
+are derived from the rounds, and a resume writes them again.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from evo_grpo.record.names import CHECKPOINTS, COMPARE, CONFIG, INPUTS, REPLAY, 
 from evo_grpo.record.plain import stamp_of
 
 LOOKS = 5
-"""How often a folder is looked at in which something is amiss and which changes meanwhile."""
+"""Most checks of a folder that has damage and that changes during the check."""
 
 
 def verify(run: str | Path) -> Findings:
-    """Compare a run folder with its own records; the folder may belong to a run that goes on.
+    """Compare a run folder with its own records, also while the run is in progress.
 
     Args:
         run: The run folder.
 
     Raises:
-        RunNotFoundError: It is no run folder.
+        RunNotFoundError: `run` is no run folder.
     """
     return _verify(expect_run(run), Digests())
 
@@ -42,12 +42,12 @@ def _verify(folder: Path, digests: Digests) -> Findings:
         found = _look(folder, digests)
         if not found.damage or _stamps(folder) == before:
             return found
-        # A run has written or removed something between what was read first and what was last.
+        # The run has written or removed files during the check.
         lasting = [text for text in found.damage if number == 0 or text in lasting]
     found.damage = lasting
     found.notes.append(
-        f"{folder}: the run goes on and was faster than each of {LOOKS} looks, so that no more "
-        "than what all of them saw is told; look again once it has stopped"
+        f"{folder}: the run changed the folder during each of {LOOKS} checks, so only damage that "
+        "all of them found is reported; verify it again once the run has stopped"
     )
     return found
 
@@ -56,7 +56,7 @@ def _look(folder: Path, digests: Digests) -> Findings:
     found = Findings()
     found.read(lambda: refuse_planted(folder))
     if found.damage:
-        return found  # what lies behind a link is not looked at
+        return found  # files behind a link are not read
     records = read_records(folder, found)
     if records is None:
         return found

@@ -108,14 +108,13 @@ def compare(
     debug: Debug = False,
 ) -> None:
     """Print runs side by side, with their differences from the first."""
-    from evo_grpo.readers.report import comparison_page as page
-    from evo_grpo.readers.report.side_by_side import side_by_side
+    from evo_grpo.readers.report import side_by_side as page
     from evo_grpo.readers.terminal.console import plain_table, show, standard_output
 
-    found = side_by_side(runs)
+    found = page.side_by_side(runs)
     console = standard_output()
     for table, texts in (
-        (page.standings_table(found), 1),
+        (page.results_table(found), 1),
         (page.differences_table(found), 1),
         (page.settings_table(found), 1),
     ):
@@ -123,7 +122,7 @@ def compare(
         show(console, plain_table(table.titles, shown, texts))
         say("")
     if out is not None:
-        say(f"wrote {page.write_comparison(found, out)}")
+        say(f"wrote {page.write_side_by_side(found, out)}")
 
 
 @app.command(rich_help_panel=PANEL)

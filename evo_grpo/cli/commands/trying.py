@@ -1,4 +1,4 @@
-"""Commands that try an adapter: sample, evaluate."""
+"""The commands sample and evaluate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from evo_grpo.cli.commands.app import (
 from evo_grpo.cli.commands.winner import PANEL
 from evo_grpo.cli.output import say, warn, write
 
-Base = Annotated[bool, typer.Option("--base/--no-base", help="Ask the base model too.")]
+Base = Annotated[bool, typer.Option("--base/--no-base", help="Sample the base model too.")]
 
 
 @app.command(rich_help_panel=PANEL)
@@ -36,7 +36,7 @@ def sample(  # noqa: PLR0913 -- each is an option of the command
         str | None,
         typer.Argument(
             metavar="PROMPT",
-            help="What to ask; without one, each line of standard input is a prompt.",
+            help="A prompt; without it, each line of standard input is one.",
         ),
     ] = None,
     row: Annotated[
@@ -44,7 +44,7 @@ def sample(  # noqa: PLR0913 -- each is an option of the command
         typer.Option("--row", metavar="N", help="A row of the task (from 0). May be repeated."),
     ] = None,
     split: Annotated[
-        Literal["train", "validation", "test"], typer.Option("--split", help="Of the rows.")
+        Literal["train", "validation", "test"], typer.Option("--split", help="Split of the rows.")
     ] = "validation",
     agent: Agent = None,
     member: Member = None,
@@ -53,17 +53,17 @@ def sample(  # noqa: PLR0913 -- each is an option of the command
     n: Annotated[int, typer.Option("--n", min=1, help="Answers to each prompt.")] = 4,
     temperature: Annotated[
         float | None,
-        typer.Option("--temperature", help="Of sampling; default: that of the evaluations."),
+        typer.Option("--temperature", help="Default: the temperature of the evaluations."),
     ] = None,
     base: Base = True,
-    seed: Annotated[int, typer.Option("--seed", help="Other seeds, other answers.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the draws.")] = 0,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Send the prompt as it is, not through the template.")
+        bool, typer.Option("--raw", help="Send the prompt without the template.")
     ] = False,
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Let the winner, or another agent, answer prompts or rows of its task."""
+    """Sample answers of the winner, or of another agent, to prompts or rows of its task."""
     from evo_grpo.readers.terminal.console import standard_output, warnings_to
     from evo_grpo.record.choice import choose_of
 
@@ -83,13 +83,13 @@ def sample(  # noqa: PLR0913 -- each is an option of the command
 
 
 def _prompts(prompt: str | None) -> Iterator[str]:
-    """Yield the prompt that was given, or each line of standard input that is not empty."""
+    """Yield the given prompt, or each line of standard input that is not empty."""
     if prompt is not None:
         yield prompt
         return
     given = sys.stdin is not None and sys.stdin.isatty()
     if given:
-        say("a prompt per line; Ctrl-D ends", err=True)
+        say("one prompt per line; Ctrl-D ends the input", err=True)
     for line in sys.stdin or ():  # none after `<&-`
         if text := line.rstrip("\r\n"):
             given = True
@@ -109,23 +109,23 @@ def evaluate(  # noqa: PLR0913 -- each is an option of the command
     file: Annotated[
         Path | None,
         typer.Argument(
-            metavar="CONFIG", help="Names base and task; of a run folder its own by default."
+            metavar="CONFIG", help="Configuration of base and task; default: that of the run."
         ),
     ] = None,
     settings: Settings = None,
     split: Annotated[
-        Literal["validation", "test"], typer.Option("--split", help="On which prompts.")
+        Literal["validation", "test"], typer.Option("--split", help="Split of the prompts.")
     ] = "test",
     prompts: Annotated[
         int | None,
-        typer.Option("--prompts", metavar="N", min=1, help="How many; default: as the run."),
+        typer.Option("--prompts", metavar="N", min=1, help="How many; default: as in the run."),
     ] = None,
     base: Base = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Measure the mean reward of an adapter on a task, its base beside it."""
+    """Measure the mean reward of an adapter on a task, and that of its base."""
     from evo_grpo import settings as config
     from evo_grpo.readers.terminal.console import standard_output, warnings_to
 

@@ -1,4 +1,4 @@
-"""Commands about the winner of a run: export, replay; sample and evaluate are in `trying`."""
+"""The commands export and replay; `trying` has sample and evaluate."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def export(  # noqa: PLR0913 -- each is an option of the command
     from evo_grpo.record.choice import choose_of
 
     if (out is None) == (best is None):
-        raise typer.BadParameter("expected one folder to write, as OUT or as --best OUT")
+        raise typer.BadParameter("expected one output folder, as OUT or as --best OUT")
     target = out if out is not None else best
     assert target is not None, "one of them was given"
     named = (agent, member, round) != (None, None, None) or best_ever
     if best is not None and named:
-        raise typer.BadParameter("--best is the winner; give another agent with OUT alone")
+        raise typer.BadParameter("--best writes the winner; for another agent give OUT without it")
     choice = choose_of(folder, agent, member, from_zero(round), best_ever=best_ever)
     if merge or push:
         say(f"exporting {choice.title} of {folder} ...", err=True)
@@ -86,7 +86,7 @@ def export(  # noqa: PLR0913 -- each is an option of the command
 
 
 def _offer_best_ever(choice: Choice) -> None:
-    """Say where an agent of an earlier round was better than the winner."""
+    """Print a hint where an agent of an earlier round was better than the winner."""
     ever = choice.better_ever
     if ever is not None and ever.score is not None:
         say(
@@ -109,8 +109,8 @@ def replay(
     debug: Debug = False,
 ) -> None:
     """Compare the winner's schedule with its last values: train agents with each."""
+    from evo_grpo.readers.terminal import arms as shown
     from evo_grpo.readers.terminal import console as screen
-    from evo_grpo.readers.terminal import replay as shown
     from evo_grpo.record.names import REPLAY
     from evo_grpo.record.replay import read_replay
     from evo_grpo.record.schedule import read_schedule
@@ -119,14 +119,10 @@ def replay(
     schedule = read_schedule(folder)
     screen.say(console, shown.schedule_title(str(folder), schedule))
     screen.show(console, shown.schedule_table(schedule))
-    say("")
     found = None if force else read_replay(folder)
     if found is None or repeats not in (None, found.repeats):
         found = _train_replay(console, folder, repeats, force, allow or ())
-    screen.show(console, shown.results_table(found))
-    say("")
-    for line in shown.verdict_lines(found):
-        screen.say(console, line, wrap=True)
+    shown.show_arms(console, found.arms())
     screen.say(console, f"replay: {folder / REPLAY}")
 
 
@@ -134,16 +130,19 @@ def _train_replay(
     console: Console, folder: Path, repeats: int | None, force: bool, allow: Sequence[str]
 ) -> Replay:
     from evo_grpo.readers.terminal.console import warnings_to
+    from evo_grpo.readers.terminal.pace import Pace
     from evo_grpo.readers.terminal.progress import RunProgress, view_for
 
+    view = view_for(console)
+    view.pace = Pace(whole=True)
     stopped = printable(
         f"stopped: nothing was written; start it again with: evo-grpo replay {folder}"
     )
     with interruptible(lambda: stopped) as begin:
-        from evo_grpo.after.replaying import replay as train
+        from evo_grpo.after.arms import replay as train
 
         keep_freed_memory()
         begin()
         title = "training with the schedule and with its last values, side by side"
-        with RunProgress(view_for(console), title=title) as progress, warnings_to(warn):
+        with RunProgress(view, title=title) as progress, warnings_to(warn):
             return train(folder, repeats=repeats, force=force, allow=allow, observer=progress)

@@ -15,6 +15,7 @@ from evo_grpo.readers.report.figures.schedules import drawn_names, plot_improvem
 from evo_grpo.readers.report.figures.spending import plot_seconds, plot_tokens
 from evo_grpo.readers.report.figures.style import graph_objects
 from evo_grpo.readers.report.page.build import Page, cards, sortable, text
+from evo_grpo.readers.report.side_by_side import add_arms
 from evo_grpo.readers.report.tables import completions_table, headline, leaderboard_table
 from evo_grpo.record.files import atomic_write
 from evo_grpo.record.folder import expect_run
@@ -106,6 +107,7 @@ def report_html(view: RunView) -> str:
     if view.rounds:
         _add_figures(page, view)
         _add_tables(page, view)
+    add_arms(page, view)
     settings = f'<pre class="settings">{_lines(view.text)}</pre>' if view.text else ""
     page.section("settings", "Settings", settings, "As the run resolved them, defaults included.")
     return page.render()

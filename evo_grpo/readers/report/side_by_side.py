@@ -1,4 +1,8 @@
-"""Several runs side by side: what they reached, how far apart they are, and in what they differ."""
+"""Runs side by side: results, paired differences to the first run, and settings that differ.
+
+`evo-grpo compare` prints the tables and writes them as a page. `add_arms` adds the comparison and
+the replay of one run to its page.
+"""
 
 from __future__ import annotations
 
@@ -6,49 +10,68 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.compare import compare
 from evo_grpo.evolve.intervals import interval, interval_apart
-from evo_grpo.record.comparison import tokens_by_purpose
+from evo_grpo.printable import cut
+from evo_grpo.readers.report.figures.style import GREY, graph_objects, look_of, new_figure
+from evo_grpo.readers.report.page.build import Page, Table, sortable, text
+from evo_grpo.readers.terminal.arms import difference_rows
+from evo_grpo.record.arms import (
+    Arms,
+    Difference,
+    comparison_arms,
+    summary_score,
+    tokens_by_purpose,
+)
+from evo_grpo.record.columns import fitness
 from evo_grpo.record.family import best_ever
+from evo_grpo.record.files import atomic_write
 from evo_grpo.record.names import INPUTS
+from evo_grpo.record.replay import read_replay
 from evo_grpo.record.view import RunView, view_of
+from evo_grpo.record.wording import number, with_error
+from evo_grpo.schema.shown import shown_value
 from evo_grpo.training.inputs.made_of import DATA, flat, read_inputs_of
 from evo_grpo.types import Score
 
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+VALUE = 40
+"""Longest value of a setting that is shown in full."""
 _SAME_PROMPTS = ("seed", "env", "model.name", "evolve.fitness.test_prompts",
                  "evolve.fitness.test_samples", "evolve.fitness.temperature")  # fmt: skip
-"""Settings that have to be equal for two runs to be tested on the same prompts."""
+"""Settings that are equal where two runs are tested on the same prompts."""
 _SAME_REWARD = ("env.kind", "env.reward", "env.reward_weights", "env.args")
-"""Settings that have to be equal for two runs to be measured in the same unit."""
+"""Settings that are equal where the rewards of two runs have the same unit."""
 _NAMES = ("name", "record")
-"""Settings that say nothing about a result."""
+"""Settings that do not act on a result."""
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What one run reached.
+class RunResult:
+    """The result of one run.
 
     Attributes:
-        name: What the run is called, one name for each.
-        finished: Whether it was judged on the test split.
+        name: Name of the run, different for each.
+        winner: Name of its winner, empty before the end.
+        finished: Whether its winner was judged on the test split.
         test: The winner on the test split, NaN before the end.
-        test_se: Its standard error.
-        test_prompts: The prompts behind both.
         base: The base model on the test split.
         fitness: The best validation fitness of any round.
         rounds: Finished rounds.
-        tokens: Sampled to train and to evaluate, without those of the test.
+        tokens: Tokens for training and evaluation, without those of the test.
         seconds: Wall seconds of its rounds.
     """
 
     name: str
+    winner: str
     finished: bool
-    test: float
-    test_se: float
-    test_prompts: int
+    test: Score
     base: float
     fitness: float
     rounds: int
@@ -57,90 +80,77 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Apart:
-    """How far a run is ahead of the first one, on the test split.
+class RunDifference(Difference):
+    """Test result of a run minus that of the first run, NaN before both are judged.
 
     Attributes:
-        name: The run.
-        difference: Mean reward, NaN where one of the two was not judged.
-        low: Lower end of an interval of 95%, by Student's t.
-        high: Its upper end.
-        paired: Whether both answered the same prompts, so that the difference is taken per prompt.
-        why: Why it is not paired, empty where it is.
-        same_reward: Whether the rewards of both mean the same; else none of them is the better one.
+        why: Why the difference is not paired, empty where it is.
+        same_reward: Whether the rewards of both have the same unit, so that one can be better.
     """
 
-    name: str
-    difference: float
-    low: float
-    high: float
-    paired: bool
     why: str = ""
     same_reward: bool = True
 
     @property
     def verdict(self) -> str:
-        """What the interval says: better, worse, that it cannot tell, or that it means nothing."""
+        """The meaning of the interval in words."""
         if math.isnan(self.low):
             return "not known"
         if not self.same_reward:
-            return "measured by another reward"
+            return "different rewards"
         if self.low > 0:
             return "better"
-        return "worse" if self.high < 0 else "no difference that could not be chance"
+        return "worse" if self.high < 0 else "no significant difference"
 
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Several runs beside each other.
+    """Several runs side by side.
 
     Attributes:
-        runs: The runs themselves.
-        standings: What each reached, in their order.
-        apart: Each but the first, against the first.
+        runs: Views of the run folders.
+        results: Result of each run.
+        differences: Each run but the first, minus the first.
         settings: Settings that differ, by their names, with the value of each run.
     """
 
     runs: Sequence[RunView]
-    standings: Sequence[Standing]
-    apart: Sequence[Apart]
+    results: Sequence[RunResult]
+    differences: Sequence[RunDifference]
     settings: Mapping[str, Sequence[object]]
 
 
 def side_by_side(runs: Sequence[str | Path]) -> SideBySide:
-    """Lay runs side by side; differences are those to the first.
+    """Read runs and compare each with the first.
 
     Args:
         runs: At least two run folders.
 
     Raises:
-        ConfigError: There are fewer than two, or one is named twice.
-        EvoGrpoError: One cannot be read.
+        ConfigError: There are fewer than two, or one is given twice.
+        EvoGrpoError: A run cannot be read.
     """
     if len(runs) < 2:
         raise ConfigError(
-            f"compare: expected at least two run folders, got {len(runs)}; what a run's tokens "
-            "give without evolution: evo-grpo resume RUN --compare"
+            f"compare: expected at least two run folders, got {len(runs)}; to compare one run with "
+            "the same population without evolution: evo-grpo resume RUN --compare"
         )
     places = [Path(run).resolve() for run in runs]
     twice = [str(run) for run, place in zip(runs, places, strict=True) if places.count(place) > 1]
     if twice:
         raise ConfigError(f"compare: expected different runs, got {twice[0]} twice; name each once")
     contents = [view_of(run) for run in runs]
-    names = _names(places)
+    named = list(zip(_names(places), contents, strict=True))
     return SideBySide(
         runs=contents,
-        standings=[_standing(name, one) for name, one in zip(names, contents, strict=True)],
-        apart=[
-            _apart(name, one, contents[0])
-            for name, one in zip(names[1:], contents[1:], strict=True)
-        ],
-        settings=_differences([one.config for one in contents]),
+        results=[_result(name, one) for name, one in named],
+        differences=[_difference(*one, *named[0]) for one in named[1:]],
+        settings=_differing([one.config for one in contents]),
     )
 
 
 def _names(places: Sequence[Path]) -> list[str]:
-    """Return the last part of each path, with the parts before it where that is not enough."""
+    """Return the last part of each path, with as many parts before it as make all different."""
     depth = 1
     while True:
         names = ["/".join(place.parts[-depth:]) for place in places]
@@ -149,56 +159,50 @@ def _names(places: Sequence[Path]) -> list[str]:
         depth += 1
 
 
-def _standing(name: str, contents: RunView) -> Standing:
-    summary, ever = contents.summary, best_ever(contents.rounds)
-    spent = tokens_by_purpose(contents.rounds, summary or {"final_tokens": 0})
-    best, base = (_part(summary, key) for key in ("best", "base"))
-    return Standing(
+def _result(name: str, run: RunView) -> RunResult:
+    summary, ever = run.summary, best_ever(run.rounds)
+    spent = tokens_by_purpose(run.rounds, summary or {"final_tokens": 0})
+    return RunResult(
         name=name,
+        winner="" if summary is None or run.winner is None else run.winner.name,
         finished=summary is not None,
-        test=best.mean,
-        test_se=best.se,
-        test_prompts=best.n,
-        base=base.mean,
+        test=summary_score(summary),
+        base=summary_score(summary, "base").mean,
         fitness=math.nan if ever is None or ever.score is None else ever.score.mean,
-        rounds=len(contents.rounds),
+        rounds=len(run.rounds),
         tokens=sum(spent.values()),
-        seconds=sum(sum(record.seconds.values()) for record in contents.rounds),
+        seconds=run.seconds,
     )
 
 
-def _part(summary: Mapping[str, Any] | None, key: str) -> Score:
-    if summary is None:
-        return Score(math.nan, math.nan, 0)
-    part = summary[key]
-    known = [math.nan if value is None else value for value in part.get("per_prompt", ())]
-    return Score(_number(part["mean"]), _number(part["se"]), part["n"], tuple(known))
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def _apart(name: str, run: RunView, first: RunView) -> Apart:
-    own, other = _part(run.summary, "best"), _part(first.summary, "best")
-    if not own.n or not other.n:
-        nothing = math.nan
-        return Apart(name, nothing, nothing, nothing, paired=False, why="not judged yet")
+def _difference(name: str, run: RunView, first_name: str, first: RunView) -> RunDifference:
+    own, other = summary_score(run.summary), summary_score(first.summary)
     changed, same_reward = _changed(run, first)
-    if not changed and (not own.per_prompt or len(own.per_prompt) != len(other.per_prompt)):
+    if not own.n or not other.n:
+        changed = "not judged yet"
+    elif not changed and (not own.per_prompt or len(own.per_prompt) != len(other.per_prompt)):
         changed = "the rewards of single prompts were not kept"
-    if changed:
-        difference = own.mean - other.mean
-        low, high = interval_apart(difference, (own.se, other.se), (own.n, other.n))
-    else:
-        found = compare(own, other)
-        difference = found.difference
-        low, high = interval(difference, found.error, found.prompts)
-    return Apart(name, difference, low, high, not changed, changed, same_reward)
+    if not changed:
+        return RunDifference.between(name, [own], first_name, [other])
+    apart, errors = own.mean - other.mean, (own.se, other.se)
+    low, high = interval_apart(apart, errors, (own.n, other.n))
+    return RunDifference(
+        name,
+        first_name,
+        apart,
+        math.hypot(*errors),
+        low,
+        high,
+        math.nan,
+        0,
+        1,
+        changed,
+        same_reward,
+    )
 
 
 def _changed(run: RunView, first: RunView) -> tuple[str, bool]:
-    """Return why two runs were not tested on the same prompts, and whether by the same reward."""
+    """Return why two runs have different test prompts, and whether they have the same reward."""
     configs = run.config, first.config
     reasons = [f"{name} differs" for name in _SAME_PROMPTS if _differs(name, *configs)]
     same_reward = not any(_differs(name, *configs) for name in _SAME_REWARD)
@@ -209,7 +213,7 @@ def _changed(run: RunView, first: RunView) -> tuple[str, bool]:
         tested = "env.test" if any("env.test" in one for one in files) else "env.train"
         is_reward = name.startswith(("env.reward", "env.kind"))
         before, after = (one.get(name) for one in files)
-        # A digest that is missing vouches for nothing.
+        # Without a digest a file is not known to be the same.
         if (is_reward or name == tested) and (before is None or before != after):
             known = before is not None and after is not None
             reasons.append(
@@ -222,7 +226,7 @@ def _changed(run: RunView, first: RunView) -> tuple[str, bool]:
 def _files(run: RunView) -> Mapping[str, str | None]:
     """Return the digests of the user's files that a run read, by the settings that name them."""
     assert run.folder is not None, "runs side by side are run folders"
-    if not (run.folder / INPUTS).exists():  # it was stopped before its first round
+    if not (run.folder / INPUTS).exists():  # stopped before its first round
         env = dict(flat({"env": _setting(run.config, "env") or {}}))
         return {name: None for name in (*DATA, "env.reward") if env.get(name)}
     return read_inputs_of(run.folder).files
@@ -239,7 +243,7 @@ def _setting(config: Mapping[str, Any], name: str) -> object:
     return found
 
 
-def _differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[object]]:
+def _differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[object]]:
     each = [dict(flat(config)) for config in configs]
     names = dict.fromkeys(name for one in each for name in one)
     values: dict[str, list[object]] = {name: [one.get(name) for one in each] for name in names}
@@ -248,3 +252,176 @@ def _differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[object]
         for name, own in values.items()
         if name.split(".")[0] not in _NAMES and any(value != own[0] for value in own)
     }
+
+
+# --- tables and page -----------------------------------------------------------------------------
+
+
+def write_side_by_side(found: SideBySide, out: str | Path) -> Path:
+    """Write runs side by side as a page that needs no network.
+
+    Raises:
+        EngineUnavailable: plotly is not installed.
+        RunFailedError: The file cannot be written.
+    """
+    graph_objects("compare")
+    names = [one.name for one in found.results]
+    page = Page("Runs side by side", f"{', '.join(names)}: differences are to {names[0]}")
+    page.section("results", "Results", sortable(results_table(found)), "On the test split.")
+    page.section(
+        "test",
+        "Test split",
+        page.chart(plot_tests(found)),
+        "The winner of each run with an interval of 95%, and its base model.",
+    )
+    page.section(
+        "apart",
+        "Differences",
+        sortable(differences_table(found)),
+        "Paired where both runs answered the same prompts, which removes the difficulty of the "
+        "prompts from the difference.",
+    )
+    page.section(
+        "progress",
+        "Progress",
+        page.chart(plot_progress(found)),
+        "The best validation fitness so far, against the tokens that a run had sampled.",
+    )
+    page.section("settings", "Settings that differ", sortable(settings_table(found)))
+    file = Path(out)
+    atomic_write(file, page.render(), "compare")
+    return file
+
+
+def add_arms(page: Page, run: RunView) -> None:
+    """Add the comparison and the replay of a run to its page, where it has them."""
+    if run.comparison is not None:
+        body = _arms_html(comparison_arms(run.comparison))
+        page.section("comparison", "Without evolution", body, "The same population, not evolved.")
+    replay = None if run.folder is None else read_replay(run.folder)
+    if replay is not None:
+        about = "Agents trained from scratch with the winner's schedule and with its last values."
+        page.section("replay", "Replay", _arms_html(replay.arms()), about)
+
+
+def _arms_html(found: Arms) -> str:
+    """Return results, differences and sentences of arms as HTML."""
+    titles = ["arm", "test", "spread", "tokens"]
+    rows: list[list[tuple[str, object]]] = [
+        [
+            (found.label(arm.name), arm.name),
+            (with_error(arm.test.mean, arm.test.se, 3), _known(arm.test.mean)),
+            (number(arm.spread), _known(arm.spread)),
+            (f"{arm.tokens:,}", arm.tokens),
+        ]
+        for arm in found.arms
+    ]
+    tables = [sortable(Table(titles, rows))]
+    if found.differences:
+        names, cells = difference_rows(found)
+        tables.append(sortable(Table(names, [[(cell, cell) for cell in row] for row in cells])))
+    return "".join([*tables, *(f"<p>{text(sentence)}</p>" for sentence in found.sentences)])
+
+
+def results_table(found: SideBySide) -> Table:
+    """Return the result of each run."""
+    titles = [
+        "run",
+        "test",
+        "base",
+        "gain",
+        "best fitness",
+        "rounds",
+        "tokens",
+        "seconds",
+        "winner",
+    ]
+    rows: list[list[tuple[str, object]]] = [
+        [
+            (one.name, one.name),
+            (with_error(one.test.mean, one.test.se, 3), _known(one.test.mean)),
+            (number(one.base), _known(one.base)),
+            (number(one.test.mean - one.base), _known(one.test.mean - one.base)),
+            (number(one.fitness), _known(one.fitness)),
+            (f"{one.rounds}{'' if one.finished else ' (unfinished)'}", one.rounds),
+            (f"{one.tokens:,}", one.tokens),
+            (number(one.seconds, 1), one.seconds),
+            (one.winner or "-", one.winner),
+        ]
+        for one in found.results
+    ]
+    return Table(titles, rows)
+
+
+def differences_table(found: SideBySide) -> Table:
+    """Return the difference of each run to the first."""
+    first = found.results[0].name
+    titles = ["run", f"minus {first}", "95% interval", "paired", "result"]
+    rows: list[list[tuple[str, object]]] = [
+        [
+            (one.first, one.first),
+            (number(one.difference), _known(one.difference)),
+            (f"[{number(one.low)}, {number(one.high)}]", _known(one.low)),
+            (f"no: {one.why}" if one.why else "yes", not one.why),
+            (one.verdict, one.verdict),
+        ]
+        for one in found.differences
+    ]
+    return Table(titles, rows)
+
+
+def settings_table(found: SideBySide) -> Table:
+    """Return the settings in which the runs differ."""
+    titles = ["setting", *(one.name for one in found.results)]
+    rows: list[list[tuple[str, object]]] = [
+        [(name, name), *((_shown(value), _shown(value)) for value in values)]
+        for name, values in found.settings.items()
+    ]
+    return Table(titles, rows or [[("none", "none")]])
+
+
+def plot_tests(found: SideBySide) -> go.Figure:
+    """Draw the winners with intervals of 95%, and their base models."""
+    figure = new_figure("mean reward (test)", "", height=120 + 48 * len(found.results))
+    names = [one.name for one in found.results]
+    figure.add_scatter(
+        x=[one.base for one in found.results], y=names, mode="markers", name="base model",
+        marker={"symbol": "line-ns-open", "size": 14, "color": GREY},
+    )  # fmt: skip
+    errors = [interval(0.0, one.test.se, one.test.n)[1] for one in found.results]
+    figure.add_scatter(
+        x=[one.test.mean for one in found.results], y=names, mode="markers", name="winner",
+        error_x={"array": errors, "thickness": 2},
+        marker={"symbol": "circle", "size": 11, "color": look_of(0).color},
+    )  # fmt: skip
+    figure.update_yaxes(autorange="reversed")
+    return figure
+
+
+def plot_progress(found: SideBySide) -> go.Figure:
+    """Draw the best fitness so far of each run against its tokens."""
+    figure = new_figure("tokens sampled", "best fitness so far (validation)")
+    for index, (one, run) in enumerate(zip(found.results, found.runs, strict=True)):
+        tokens = np.cumsum(
+            [r.evaluation_tokens + sum(a.tokens for a in r.agents) for r in run.rounds]
+        )
+        known = [[fitness(a) for a in r.agents] for r in run.rounds]
+        best = np.array([max((v for v in own if v == v), default=-np.inf) for own in known])
+        top = np.maximum.accumulate(best) if len(best) else best
+        look = look_of(index)
+        figure.add_scatter(
+            x=tokens, y=np.where(np.isfinite(top), top, np.nan), mode="lines+markers",
+            name=one.name, line={"color": look.color, "dash": look.dash, "shape": "hv"},
+            marker={"symbol": look.symbol, "size": 8},
+        )  # fmt: skip
+    return figure
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "-"
+    return shown_value(value) if isinstance(value, float) else cut(str(value), VALUE)

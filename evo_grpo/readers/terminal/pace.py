@@ -18,30 +18,37 @@ BESIDE_LEARNING = 1.2
 
 @final
 class Pace:
-    """Measures a run by its progress; the estimate leaves out the test at the end."""
+    """Estimates the time left from the progress that a run reports, without the final test.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
+    Args:
+        clock: Returns seconds.
+        whole: Whether the stage "learn" covers the whole run with its test, as in a replay, and not
+            the training steps of one round.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, whole: bool = False) -> None:
+        self.clock, self.whole = clock, whole
         self.start(0, 0)
 
     def start(self, rounds: int, first_round: int) -> None:
         """Start a run, or continue it at the 0-based `first_round`."""
-        self.rounds, self.done = rounds, first_round
+        self.rounds, self.done = (1, 0) if self.whole else (rounds, first_round)
         self.tokens_per_second: float | None = None
         self._durations: deque[float] = deque(maxlen=RECENT)
         self._began = self.clock()
-        self._learned = 0.0
+        self._expected: float | None = None
 
     def stage(self, name: str, done: int, total: int) -> None:
         """Note the progress of a stage; see `Observer.stage`."""
-        if name == "learn" and total:
-            self._learned = done / total
+        if name == "learn" and done:
+            spent = self.clock() - self._began
+            self._expected = spent * total / done * (1 if self.whole else BESIDE_LEARNING)
 
     def round_done(self, record: RoundRecord) -> None:
         """Note a finished round."""
         now = self.clock()
         self._durations.append(now - self._began)
-        self._began, self._learned = now, 0.0
+        self._began, self._expected = now, None
         self.done = record.round + 1
         tokens = sum(agent.tokens for agent in record.agents) + record.evaluation_tokens
         seconds = sum(record.seconds.values())
@@ -54,8 +61,8 @@ class Pace:
             return 0.0
         if self._durations:
             each = sum(self._durations) / len(self._durations)
-        elif self._learned:
-            each = spent / self._learned * BESIDE_LEARNING
+        elif self._expected is not None:
+            each = self._expected
         else:
             return None
         # A round that takes longer than estimated adds nothing.

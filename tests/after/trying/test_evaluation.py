@@ -92,7 +92,9 @@ def test_an_adapter_of_another_base_is_told_of(finished, tmp_path):
     (out / "adapter_config.json").write_text(
         json.dumps({**said, "base_model_name_or_path": "owner/other"})
     )
-    with pytest.warns(UserWarning, match=r"its base is 'owner/other', and the configuration's is"):
+    with pytest.warns(
+        UserWarning, match=r"its base is 'owner/other', but the base of the configuration is"
+    ):
         evaluate_adapter(out, finished / "population.yaml", prompts=1)
 
 
@@ -101,9 +103,11 @@ def test_what_is_no_adapter_is_refused(finished, tmp_path):
     with pytest.raises(CheckpointError, match=r"expected a PEFT folder .*, got neither"):
         evaluate_adapter(tmp_path, config)
     merged = export(finished, tmp_path / "merged", merge=True)
-    with pytest.raises(CheckpointError, match="got an ordinary model, such as a merged export"):
+    with pytest.raises(CheckpointError, match="got a whole model, such as a merged export"):
         evaluate_adapter(merged, config)
-    with pytest.raises(ConfigError, match=r"expected a configuration beside a PEFT folder"):
+    with pytest.raises(
+        ConfigError, match=r"expected a configuration with the base and the task of the PEFT folder"
+    ):
         evaluate_adapter(export(finished, tmp_path / "best"))
     with pytest.raises(ConfigError, match="split: expected validation or test, got 'train'"):
         evaluate_adapter(finished, split="train")

@@ -6,8 +6,7 @@ import pytest
 from small_run import Told, small
 
 from evo_grpo import run
-from evo_grpo.after.baselines import compare
-from evo_grpo.after.replaying import replay
+from evo_grpo.after.arms import compare, replay
 
 #: With this seed every round has a better agent than all before.
 CHANGES = {

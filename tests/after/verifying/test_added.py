@@ -7,9 +7,9 @@ import pytest
 from small_run import Told
 
 from evo_grpo import resume
-from evo_grpo.after.baselines import compare
+from evo_grpo.after.arms import compare
 from evo_grpo.after.verifying.verify import verify
-from evo_grpo.record.comparison import read_comparison
+from evo_grpo.record.arms import read_comparison
 from evo_grpo.record.names import REPLAYED
 
 
@@ -77,7 +77,15 @@ def test_a_comparison_says_what_its_runs_do(added, arm, key):
 
     change(added / "compare/compare.json", apply)
     (text,) = verify(added).damage
-    assert f"what it says of {('guess', 'random', 'evolved')[arm]} is not what" in text
+    assert f"its arm {('guess', 'random', 'evolved')[arm]} is not as" in text
+
+
+def test_differences_follow_from_the_arms(added):
+    change(
+        added / "compare/compare.json", lambda data: data["differences"][0].update(difference=1.0)
+    )
+    (text,) = verify(added).damage
+    assert "its differences do not follow from the tests of its arms" in text
 
 
 def test_a_comparison_names_its_arms(added):
@@ -121,7 +129,7 @@ def test_a_replay_of_another_schedule_is_damage(added):
         lambda data: data["schedule"].update(run_tokens=1),
     )
     (text,) = verify(added).damage
-    assert "its schedule is not that of the winner" in text
+    assert "its schedule is not that of the run's winner" in text
 
 
 def test_a_replay_without_digests_is_damage(added):
@@ -140,5 +148,5 @@ def test_what_was_added_to_an_earlier_end_is_looked_at(added):
         added / "compare.rounds-3/compare.json", lambda data: data["arms"][2]["test"].update(n=1)
     )
     damage = "\n".join(verify(added).damage)
-    for name in ("replay.rounds-3", "compare.rounds-3/guess", "what it says of evolved"):
+    for name in ("replay.rounds-3", "compare.rounds-3/guess", "its arm evolved is not as"):
         assert name in damage

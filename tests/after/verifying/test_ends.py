@@ -32,7 +32,7 @@ def test_an_extended_run_is_as_it_was_written(extended):
 def test_the_summary_of_an_earlier_end_is_missing(extended):
     (extended / "summary.rounds-3.json").unlink()
     (text,) = verify(extended).damage
-    assert "summary.json: expected the earlier ends" in text
+    assert "summary.json: its earlier ends differ" in text
 
 
 @pytest.mark.parametrize("values", [{"gain": 7.0}, {"gain": "much"}, {"rounds": 2}])
@@ -48,7 +48,7 @@ def test_a_summary_of_an_earlier_end_has_the_rounds_of_its_name(extended):
     (extended / "summary.json").unlink()
     change(extended / "summary.rounds-3.json", rounds=2)
     (text,) = verify(extended).damage
-    assert "speaks of 2 rounds, expected 3 as in its name" in text
+    assert "is of 2 rounds, expected 3 as in its name" in text
 
 
 def test_no_end_has_more_rounds_than_there_are(extended):
@@ -59,11 +59,11 @@ def test_no_end_has_more_rounds_than_there_are(extended):
 
 def test_the_end_of_a_run_is_its_last_round(finished):
     change(finished / "summary.json", rounds=2)
-    assert any("speaks of 2 rounds" in text for text in verify(finished).damage)
+    assert any("is of 2 rounds" in text for text in verify(finished).damage)
 
 
 def test_a_missing_end_is_noted(finished):
     (finished / "summary.json").unlink()
     found = verify(finished)
     assert found.damage == []
-    assert found.notes == [f"{finished}: all rounds are played, the end is missing"]
+    assert found.notes == [f"{finished}: all rounds are played, but the summary is missing"]

@@ -91,7 +91,7 @@ def test_a_best_that_a_resume_brings_up_to_the_rounds_is_noted(stopped, early, s
     state(stopped, early)
     found = verify(stopped)
     assert found.damage == []
-    assert any("is not yet the best agent" in text for text in found.notes)
+    assert any("is behind the best agent" in text for text in found.notes)
     resume(stopped)
     assert verify(stopped).damage == verify(stopped).notes == []
 
@@ -140,7 +140,7 @@ def test_what_belongs_to_no_round_is_left_by_nothing_once_the_run_has_ended(fini
         path = finished / part
         path.mkdir() if "checkpoints" in part else path.write_text("")
         (text,) = verify(finished).damage
-        assert f"{path}: of a round that is not recorded" in text
+        assert f"{path}: belongs to a round that is not recorded" in text
         path.rmdir() if path.is_dir() else path.unlink()
     assert verify(finished).damage == []
 

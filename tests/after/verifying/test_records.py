@@ -51,7 +51,7 @@ def test_a_setting_that_may_change_is_noted_until_a_resume_records_it(stopped):
     edit(stopped, "checkpoints: last", "checkpoints: best")
     found = verify(stopped)
     assert found.damage == []
-    assert any("has another record.checkpoints than inputs.json" in text for text in found.notes)
+    assert any("record.checkpoints differ from inputs.json" in text for text in found.notes)
     resume(stopped)
     assert verify(stopped).damage == verify(stopped).notes == []
 
@@ -80,7 +80,7 @@ def test_a_torn_line_is_mended_before_the_end_alone(stopped, finished):
     for folder in (stopped, finished):
         with (folder / "rounds.jsonl").open("a") as file:
             file.write('{"round": ')
-    text = "ends in 10 bytes of a line that was torn"
+    text = "ends in 10 bytes of an incomplete line"
     assert verify(stopped).damage == verify(finished).notes == []
     assert [one for one in verify(stopped).notes if text in one]
     assert [one for one in verify(finished).damage if text in one]
@@ -94,7 +94,7 @@ def test_an_extension_that_was_stopped_early_goes_on(finished, first):
     found = verify(finished)
     assert found.damage == []
     notes = "\n".join(found.notes)
-    assert f"{finished}: was given more rounds, 4, and was stopped before the first" in notes
+    assert f"{finished}: was extended to 4 rounds, and stopped before the first" in notes
     assert ("population.rounds is 3, and 4 in inputs.json; a resume" in notes) == (first != "both")
     resume(finished)
     assert verify(finished).damage == verify(finished).notes == []
@@ -106,7 +106,7 @@ def test_a_number_of_rounds_that_no_extension_recorded_is_damage(request, which,
     folder = request.getfixturevalue(which)
     edit(folder, "  rounds: 3", f"  rounds: {rounds}")
     (text,) = verify(folder).damage
-    assert f"population.rounds is {rounds}, and 3 in inputs.json; put it back" in text
+    assert f"population.rounds is {rounds}, and 3 in inputs.json; restore it" in text
 
 
 @pytest.mark.parametrize(

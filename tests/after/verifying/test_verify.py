@@ -63,7 +63,7 @@ def test_a_run_that_is_faster_than_every_look_is_told_so(stopped, made, meanwhil
     assert len(calls) == LOOKS
     (text,) = found.damage  # of what changed between two looks, nothing
     assert "completions/round-0000.jsonl: is missing" in text
-    assert "faster than each of 5 looks" in found.notes[-1]
+    assert "during each of 5 checks" in found.notes[-1]
 
 
 def test_a_file_that_goes_while_it_is_read_raises_nothing(stopped, monkeypatch):

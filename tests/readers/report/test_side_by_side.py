@@ -1,3 +1,4 @@
+import html
 import json
 import math
 import re
@@ -6,24 +7,29 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import shown_replay
 import shown_run
+from shown_replay import BETTER
 from typer.testing import CliRunner
 
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.intervals import student
-from evo_grpo.readers.report.comparison_page import (
+from evo_grpo.readers.report.run_page import write_report
+from evo_grpo.readers.report.side_by_side import (
     differences_table,
     plot_progress,
-    standings_table,
+    results_table,
+    side_by_side,
 )
-from evo_grpo.readers.report.side_by_side import side_by_side
+from evo_grpo.record.arms import Difference, comparison_arms
 from evo_grpo.record.names import CONFIG, SUMMARY
+from evo_grpo.record.replay import write_replay
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.settings import to_yaml
 from evo_grpo.training.inputs.made_of import inputs_of
 
-EQUAL = "no difference that could not be chance"
+EQUAL = "no significant difference"
 
 
 def run(path, per_prompt=None, mean=None, **edits):
@@ -51,15 +57,15 @@ def test_runs_on_the_same_prompts_are_compared_prompt_by_prompt(tmp_path):
     hard = rng.random(64)  # what both share
     one, two = hard + 0.01 * rng.random(64), hard + 0.1 + 0.01 * rng.random(64)
     found = side_by_side([run(tmp_path / "one", one), run(tmp_path / "two", two)])
-    (apart,) = found.apart
+    (ahead,) = found.differences
     difference = two - one
     error = difference.std(ddof=1) / 8
-    assert apart.paired
-    assert apart.difference == pytest.approx(difference.mean())
+    assert ahead.why == ""
+    assert ahead.difference == pytest.approx(difference.mean())
     reach = student(0.975, 63) * error
-    assert apart.low == pytest.approx(difference.mean() - reach)
-    assert apart.high == pytest.approx(difference.mean() + reach)
-    assert apart.verdict == "better"
+    assert ahead.low == pytest.approx(difference.mean() - reach)
+    assert ahead.high == pytest.approx(difference.mean() + reach)
+    assert ahead.verdict == "better"
     # Unpaired, what makes prompts hard would have hidden it.
     wide = 1.96 * math.hypot(one.std(ddof=1), two.std(ddof=1)) / 8
     assert wide > difference.mean()
@@ -70,7 +76,7 @@ def test_runs_on_the_same_prompts_are_compared_prompt_by_prompt(tmp_path):
     [
         ({"seed": ("seed: 0", "seed: 1")}, "seed differs", EQUAL),
         ({"env": ("max_turns: 16", "max_turns: 8")}, "env differs", EQUAL),
-        ({"env": ("kind: sums", "kind: foods")}, "env differs", "measured by another reward"),
+        ({"env": ("kind: sums", "kind: foods")}, "env differs", "different rewards"),
         ({"prompts": ("test_prompts: 256", "test_prompts: 64")}, "test_prompts differs", EQUAL),
     ],
 )
@@ -79,12 +85,11 @@ def test_runs_on_other_prompts_are_compared_as_independent_ones(tmp_path, edits,
     found = side_by_side(
         [run(tmp_path / "one", rewards), run(tmp_path / "two", rewards + 0.05, **edits)]
     )
-    (apart,) = found.apart
-    assert not apart.paired
-    assert why in apart.why
-    error = math.hypot(found.standings[0].test_se, found.standings[1].test_se)
-    assert apart.high - apart.low == pytest.approx(2 * student(0.975, 30) * error)
-    assert apart.verdict == verdict
+    (one,) = found.differences
+    assert why in one.why
+    error = math.hypot(*(result.test.se for result in found.results))
+    assert one.high - one.low == pytest.approx(2 * student(0.975, 30) * error)
+    assert one.verdict == verdict
 
 
 def of_files(path, *, rows=40, better=2, reward="len(completion)", test=None, inputs=True):
@@ -113,9 +118,9 @@ def of_files(path, *, rows=40, better=2, reward="len(completion)", test=None, in
         ({"rows": 41}, "the file of env.train has changed", "better"),
         ({"rows": 41, "test": "test.jsonl"}, "", "better"),
         ({"reward": "-len(completion)"}, "the file of env.reward: my_rewards:reward (my_lengths)",
-         "measured by another reward"),
+         "different rewards"),
         ({"inputs": False}, "the file of env.train is not on record for both",
-         "measured by another reward"),
+         "different rewards"),
     ],
 )  # fmt: skip
 def test_rows_or_a_reward_that_changed_under_the_same_name_are_noticed(
@@ -123,13 +128,12 @@ def test_rows_or_a_reward_that_changed_under_the_same_name_are_noticed(
 ):
     monkeypatch.chdir(tmp_path)
     same = {"test": changed["test"]} if "test" in changed else {}
-    one = of_files("one", better=1, **same)
-    two = of_files("two", better=2, **changed)
-    (apart,) = side_by_side([one, two]).apart
-    assert apart.paired == (not why)
-    assert apart.why.startswith(why)
-    assert apart.verdict == verdict
-    assert apart.difference == pytest.approx(0.1)
+    runs = [of_files("one", better=1, **same), of_files("two", better=2, **changed)]
+    (one,) = side_by_side(runs).differences
+    assert one.why.startswith(why)
+    assert bool(one.why) == bool(why)
+    assert one.verdict == verdict
+    assert one.difference == pytest.approx(0.1)
 
 
 def test_an_environment_of_python_is_not_known_to_be_the_same(tmp_path):
@@ -137,23 +141,23 @@ def test_an_environment_of_python_is_not_known_to_be_the_same(tmp_path):
     found = side_by_side(
         [run(tmp_path / "one", rewards, env=kind), run(tmp_path / "two", rewards, env=kind)]
     )
-    assert "env is an object of Python" in found.apart[0].why
+    assert "env is an object of Python" in found.differences[0].why
 
 
 def test_a_run_that_kept_no_rewards_of_prompts_is_compared_as_an_independent_one(tmp_path):
     found = side_by_side([run(tmp_path / "one"), run(tmp_path / "two", mean=0.2)])
-    assert found.apart[0].why == "the rewards of single prompts were not kept"
-    assert found.apart[0].verdict == "worse"
+    assert found.differences[0].why == "the rewards of single prompts were not kept"
+    assert found.differences[0].verdict == "worse"
 
 
 def test_an_unfinished_run_has_no_test_result(tmp_path):
     unfinished = shown_run.run_folder(str(tmp_path / "two"), rounds=1, summary=False)
     found = side_by_side([run(tmp_path / "one"), unfinished])
-    assert found.apart[0].why == "not judged yet"
-    assert found.apart[0].verdict == "not known"
-    assert math.isnan(found.standings[1].test)
+    assert found.differences[0].why == "not judged yet"
+    assert found.differences[0].verdict == "not known"
+    assert math.isnan(found.results[1].test.mean)
     assert differences_table(found).rows[0][1] == ("-", None)
-    assert standings_table(found).rows[1][5] == ("1 (unfinished)", 1)
+    assert results_table(found).rows[1][5] == ("1 (unfinished)", 1)
 
 
 def test_settings_that_differ_are_named_with_their_values(tmp_path):
@@ -167,7 +171,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     found = side_by_side([run(tmp_path / "a" / "run"), run(tmp_path / "b" / "run")])
-    assert [one.name for one in found.standings] == ["a/run", "b/run"]
+    assert [one.name for one in found.results] == ["a/run", "b/run"]
 
 
 def test_progress_is_the_best_so_far_against_all_tokens(tmp_path):
@@ -178,6 +182,40 @@ def test_progress_is_the_best_so_far_against_all_tokens(tmp_path):
     trace = plot_progress(changed).data[0]
     assert list(trace.x) == [2050, 4100]
     assert list(trace.y) == [0.5, 0.75]
+
+
+def test_the_page_of_a_run_shows_its_comparison_and_its_replay(tmp_path):
+    folder, found = run(tmp_path / "one"), shown_replay.replay({"schedule-run": BETTER})
+    (folder / "compare").mkdir()
+    tests = {"guess": 0.25, "evolved": 1.0}
+    apart = Difference("evolved", "guess", 0.75, 0.01, 0.7, 0.8, 0.001, 64, 1)
+    result = {
+        "agents": 2,
+        "split": "test",
+        "arms": [
+            {
+                "name": name,
+                "folder": ".",
+                "tokens": {"training": 9, "evaluation": 1},
+                "test": {"mean": mean, "se": 0.01, "n": 64},
+            }
+            for name, mean in tests.items()
+        ],
+        "differences": [asdict(apart)],
+    }
+    (folder / "compare" / "compare.json").write_text(json.dumps(result))
+    write_replay(folder, found)
+    page = write_report(folder, tmp_path / "page.html").read_text(encoding="utf-8")
+    bodies = (page.partition(f'<section id="{id}"')[2] for id in ("comparison", "replay"))
+    comparison, replay = (body.partition("</section")[0] for body in bodies)
+    for section, arms in ((comparison, comparison_arms(result)), (replay, found.arms())):
+        for arm in arms.arms:
+            assert arms.label(arm.name) in section
+            assert f"{arm.test.mean:.3f} ± {arm.test.se:.3f}" in section
+        for one in arms.differences:
+            assert f"[{one.low:.3f}, {one.high:.3f}]" in section
+        for sentence in arms.sentences:
+            assert html.escape(sentence) in section
 
 
 def test_one_run_or_the_same_twice_is_refused(tmp_path):

@@ -44,6 +44,19 @@ def test_the_first_round_is_judged_by_its_steps(time):
     assert pace.left() == pytest.approx(10 * each - 5)
 
 
+def test_a_stage_may_cover_the_whole_run(time):
+    pace = Pace(time, whole=True)
+    pace.start(10, 0)
+    time.now += 5
+    pace.stage("learn", 100, 400)
+    assert pace.left() == 15
+    time.now += 4  # between two steps
+    assert pace.left() == 11
+    time.now += 11
+    pace.stage("learn", 200, 400)
+    assert pace.left() == 20
+
+
 def test_later_rounds_by_those_before_and_the_time_runs(time):
     pace = Pace(time)
     pace.start(10, 4)

@@ -9,8 +9,7 @@ import yaml
 from small_run import Told, outcome, small
 
 from evo_grpo import resume, run
-from evo_grpo.after.baselines import compare
-from evo_grpo.after.replaying import replay
+from evo_grpo.after.arms import compare, replay
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.record.files import seal, unseal
 from evo_grpo.settings import from_dict, load, to_yaml

@@ -14,7 +14,7 @@ from evo_grpo.readers.report.figures.style import (
     new_figure,
     round_axis,
 )
-from evo_grpo.readers.terminal.comparison import arm_label
+from evo_grpo.record.arms import arm_label
 from evo_grpo.record.columns import fitness, fitness_se
 from evo_grpo.record.view import Run, RunView, view_of
 from evo_grpo.record.wording import with_error

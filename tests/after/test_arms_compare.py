@@ -9,17 +9,20 @@ from small_run import Told, outcome, small
 
 import evo_grpo
 from evo_grpo import resume, run
-from evo_grpo.after.baselines import TokenLimit, _arm_config, compare, read_comparison
+from evo_grpo.after.arms import TokenLimit, _arm_config, compare
+from evo_grpo.after.verifying.verify import verify
 from evo_grpo.errors import CheckpointError, ConfigError, RunDirError, RunNotFoundError
 from evo_grpo.population.stats import Tally
+from evo_grpo.record.arms import comparison_arms, read_comparison
 from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.observer import Observer
 from evo_grpo.record.summary import read_summary
 from evo_grpo.settings import from_dict, template
 
 CONFIG = small(
     population__size=4,
     population__sizes=None,
-    population__steps_per_round=4,
+    population__steps_per_round=2,
     evolve__hyperparameters={"lr": {"min": 1e-4, "max": 1e-1}},
     evolve__archive=True,
     evolve__fitness={
@@ -54,7 +57,7 @@ def test_all_have_the_tokens_of_the_run_to_within_a_step(compared):
     *others, evolved = result["arms"]
     assert [arm["name"] for arm in result["arms"]] == ["guess", "random", "evolved"]
     total = sum(evolved["tokens"].values())
-    step = evolved["tokens"]["training"] / 12
+    step = evolved["tokens"]["training"] / 6
     for arm in result["arms"]:
         assert arm["tokens"] == tokens(folder / arm["folder"])
     for arm in others:
@@ -90,6 +93,34 @@ def test_the_best_by_validation_is_judged_on_the_same_prompts_with_the_same_draw
         (record,) = read_rounds(folder / "compare" / name)
         best = max(record.agents, key=lambda a: (a.score.mean, -a.agent))
         assert read_summary(folder / "compare" / name)["best"]["agent"] == best.agent
+
+
+def test_the_run_is_compared_with_each_population_prompt_by_prompt(compared):
+    folder, result = compared
+    own = read_summary(folder)["best"]
+    assert [one["second"] for one in result["differences"]] == ["guess", "random"]
+    for one in result["differences"]:
+        other = read_summary(folder / "compare" / one["second"])["best"]
+        apart = [a - b for a, b in zip(own["per_prompt"], other["per_prompt"], strict=True)]
+        assert one["first"] == "evolved"
+        assert one["difference"] == pytest.approx(sum(apart) / len(apart))
+        assert one["low"] <= one["difference"] <= one["high"]
+        assert one["prompts"] == len(apart) == 12
+
+
+def test_a_result_without_differences_as_version_0_2_wrote_it_is_shown(compared, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(compared[0], folder)
+    file = folder / "compare" / "compare.json"
+    result = {key: value for key, value in compared[1].items() if key != "differences"}
+    file.write_text(json.dumps(result))
+    assert compare(folder) == result
+    shown = comparison_arms(result)
+    assert [shown.label(arm.name) for arm in shown.arms] == [
+        *("four agents at your guess", "four random guesses", "evolved")
+    ]
+    assert shown.differences == ()
+    assert verify(folder).damage == []
 
 
 def test_the_result_is_written_and_read_instead_of_trained_again(compared):
@@ -184,6 +215,29 @@ def test_training_ends_with_the_step_that_reaches_the_tokens():
     assert not limit.reached([None])
 
 
+def test_an_observer_gets_the_training_in_tokens_of_its_limit():
+    heard = []
+
+    class Watching(Observer):
+        def stage(self, round, name, done, total):
+            heard.append((name, done, total))
+
+        def note(self, text):
+            heard.append(text)
+
+    limit = TokenLimit(100)
+    observer = limit.reported_to(Watching())
+    observer.stage(0, "learn", 0, 40)
+    limit.spent([Tally(tokens=60)])
+    observer.stage(0, "learn", 3, 40)
+    limit.spent([Tally(tokens=120)])
+    observer.stage(0, "learn", 6, 40)
+    observer.stage(0, "evaluate", 0, 1)
+    observer.note("a sentence")
+    tokens = [("learn", done, 100) for done in (0, 60, 100)]
+    assert heard == [*tokens, ("evaluate", 0, 1), "a sentence"]
+
+
 def test_what_cannot_be_compared_is_named(finished, tmp_path):
     with pytest.raises(RunNotFoundError, match="no run folder"):
         compare(tmp_path)
@@ -200,7 +254,7 @@ def test_what_cannot_be_compared_is_named(finished, tmp_path):
     config.write_text(
         f"# Recorded by Population.train with objects that no file can name: x\n{text}"
     )
-    with pytest.raises(RunDirError, match="compare a run of names alone"):
+    with pytest.raises(RunDirError, match="compare a run whose settings"):
         compare(folder)
     config.write_text(text)
     (folder / "summary.json").unlink()

@@ -1,20 +1,24 @@
-"""replay: four trainings of a winner's schedule, beside a run that stays as it was."""
+"""replay: the winner's schedule and its last values, trained beside a run that stays as it was."""
 
 import hashlib
 import json
 import shutil
+from collections import Counter
 from dataclasses import replace as changed
+from types import SimpleNamespace
 
 import pytest
+import shown_replay
 from safetensors.torch import load_file
 from small_run import Told, small
 
 import evo_grpo
 from evo_grpo import run
-from evo_grpo.after.replaying import replay, train
+from evo_grpo.after.arms import replay, train
 from evo_grpo.errors import CheckpointError, ConfigError, RunDirError, RunFailedError
 from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.evaluate import evaluate
+from evo_grpo.readers.terminal.pace import Pace
 from evo_grpo.record.family import best_ever
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.names import REPLAYED
@@ -122,8 +126,8 @@ def test_all_are_judged_on_the_same_prompts_with_the_same_draws(replayed):
 def test_the_winner_is_judged_with_its_weights_and_each_kind_with_its_counts(copy, monkeypatch):
     seen = {}
 
-    def trained(*arguments):
-        seen["tallies"] = train(*arguments)
+    def trained(*arguments, **given):
+        seen["tallies"] = train(*arguments, **given)
         return seen["tallies"]
 
     def judged(cohort, env, slots, *arguments, **given):
@@ -131,8 +135,8 @@ def test_the_winner_is_judged_with_its_weights_and_each_kind_with_its_counts(cop
         seen["winner"] = [p.detach().clone() for p in cohort.slots.parameters(name)]
         return evaluate(cohort, env, slots, *arguments, **given)
 
-    monkeypatch.setattr("evo_grpo.after.replaying.train", trained)
-    monkeypatch.setattr("evo_grpo.after.replaying.evaluate", judged)
+    monkeypatch.setattr("evo_grpo.after.arms.train", trained)
+    monkeypatch.setattr("evo_grpo.after.arms.evaluate", judged)
     found = replay(copy, repeats=2)
     saved = load_file(copy / found.schedule.checkpoint / "actor" / "adapter_model.safetensors")
     assert sum(map(float, (p.abs().sum() for p in seen["winner"]))) == pytest.approx(
@@ -171,11 +175,11 @@ def test_each_agent_learns_what_its_plan_says(finished, monkeypatch):
         values = [cohort.agents[slot].hparams for slot in slots]
         seen.append((stream, values, tuple(prompts_per_agent), [p.index for p in prompts]))
 
-    monkeypatch.setattr("evo_grpo.after.replaying.train_step", spy)
+    monkeypatch.setattr("evo_grpo.after.arms.train_step", spy)
     plans = trainings(read_schedule(finished))
     cohort, env, _ = build_parts(CONFIG, CONFIG.agents())
     slots = add_agents(cohort, 4, "same")
-    train(cohort, env, slots, plans, Observer())
+    train(cohort, env, slots, plans, Observer(), to_test=0)
     assert [stream for stream, *_ in seen] == [
         (r, s) for r in range(len(plans[0].hparams)) for s in (0, 1)
     ]
@@ -185,6 +189,57 @@ def test_each_agent_learns_what_its_plan_says(finished, monkeypatch):
     # Prompts are handed out without a gap, in the order of the run.
     handed = [index for *_, prompts in seen for index in prompts]
     assert handed == [prompt.index for prompt in env.batch(0, len(handed))]
+
+
+@pytest.mark.parametrize("to_test", [0, 400, 20_000])
+def test_the_time_left_is_right_within_a_factor_of_two_after_the_first_step(monkeypatch, to_test):
+    """Rounds grow fourfold, and the first step takes half as long again as the others."""
+    now = [0.0]
+
+    def step(cohort, env, slots, prompts, *, prompts_per_agent, watch, **more):
+        groups = zip(prompts_per_agent, slots, strict=True)
+        rows = sum(prompts * cohort.agents[slot].group_size for prompts, slot in groups)
+        seconds = Counter(generate=0.01 * rows, learn=0.02 * rows)
+        for name, value in seconds.items():
+            watch.seconds[name] = watch.seconds.get(name, 0) + value * (1 if now[0] else 1.5)
+        now[0] = sum(watch.seconds.values())
+
+    class Watching(Observer):
+        def stage(self, round, name, done, total):
+            assert 0 <= done <= total
+            pace.stage(name, done, total)
+            left.append((now[0], pace.left()))
+
+    monkeypatch.setattr("evo_grpo.after.arms.train_step", step)
+    plans, agents = trainings(shown_replay.schedule()), {}
+    cohort = SimpleNamespace(agents=agents, set_hparams=agents.__setitem__)
+    env = SimpleNamespace(batch=lambda step, size: [None] * size)
+    pace, left = Pace(lambda: now[0], whole=True), []
+    pace.start(3, 0)
+    train(cohort, env, range(4), plans, Watching(), to_test=to_test)
+    end = now[0] + 0.01 * to_test
+    assert left[0] == (0, None)
+    assert len(left) == 12
+    for at, expected in left[1:]:
+        assert 0.5 < expected / (end - at) < 2
+
+
+def test_where_nothing_moved_a_replay_says_so_before_it_trains(tmp_path):
+    config = small(population__size=2, population__rounds=2, evolve__hyperparameters={})
+    folder = run(config, out=tmp_path / "run")
+    heard = []
+
+    class Watching(Observer):
+        def note(self, text):
+            heard.append(text)
+
+        def started(self, *arguments):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        replay(folder, observer=Watching())
+    (text,) = heard
+    assert text.startswith("No hyperparameter changed on the winner's line")
 
 
 def test_a_finished_replay_is_returned_as_it_is_unless_forced(replayed, monkeypatch):
@@ -203,7 +258,7 @@ def test_a_finished_replay_is_returned_as_it_is_unless_forced(replayed, monkeypa
 
 def test_an_interrupted_replay_starts_anew(copy, replayed):
     with pytest.raises(KeyboardInterrupt):
-        replay(copy, observer=Told(("test", 2)))
+        replay(copy, repeats=1, observer=Told(("test", 2)))
     assert not (copy / "replay").exists()
     # As a kill in the middle of the writing leaves it.
     (copy / "replay" / "constant-run" / "actor").mkdir(parents=True)
@@ -261,9 +316,9 @@ def test_a_disk_that_is_full_names_the_command(copy, monkeypatch):
     def full(*arguments, **given):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("evo_grpo.after.replaying.save_agent", full)
+    monkeypatch.setattr("evo_grpo.after.arms.save_agent", full)
     with pytest.raises(RunFailedError, match=r"No space left.*go on with: evo-grpo replay RUN"):
-        replay(copy)
+        replay(copy, repeats=1)
 
 
 def test_repeats_are_counted(copy):

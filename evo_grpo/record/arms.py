@@ -1,0 +1,315 @@
+"""Arms: trainings beside a run, judged on its test prompts, with paired differences; no torch.
+
+`run --compare` writes its result to compare.json, `replay` to replay.json. `Arms` is the part of
+either result that the terminal and the report show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+import numpy as np
+from pydantic import Field, TypeAdapter
+
+from evo_grpo.evolve.compare import compare
+from evo_grpo.evolve.intervals import around, interval
+from evo_grpo.record.files import plain_value
+from evo_grpo.record.folder import read_result
+from evo_grpo.record.names import COMPARE, COMPARISON
+from evo_grpo.record.summary import MeanReward, score_of
+from evo_grpo.record.wording import count
+from evo_grpo.types import Number, Score
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from evo_grpo.record.records import RoundRecord
+
+EVOLVED = "evolved"
+"""Name of the run among the arms of its comparison."""
+WINNER = "winner"
+"""Name of the run's winner among the arms of a replay."""
+LEVEL = 0.05
+"""Greatest p-value of a difference that is reported as significant, together with an interval of
+95% that excludes zero."""
+EQUAL_TOKENS = 0.03
+"""Tokens that differ by at most this share of the run's tokens count as equal."""
+
+_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_LABELS = {
+    "guess": "{} agents at your guess",
+    "random": "{} random guesses",
+    EVOLVED: "evolved",
+    "schedule-lineage": "schedule, lineage",
+    "constant-lineage": "last values, lineage",
+    "schedule-run": "schedule, whole run",
+    "constant-run": "last values, whole run",
+    WINNER: "the winner",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean reward of one arm minus that of another, on the test prompts that both answered.
+
+    Attributes:
+        first: Name of the first arm.
+        second: Name of the second arm.
+        difference: Mean of first minus second per test prompt, in units of reward.
+        error: Standard error of the difference: paired over the prompts, plus the spread between
+            the trainings of an arm where an arm has several. NaN from fewer than two prompts.
+        low: Lower end of the 95% interval.
+        high: Upper end of the 95% interval.
+        p: Two-sided p-value of the sign-flip test of `evo_grpo.evolve.compare` over the prompts. It
+            does not cover the draws in training.
+        prompts: Prompts that both arms answered.
+        trainings: Trainings of the arm with more of them. With one training per arm the interval
+            covers the test prompts alone, not the draws in training.
+    """
+
+    first: str
+    second: str
+    difference: Number
+    error: Number
+    low: Number
+    high: Number
+    p: Number
+    prompts: int
+    trainings: int
+
+    @classmethod
+    def between(
+        cls, first: str, ones: Sequence[Score], second: str, others: Sequence[Score]
+    ) -> Self:
+        """Compare two arms on the same prompts, given one score per training.
+
+        A single score beside several is the run's winner, which has no repeats.
+        """
+        one, other = pooled(ones), pooled(others)
+        ahead, behind = compare(one, other), compare(other, one)
+        groups = [[s.mean for s in scores] for scores in (ones, others) if len(scores) > 1]
+        freedom = sum(len(means) - 1 for means in groups)
+        seeds, half = 0.0, interval(0.0, ahead.error, ahead.prompts)[1]
+        if freedom:
+            squares = sum(len(means) * float(np.var(means)) for means in groups)
+            seeds = math.sqrt(squares / freedom * sum(1 / len(means) for means in groups))
+            half = math.hypot(half, around(0.0, seeds, freedom)[1])
+        return cls(
+            first,
+            second,
+            ahead.difference,
+            math.hypot(ahead.error, seeds),
+            ahead.difference - half,
+            ahead.difference + half,
+            min(1.0, 2 * min(ahead.p, behind.p)),
+            ahead.prompts,
+            max(len(ones), len(others)),
+        )
+
+    @property
+    def sign(self) -> int:
+        """1 where the first arm is significantly ahead, -1 where it is behind, else 0."""
+        # Trainings with the same values differ by more than the prompts explain, and the exact
+        # test is the stricter one where a few prompts all have the same difference.
+        if self.trainings < 2 or not self.p <= LEVEL:
+            return 0
+        return 1 if self.low > 0 else -1 if self.high < 0 else 0
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Trainings of one kind, or the run that they are compared with.
+
+    Attributes:
+        name: Name of the arm, which is also the name of its folder.
+        tokens: Tokens sampled by one training without those of the test, the mean over trainings.
+        tests: Mean reward of each training on the test prompts.
+    """
+
+    name: str
+    tokens: int
+    tests: tuple[Score, ...]
+
+    @property
+    def test(self) -> Score:
+        """Mean over the trainings; NaN where one ended without a reward."""
+        return pooled(self.tests)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation between the trainings; NaN from one."""
+        means = [one.mean for one in self.tests]
+        return float(np.std(means, ddof=1)) if len(means) > 1 else math.nan
+
+
+@dataclass(frozen=True)
+class Arms:
+    """The result of a comparison or a replay as the terminal and the report show it.
+
+    Attributes:
+        arms: The trainings, then the run or its winner.
+        differences: Paired differences between the arms, by their names.
+        sentences: The basis of the comparison, its outcome, and the limits of the intervals.
+        agents: Size of the run's population, for the labels of a comparison.
+    """
+
+    arms: tuple[Arm, ...]
+    differences: tuple[Difference, ...]
+    sentences: tuple[str, ...]
+    agents: int = 0
+
+    def label(self, name: str) -> str:
+        """Return the name of an arm for people."""
+        return arm_label(name, self.agents)
+
+
+def arm_label(name: str, agents: int) -> str:
+    """Return the name of an arm for people; `agents` is the size of the run's population."""
+    number = _NUMBERS[agents] if agents < len(_NUMBERS) else agents
+    return _LABELS.get(name, name).format(number)
+
+
+def pooled(scores: Sequence[Score]) -> Score:
+    """Return the mean of several scores on the same prompts; its error is taken over the prompts.
+
+    NaN where a score has no reward at all.
+    """
+    if len(scores) == 1:
+        return scores[0]
+    if not all(score.per_prompt for score in scores):
+        return Score(math.nan, math.nan, 0)
+    table = np.array([score.per_prompt for score in scores], dtype=np.float64)
+    per_prompt = table.mean(axis=0)
+    known = per_prompt[np.isfinite(per_prompt)]
+    count = len(known)
+    error = float(known.std(ddof=1) / math.sqrt(count)) if count > 1 else math.nan
+    mean = float(known.mean()) if count else math.nan
+    return Score(mean, error, count, tuple(per_prompt.tolist()))
+
+
+def summary_score(summary: Mapping[str, Any] | None, key: str = "best") -> Score:
+    """Return a score on the test split from summary.json, NaN where there is no summary.
+
+    `key` is "best" for the winner, or "base".
+    """
+    return Score(math.nan, math.nan, 0) if summary is None else score_of(summary[key])
+
+
+def caveat(repeats: int) -> str:
+    """Return what the intervals cover and what they do not."""
+    if repeats == 1:
+        return (
+            "One training of each kind: the intervals of 95% cover the test prompts but not the "
+            "draws in training, so no difference is reported as significant."
+        )
+    return (
+        f"Means of {repeats} trainings of each kind; the intervals of 95% cover the test prompts "
+        "and the draws in training."
+    )
+
+
+@dataclass(frozen=True)
+class _ComparedArm:
+    name: Literal["guess", "random", "evolved"]
+    folder: str
+    tokens: Mapping[str, int]
+    test: MeanReward
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """The content of compare.json; `differences` are missing in files of version 0.2."""
+
+    agents: int
+    split: str
+    arms: Annotated[list[_ComparedArm], Field(min_length=1)]
+    differences: tuple[Difference, ...] = ()
+
+
+_COMPARISON = TypeAdapter(_Comparison)
+
+
+def read_comparison(run: str | Path, file: Path | None = None) -> dict[str, Any] | None:
+    """Return the content of compare.json, None before a comparison is finished.
+
+    Args:
+        run: The run folder.
+        file: A file in the format of compare.json; None takes RUN/compare/compare.json.
+    """
+    file = file or Path(run) / COMPARISON
+    what = "the result of a comparison"
+    found = read_result(file, _COMPARISON, what, f"resume {run} --compare")
+    return None if found is None else found[0]
+
+
+def tokens_by_purpose(rounds: Sequence[RoundRecord], summary: Mapping[str, Any]) -> dict[str, int]:
+    """Return the tokens of a run for training and for evaluation, without those of the test."""
+    return {
+        "training": sum(agent.tokens for record in rounds for agent in record.agents),
+        "evaluation": sum(r.evaluation_tokens for r in rounds) + summary["final_tokens"],
+    }
+
+
+def tokens_to_train(rounds: Sequence[RoundRecord], summary: Mapping[str, Any]) -> int:
+    """Return the training tokens of an arm, which is evaluated only once, at its end.
+
+    `rounds` and `summary` belong to the run that the arm is compared with.
+    """
+    return sum(tokens_by_purpose(rounds, summary).values()) - rounds[0].evaluation_tokens
+
+
+def comparison(
+    agents: int, ends: Mapping[str, tuple[Sequence[RoundRecord], Mapping[str, Any]]]
+) -> dict[str, Any]:
+    """Return the content of compare.json.
+
+    Args:
+        agents: Size of the population.
+        ends: Rounds and summary of each arm by its name. The run itself is the last one.
+    """
+    tests = {name: [summary_score(summary)] for name, (_, summary) in ends.items()}
+    return {
+        "agents": agents,
+        "split": ends[EVOLVED][1]["split"],
+        "arms": [
+            {
+                "name": name,
+                "folder": "." if name == EVOLVED else f"{COMPARE}/{name}",
+                "tokens": tokens_by_purpose(rounds, summary),
+                "test": {key: summary["best"][key] for key in ("mean", "se", "n")},
+            }
+            for name, (rounds, summary) in ends.items()
+        ],
+        "differences": [
+            plain_value(asdict(Difference.between(EVOLVED, tests[EVOLVED], name, tests[name])))
+            for name in ends
+            if name != EVOLVED
+        ],
+    }
+
+
+def comparison_arms(result: Mapping[str, Any]) -> Arms:
+    """Return the content of compare.json as the terminal and the report show it."""
+    found = _COMPARISON.validate_python(result)
+    shown = tuple(
+        Arm(arm.name, sum(arm.tokens.values()), (summary_score({"best": vars(arm.test)}),))
+        for arm in found.arms
+    )
+    own = max(1, shown[-1].tokens)
+    off = max(abs(arm.tokens - own) for arm in shown) / own
+    equal = "equal tokens" if off <= EQUAL_TOKENS else f"tokens that differ by up to {off:.0%}"
+    spent = ", ".join(
+        f"{arm.name} {arm.tokens['training']:,} + {arm.tokens['evaluation']:,}"
+        for arm in found.arms
+    )
+    prompts = count(shown[-1].test.n, f"{found.split} prompt")
+    basis = (
+        f"Compared at {equal}, on the same {prompts} with the same draws. Tokens for training + "
+        f"evaluation: {spent}."
+    )
+    limits = [caveat(1)] if found.differences else []
+    return Arms(shown, found.differences, (basis, *limits), found.agents)
