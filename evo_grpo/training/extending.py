@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.decide import Standing
-from evo_grpo.population.round import find_collapsed, next_agents
+from evo_grpo.population.plan import find_collapsed, next_agents
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.record.family import best_ever, next_member_id
 from evo_grpo.record.records import RoundRecord

@@ -6,9 +6,9 @@ Population) are thin handles on a cohort; the round loop drives the cohort itsel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from peft import LoraConfig
@@ -34,8 +34,6 @@ from evo_grpo.seeding import derive
 from evo_grpo.settings import AgentSettings
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.types import CompletionGroup, Member, Prompt, Score, Slot
-
-T = TypeVar("T")
 
 
 class Cohort:
@@ -96,13 +94,6 @@ class Cohort:
     def together(self) -> bool:
         """Whether all ranks have all agents, and train each of them together."""
         return self.settings.engine.zero is not None
-
-    def on_first(self, work: Callable[[], T]) -> T:
-        """Do work with agents of the first rank, and return its result to all.
-
-        Where all ranks have them, all work, since they make their passes together.
-        """
-        return self.team.gather(work)[0] if self.together else self.team.lead(work)
 
     def begin(
         self, env: Environment[StartT], starts: Sequence[Sequence[StartT]], sizes: Sequence[int]

@@ -29,9 +29,9 @@ def check_same_base(team: Team, base: SharedBase, start: AdapterCopy | None) -> 
         "tokenizer": tokenizer_digest(base),
         "start adapter": adapter and adapter.hexdigest(),
     }
-    told = team.gather(lambda: mine)
-    for rank, theirs in enumerate(told):
-        unlike = [name for name, digest in theirs.items() if digest != told[0][name]]
+    found = team.gather(mine)
+    for rank, theirs in enumerate(found):
+        unlike = [name for name, digest in theirs.items() if digest != found[0][name]]
         if unlike:
             raise ConfigError(
                 f"model: expected the same base on all {team.size} ranks, got {base.name!r} with "
@@ -50,14 +50,10 @@ def agree_on_path(team: Team, base: SharedBase, *, native: bool) -> None:
     Raises:
         ModelError: The base cannot be served.
     """
-
-    def find_out() -> bool:
-        if native:
-            ability_of(base, {})
-        return takes_fast_path(base, {})
-
+    if native:
+        ability_of(base, {})
     # The comparison is one of rounded numbers, which need not be the same on all machines.
-    answers = team.gather(find_out)
+    answers = team.gather(takes_fast_path(base, {}))
     if not native and base.specialized and is_llama_family(base):
         departure = departure_of(base, {})
         if departure is not None and team.rank == 0:

@@ -221,14 +221,23 @@ def limit_of_silence() -> float:
     Raises:
         ConfigError: The environment variable holds something else than a positive number.
     """
-    text = os.environ.get(VARIABLE, str(SECONDS))
+    return positive_from_environment(VARIABLE, SECONDS, "seconds")
+
+
+def positive_from_environment(name: str, default: float, unit: str) -> float:
+    """Return the positive number that an environment variable holds, or the default.
+
+    Raises:
+        ConfigError: It holds something else.
+    """
+    text = os.environ.get(name, str(default))
     try:
-        seconds = float(text)
+        number = float(text)
     except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
+        number = 0.0
+    if not 0 < number < float("inf"):
         raise ConfigError(
-            f"{VARIABLE}: expected seconds, a positive number, got {shown(text)}; leave it out for "
-            f"{SECONDS:.0f}"
+            f"{name}: expected {unit}, a positive number, got {shown(text)}; leave it out for "
+            f"{default:.0f}"
         )
-    return seconds
+    return number

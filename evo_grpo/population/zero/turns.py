@@ -85,7 +85,7 @@ class Turns:
         Raises:
             RunFailedError: They have other rows.
         """
-        self._check_alike(batches)
+        self._check_equal(batches)
         metrics: list[dict[str, float]] = []
         with self.team.exchange():
             for agent, batch in zip(agents, batches, strict=True):
@@ -99,11 +99,12 @@ class Turns:
                 optimizer.moments = self.engine.end(agent.adapter)
         return metrics
 
-    def _check_alike(self, batches: Sequence[AgentBatch]) -> None:
-        told = hashlib.sha256()
+    def _check_equal(self, batches: Sequence[AgentBatch]) -> None:
+        digest = hashlib.sha256()
         for row in (row for batch in batches for row in batch.rows):
-            told.update(row.token_ids.tobytes() + row.mask.tobytes() + str(row.advantage).encode())
-        check_alike(self.team, told.hexdigest(), "learn")
+            parts = (row.token_ids.tobytes(), row.mask.tobytes(), str(row.advantage).encode())
+            digest.update(b"".join(parts))
+        check_equal(self.team, digest.hexdigest(), "learn")
 
 
 def make_turns(
@@ -146,13 +147,13 @@ def make_turns(
     return Turns(engine, settings.algorithm, settings.engine, team)
 
 
-def check_alike(team: Team, digest: str, call: str) -> None:
+def check_equal(team: Team, digest: str, call: str) -> None:
     """Refuse what processes that train each agent together give `call` differently, by a digest.
 
     Raises:
         RunFailedError: Another one gives something else.
     """
-    if team.size > 1 and len(set(team.gather(lambda: digest))) > 1:
+    if team.size > 1 and len(set(team.gather(digest))) > 1:
         raise RunFailedError(
             f"{call}: expected the same on all {team.size} processes, which divide it among "
             "themselves, got different prompts or rewards; give all of them the same data and "
@@ -199,9 +200,9 @@ class _EngineSteps:
         """See `Updates`."""
         if self.team.size == 1:
             return
-        told = self.team.gather(lambda: (_on_cpu(sums.values), _on_cpu(sums.peaks)))
-        sums.values = _merged([values for values, _ in told], torch.add, sums.device)
-        sums.peaks = _merged([peaks for _, peaks in told], torch.maximum, sums.device)
+        parts = self.team.gather((_on_cpu(sums.values), _on_cpu(sums.peaks)))
+        sums.values = _merged([values for values, _ in parts], torch.add, sums.device)
+        sums.peaks = _merged([peaks for _, peaks in parts], torch.maximum, sums.device)
 
 
 def _never() -> None:

@@ -37,13 +37,13 @@ def check_same_run(team: Team, call: str, given: Given, config: RunConfig | None
         ConfigError: It names a rank and what is unlike, on all ranks.
     """
     if team.size > 1:
-        _check(team.gather(lambda: {"": call, **given, **_made_of(config)}))
+        _check(team.gather({"": call, **given, **_made_of(config)}))
 
 
 def check_same_files(team: Team, config: RunConfig) -> None:
     """Refuse ranks that find other data or code than the first one, as `check_same_run` does."""
     if team.size > 1:
-        _check(team.gather(lambda: _files(inputs_of(config))))
+        _check(team.gather(_files(inputs_of(config))))
 
 
 def _made_of(config: RunConfig | None) -> Given:
@@ -68,15 +68,15 @@ def _files(now: Inputs) -> Given:
     return {**found, "the version of evo-grpo": now.software["evo-grpo"]}
 
 
-def _check(told: Sequence[Given]) -> None:
+def _check(parts: Sequence[Given]) -> None:
     unlike = [
-        text for rank, given in enumerate(told) for text in _differences(rank, given, told[0])
+        text for rank, given in enumerate(parts) for text in _differences(rank, given, parts[0])
     ]
     if unlike:
         more = len(unlike) - _MOST
         listed = "; ".join(unlike[:_MOST]) + (f"; and {more} more" if more > 0 else "")
         raise ConfigError(
-            f"ranks: expected the same run on all {len(told)}, got others: {listed}. Start all "
+            f"ranks: expected the same run on all {len(parts)}, got others: {listed}. Start all "
             "ranks with the same settings, data and code"
         )
 
