@@ -15,6 +15,7 @@ from evo_grpo.evolve.decide import Standing, Strategy, decide, keep_all, why_col
 from evo_grpo.evolve.explore.protocol import Trial
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.population.evaluate import Evaluation, undecided, why_unranked
+from evo_grpo.population.no_signal import without_signal
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.stats import Tally
 from evo_grpo.population.steps import CheckpointFiles
@@ -89,12 +90,14 @@ class RoundPlan:
         steps: GRPO steps that the slot of each agent of the round has taken so far.
         last: Whether no round follows.
         notes: Sentences for the person who watches the run.
+        warning: Why the first round had nothing to learn from; empty where it had.
     """
 
     record: RoundRecord
     steps: Mapping[Slot, int]
     last: bool
     notes: tuple[str, ...] = ()
+    warning: str = ""
 
     @property
     def paused(self) -> bool:
@@ -185,12 +188,7 @@ def next_round(
             f"round {round + 1}: no agent has a finite update and fitness, so none can be a "
             f"parent; {why}"
         )
-    evaluation_tokens = sum(report.evaluation.tokens for report in reports)
-    stopped: tuple[str, ...] = ()
-    if not settings.population.stop.is_empty:
-        tokens = sum(report.tally.tokens for report in reports) + evaluation_tokens
-        played = Played(best_of(scores), tokens, seconds)
-        stopped = rules_that_hold(settings.population.stop, run.past, played)
+    stopped = _rules_that_hold(run, reports, seconds)
     last = limited or bool(stopped) or round + 1 >= settings.population.rounds
     archive = run.archive if settings.evolve.archive else None
     agents_after = find_collapsed(
@@ -230,11 +228,23 @@ def next_round(
         mutable=tuple(run.hp_config.names()),
         decisions=decisions,
         starts=starts,
-        evaluation_tokens=evaluation_tokens,
+        evaluation_tokens=sum(report.evaluation.tokens for report in reports),
         reduced=reduced or {},
         stopped=stopped,
     )
-    return RoundPlan(record, {slot: report.steps for slot, report in agents.items()}, last)
+    warning = without_signal([report.tally for report in reports]) if round == 0 else ""
+    steps = {slot: report.steps for slot, report in agents.items()}
+    return RoundPlan(record, steps, last, warning=warning)
+
+
+def _rules_that_hold(run: Run, reports: Sequence[AgentReport], seconds: float) -> tuple[str, ...]:
+    """Return the rules of population.stop by which a run ends with a round."""
+    stop = run.settings.population.stop
+    if stop.is_empty:
+        return ()
+    tokens = sum(report.tally.tokens + report.evaluation.tokens for report in reports)
+    best = best_of([report.score for report in reports])
+    return rules_that_hold(stop, run.past, Played(best, tokens, seconds))
 
 
 def ends_by_request(record: RoundRecord) -> bool:

@@ -134,6 +134,7 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
         plan = wait_while_paused(this, plan)
         # After the round is recorded: should a crash come in between, a resume applies the record.
         carry_out(this, plan)
+        warn_without_signal(plan.warning)
     return plan.record
 
 
@@ -236,7 +237,6 @@ def plan_round(
     plan = this.steering.steer(plan, next_id=next_member(cohort, plan.record))
     rows = completion_rows(this.number, tallies, this.settings.record.completions)
     this.writer.commit(plan.record, rows)
-    warn_without_signal(this.number, list(tallies.values()))
     return plan
 
 

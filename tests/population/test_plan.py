@@ -46,11 +46,11 @@ def settings(racing=0.0, rounds=3, **population):
     )
 
 
-def report(right, tokens=10, kl=0.0, saved=None):
+def report(right, tokens=10, kl=0.0, saved=None, equal=0.0):
     """An agent that answered so many prompts of the evaluation; None failed."""
     rewards = np.array([1.0] * (right or 0) + [0.0] * (PROMPTS - (right or 0)))
     score = summarise(rewards, PROMPTS)
-    steps = [{"failed": float(right is None), "kl": kl, "reward": 0.5}]
+    steps = [{"failed": float(right is None), "kl": kl, "reward": 0.5, "zero_variance": equal}]
     return AgentReport(
         score=None if right is None else score,
         tally=Tally(metrics=steps, tokens=tokens),
@@ -149,6 +149,12 @@ def test_looks_are_paid_from_the_budget(racing, looks):
     assert seen == looks
     assert len(streams) == 1 + len(looks), "every look has draws of its own"
     assert ("evaluate", 4) in streams
+
+
+def test_only_the_first_round_says_that_it_had_nothing_to_learn_from():
+    reports = [report(10, equal=1.0), report(30, equal=1.0), report(20, equal=1.0)]
+    assert planned(reports).warning.startswith("round 1 had nothing to learn from")
+    assert planned(reports, number=1).warning == ""
 
 
 def test_reports_of_ranks_are_put_together():

@@ -30,6 +30,7 @@ from evo_grpo.model.lora.files import WEIGHTS
 from evo_grpo.population.checkpoints.write import saved_agent, snapshot_agent
 from evo_grpo.population.evaluate import evaluate
 from evo_grpo.population.round import next_slots, play_round
+from evo_grpo.population.steps import RunWriter
 from evo_grpo.record.family import ancestry, best_ever
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.leaderboard import leaderboard
@@ -308,7 +309,7 @@ def snapshot(prepared):
     return seen, prepared.cohort.next_member
 
 
-class CheckpointsAlone:
+class CheckpointsAlone(RunWriter):
     """A writer of checkpoints that keeps no records."""
 
     def __init__(self, folder):
@@ -320,12 +321,6 @@ class CheckpointsAlone:
         files = snapshot_agent(cohort, slot).write(self.folder / name)
         self.files |= {f"{name}/{file}": digest for file, digest in files.items()}
         return saved_agent(name, files)
-
-    def step(self, round, step, rows):
-        pass
-
-    def commit(self, record, completions):
-        pass
 
     def recorded(self, rounds):
         """The rounds as a run folder records them."""
