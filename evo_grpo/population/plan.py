@@ -106,7 +106,7 @@ class RoundPlan:
 
 
 @dataclass(frozen=True)
-class Run:
+class PlanInputs:
     """What a plan follows from besides the reports of its round.
 
     Attributes:
@@ -154,7 +154,7 @@ def next_look(
 
 
 def next_round(
-    run: Run,
+    inputs: PlanInputs,
     agents: Mapping[Slot, AgentReport],
     standings: Sequence[Standing],
     round: int,
@@ -167,7 +167,7 @@ def next_round(
     """Plan what follows a round, and record it.
 
     Args:
-        run: What the plan follows from besides.
+        inputs: What the plan follows from besides.
         agents: The reports of all agents of the round, in the order of their positions.
         standings: The same agents; the history of each ends with its score of the round.
         round: The round (0-based).
@@ -180,17 +180,17 @@ def next_round(
         RunFailedError: No agent can be ranked, and no archive is there to go on from.
         ShapeError: The selector's plan cannot be carried out.
     """
-    settings, reports = run.settings, list(agents.values())
+    settings, reports = inputs.settings, list(agents.values())
     scores = [report.score for report in reports]
-    if all(score is None for score in scores) and run.archive is None:
-        why = why_unranked(run.task, [report.evaluation for report in reports])
+    if all(score is None for score in scores) and inputs.archive is None:
+        why = why_unranked(inputs.task, [report.evaluation for report in reports])
         raise RunFailedError(
             f"round {round + 1}: no agent has a finite update and fitness, so none can be a "
             f"parent; {why}"
         )
-    stopped = _rules_that_hold(run, reports, seconds)
+    stopped = _rules_that_hold(inputs, reports, seconds)
     last = limited or bool(stopped) or round + 1 >= settings.population.rounds
-    archive = run.archive if settings.evolve.archive else None
+    archive = inputs.archive if settings.evolve.archive else None
     agents_after = find_collapsed(
         settings,
         standings,
@@ -203,29 +203,29 @@ def next_round(
     if last:
         # Nothing trains after the last round: a selection would only overwrite evaluated agents.
         drop = settings.evolve.dead_steps is not None
-        generation, decisions = keep_all(agents_after, run.next_id, drop=drop)
+        generation, decisions = keep_all(agents_after, inputs.next_id, drop=drop)
     else:
         generation, decisions = next_agents(
             settings,
             agents_after,
             scores,
             archive,
-            run.past,
+            inputs.past,
             round=round,
-            hp_config=run.hp_config,
-            seed=run.seed,
-            next_id=run.next_id,
+            hp_config=inputs.hp_config,
+            seed=inputs.seed,
+            next_id=inputs.next_id,
         )
     record = RoundRecord(
         round=round,
         agents=tuple(
-            agent_record(standing, report, round, run.seed)
+            agent_record(standing, report, round, inputs.seed)
             for standing, report in zip(standings, reports, strict=True)
         ),
         seconds={},
         members=generation.members,
         next_hparams=generation.hparams,
-        mutable=tuple(run.hp_config.names()),
+        mutable=tuple(inputs.hp_config.names()),
         decisions=decisions,
         starts=starts,
         evaluation_tokens=sum(report.evaluation.tokens for report in reports),
@@ -237,14 +237,16 @@ def next_round(
     return RoundPlan(record, steps, last, warning=warning)
 
 
-def _rules_that_hold(run: Run, reports: Sequence[AgentReport], seconds: float) -> tuple[str, ...]:
+def _rules_that_hold(
+    inputs: PlanInputs, reports: Sequence[AgentReport], seconds: float
+) -> tuple[str, ...]:
     """Return the rules of population.stop by which a run ends with a round."""
-    stop = run.settings.population.stop
+    stop = inputs.settings.population.stop
     if stop.is_empty:
         return ()
     tokens = sum(report.tally.tokens + report.evaluation.tokens for report in reports)
     best = best_of([report.score for report in reports])
-    return rules_that_hold(stop, run.past, Played(best, tokens, seconds))
+    return rules_that_hold(stop, inputs.past, Played(best, tokens, seconds))
 
 
 def ends_by_request(record: RoundRecord) -> bool:

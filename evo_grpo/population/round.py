@@ -24,9 +24,9 @@ from evo_grpo.population.no_signal import warn_without_signal
 from evo_grpo.population.plan import (
     AgentReport,
     LookAgain,
+    PlanInputs,
     RankReport,
     RoundPlan,
-    Run,
     agents_of,
     least_reduced,
     next_look,
@@ -129,7 +129,15 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
             cohort, env, settings, slots, round,
             watch=this.watch, writer=writer, observer=observer, limit=limit, past=past,
         )  # fmt: skip
-        plan = agree_on_plan(this, tallies, starts)
+        observer.stage(round, "evaluate", 0, 1)
+        results, saved = dict[Slot, Evaluation](), dict[Slot, SavedAgent]()
+        plan: RoundPlan | LookAgain = LookAgain(tuple(slots), 0)
+        while isinstance(plan, LookAgain):  # once, and once more for each further look of racing
+            results |= evaluate_more(this, plan, tallies, results)
+            saved |= save(this, plan)
+            report = report_of(this, tallies, results, saved)
+            plan = cohort.team.agree(report, partial(plan_and_record, this, plan, starts))
+        writer.round_over()
         observer.round_done(plan.record)
         plan = wait_while_paused(this, plan)
         # After the round is recorded: should a crash come in between, a resume applies the record.
@@ -138,42 +146,34 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
     return plan.record
 
 
-def agree_on_plan(this: Round, tallies: Mapping[Slot, Tally], starts: int) -> RoundPlan:
-    """Evaluate and save the agents of this rank until the first rank has planned the round.
-
-    `tallies` are those of the agents of this rank.
-    """
-    cohort, results, saved = this.cohort, dict[Slot, Evaluation](), dict[Slot, SavedAgent]()
-    this.observer.stage(this.number, "evaluate", 0, 1)
-    look = LookAgain(tuple(this.slots), 0)
-    while True:
-        with this.watch.phase("evaluate"):
-            results |= evaluate_more(this, look, tallies, results)
-        with this.watch.phase("checkpoint"):
-            for slot in filter(cohort.here, look.slots):
-                saved[slot] = this.writer.checkpoint(cohort, this.number, slot)
-            report = report_of(this, tallies, results, saved)
-        plan = cohort.team.agree(report, partial(plan_round, this, look, starts))
-        if isinstance(plan, RoundPlan):
-            this.writer.round_over()
-            return plan
-        look = plan
-
-
 def evaluate_more(
     this: Round, look: LookAgain, tallies: Mapping[Slot, Tally], results: Mapping[Slot, Evaluation]
 ) -> dict[Slot, Evaluation]:
-    """Evaluate the agents of this rank among those of a look, and merge it with earlier looks."""
-    fitness = this.settings.evolve.fitness
-    prompts = this.env.prompts("validation", fitness.prompts)
-    stream = look.stream(this.number)
-    found = evaluate_here(this.cohort, this.env, look.slots, prompts, fitness, stream=stream)
+    """Evaluate the agents of this rank among those of a look.
+
+    Returns:
+        The evaluation of each, merged with its earlier ones, `results`.
+    """
+    fitness, stream = this.settings.evolve.fitness, look.stream(this.number)
+    with this.watch.phase("evaluate"):
+        prompts = this.env.prompts("validation", fitness.prompts)
+        found = evaluate_here(this.cohort, this.env, look.slots, prompts, fitness, stream=stream)
     found = {
         slot: merged(results[slot], one, len(prompts)) if slot in results else one
         for slot, one in found.items()
     }
     set_scores(this, {slot: _score(tallies[slot], one) for slot, one in found.items()})
     return found
+
+
+def save(this: Round, look: LookAgain) -> dict[Slot, SavedAgent]:
+    """Save the agents of this rank among those of a look."""
+    with this.watch.phase("checkpoint"):
+        return {
+            slot: this.writer.checkpoint(this.cohort, this.number, slot)
+            for slot in look.slots
+            if this.cohort.here(slot)
+        }
 
 
 def report_of(
@@ -198,7 +198,7 @@ def report_of(
     return RankReport(agents, cohort.reduced(), this.writer.hand_over())
 
 
-def plan_round(
+def plan_and_record(
     this: Round, look: LookAgain, starts: int, reports: Sequence[RankReport]
 ) -> RoundPlan | LookAgain:
     """Plan and record a round from the reports of all ranks; on the first rank only."""
@@ -209,7 +209,7 @@ def plan_round(
     cohort, scores = this.cohort, {slot: agent.score for slot, agent in agents.items()}
     tallies = {slot: agent.tally for slot, agent in agents.items()}
     set_scores(this, scores)
-    run = Run(
+    inputs = PlanInputs(
         settings=this.settings,
         hp_config=cohort.hp_config,
         seed=cohort.seed,
@@ -220,7 +220,7 @@ def plan_round(
     )
     with this.watch.phase("evolve"):
         plan = next_round(
-            run,
+            inputs,
             agents,
             [cohort.agents[slot].standing() for slot in this.slots],
             this.number,

@@ -94,7 +94,7 @@ class RunWriter:
         """Write what a person asked for once its round had been written."""
 
     def round_over(self) -> None:
-        """Forget the checkpoints of a round that is committed."""
+        """Forget the checkpoints of a round; called on every rank once the round is committed."""
 
 
 def train(  # noqa: PLR0913 -- a round meets all parts of a run

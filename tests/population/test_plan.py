@@ -15,8 +15,8 @@ from evo_grpo.population.evaluate import Evaluation, summarise
 from evo_grpo.population.plan import (
     AgentReport,
     LookAgain,
+    PlanInputs,
     RankReport,
-    Run,
     agents_of,
     least_reduced,
     next_look,
@@ -62,7 +62,7 @@ def report(right, tokens=10, kl=0.0, saved=None, equal=0.0):
 
 
 def planned(reports, number=0, made=None, past=(), archive=None, **given):
-    run = Run(
+    inputs = PlanInputs(
         settings=made or settings(),
         hp_config=HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-2)),
         seed=1,
@@ -75,7 +75,7 @@ def planned(reports, number=0, made=None, past=(), archive=None, **given):
         Standing(slot, Member(slot, slot), Hparams(), [r.score] if r.score else [])
         for slot, r in enumerate(reports)
     ]
-    return next_round(run, dict(enumerate(reports)), standings, number, **given)
+    return next_round(inputs, dict(enumerate(reports)), standings, number, **given)
 
 
 def test_the_worst_agent_is_overwritten_by_the_best():
