@@ -1,4 +1,4 @@
-"""From settings to what a run needs: the shared base, N agents, the environment, round settings."""
+"""Builds a run from its settings: the shared base, N agents, the environment, round settings."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Objects:
-    """What only Python can give, in place of settings that name it.
+    """Objects given from Python, in place of settings that name them.
 
     Attributes:
         model: A transformers causal language model, or a PeftModel around one, which is taken
@@ -77,7 +77,7 @@ class Objects:
     accelerator: Any = None
 
     def names(self) -> tuple[str, ...]:
-        """Return what was given as an object."""
+        """Return the names of the objects that were given."""
         given = {"model": self.model, "tokenizer": self.tokenizer, "lora": self.lora}
         return tuple(name for name, value in given.items() if value is not None)
 
@@ -123,7 +123,7 @@ def task_of(config: RunConfig) -> Task | None:
 
 
 def check_memory(config: RunConfig, task: Task | None, processes: int) -> None:
-    """Refuse a run whose memory the device cannot have, before anything is loaded."""
+    """Refuse a run that needs more memory than the device has, before anything is loaded."""
     where = pick_device(config.engine.device)
     on: Device | None = {"cpu": "cpu", "cuda": "cuda"}.get(where.type)  # pyright: ignore[reportAssignmentType] -- the values are of that type
     if on is None:
@@ -136,20 +136,20 @@ def check_memory(config: RunConfig, task: Task | None, processes: int) -> None:
         output = config.algorithm.max_output_tokens or hint
         plan = plan_memory(config, size, output, dtype=dtype, device=on, processes=processes)
     except EvoGrpoError:
-        return  # what is wrong with the model, loading it says
+        return  # loading the model reports what is wrong with it
     check_fits(plan, there, "this machine" if on == "cpu" else str(where))
 
 
 def check_found(config: RunConfig) -> None:
-    """See that the base and the engine of a run are there, before anything is loaded or written."""
+    """Check that the base and the engine of a run exist, before anything is loaded or written."""
     resolve(config.model.name)
     check_engine(config.engine, ranks=announced())
 
 
 def with_shards(config: RunConfig, team: Team) -> RunConfig:
-    """Return a run's settings with the number of its shards, which belongs to it from its start on.
+    """Return the settings of a run with its number of shards, which is fixed from the start on.
 
-    Where a run begins in one process, and nothing is said, there is one.
+    A run that begins in one process has one shard unless the settings say otherwise.
     """
     if config.engine.shards is None and config.engine.zero is None and team.size > 1:
         config = config.replace(engine=config.engine.replace(shards=team.size))
@@ -158,7 +158,7 @@ def with_shards(config: RunConfig, team: Team) -> RunConfig:
 
 
 def check_ranks(config: RunConfig, team: Team) -> None:
-    """Refuse more processes than a run has shards, or than can divide its base."""
+    """Refuse more processes than a run has shards, or than its base can be divided among."""
     if team.size > 1 and (why := divides_quantized(config.engine)):
         raise ConfigError(why)
     shards = config.engine.shards or 1
@@ -207,7 +207,7 @@ def build_cohort(
     """
     given = objects or Objects()
     if team is None:
-        # Where ranks divide agents, a run says who they are; with DeepSpeed a script may too.
+        # A run passes its ranks; with DeepSpeed a script may run in several processes too.
         team = Team() if settings.engine.zero is None else find_team()
     with team.sharing_errors():
         base, start = _base(settings, given, team)
@@ -235,7 +235,7 @@ def build_cohort(
 def build_agents(
     settings: AgentSettings, objects: Objects, size: int, init: Start
 ) -> tuple[Cohort, tuple[Slot, ...]]:
-    """Build a base and N agents from what Python gave; a model is as it was where it is refused."""
+    """Build a base and N agents from objects; a model that is refused is left unchanged."""
     with unchanged_if_refused(objects.model):
         cohort, start = build_cohort(settings, objects)
         return cohort, add_agents(cohort, size, init, start)

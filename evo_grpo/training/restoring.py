@@ -56,7 +56,7 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
     for slot in sorted(set(prepared.slots) - set(slots)):
         cohort.remove(slot)
     if cohort.references.start and cohort.team.rank == 0:
-        _say_of_reference(prepared, last, folder)
+        _warn_of_reference(prepared, last, folder)
     members = members_of(rounds)
     checkpoints = {record.agent: _checkpoint(folder, record, last) for record in last.agents}
     best = best_ever(rounds) if prepared.round_settings.evolve.archive else None
@@ -82,8 +82,8 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
     return generation.slots
 
 
-def _say_of_reference(prepared: Prepared, last: RoundRecord, folder: Path) -> None:
-    """Say where the rounds so far were held to the base, and those to come to the start adapter."""
+def _warn_of_reference(prepared: Prepared, last: RoundRecord, folder: Path) -> None:
+    """Warn where the reference was the base so far, and is the start adapter from now on."""
     cohort, name = prepared.cohort, last.agents[0].checkpoint
     held = "beta" in cohort.hp_config.names() or any(h.beta > 0 for h in last.next_hparams)
     if held and name is not None and "reference" not in read_attributes(inside(folder, name)):
@@ -98,11 +98,11 @@ def _say_of_reference(prepared: Prepared, last: RoundRecord, folder: Path) -> No
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """A checkpoint to load: its folder, the digests of its files, and who recorded them."""
+    """A checkpoint to load: its folder, the digests of its files, and their origin in words."""
 
     place: Path
     files: Mapping[str, str]
-    who: str
+    origin: str
 
 
 def _checkpoint(
@@ -113,9 +113,9 @@ def _checkpoint(
         raise CheckpointError(
             f"run {folder}: round {record.round + 1} has no checkpoint of agent {record.agent}"
         )
-    who = f"round {record.round + 1} recorded for agent {record.agent}"
+    origin = f"round {record.round + 1} recorded for agent {record.agent}"
     files = played.files_of(record.checkpoint)
-    return _Checkpoint(inside(folder, copy or record.checkpoint), files, who)
+    return _Checkpoint(inside(folder, copy or record.checkpoint), files, origin)
 
 
 def _load(cohort: Cohort, checkpoints: Mapping[Slot, _Checkpoint]) -> None:
@@ -125,7 +125,7 @@ def _load(cohort: Cohort, checkpoints: Mapping[Slot, _Checkpoint]) -> None:
         if not cohort.here(slot):
             continue
         place = checkpoint.place
-        check_digests(place, checkpoint.files, checkpoint.who)
+        check_digests(place, checkpoint.files, checkpoint.origin)
         saved = str(read_attributes(place)["base_digest"])
         live = base_digest(cohort.base)
         if comparable_digests(saved, live) and saved != live:

@@ -266,24 +266,37 @@ def play_and_judge(
         )
     if not _goes_on(prepared, rounds):  # else a person has asked that the process ends
         observer.stage(len(rounds) - 1, "test", 0, 1)
-        candidates, summary = finalists(prepared.cohort, rounds), None
-        if prepared.cohort.here(candidates[0].slot):
-            summary = _judged(folder, prepared, rounds, candidates, study, start)
-            summary["earlier"] = past.earlier
-        if folder is not None and summary is not None:
-            folder.write_summary(summary)
-        summary = team.first(summary)
-        assert summary is not None, "the first rank has the finalists"
+        summary = _finish(folder, prepared, past, study, start)
         _log.info("%s: finished after %.1f s", path, summary["wall_seconds"])
         observer.finished(summary)
     team.wait_for_all()
     return slots
 
 
+def _finish(
+    folder: RunDir | None,
+    prepared: Prepared,
+    past: Past,
+    study: FolderStudy | None,
+    start: float,
+) -> dict[str, Any]:
+    """Judge the best agent on the ranks that have the finalists; return the summary on all."""
+    cohort, summary = prepared.cohort, None
+    candidates = finalists(cohort, past.rounds)
+    if cohort.here(candidates[0].slot):
+        judged = _judged(folder, prepared, past.rounds, candidates, study, start)
+        summary = {**judged, "earlier": past.earlier}
+    if folder is not None and summary is not None:
+        folder.write_summary(summary)
+    summary = cohort.team.first(summary)
+    assert summary is not None, "the first rank has the finalists"
+    return summary
+
+
 def _writer(
     config: RunConfig, path: Path, folder: RunDir | None, prepared: Prepared
 ) -> tuple[RunWriter, FolderStudy | None]:
-    """Return what writes rounds, and the study in the folder; called once all is restored."""
+    """Return the writer of rounds and the study in the folder; called once all is restored."""
     shared = sees_folder(path, prepared.cohort.team)
     if folder is None:
         return RankWriter(path, shared=shared, idle=prepared.cohort.together), None
@@ -309,7 +322,7 @@ class Past:
     """What a run folder holds of a run that goes on, read on the first rank.
 
     Attributes:
-        rounds: The finished rounds, whole.
+        rounds: The finished rounds, whole; those that are played now are appended.
         earlier: The ends that the run had before it was given more rounds.
         steered: How many requests the last round has recorded; those after them are new.
     """

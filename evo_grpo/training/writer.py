@@ -5,8 +5,8 @@ and takes the digests, so that a record has them from the start. The metrics of 
 appended as the step ends, the files of a round, its line in rounds.jsonl and the Optuna trials are
 left to one writer thread, in order. A round counts once its line is there, so a crash loses at most
 the round that was being written. An error of the writer surfaces at the next call, or when the
-writer is closed; after it nothing more is written, for what follows would rest on a round that is
-not recorded.
+writer is closed. After an error nothing more is written, since later rounds would rest on a round
+that is not recorded.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FolderWriter(RunWriter):
     """Writes the rounds of a run; a context manager, which waits for its thread on exit.
 
     Args:
-        folder: The open run folder; nobody else writes to it before the writer is closed.
+        folder: The open run folder; only the writer writes to it until it is closed.
         study: The Optuna study in the folder, or None.
         keep: Which checkpoints stay once the next round is whole.
         keep_best: Keep a copy of the best agent ever in checkpoints/best.
@@ -69,7 +69,7 @@ class FolderWriter(RunWriter):
         self._written: dict[str, str] = {}
 
     def __exit__(self, *raised: object) -> None:
-        """Wait until everything handed over is on disk, also after Ctrl-C."""
+        """Wait until every queued write is on disk, also after Ctrl-C."""
         self._thread.shutdown(wait=True)
         if not any(raised):
             self._raise_errors()
@@ -111,14 +111,14 @@ class FolderWriter(RunWriter):
         self._pending.append(self._submit(lambda: self._write_round(record, agents, samples)))
 
     def amend(self, record: RoundRecord) -> None:
-        """Queue what a person asked for once its round had been recorded."""
+        """Queue the requests that came after their round had been recorded."""
         self._raise_errors()
         self._pending.append(self._submit(lambda: self._amend_round(record)))
 
     def follow_up(self, rounds: Sequence[RoundRecord]) -> None:
-        """Bring what is made from finished rounds up to them; once more changes nothing.
+        """Update all files that are made from finished rounds; a second call changes nothing.
 
-        A run that was stopped in the middle of this does it again when it goes on.
+        A run that was stopped in the middle of this does it again when it is resumed.
         """
         if self.study is not None:
             self.study.record(rounds)
@@ -131,7 +131,7 @@ class FolderWriter(RunWriter):
             self.folder.drop_checkpoints(kept_checkpoints(recorded, self.keep))
 
     def _submit(self, write: Callable[[], None]) -> Future[None]:
-        """Queue a write, which is left out if one before it fails."""
+        """Queue a write, which is skipped if an earlier one fails."""
 
         def write_in_order() -> None:
             if self._error is not None:
@@ -168,10 +168,10 @@ class FolderWriter(RunWriter):
     def _amend_round(self, record: RoundRecord) -> None:
         self.folder.amend_round(record)
         self._drop_requests(record)
-        write_csv(self.folder.rounds(), self.folder.path)  # which says who left
+        write_csv(self.folder.rounds(), self.folder.path)  # it says which agents left
 
     def _drop_requests(self, record: RoundRecord) -> None:
-        """Remove the requests whose end is recorded; that of a pause stays until it is over."""
+        """Remove the requests whose outcome is recorded; a pause stays until it is over."""
         ids = {one.request.id for one in record.steering} - {record.paused_by}
         remove_requests(self.folder.path, ids)
 
