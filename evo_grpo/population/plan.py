@@ -190,32 +190,7 @@ def next_round(
         )
     stopped = _rules_that_hold(inputs, reports, seconds)
     last = limited or bool(stopped) or round + 1 >= settings.population.rounds
-    archive = inputs.archive if settings.evolve.archive else None
-    agents_after = find_collapsed(
-        settings,
-        standings,
-        scores,
-        [report.tally.means().get("kl", 0.0) for report in reports],
-        [report.dead_steps for report in reports],
-        archive,
-        last=last,
-    )
-    if last:
-        # Nothing trains after the last round: a selection would only overwrite evaluated agents.
-        drop = settings.evolve.dead_steps is not None
-        generation, decisions = keep_all(agents_after, inputs.next_id, drop=drop)
-    else:
-        generation, decisions = next_agents(
-            settings,
-            agents_after,
-            scores,
-            archive,
-            inputs.past,
-            round=round,
-            hp_config=inputs.hp_config,
-            seed=inputs.seed,
-            next_id=inputs.next_id,
-        )
+    generation, decisions = _next_generation(inputs, reports, standings, round, last=last)
     record = RoundRecord(
         round=round,
         agents=tuple(
@@ -235,6 +210,43 @@ def next_round(
     warning = without_signal([report.tally for report in reports]) if round == 0 else ""
     steps = {slot: report.steps for slot, report in agents.items()}
     return RoundPlan(record, steps, last, warning=warning)
+
+
+def _next_generation(
+    inputs: PlanInputs,
+    reports: Sequence[AgentReport],
+    standings: Sequence[Standing],
+    round: int,
+    *,
+    last: bool,
+) -> tuple[Generation, tuple[Decision, ...]]:
+    """Return the agents of the next round, or after the last one those that stay."""
+    settings, scores = inputs.settings, [report.score for report in reports]
+    archive = inputs.archive if settings.evolve.archive else None
+    standings = find_collapsed(
+        settings,
+        standings,
+        scores,
+        [report.tally.means().get("kl", 0.0) for report in reports],
+        [report.dead_steps for report in reports],
+        archive,
+        last=last,
+    )
+    if last:
+        # Nothing trains after the last round: a selection would only overwrite evaluated agents.
+        drop = settings.evolve.dead_steps is not None
+        return keep_all(standings, inputs.next_id, drop=drop)
+    return next_agents(
+        settings,
+        standings,
+        scores,
+        archive,
+        inputs.past,
+        round=round,
+        hp_config=inputs.hp_config,
+        seed=inputs.seed,
+        next_id=inputs.next_id,
+    )
 
 
 def _rules_that_hold(
