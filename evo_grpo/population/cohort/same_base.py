@@ -1,4 +1,4 @@
-"""Whether all ranks have loaded the same base, and serve it by the same path."""
+"""Checks that all ranks have loaded the same base, and run it by the same path."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from evo_grpo.rollout.native.ability import ability_of
 
 
 def check_same_base(team: Team, base: SharedBase, start: AdapterCopy | None) -> None:
-    """Refuse ranks with unlike bases, which are whole yet, or start adapters; all ranks call it.
+    """Refuse ranks with different bases or start adapters, before a base is divided; all call it.
 
     Raises:
-        ConfigError: It names a rank and what is unlike, on all ranks.
+        ConfigError: A rank has another base; raised on all ranks, it names the rank and the part.
     """
     if team.size == 1:
         return
@@ -41,14 +41,14 @@ def check_same_base(team: Team, base: SharedBase, start: AdapterCopy | None) -> 
 
 
 def agree_on_path(team: Team, base: SharedBase, *, native: bool) -> None:
-    """Find out whether the base can be served, and by which path; all ranks take the same one.
+    """Find out whether the base can be run, and by which path; all ranks take the same one.
 
-    Called before the base is divided among ranks: what a model cannot do ends a pass in the middle.
-    Where the native engine generates, its abilities are looked for too; vLLM is given the model's
-    files, and knows nothing of what was changed about it.
+    Call this before the base is divided among ranks: an operation that the model lacks would end a
+    pass in the middle. With the native engine its abilities are probed too. vLLM reads the files of
+    the model and does not see changes to the object.
 
     Raises:
-        ModelError: The base cannot be served.
+        ModelError: The base cannot be run.
     """
     if native:
         ability_of(base, {})

@@ -43,7 +43,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.moments: LocalMoments = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the moments as torch's AdamW has them, whole; all processes call it alike."""
+        """Return the whole moments as torch's AdamW has them; all processes call this."""
         groups = super().state_dict()["param_groups"]
         return {"state": self.engine.whole_moments(self.moments), "param_groups": groups}
 
@@ -80,7 +80,7 @@ class Turns:
     ) -> list[dict[str, float]]:
         """Take every agent's optimizer steps on its rows; see `Learner.learn`.
 
-        All processes call it alike.
+        All processes call this with equal arguments.
 
         Raises:
             RunFailedError: They have other rows.
@@ -113,7 +113,7 @@ def make_turns(
     team: Team,
     accelerator: Any = None,  # noqa: ANN401 -- accelerate is untyped
 ) -> Turns:
-    """Build the engine of a cohort of at least one agent; all processes call it alike.
+    """Build the engine of a cohort of at least one agent; all processes call this.
 
     `accelerator` is the user's, with DeepSpeed's plugin for the stage `engine.zero`; None makes
     one.
@@ -128,7 +128,7 @@ def make_turns(
     if slots.base.dtype is torch.float16:
         raise ConfigError(
             f"engine.zero: expected a base in bfloat16 or float32, got {slots.base.name!r} in "
-            "float16, whose gradients need a loss scale that DeepSpeed's engine is not told of; "
+            "float16, whose gradients need a loss scale that DeepSpeed's engine does not know; "
             "set engine.dtype to bfloat16, or engine.zero to null"
         )
     made = accelerator if accelerator is not None else own_accelerator(stage, device)
@@ -148,10 +148,10 @@ def make_turns(
 
 
 def check_equal(team: Team, digest: str, call: str) -> None:
-    """Refuse what processes that train each agent together give `call` differently, by a digest.
+    """Check that all processes that train each agent together give `call` the same, by a digest.
 
     Raises:
-        RunFailedError: Another one gives something else.
+        RunFailedError: Another process gives something else.
     """
     if team.size > 1 and len(set(team.gather(digest))) > 1:
         raise RunFailedError(
