@@ -304,13 +304,18 @@ def _flush_and_exit(code: int) -> NoReturn:
     os._exit(code)
 
 
+class _NotMetError(ConfigError):
+    """The ranks have not met in time."""
+
+
 @contextmanager
 def telling_others() -> Generator[None]:
     """Send an error to the other ranks that is raised before the ranks have met."""
     try:
         yield
     except EvoGrpoError as error:
-        if announced() and not dist.is_initialized():
+        # Ranks that have not met in time are not waited for a second time.
+        if announced() and not dist.is_initialized() and not isinstance(error, _NotMetError):
             with suppress(ConfigError):  # the others have not started
                 _share(error)
         raise
@@ -348,7 +353,7 @@ def find_team(to_meet: timedelta | None = None) -> Team:
         try:
             _join(to_meet)
         except (RuntimeError, ValueError, KeyError) as error:
-            raise ConfigError(
+            raise _NotMetError(
                 f"ranks: expected {os.environ.get('WORLD_SIZE')} processes that reach each other "
                 f"at MASTER_ADDR={os.environ.get('MASTER_ADDR')} "
                 f"MASTER_PORT={os.environ.get('MASTER_PORT')} within "
