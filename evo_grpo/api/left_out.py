@@ -109,15 +109,16 @@ def make_up(
             stacklevel=4,
         )
         return None
-    record = cohort.team.lead(
-        lambda: planned(
+    record = cohort.team.agree(
+        None,
+        lambda _: planned(
             settings,
             left.rounds,
             hp_config=cohort.hp_config,
             seed=cohort.seed,
             archive=cohort.archive is not None,
             past=past,
-        )
+        ),
     )
     everyone = [a.agent for a in last.agents]
     generation = recorded_generation(cohort, everyone, record)

@@ -1,17 +1,16 @@
 """Fitness of every agent on shared prompts, with shared draws, in one generation call.
 
-`race` looks again at those agents alone that the first look cannot separate. The idea of racing
-(Maron and Moore 1997; Birattari et al. 2002) with the paired test of `evolve.compare`: where all
-agents answer the same prompts, few of them need a second look.
+Racing evaluates again only those agents that the first look cannot separate (`undecided`). It is
+the idea of Maron and Moore (1997) and Birattari et al. (2002) with the paired test of
+`evolve.compare`: where all agents answer the same prompts, few of them need a second look.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -36,11 +35,15 @@ class Evaluation:
             their tokens.
         rewards: (B,) weighted reward of each, NaN where every reward function abstained, or the
             episode was dropped; all NaN when the policy's log-probs are no longer finite.
+        tokens: Tokens sampled.
+        looks: Evaluations that are merged in it.
     """
 
     score: Score
     experience: Experience
     rewards: np.ndarray
+    tokens: int = 0
+    looks: int = 1
 
 
 def evaluate(
@@ -74,11 +77,37 @@ def evaluate(
         if any(math.isnan(value) for t in experience.trajectories for value in t.logprobs or ()):
             # NaN logits choose no token: these completions are not the policy's.
             rewards = np.full_like(rewards, np.nan)
-        results.append(Evaluation(summarise(rewards, len(prompts)), experience, rewards))
+        score = summarise(rewards, len(prompts))
+        results.append(Evaluation(score, experience, rewards, experience.tokens))
     return results
 
 
-def _told(result: Evaluation) -> Evaluation:
+def evaluate_here(
+    cohort: Cohort,
+    env: Environment[StartT],
+    slots: Sequence[Slot],
+    starts: Sequence[StartT],
+    fitness: FitnessConfig,
+    *,
+    stream: Sequence[str | int],
+) -> dict[Slot, Evaluation]:
+    """Evaluate those of some agents that this rank has, each shard in a call of its own."""
+    found: dict[Slot, Evaluation] = {}
+    for shard in cohort.shards_here(slots):
+        results = evaluate(
+            cohort,
+            env,
+            shard,
+            starts,
+            samples=fitness.samples,
+            temperature=fitness.temperature,
+            stream=stream,
+        )
+        found |= dict(zip(shard, results, strict=True))
+    return found
+
+
+def without_texts(result: Evaluation) -> Evaluation:
     """Return what other ranks need of an evaluation: a few bytes per completion."""
     light = tuple(
         replace(t, prompt="", text="", token_ids=(), mask=(True,) * t.sampled, logprobs=())
@@ -87,61 +116,8 @@ def _told(result: Evaluation) -> Evaluation:
     return replace(result, experience=replace(result.experience, trajectories=light))
 
 
-def race(
-    cohort: Cohort,
-    env: Environment[Any],
-    slots: Sequence[Slot],
-    fitness: FitnessConfig,
-    *,
-    keep: int,
-    round: int,
-) -> tuple[list[Evaluation], int]:
-    """Evaluate all agents, then again those about whom the next decision is open.
-
-    Each look takes `fitness.samples` completions of each of the same validation prompts. Further
-    looks may cost a share `fitness.racing` of the completions of the first. Who is near the border
-    between the `keep` agents that the next round has room for and the others is looked at again;
-    with room for all, the border is the best agent. Each rank evaluates its own agents, each shard
-    in a call of its own.
-
-    Returns:
-        One evaluation per agent, over all its samples, and the tokens that all of them sampled.
-    """
-    starts = env.prompts("validation", fitness.prompts)
-
-    def look(these: Sequence[Slot], *stream: str | int) -> dict[Slot, Evaluation]:
-        def mine() -> dict[Slot, Evaluation]:
-            found: dict[Slot, Evaluation] = {}
-            for shard in cohort.shards_here(these):
-                results = evaluate(
-                    cohort,
-                    env,
-                    shard,
-                    starts,
-                    samples=fitness.samples,
-                    temperature=fitness.temperature,
-                    stream=stream,
-                )
-                told = results if cohort.team.size == 1 else map(_told, results)
-                found |= dict(zip(shard, told, strict=True))
-            return found
-
-        return {slot: one for part in cohort.team.gather(mine) for slot, one in part.items()}
-
-    results = look(slots, "evaluate", round)
-    tokens = sum(result.experience.tokens for result in results.values())
-    left, number = fitness.racing * len(slots), 1
-    while 1 < len(open_ones := undecided(results, keep)) <= left:
-        left -= len(open_ones)
-        for slot, more in look(open_ones, "evaluate", round, number).items():
-            results[slot] = merged(results[slot], more, len(starts))
-            tokens += more.experience.tokens
-        number += 1
-    return [results[slot] for slot in slots], tokens
-
-
-def undecided(results: dict[Slot, Evaluation], keep: int) -> list[Slot]:
-    """Return the agents that cannot be told from one at the border, border agents among them.
+def undecided(results: Mapping[Slot, Evaluation], keep: int) -> list[Slot]:
+    """Return the agents that a paired test cannot separate from one at the border, and those there.
 
     The border is beside the last of the `keep` agents that the next round has room for.
     """
@@ -163,7 +139,13 @@ def merged(first: Evaluation, more: Evaluation, prompts: int) -> Evaluation:
     """
     tables = [e.rewards.reshape(prompts, -1) for e in (first, more)]
     rewards = np.concatenate(tables, axis=1).reshape(-1)
-    return replace(first, score=summarise(rewards, prompts), rewards=rewards)
+    return Evaluation(
+        summarise(rewards, prompts),
+        first.experience,
+        rewards,
+        first.tokens + more.tokens,
+        first.looks + more.looks,
+    )
 
 
 def why_unranked(name: str, results: Sequence[Evaluation]) -> str:

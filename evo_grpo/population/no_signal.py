@@ -13,18 +13,18 @@ from evo_grpo.population.stats import Tally
 _log = logging.getLogger(__name__)
 
 
-def warn_without_signal(round: int, tallies: Sequence[Tally]) -> None:
-    """Warn, and log, where the first round had no reward that told completions apart."""
-    sentence = without_signal(tallies) if round == 0 else ""
+def warn_without_signal(sentence: str) -> None:
+    """Warn, and log, that the first round had nothing to learn from; not with an empty sentence."""
     if sentence:
         _log.warning(sentence)
         warnings.warn(sentence, UserWarning, stacklevel=2)
 
 
 def without_signal(tallies: Sequence[Tally]) -> str:
-    """Return what is to be said where all groups of all agents had equal rewards, else nothing.
+    """Return a sentence where all groups of all agents had equal rewards, else an empty string.
 
-    Where every reward function abstained, or every episode was dropped, that was said already.
+    It is empty where every reward function abstained, or every episode was dropped: other warnings
+    name those.
     """
     steps = [m for tally in tallies for m in tally.metrics if not m.get("empty_steps")]
     means = [m["reward"] for m in steps if math.isfinite(m.get("reward", math.nan))]

@@ -1,57 +1,100 @@
 """One round: agents train, are evaluated, saved and selected; the next ones are copied and mutated.
 
-Read `play_round` top to bottom; each stage is one call.
+Read `play_round` from top to bottom; each stage is one call. The ranks of a run make one exchange a
+round, and one more for each further look of racing: every rank sends its report, the first one
+plans and records the round, and all of them carry the plan out.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from evo_grpo.envs.protocol import Environment
-from evo_grpo.errors import RunFailedError, ShapeError
-from evo_grpo.evolve.decide import Standing, Strategy, decide, keep_all, why_collapsed
-from evo_grpo.evolve.explore.protocol import Trial
+from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.population.cohort.cohort import Cohort
-from evo_grpo.population.evaluate import race, why_unranked
+from evo_grpo.population.evaluate import Evaluation, evaluate_here, merged, without_texts
 from evo_grpo.population.no_signal import warn_without_signal
+from evo_grpo.population.plan import (
+    AgentReport,
+    LookAgain,
+    PlanInputs,
+    RankReport,
+    RoundPlan,
+    agents_of,
+    least_reduced,
+    next_look,
+    next_round,
+    timed,
+)
 from evo_grpo.population.rules import RoundSettings
-from evo_grpo.population.stats import Stopwatch, Tally, agent_records, completion_rows
-from evo_grpo.population.steps import Limit, RunWriter, train
+from evo_grpo.population.stats import Stopwatch, Tally, completion_rows
+from evo_grpo.population.steps import Limit, RunWriter, report_steps, train
 from evo_grpo.record.observer import Observer
-from evo_grpo.record.records import RoundRecord
-from evo_grpo.record.stopping import Played, best_of, rules_that_hold
-from evo_grpo.schema.search_space import HyperparameterConfig
-from evo_grpo.seeding import derive, generator
-from evo_grpo.types import KEPT_SCORES, Decision, Member, Score, Slot
-
-T = TypeVar("T")
+from evo_grpo.record.records import RoundRecord, SavedAgent
+from evo_grpo.types import KEPT_SCORES, Member, Score, Slot
 
 
 class Steerer:
-    """Carries out what a person asks of a run between two rounds; of this class nobody asks."""
+    """Carries out what a person asks of a run between two rounds; this class receives no requests.
 
-    def steered(self, record: RoundRecord, *, next_id: int, last: bool) -> RoundRecord:
-        """Return a round that is not recorded yet, with what became of the requests until its end.
+    Both methods are called on the first rank only.
+    """
 
-        All ranks call it alike. `next_id` is a member id that no member of the run has had, `last`
-        says that no round follows.
+    def steer(self, plan: RoundPlan, *, next_id: int) -> RoundPlan:
+        """Return the plan of a round that is not recorded yet, with the requests carried out.
+
+        `next_id` is a member id that no member of the run has had.
         """
-        del next_id, last
-        return record
+        del next_id
+        return plan
 
-    def wait(self, record: RoundRecord) -> RoundRecord:
-        """Wait as long as the run is paused, and carry out what is asked for meanwhile.
+    def listen(self, plan: RoundPlan) -> RoundPlan:
+        """Wait a while in a paused run, and carry out and record what is asked for meanwhile."""
+        return plan
 
-        Takes the round as it is recorded, and returns it as it is recorded then.
-        """
-        return record
+
+@dataclass(frozen=True)
+class Round:
+    """A round that is played, with the parts of the run that take part in it.
+
+    Attributes:
+        cohort: The agents and what they share.
+        env: Where prompts and rewards come from.
+        settings: How rounds are played.
+        slots: The agents that play.
+        number: The round (0-based).
+        writer: Writes the round.
+        observer: Follows the run.
+        limit: Ends training early; None where nothing does.
+        past: The rounds before it, as far as they are known.
+        steering: Carries out what a person asks for.
+        watch: Measures the phases.
+        began: When the round began, in seconds since 1970 (UTC).
+        start: The same by `time.perf_counter`.
+        histories: Scores that each agent had before the round.
+    """
+
+    cohort: Cohort
+    env: Environment[Any]
+    settings: RoundSettings
+    slots: Sequence[Slot]
+    number: int
+    writer: RunWriter
+    observer: Observer
+    limit: Limit | None
+    past: Sequence[RoundRecord]
+    steering: Steerer
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    began: float = field(default_factory=time.time)
+    start: float = field(default_factory=time.perf_counter)
+    histories: Mapping[Slot, Sequence[Score]] = field(default_factory=dict[Slot, Sequence[Score]])
 
 
 def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
@@ -67,10 +110,7 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
     past: Sequence[RoundRecord] = (),
     steering: Steerer | None = None,
 ) -> RoundRecord:
-    """Train, evaluate, save, select and mutate.
-
-    `limit` ends training early. `past` are the rounds before it, as far as they are known.
-    `steering` is what a person asks for between two rounds; None where nobody can.
+    """Train, evaluate, save, plan, record and apply; see `Round` for the arguments.
 
     Returns:
         The round as recorded. The cohort already holds the next generation, whose slots are
@@ -79,71 +119,172 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
     Raises:
         RunFailedError: When no agent is left that can be ranked.
     """
-    watch, steering = Stopwatch(), steering or Steerer()
-    started, start = time.time(), time.perf_counter()
-    tallies, starts = train(
-        cohort, env, settings, slots, round,
-        watch=watch, writer=writer, observer=observer, limit=limit, past=past,
+    histories = {slot: tuple(cohort.agents[slot].history) for slot in slots}
+    this = Round(
+        cohort, env, settings, slots, round, writer, observer, limit, past,
+        steering or Steerer(), histories=histories,
     )  # fmt: skip
-    observer.stage(round, "evaluate", 0, 1)
-    with watch.phase("evaluate"):
-        scores, evaluation_tokens = _fitness(cohort, env, settings, slots, round, tallies)
-    with watch.phase("checkpoint"):
-        saved = of_all(cohort, slots, lambda slot: writer.checkpoint(cohort, round, slot))
-    stopped = _stopped(cohort, settings, past, scores, tallies, evaluation_tokens, since=start)
-    # The limit comes first, for it hears of every evaluation.
-    limited = limit is not None and limit.reached(scores)
-    last = limited or bool(stopped) or round + 1 >= settings.population.rounds
-    with watch.phase("evolve"):
-        generation, decisions = _evolve(
-            cohort, settings, slots, round, scores, tallies, past, last=last
+    with cohort.team.sharing_errors():
+        tallies, starts = train(
+            cohort, env, settings, slots, round,
+            watch=this.watch, writer=writer, observer=observer, limit=limit, past=past,
+        )  # fmt: skip
+        observer.stage(round, "evaluate", 0, 1)
+        results, saved = dict[Slot, Evaluation](), dict[Slot, SavedAgent]()
+        plan: RoundPlan | LookAgain = LookAgain(tuple(slots), 0)
+        while isinstance(plan, LookAgain):  # once, and once more for each further look of racing
+            results |= evaluate_more(this, plan, tallies, results)
+            saved |= save(this, plan)
+            report = report_of(this, tallies, results, saved)
+            plan = cohort.team.agree(report, partial(plan_and_record, this, plan, starts))
+        writer.round_over()
+        observer.round_done(plan.record)
+        plan = wait_while_paused(this, plan)
+        # After the round is recorded: should a crash come in between, a resume applies the record.
+        carry_out(this, plan)
+        warn_without_signal(plan.warning)
+    return plan.record
+
+
+def evaluate_more(
+    this: Round, look: LookAgain, tallies: Mapping[Slot, Tally], results: Mapping[Slot, Evaluation]
+) -> dict[Slot, Evaluation]:
+    """Evaluate the agents of this rank among those of a look.
+
+    Returns:
+        The evaluation of each, merged with its earlier ones, `results`.
+    """
+    fitness, stream = this.settings.evolve.fitness, look.stream(this.number)
+    with this.watch.phase("evaluate"):
+        prompts = this.env.prompts("validation", fitness.prompts)
+        found = evaluate_here(this.cohort, this.env, look.slots, prompts, fitness, stream=stream)
+    found = {
+        slot: merged(results[slot], one, len(prompts)) if slot in results else one
+        for slot, one in found.items()
+    }
+    set_scores(this, {slot: _score(tallies[slot], one) for slot, one in found.items()})
+    return found
+
+
+def save(this: Round, look: LookAgain) -> dict[Slot, SavedAgent]:
+    """Save the agents of this rank among those of a look."""
+    with this.watch.phase("checkpoint"):
+        return {
+            slot: this.writer.checkpoint(this.cohort, this.number, slot)
+            for slot in look.slots
+            if this.cohort.here(slot)
+        }
+
+
+def report_of(
+    this: Round,
+    tallies: Mapping[Slot, Tally],
+    results: Mapping[Slot, Evaluation],
+    saved: Mapping[Slot, SavedAgent],
+) -> RankReport:
+    """Return what this rank reports to the first one."""
+    cohort = this.cohort
+    agents = {
+        slot: AgentReport(
+            score=_score(tally, results[slot]),
+            tally=tally,
+            evaluation=results[slot] if cohort.team.size == 1 else without_texts(results[slot]),
+            saved=saved[slot],
+            steps=cohort.agents[slot].steps,
+            dead_steps=cohort.agents[slot].dead_steps,
         )
-        _archive_best(cohort, settings, slots, scores)
-    seconds = time.perf_counter() - start
-    record = RoundRecord(
-        round=round,
-        agents=agent_records(cohort, slots, round, tallies, scores, saved, seconds),
-        seconds=dict(watch.seconds),
-        members=generation.members,
-        next_hparams=generation.hparams,
-        mutable=tuple(cohort.hp_config.names()),
-        decisions=decisions,
-        starts=starts,
-        evaluation_tokens=evaluation_tokens,
-        reduced=_reduced(cohort),
-        started=started,
-        ended=started + seconds,  # the wall clock may have been set back
-        stopped=stopped,
+        for slot, tally in tallies.items()
+    }
+    return RankReport(agents, cohort.reduced(), this.writer.hand_over())
+
+
+def plan_and_record(
+    this: Round, look: LookAgain, starts: int, reports: Sequence[RankReport]
+) -> RoundPlan | LookAgain:
+    """Plan and record a round from the reports of all ranks; on the first rank only."""
+    this.writer.receive([report.files for report in reports])
+    agents = agents_of(reports, this.slots)
+    if (again := next_look(agents, this.settings, look, this.number)) is not None:
+        return again
+    cohort, scores = this.cohort, {slot: agent.score for slot, agent in agents.items()}
+    tallies = {slot: agent.tally for slot, agent in agents.items()}
+    set_scores(this, scores)
+    inputs = PlanInputs(
+        settings=this.settings,
+        hp_config=cohort.hp_config,
+        seed=cohort.seed,
+        past=this.past,
+        archive=None if cohort.archive is None else cohort.archive.standing(),
+        next_id=cohort.next_member,
+        task=this.env.name,
     )
-    record = steering.steered(record, next_id=generation.next_id, last=last)
-    writer.commit(record, completion_rows(round, slots, tallies, settings.record.completions))
-    observer.round_done(record)
-    record = steering.wait(record)
-    if record.steering:
-        generation = recorded_generation(cohort, slots, record)
-    # After the round is recorded: should a crash come in between, a resume applies the record.
-    inherit = settings.evolve.inherit_optimizer
-    apply(cohort, slots, generation, inherit_optimizer=inherit, free=not last)
-    warn_without_signal(round, tallies)
-    return record
+    with this.watch.phase("evolve"):
+        plan = next_round(
+            inputs,
+            agents,
+            [cohort.agents[slot].standing() for slot in this.slots],
+            this.number,
+            seconds=time.perf_counter() - this.start,
+            starts=starts,
+            reduced=least_reduced(reports),
+            limited=this.limit is not None and this.limit.reached(list(scores.values())),
+        )
+    elapsed = time.perf_counter() - this.start
+    plan = replace(plan, record=timed(plan.record, this.watch.seconds, this.began, elapsed))
+    if not all(map(cohort.here, this.slots)):
+        steps = range(this.settings.population.steps_per_round)
+        report_steps(this.settings, this.writer, this.observer, this.number, steps, tallies)
+    plan = this.steering.steer(plan, next_id=next_member(cohort, plan.record))
+    rows = completion_rows(this.number, tallies, this.settings.record.completions)
+    this.writer.commit(plan.record, rows)
+    return plan
 
 
-def _stopped(
-    cohort: Cohort,
-    settings: RoundSettings,
-    past: Sequence[RoundRecord],
-    scores: Sequence[Score | None],
-    tallies: Sequence[Tally],
-    evaluation_tokens: int,
-    *,
-    since: float,
-) -> tuple[str, ...]:
-    """Return the rules by which the run ends with a round; ranks do not agree on the time."""
-    if settings.population.stop.is_empty:
-        return ()
-    tokens = sum(tally.tokens for tally in tallies) + evaluation_tokens
-    played = Played(best_of(scores), tokens, time.perf_counter() - since)
-    return cohort.team.lead(lambda: rules_that_hold(settings.population.stop, past, played))
+def wait_while_paused(this: Round, plan: RoundPlan) -> RoundPlan:
+    """Return the plan as it is once the run goes on, with what was asked for in a pause.
+
+    The ranks make an exchange a second, so that a signal ends all of them.
+    """
+    while True:
+        for note in plan.notes:
+            this.observer.note(note)
+        if not plan.paused:
+            return plan
+        plan = this.cohort.team.agree(plan, lambda plans: this.steering.listen(plans[0]))
+
+
+def carry_out(this: Round, plan: RoundPlan) -> None:
+    """Make the cohort what a plan says: on every rank, with the agents of all ranks."""
+    cohort, evolve, record = this.cohort, this.settings.evolve, plan.record
+    scores = {agent.agent: agent.score for agent in record.agents}
+    if this.limit is not None:
+        this.limit.reached(list(scores.values()))
+    set_scores(this, scores)
+    for agent in record.agents:
+        state = cohort.agents[agent.agent]
+        state.steps, state.dead_steps = plan.steps[state.slot], int(agent.metrics["dead_steps"])
+    if evolve.archive:
+        _archive_best(cohort, scores)
+    generation = recorded_generation(cohort, this.slots, record)
+    inherit, free = evolve.inherit_optimizer, not plan.last
+    apply(cohort, this.slots, generation, inherit_optimizer=inherit, free=free)
+
+
+def set_scores(this: Round, scores: Mapping[Slot, Score | None]) -> None:
+    """Give agents their scores of a round; one without a score loses its history."""
+    for slot, score in scores.items():
+        history = [] if score is None else [*this.histories[slot], score]
+        this.cohort.agents[slot].history = history
+
+
+def _score(tally: Tally, result: Evaluation) -> Score | None:
+    """Return a fitness, None where the agent's update or its evaluation was not finite."""
+    return result.score if not tally.failed and np.isfinite(result.score.mean) else None
+
+
+def next_member(cohort: Cohort, record: RoundRecord) -> int:
+    """Return a member id that no member has had, nor any of the next round."""
+    return max([cohort.next_member, record.next_member, *(m.id + 1 for m in record.members)])
 
 
 def recorded_generation(cohort: Cohort, slots: Sequence[Slot], record: RoundRecord) -> Generation:
@@ -151,23 +292,7 @@ def recorded_generation(cohort: Cohort, slots: Sequence[Slot], record: RoundReco
     previous = [cohort.agents[slot].member for slot in slots]
     archive = None if cohort.archive is None else cohort.archive.slot
     parents = recorded_parents(record, previous, archive)
-    next_id = max(cohort.next_member, record.next_member)
-    return Generation(record.members, record.next_hparams, parents, next_id)
-
-
-def of_all(cohort: Cohort, slots: Sequence[Slot], work: Callable[[Slot], T]) -> list[T]:
-    """Do work for each agent on its own rank; returns the results of all, pickled, by position."""
-    parts = cohort.team.gather(lambda: {slot: work(slot) for slot in slots if cohort.here(slot)})
-    # Where all ranks have all agents, the first one has their files.
-    found = {slot: result for part in reversed(parts) for slot, result in part.items()}
-    return [found[slot] for slot in slots]
-
-
-def _reduced(cohort: Cohort) -> dict[str, int]:
-    """Return what had to be lowered to go on: the least of all ranks."""
-    parts = cohort.team.gather(cohort.reduced)
-    names = {name for part in parts for name in part}
-    return {name: min(part[name] for part in parts if name in part) for name in sorted(names)}
+    return Generation(record.members, record.next_hparams, parents, next_member(cohort, record))
 
 
 def apply(
@@ -227,162 +352,9 @@ def next_slots(record: RoundRecord) -> tuple[Slot, ...]:
     return tuple(member.agent for member in record.members)
 
 
-def _fitness(
-    cohort: Cohort,
-    env: Environment[Any],
-    settings: RoundSettings,
-    slots: Sequence[Slot],
-    round: int,
-    tallies: Sequence[Tally],
-) -> tuple[list[Score | None], int]:
-    """Score every agent, None for one whose update or evaluation was not finite.
-
-    Returns:
-        The scores, and the tokens that were sampled for them.
-    """
-    fitness, keep = settings.evolve.fitness, settings.room(round + 1, len(slots))
-    results, tokens = race(cohort, env, slots, fitness, keep=keep, round=round)
-    scores: list[Score | None] = []
-    for slot, tally, result in zip(slots, tallies, results, strict=True):
-        usable = not tally.failed and np.isfinite(result.score.mean)
-        scores.append(result.score if usable else None)
-        if usable:
-            cohort.agents[slot].history.append(result.score)
-        else:
-            cohort.agents[slot].history.clear()
-    if all(score is None for score in scores) and cohort.archive is None:
-        raise RunFailedError(
-            f"round {round + 1}: no agent has a finite update and fitness, so none can be a "
-            f"parent; {why_unranked(env.name, results)}"
-        )
-    return scores, tokens
-
-
-def _evolve(
-    cohort: Cohort,
-    settings: RoundSettings,
-    slots: Sequence[Slot],
-    round: int,
-    scores: Sequence[Score | None],
-    tallies: Sequence[Tally],
-    past: Sequence[RoundRecord],
-    *,
-    last: bool,
-) -> tuple[Generation, tuple[Decision, ...]]:
-    states = [cohort.agents[slot] for slot in slots]
-    best = cohort.archive if settings.evolve.archive else None
-    archive = None if best is None else best.standing()
-    standings = find_collapsed(
-        settings,
-        [state.standing() for state in states],
-        scores,
-        [tally.means().get("kl", 0.0) for tally in tallies],
-        [state.dead_steps for state in states],
-        archive,
-        last=last,
-    )
-    if last:
-        # Nothing trains after the last round: selecting there would only overwrite evaluated
-        # agents.
-        return keep_all(standings, cohort.next_member, drop=settings.evolve.dead_steps is not None)
-    # On one rank: a selector or explorer of the user's own need not give all the same answer.
-    return cohort.team.lead(
-        lambda: next_agents(
-            settings,
-            standings,
-            scores,
-            archive,
-            past,
-            round=round,
-            hp_config=cohort.hp_config,
-            seed=cohort.seed,
-            next_id=cohort.next_member,
-        )
-    )
-
-
-def next_agents(  # noqa: PLR0913 -- a plan is made of all that a round has found
-    settings: RoundSettings,
-    standings: Sequence[Standing],
-    scores: Sequence[Score | None],
-    archive: Standing | None,
-    past: Sequence[RoundRecord],
-    *,
-    round: int,
-    hp_config: HyperparameterConfig,
-    seed: int,
-    next_id: int,
-) -> tuple[Generation, tuple[Decision, ...]]:
-    """Return the agents of the round after `round`, which is not the last.
-
-    Nothing is drawn but from the round's own stream. Standings and scores are by position, a score
-    None for an agent that failed; `past` are the rounds before it. For the others see `decide`.
-    """
-    played = [(a.hparams, a.score, record.round) for record in past for a in record.agents]
-    played += [(s.hparams, score, round) for s, score in zip(standings, scores, strict=True)]
-    return decide(
-        standings,
-        settings.room(round + 1, len(standings)),
-        archive,
-        Strategy(
-            settings.selector,
-            settings.explorer,
-            hp_config,
-            settings.evolve.significance,
-            settings.evolve.fitness.window,
-        ),
-        generator(derive(seed, "evolve", round)),
-        round=round,
-        next_id=next_id,
-        trials=[
-            Trial(hparams, math.nan if score is None else score.mean, number)
-            for hparams, score, number in played
-        ],
-    )
-
-
-def find_collapsed(
-    settings: RoundSettings,
-    standings: Sequence[Standing],
-    scores: Sequence[Score | None],
-    kls: Sequence[float],
-    dead_steps: Sequence[int],
-    archive: Standing | None,
-    *,
-    last: bool,
-) -> Sequence[Standing]:
-    """Return the standings, with the reason where an agent can no longer learn.
-
-    `scores` are None for agents that failed, `kls` nats per token, `dead_steps` the latest steps in
-    a row in which all groups of an agent had equal rewards; `archive` is the best agent ever.
-    """
-    if not settings.evolve.dead_steps:
-        return standings
-    ranked = [score for score in scores if score is not None]
-    if archive is not None:
-        ranked.append(archive.history[-1])
-    # After the last round there are no further steps in which a dead agent could learn.
-    enough = 1 if last else settings.evolve.dead_steps
-    best = max(ranked, key=lambda score: score.mean, default=None)
-    reasons = [
-        ""
-        if score is None or best is None
-        else why_collapsed(score, best, kl, dead if dead >= enough else 0, last=last)
-        for score, kl, dead in zip(scores, kls, dead_steps, strict=True)
-    ]
-    return [replace(s, collapsed=reason) for s, reason in zip(standings, reasons, strict=True)]
-
-
-def _archive_best(
-    cohort: Cohort,
-    settings: RoundSettings,
-    slots: Sequence[Slot],
-    scores: Sequence[Score | None],
-) -> None:
+def _archive_best(cohort: Cohort, scores: Mapping[Slot, Score | None]) -> None:
     """Keep the best agent of a round where no earlier one was as good."""
-    if not settings.evolve.archive:
-        return
-    ranked = [(slot, score) for slot, score in zip(slots, scores, strict=True) if score is not None]
+    ranked = [(slot, score) for slot, score in scores.items() if score is not None]
     for slot, score in sorted(ranked, key=lambda pair: -pair[1].mean)[:1]:
         if cohort.archive is None or score.mean > cohort.archive.history[-1].mean:
             cohort.put_into_archive(slot, score)

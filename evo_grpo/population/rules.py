@@ -1,4 +1,4 @@
-"""How the rounds of a run are played: the settings of a run, and the strategies made of them."""
+"""Settings of the rounds of a run, with the strategies that they name."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ class RoundSettings:
         evolve: What happens between them, and how fitness is measured; the two strategies below
             act in place of its `selection` and `exploration`.
         record: What is kept of them.
-        selector: Plans who survives, and who is copied.
-        explorer: Varies the hyperparameters of those that go on.
+        selector: Plans which agents survive, and which are copied.
+        explorer: Varies the hyperparameters of the agents of the next round.
         prompts_per_step: P, the same prompts or episode seeds for every agent.
         rows_per_step: Completions that all agents together sample in a step: each agent takes as
-            many prompts as make up its equal share, so that those which leave give their part to
-            the others. None gives every agent `prompts_per_step` prompts, whatever its group size.
+            many prompts as make up its equal share, so that the others take over the share of
+            agents that leave. None gives every agent `prompts_per_step` prompts, whatever its group
+            size.
 
     Raises:
         ConfigError: A sequence of places grows, or leaves no place.

@@ -1,10 +1,10 @@
-"""What is counted during a round, and the record made of it."""
+"""What is counted during a round."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +13,8 @@ import numpy as np
 
 from evo_grpo.envs.protocol import Experience
 from evo_grpo.learn.objective.advantages import zero_variance_groups
-from evo_grpo.population.cohort.cohort import Cohort
-from evo_grpo.record.records import AgentRecord, SavedAgent
 from evo_grpo.record.vocabulary import over_steps
-from evo_grpo.seeding import derive
-from evo_grpo.types import Score, Slot, Trajectory
+from evo_grpo.types import Slot, Trajectory
 
 
 @dataclass
@@ -111,52 +108,7 @@ def reward_metrics(
     }
 
 
-def agent_records(
-    cohort: Cohort,
-    slots: Sequence[Slot],
-    round: int,
-    tallies: Sequence[Tally],
-    scores: Sequence[Score | None],
-    saved: Sequence[SavedAgent],
-    seconds: float,
-) -> tuple[AgentRecord, ...]:
-    """Return the records of the agents of a round; all sequences are in the order of the slots.
-
-    A score is None for an agent that cannot be ranked. `seconds` are wall seconds of the round so
-    far, divided among agents by their tokens.
-    """
-    total = max(1, sum(t.tokens for t in tallies))
-    unranked = "the evaluation had no finite reward, or log-prob"
-    agents: list[AgentRecord] = []
-    for slot, tally, score, checkpoint in zip(slots, tallies, scores, saved, strict=True):
-        state = cohort.agents[slot]
-        agents.append(
-            AgentRecord(
-                agent=slot,
-                member=state.member.id,
-                parent=state.member.parent,
-                round=round,
-                state="failed" if score is None else "ok",
-                hparams=state.hparams,
-                score=score,
-                metrics={**tally.means(), "dead_steps": float(state.dead_steps)},
-                tokens=tally.tokens,
-                wall_seconds=seconds * tally.tokens / total,
-                checkpoint=checkpoint.path,
-                adapter_sha256=checkpoint.adapter_sha256,
-                optimizer_sha256=checkpoint.optimizer_sha256,
-                mutation=state.member.mutation,
-                seed=derive(cohort.seed, "sample", round, 0, slot),
-                reason=tally.failed or (unranked if score is None else ""),
-                step_rewards=tally.step_rewards,
-            )
-        )
-    return tuple(agents)
-
-
-def completion_rows(
-    round: int, slots: Sequence[Slot], tallies: Sequence[Tally], count: int
-) -> list[dict[str, Any]]:
+def completion_rows(round: int, tallies: Mapping[Slot, Tally], count: int) -> list[dict[str, Any]]:
     """Return the first `count` sample completions of each agent, as lines of completions/."""
     return [
         {
@@ -171,6 +123,6 @@ def completion_rows(
             "end": trajectory.end,
             "error": trajectory.error,
         }
-        for slot, tally in zip(slots, tallies, strict=True)
+        for slot, tally in tallies.items()
         for trajectory, reward in tally.samples[:count]
     ]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from evo_grpo.envs.protocol import Environment, StartT
 from evo_grpo.learn.objective.advantages import group_advantages
 from evo_grpo.learn.rows import AgentBatch, rows_from_trajectories
+from evo_grpo.population.checkpoints.write import Snapshot
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.evaluate import weighted
@@ -20,24 +22,38 @@ from evo_grpo.types import Score, Slot
 
 
 class Limit(Protocol):
-    """What ends training before all rounds are played."""
+    """Ends training before all rounds are played; every rank of the run has all its agents."""
 
     def spent(self, tallies: Sequence[Tally]) -> bool:
-        """Say after a step, from the round's tallies so far, whether it was the last step."""
+        """Return whether a step was the last one, from the round's tallies so far."""
         ...
 
     def reached(self, scores: Sequence[Score | None]) -> bool:
-        """Say after an evaluation whether the round was the last."""
+        """Return whether a round is the last one, from its scores; may be asked again."""
         ...
 
 
-class RunWriter:
-    """Where a round is written: of this class nowhere, for rounds that stay in memory.
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """The files of the checkpoints of a rank.
 
-    Of a run with a folder it is `evo_grpo.training.writer.FolderWriter`, which appends to the log
+    Attributes:
+        written: SHA-256 of each file on disk, by its path in the run folder.
+        unwritten: The agents whose files the first rank has to write, by the paths of their
+            checkpoints.
+    """
+
+    written: Mapping[str, str] = field(default_factory=dict[str, str])
+    unwritten: Mapping[str, Snapshot] = field(default_factory=dict[str, Snapshot])
+
+
+class RunWriter:
+    """Writes rounds; this class writes nothing, for rounds that stay in memory.
+
+    `evo_grpo.training.writer.FolderWriter` writes into a run folder, where it appends to the log
     that trackers read. The observer beside it is the screen or the user's own.
 
-    A context manager, which on exit waits for what is being written.
+    A context manager, which on exit waits until everything is written.
     """
 
     def __enter__(self) -> Self:
@@ -47,22 +63,38 @@ class RunWriter:
         pass
 
     def step(self, round: int, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write what a step measured, a row per agent, so that others can read it during the round.
+        """Write the metrics of a step, a row per agent, so that readers see them during the round.
 
-        Steps are 0-based in their round; step 0 begins the round anew. Rows are not changed
-        afterwards.
+        Steps are 0-based in their round; step 0 begins the round anew. The caller does not change
+        the rows afterwards.
         """
 
     def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> SavedAgent:
-        """Save an agent as it was evaluated; return where, and the digests of its files."""
+        """Save an agent as it was evaluated; return where, and the digests of its files.
+
+        An agent that is evaluated again is saved again, with the same weights.
+        """
         del cohort, round, slot
         return SavedAgent()
 
+    def hand_over(self) -> CheckpointFiles:
+        """Return the files of the checkpoints that this rank has saved since the last call."""
+        return CheckpointFiles()
+
+    def receive(self, files: Sequence[CheckpointFiles]) -> None:
+        """Take, on the first rank, what all ranks have handed over."""
+
     def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
-        """Write a finished round wholly or not at all, with a row per sample completion."""
+        """Write, on the first rank, a finished round with a row per sample completion.
+
+        The round is written wholly or not at all.
+        """
 
     def amend(self, record: RoundRecord) -> None:
         """Write what a person asked for once its round had been written."""
+
+    def round_over(self) -> None:
+        """Forget the checkpoints of a round; called on every rank once the round is committed."""
 
 
 def train(  # noqa: PLR0913 -- a round meets all parts of a run
@@ -77,58 +109,44 @@ def train(  # noqa: PLR0913 -- a round meets all parts of a run
     observer: Observer,
     limit: Limit | None,
     past: Sequence[RoundRecord],
-) -> tuple[list[Tally], int]:
-    """Take the steps of a round with all agents, each rank with its own.
+) -> tuple[dict[Slot, Tally], int]:
+    """Take the steps of a round with the agents of this rank.
+
+    Where other ranks have agents, the steps are reported once all ranks have taken theirs; see
+    `report_steps`.
 
     Returns:
-        What each agent did, and the starts that were handed out up to the end of the round.
+        What each agent of this rank did, and the starts that were handed out up to the end of the
+        round.
     """
-    tallies = {slot: Tally() for slot in slots}
     counts = settings.prompts_of([cohort.agents[slot].hparams.group_size for slot in slots])
     # Starts are handed out in one sequence, without gaps however many a step takes.
     starts = past[-1].starts if past else round * sum(map(max, counts))
-
-    # Else what the agents of other ranks did is known once all have told of theirs.
-    at_once = all(map(cohort.here, slots))
-
-    def take(steps: Sequence[int], first: int) -> dict[Slot, tuple[Tally, int, int]]:
-        for step in steps:
-            observer.stage(round, "learn", step, settings.population.steps_per_round)
-            of_agents = dict(zip(slots, counts[step], strict=True))
-            prompts = starts_from(env, first, max(of_agents.values()))
-            first += len(prompts)
-            for shard in cohort.shards_here(slots):
-                train_step(
-                    cohort,
-                    env,
-                    shard,
-                    prompts,
-                    stream=(round, step),
-                    watch=watch,
-                    tallies=[tallies[slot] for slot in shard],
-                    prompts_per_agent=[of_agents[slot] for slot in shard],
-                )
-            _tell(settings, writer, observer, round, [step] if at_once else [], tallies)
-        here = [cohort.agents[slot] for slot in slots if cohort.here(slot)]
-        return {state.slot: (tallies[state.slot], state.steps, state.dead_steps) for state in here}
-
-    # One word between ranks for the whole round, or after every step where it may be the last.
-    steps = range(len(counts))
-    for part in [steps] if limit is None else [steps[step : step + 1] for step in steps]:
-        given = starts
-        for told in cohort.team.gather(lambda: take(part, given)):  # noqa: B023 -- called at once
-            for slot, (tally, steps_taken, dead_steps) in told.items():
-                if not cohort.here(slot):
-                    state, tallies[slot] = cohort.agents[slot], tally
-                    state.steps, state.dead_steps = steps_taken, dead_steps
-        _tell(settings, writer, observer, round, [] if at_once else part, tallies)
-        starts += sum(max(counts[step]) for step in part)
+    tallies = {slot: Tally() for slot in slots if cohort.here(slot)}
+    for step, prompts_of_step in enumerate(counts):
+        observer.stage(round, "learn", step, settings.population.steps_per_round)
+        prompts_of = dict(zip(slots, prompts_of_step, strict=True))
+        prompts = starts_from(env, starts, max(prompts_of_step))
+        starts += max(prompts_of_step)
+        for shard in cohort.shards_here(slots):
+            train_step(
+                cohort,
+                env,
+                shard,
+                prompts,
+                stream=(round, step),
+                watch=watch,
+                tallies=[tallies[slot] for slot in shard],
+                prompts_per_agent=[prompts_of[slot] for slot in shard],
+            )
+        if len(tallies) == len(slots):
+            report_steps(settings, writer, observer, round, [step], tallies)
         if limit is not None and limit.spent(list(tallies.values())):
             break
-    return list(tallies.values()), starts
+    return tallies, starts
 
 
-def _tell(
+def report_steps(
     settings: RoundSettings,
     writer: RunWriter,
     observer: Observer,
@@ -136,7 +154,7 @@ def _tell(
     steps: Sequence[int],
     tallies: Mapping[Slot, Tally],
 ) -> None:
-    """Hand finished steps to the writer and the observer."""
+    """Pass the metrics of finished steps to the writer and the observer."""
     for step in steps:
         metrics = {slot: tally.metrics[step] for slot, tally in tallies.items()}
         if settings.record.metrics:

@@ -1,4 +1,4 @@
-"""From settings to what a run needs: the shared base, N agents, the environment, round settings."""
+"""Builds a run from its settings: the shared base, N agents, the environment, round settings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.same_base import agree_on_path, check_same_base
 from evo_grpo.population.ranks.deal import deal
 from evo_grpo.population.ranks.ranks import find_team
-from evo_grpo.population.ranks.team import Team, announced, on_all
+from evo_grpo.population.ranks.team import Team, announced
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.rollout.generation_config import warn_of_processors
 from evo_grpo.rollout.registry import check_engine
@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Objects:
-    """What only Python can give, in place of settings that name it.
+    """Objects given from Python, in place of settings that name them.
 
     Attributes:
         model: A transformers causal language model, or a PeftModel around one, which is taken
@@ -77,7 +77,7 @@ class Objects:
     accelerator: Any = None
 
     def names(self) -> tuple[str, ...]:
-        """Return what was given as an object."""
+        """Return the names of the objects that were given."""
         given = {"model": self.model, "tokenizer": self.tokenizer, "lora": self.lora}
         return tuple(name for name, value in given.items() if value is not None)
 
@@ -105,24 +105,16 @@ def prepare(config: RunConfig, task: Task | None = None, team: Team | None = Non
     process is alone.
     """
     team = team or Team()
-
-    def check() -> tuple[RoundSettings, Task | None]:
-        rounds = settings_of_rounds(config)
-        check_explorer(rounds.explorer, config.agents())
-        its_own = task or task_of(config)
-        check_memory(config, its_own, team.size)
-        return rounds, its_own
-
-    # All that may be bad input comes before a model is loaded; where one rank fails, all end.
-    rounds, task = on_all(team, check)
+    rounds = settings_of_rounds(config)
+    check_explorer(rounds.explorer, config.agents())
+    task = task or task_of(config)
+    check_memory(config, task, team.size)
+    team.wait_for_all()  # all bad input is found before a model is loaded
     cohort, env, start = build_parts(config, config.agents(), task, team)
-
-    def begin() -> tuple[Slot, ...]:
-        slots = add_agents(cohort, config.population.size, config.population.init, start)
-        cohort.open_engine()
-        return slots
-
-    return Prepared(cohort, env, rounds, on_all(team, begin))
+    slots = add_agents(cohort, config.population.size, config.population.init, start)
+    cohort.open_engine()
+    team.wait_for_all()
+    return Prepared(cohort, env, rounds, slots)
 
 
 def task_of(config: RunConfig) -> Task | None:
@@ -131,7 +123,7 @@ def task_of(config: RunConfig) -> Task | None:
 
 
 def check_memory(config: RunConfig, task: Task | None, processes: int) -> None:
-    """Refuse a run whose memory the device cannot have, before anything is loaded."""
+    """Refuse a run that needs more memory than the device has, before anything is loaded."""
     where = pick_device(config.engine.device)
     on: Device | None = {"cpu": "cpu", "cuda": "cuda"}.get(where.type)  # pyright: ignore[reportAssignmentType] -- the values are of that type
     if on is None:
@@ -144,20 +136,20 @@ def check_memory(config: RunConfig, task: Task | None, processes: int) -> None:
         output = config.algorithm.max_output_tokens or hint
         plan = plan_memory(config, size, output, dtype=dtype, device=on, processes=processes)
     except EvoGrpoError:
-        return  # what is wrong with the model, loading it says
+        return  # loading the model reports what is wrong with it
     check_fits(plan, there, "this machine" if on == "cpu" else str(where))
 
 
 def check_found(config: RunConfig) -> None:
-    """See that the base and the engine of a run are there, before anything is loaded or written."""
+    """Check that the base and the engine of a run exist, before anything is loaded or written."""
     resolve(config.model.name)
     check_engine(config.engine, ranks=announced())
 
 
 def with_shards(config: RunConfig, team: Team) -> RunConfig:
-    """Return a run's settings with the number of its shards, which belongs to it from its start on.
+    """Return the settings of a run with its number of shards, which is fixed from the start on.
 
-    Where a run begins in one process, and nothing is said, there is one.
+    A run that begins in one process has one shard unless the settings say otherwise.
     """
     if config.engine.shards is None and config.engine.zero is None and team.size > 1:
         config = config.replace(engine=config.engine.replace(shards=team.size))
@@ -166,7 +158,7 @@ def with_shards(config: RunConfig, team: Team) -> RunConfig:
 
 
 def check_ranks(config: RunConfig, team: Team) -> None:
-    """Refuse more processes than a run has shards, or than can divide its base."""
+    """Refuse more processes than a run has shards, or than its base can be divided among."""
     if team.size > 1 and (why := divides_quantized(config.engine)):
         raise ConfigError(why)
     shards = config.engine.shards or 1
@@ -191,13 +183,10 @@ def build_parts(
         The cohort, its environment, and the adapter that agents start from; None is the base.
     """
     tokens = config.algorithm.max_output_tokens or DEFAULT_OUTPUT_TOKENS
-    # What does not need the base yet, so that bad input shows before a model loads.
-    make = on_all(
-        team or Team(),
-        lambda: environment_of(config.env, config.seed, _prompts(config), tokens, task),
-    )
+    # Whatever does not need the base comes first, so that bad input shows before a model loads.
+    make = environment_of(config.env, config.seed, _prompts(config), tokens, task)
     cohort, start = build_cohort(agents, team=team)
-    env = on_all(cohort.team, lambda: make(cohort.base.tokenizer))
+    env = make(cohort.base.tokenizer)
     cohort.suit(env)
     return cohort, env, start
 
@@ -218,11 +207,10 @@ def build_cohort(
     """
     given = objects or Objects()
     if team is None:
-        # Where ranks divide agents, a run says who they are; with DeepSpeed a script may too.
+        # A run passes its ranks; with DeepSpeed a script may run in several processes too.
         team = Team() if settings.engine.zero is None else find_team()
-    base, start = _base(settings, given, team)
-
-    def build() -> Cohort:
+    with team.sharing_errors():
+        base, start = _base(settings, given, team)
         if given.padding is not None:
             base.set_padding(*given.padding)
         lora = given.lora
@@ -238,9 +226,6 @@ def build_cohort(
         )
         if settings.engine.compile is not None:
             base.compile(settings.engine.compile)
-        return cohort
-
-    cohort = on_all(team, build)
     if team.rank == 0:
         penalty = "repetition_penalty" in cohort.hp_config.names()
         warn_of_processors(base, settings.algorithm, mutates=penalty)
@@ -250,7 +235,7 @@ def build_cohort(
 def build_agents(
     settings: AgentSettings, objects: Objects, size: int, init: Start
 ) -> tuple[Cohort, tuple[Slot, ...]]:
-    """Build a base and N agents from what Python gave; a model is as it was where it is refused."""
+    """Build a base and N agents from objects; a model that is refused is left unchanged."""
     with unchanged_if_refused(objects.model):
         cohort, start = build_cohort(settings, objects)
         return cohort, add_agents(cohort, size, init, start)
@@ -292,16 +277,12 @@ def lora_config(lora: LoraSettings) -> LoraConfig:
 def _base(
     settings: AgentSettings, given: Objects, team: Team
 ) -> tuple[SharedBase, AdapterCopy | None]:
-    # Whoever divides it brings it to the device, a layer at a time.
+    check_engine(settings.engine, ranks=announced())
+    if settings.engine.threads is not None:
+        torch.set_num_threads(settings.engine.threads)
+    # Dividing a base brings it to the device, a layer at a time.
     on_host = _divided(settings, team) or settings.engine.zero == 3
-
-    def load() -> tuple[SharedBase, AdapterCopy | None]:
-        check_engine(settings.engine, ranks=announced())
-        if settings.engine.threads is not None:
-            torch.set_num_threads(settings.engine.threads)
-        return _whole_base(settings, given, on_host=on_host)
-
-    base, start = on_all(team, load)
+    base, start = _whole_base(settings, given, on_host=on_host)
     check_same_base(team, base, start)
     if settings.engine.base == "sharded" or settings.engine.zero == 3:
         # In one process too, so that the result is the same on any number of them.
@@ -309,7 +290,7 @@ def _base(
     agree_on_path(team, base, native=settings.engine.rollout_settings.shares_base)
     if _divided(settings, team):
         device = pick_device(settings.engine.device)
-        layers = on_all(team, lambda: ShardedLayers(base, device))
+        layers = ShardedLayers(base, device)
         base.passes = team.in_lockstep(layers.join_forward, layers.join_backward)
         _log.info("%s: %d bytes on rank %d of %d", base.name, base.bytes_here, team.rank, team.size)
     return base, start

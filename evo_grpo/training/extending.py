@@ -1,8 +1,8 @@
-"""More rounds for a finished run: the plan that its last round did not make, from its records.
+"""Makes the plan that the last round of a finished run left out, so that more rounds can follow.
 
-After its last round a run selects nobody, for nothing trains any more. Where more rounds are asked
-for, that selection is made up with the round's own random stream, so that the longer run is the one
-that it would have been from the start.
+A run does not select after its last round, since nothing trains any more. Where a person asks for
+more rounds, this module makes the selection with the random stream of the round, so that the longer
+run equals one that had as many rounds from the start.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.decide import Standing
-from evo_grpo.population.round import find_collapsed, next_agents
+from evo_grpo.population.plan import find_collapsed, next_agents
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.record.family import best_ever, next_member_id
 from evo_grpo.record.records import RoundRecord
@@ -23,11 +23,11 @@ from evo_grpo.training.assemble import settings_of_rounds
 from evo_grpo.types import Member, Score, Slot
 
 _ARCHIVE = Slot(-1)
-"""Stands for the slot of the best agent ever, which records do not know."""
+"""In place of the slot of the best agent ever, which records do not hold."""
 
 
 def check_rounds(rounds: int, played: int, planned: int) -> None:
-    """Refuse a number of rounds that is not above those played, nor what the run has planned."""
+    """Refuse a number of rounds that is neither above those played nor the planned number."""
     whole(1).check("rounds", rounds)
     if rounds <= played and rounds != planned:
         raise ConfigError(
@@ -37,7 +37,7 @@ def check_rounds(rounds: int, played: int, planned: int) -> None:
 
 
 def with_plan(config: RunConfig, rounds: Sequence[RoundRecord]) -> RoundRecord:
-    """Return the last round as it would have been had more rounds followed."""
+    """Return the last round as it would be if more rounds followed."""
     return planned(
         settings_of_rounds(config),
         rounds,
@@ -55,10 +55,10 @@ def planned(
     archive: bool = True,
     past: Sequence[RoundRecord] | None = None,
 ) -> RoundRecord:
-    """Return the last of all rounds with the plan that it would have had were it not the last.
+    """Return the last of all rounds with the plan it would have if more rounds followed.
 
-    `archive` says whether the best agent ever is there, where the settings keep it. `past` are the
-    rounds that an exploration learns from; None takes all before the last one.
+    `archive` says whether the best agent ever is kept, where the settings ask for it. `past` are
+    the rounds that an exploration learns from; None takes all before the last one.
     """
     *earlier, last = rounds
     members = members_of(rounds)
@@ -90,7 +90,7 @@ def planned(
         round=last.round,
         hp_config=hp_config,
         seed=seed,
-        # Without a plan that the last round has by now, where this is done once more after a kill.
+        # After a kill the last round may have its plan already: leave out the members of that plan.
         next_id=next_member_id([*earlier, replace(last, members=())]),
     )
     return replace(

@@ -1,4 +1,4 @@
-"""The end of a run: who is the best of it, and how much better than the base it is."""
+"""Finds the best agent of a run at its end, and how much better than the base it is."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from evo_grpo.types import Member, Mutation, Score, Slot
 
 @dataclass(frozen=True)
 class Finalist:
-    """One of those among whom the best of a run is chosen.
+    """A candidate for the best of a run.
 
     Attributes:
         kind: "last" (the best agent of the last round), "archive" (the best ever) or "mean" (of the
             adapters of two survivors that descend from one agent).
         slot: Where its weights are.
-        member: Who it is.
+        member: Its member.
         agent: The agent's number, None for a mean, which never was one.
         fitness: Its last fitness in a round, NaN for a mean.
         checkpoint: Its checkpoint, relative to the run folder; a mean is saved if it wins.
@@ -44,10 +44,10 @@ class Finalist:
 
 
 def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
-    """Return those that may be the best of a run; a mean gets a slot of its own.
+    """Return the candidates for the best of a run; a mean gets a slot of its own.
 
     Raises:
-        RunFailedError: Nobody of the last round has a fitness, and nobody was kept before.
+        RunFailedError: No agent of the last round has a fitness, and there is no archive.
     """
     last = rounds[-1]
     found: list[Finalist] = []
@@ -65,7 +65,7 @@ def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
             "the base, got none; lower the bounds of lr, then start the run anew"
         )
     pair = _relatives(cohort, rounds)
-    # The first rank compares them, and judges the best.
+    # The first rank compares the finalists, and judges the best one.
     compared = [one.slot for one in found] + [one.agent for one in pair or ()]
     cohort.move(dict.fromkeys(compared, 0))
     if pair is not None:
@@ -105,18 +105,18 @@ def _relatives(
     for number, first in enumerate(ranked):
         for second in ranked[number + 1 :]:
             related = founder_of(rounds, first.member) == founder_of(rounds, second.member)
-            if related and cohort.alike(first.agent, second.agent):
+            if related and cohort.have_equal_shapes(first.agent, second.agent):
                 return first, second
     return None
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What the final comparison found.
+    """The result of the final comparison.
 
     Attributes:
         best: The finalist that won.
-        scores: That of each finalist; None where there was nothing to compare.
+        scores: Score of each finalist; None where there was nothing to compare.
         tokens: Tokens sampled for them.
     """
 
@@ -150,9 +150,9 @@ def best_finalist(
 ) -> int:
     """Return the index of the finalist that is taken, the first of equal ones.
 
-    The archive is taken only where it is significantly better than the others: it has trained less
-    than they have, and owes its place to the luckiest of many evaluations. A difference counts up
-    to the p-value `level`; None takes every difference for real.
+    The archive is taken only where it is significantly better than the others: it has trained less,
+    and owes its place to the luckiest of many evaluations. A difference counts up to the p-value
+    `level`; with None any difference counts.
     """
     means = [score.mean if math.isfinite(score.mean) else -math.inf for score in scores]
     order = sorted(range(len(means)), key=lambda i: (-means[i], i))
@@ -209,7 +209,7 @@ def judge(
 def candidates_summary(candidates: Sequence[Finalist], choice: Choice) -> list[dict[str, Any]]:
     """Return the finalists as summary.json holds them.
 
-    `tie` says whether a paired test cannot tell a finalist from the winner; it is None for the
+    `tie` is true where a paired test cannot separate a finalist from the winner. It is None for the
     winner itself, and where nothing was compared.
     """
     won = choice.scores[candidates.index(choice.best)]

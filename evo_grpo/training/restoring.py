@@ -1,10 +1,10 @@
-"""A cohort brought to where it stood after the last round that its run recorded."""
+"""Brings a cohort to the state after the last round that its run recorded."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from evo_grpo.errors import CheckpointError, RunDirError
@@ -25,7 +25,7 @@ from evo_grpo.types import Slot
 
 
 def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> tuple[Slot, ...]:
-    """Bring a cohort to where it stood after the last whole round: load, then evolve as recorded.
+    """Bring a cohort to its state after the last whole round: load, then evolve as recorded.
 
     Returns:
         The slots of the agents that play the next round.
@@ -56,21 +56,23 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
     for slot in sorted(set(prepared.slots) - set(slots)):
         cohort.remove(slot)
     if cohort.references.start and cohort.team.rank == 0:
-        _say_of_reference(prepared, last, folder)
+        _warn_of_reference(prepared, last, folder)
     members = members_of(rounds)
+    checkpoints = {record.agent: _checkpoint(folder, record, last) for record in last.agents}
+    best = best_ever(rounds) if prepared.round_settings.evolve.archive else None
+    if best is not None and best.score is not None:
+        cohort.archive = cohort.add_spare(members[best.member], best.hparams)
+        place = _checkpoint(folder, best, rounds[best.round], BEST)
+        checkpoints[cohort.archive.slot] = place
+    _load(cohort, checkpoints)
     for record in last.agents:
-        _restore_agent(cohort, record, last, folder)
         # A new member begins without a history, so the member comes first.
         cohort.set_member(record.agent, members[record.member])
         state = cohort.agents[record.agent]
         state.history = history_of(rounds, record.member)
         state.dead_steps = int(record.metrics.get("dead_steps", 0))
-    best = best_ever(rounds) if prepared.round_settings.evolve.archive else None
-    if best is not None and best.score is not None:
-        archive = cohort.add_spare(members[best.member], best.hparams)
-        _restore_agent(cohort, replace(best, agent=archive.slot), rounds[best.round], folder, BEST)
-        archive.history = [best.score]
-        cohort.archive = archive
+    if cohort.archive is not None and best is not None and best.score is not None:
+        cohort.archive.history = [best.score]
     if apart:
         cohort.move(home)
     generation = recorded_generation(cohort, slots, last)
@@ -80,8 +82,8 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
     return generation.slots
 
 
-def _say_of_reference(prepared: Prepared, last: RoundRecord, folder: Path) -> None:
-    """Say where the rounds so far were held to the base, and those to come to the start adapter."""
+def _warn_of_reference(prepared: Prepared, last: RoundRecord, folder: Path) -> None:
+    """Warn where the reference was the base so far, and is the start adapter from now on."""
     cohort, name = prepared.cohort, last.agents[0].checkpoint
     held = "beta" in cohort.hp_config.names() or any(h.beta > 0 for h in last.next_hparams)
     if held and name is not None and "reference" not in read_attributes(inside(folder, name)):
@@ -94,26 +96,36 @@ def _say_of_reference(prepared: Prepared, last: RoundRecord, folder: Path) -> No
         )
 
 
-def _restore_agent(
-    cohort: Cohort,
-    record: AgentRecord,
-    played: RoundRecord,
-    folder: Path,
-    copy: str | None = None,
-) -> None:
-    """Load the checkpoint of an agent as a round recorded it, or a copy of it."""
+@dataclass(frozen=True)
+class _Checkpoint:
+    """A checkpoint to load: its folder, the digests of its files, and their origin in words."""
+
+    place: Path
+    files: Mapping[str, str]
+    origin: str
+
+
+def _checkpoint(
+    folder: Path, record: AgentRecord, played: RoundRecord, copy: str | None = None
+) -> _Checkpoint:
+    """Return the checkpoint of an agent as a round recorded it, or a copy of it."""
     if record.checkpoint is None:
         raise CheckpointError(
             f"run {folder}: round {record.round + 1} has no checkpoint of agent {record.agent}"
         )
-    name, state = record.checkpoint, cohort.agents[record.agent]
+    origin = f"round {record.round + 1} recorded for agent {record.agent}"
+    files = played.files_of(record.checkpoint)
+    return _Checkpoint(inside(folder, copy or record.checkpoint), files, origin)
 
-    def load() -> tuple[int, int] | None:
-        if not cohort.here(state.slot):
-            return None
-        place = inside(folder, copy or name)
-        who = f"round {record.round + 1} recorded for agent {record.agent}"
-        check_digests(place, played.files_of(name), who)
+
+def _load(cohort: Cohort, checkpoints: Mapping[Slot, _Checkpoint]) -> None:
+    """Load the agents of this rank; the other ranks learn what the records do not hold."""
+    found: dict[Slot, tuple[int, int]] = {}
+    for slot, checkpoint in checkpoints.items():
+        if not cohort.here(slot):
+            continue
+        place = checkpoint.place
+        check_digests(place, checkpoint.files, checkpoint.origin)
         saved = str(read_attributes(place)["base_digest"])
         live = base_digest(cohort.base)
         if comparable_digests(saved, live) and saved != live:
@@ -121,10 +133,10 @@ def _restore_agent(
                 f"checkpoint {place}: it was trained over base {cohort.base.name!r} with other "
                 "weights than it has now; put the base back as it was"
             )
-        load_agent(cohort, record.agent, place, load_optimizer=True)
-        return state.steps, state.reference_updates
-
-    # The ranks that do not have its weights know all else about it: the rest is in the records.
-    told = cohort.team.gather(load)[state.rank]
-    assert told is not None, "the rank that has it has loaded it"
-    state.steps, state.reference_updates = told
+        load_agent(cohort, slot, place, load_optimizer=True)
+        state = cohort.agents[slot]
+        found[slot] = state.steps, state.reference_updates
+    for part in cohort.team.gather(found):
+        for slot, (steps, reference_updates) in part.items():
+            state = cohort.agents[slot]
+            state.steps, state.reference_updates = steps, reference_updates

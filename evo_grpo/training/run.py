@@ -11,18 +11,19 @@ import logging
 import shutil
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from evo_grpo import settings as configuration
-from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError, EvoGrpoError, RunDirError
 from evo_grpo.population.checkpoints.write import snapshot_agent
+from evo_grpo.population.plan import ends_by_request
 from evo_grpo.population.ranks.ranks import find_team, telling_others
-from evo_grpo.population.ranks.team import Team, on_all, on_first_only
-from evo_grpo.population.round import next_slots, play_round
+from evo_grpo.population.ranks.team import Team
+from evo_grpo.population.round import Steerer, next_slots, play_round
 from evo_grpo.population.steps import Limit, RunWriter
 from evo_grpo.record.config import read_config
 from evo_grpo.record.files import reading, sync_into, writing
@@ -60,7 +61,7 @@ from evo_grpo.training.inputs.made_of import read_inputs_of, refuse_own_code
 from evo_grpo.training.inputs.same_on_ranks import check_same_files, check_same_run
 from evo_grpo.training.judge import Finalist, candidates_summary, choose, finalists, judge
 from evo_grpo.training.restoring import restore
-from evo_grpo.training.steering import RunSteering
+from evo_grpo.training.steering import RunSteering, resumed
 from evo_grpo.training.writer import FolderWriter, RankWriter, keep_best_of, sees_folder
 from evo_grpo.types import Slot
 
@@ -85,43 +86,45 @@ def run(
     check_observer(observer)
     team = find_team()
     where = None if out is None else Path(out)
-    check_same_run(team, "run", {}, config)
-    config = with_shards(config, team)
-
-    def check() -> None:
-        refuse_own_code(config, where)
-        if where is not None and not force:
-            refuse_taken(where)
-        check_storage(config)
-
-    team.lead(check)
-
-    def build() -> Task | None:
+    with Followers(report=report) as followers, ExitStack() as stack, team.sharing_errors():
+        check_same_run(team, "run", {}, config)
+        config = with_shards(config, team)
+        if team.rank == 0:
+            check_place(where, config, force=force)
         check_trackers(config.record.trackers)
         check_found(config)
-        return task_of(config)
-
-    task = on_all(team, build)  # before there is a folder: each rank finds its own code and data
-    text = configuration.to_yaml(config)
-    with Followers(report=report) as followers, ExitStack() as stack:
-        folder: RunDir | None = None
-        fresh = where is None or not where.exists()
-        try:
-            folder = on_first_only(
-                team,
-                lambda: stack.enter_context(RunDir.create(where, config.name, text, force=force)),
-            )
-            path = team.gather(lambda: Path() if folder is None else folder.path)[0]
+        task = task_of(config)
+        team.wait_for_all()  # before there is a folder: each rank finds its own code and data
+        fresh, folder = where is None or not where.exists(), None
+        if team.rank == 0:
+            text = configuration.to_yaml(config)
+            folder = stack.enter_context(RunDir.create(where, config.name, text, force=force))
+        with _removed_on_failure(folder, fresh=fresh):
+            path = team.first(Path() if folder is None else folder.path)
             prepared = stack.enter_context(prepare(config, task, team))
-        except (EvoGrpoError, KeyboardInterrupt):
-            # If set-up fails, remove the folder so that a retry can use it.
-            if folder is not None:
-                clear_run(folder.path)
-                if fresh:
-                    shutil.rmtree(folder.path)
-            raise
         play_and_judge(config, path, folder, prepared, _watching(observer, followers, folder))
     return path
+
+
+def check_place(where: Path | None, config: RunConfig, *, force: bool) -> None:
+    """Refuse a folder or a storage in which a run cannot be recorded; called on the first rank."""
+    refuse_own_code(config, where)
+    if where is not None and not force:
+        refuse_taken(where)
+    check_storage(config)
+
+
+@contextmanager
+def _removed_on_failure(folder: RunDir | None, *, fresh: bool) -> Generator[None]:
+    """Remove a new run folder if set-up fails, so that a retry can use it."""
+    try:
+        yield
+    except (EvoGrpoError, KeyboardInterrupt):
+        if folder is not None:
+            clear_run(folder.path)
+            if fresh:
+                shutil.rmtree(folder.path)
+        raise
 
 
 def resume(
@@ -136,25 +139,25 @@ def resume(
     observer = observer or Observer()
     check_observer(observer)
     team = find_team()
-    check_same_run(team, "resume", {"rounds": rounds, "allow": sorted(allow)})
-    with Followers(report=report) as followers, ExitStack() as stack:
-
-        def begin() -> tuple[RunDir, Changed | None]:
+    with Followers(report=report) as followers, ExitStack() as stack, team.sharing_errors():
+        check_same_run(team, "resume", {"rounds": rounds, "allow": sorted(allow)})
+        opened, changed = None, None
+        if team.rank == 0:
             with reading(Path(folder)):
                 opened = stack.enter_context(RunDir.open(Path(folder)))
-                return opened, _go_on(opened, rounds, allow, team)
-
-        opened, changed = on_first_only(team, begin) or (None, None)
-        config = team.lead(lambda: None if changed is None else changed.config)
+                changed = _go_on(opened, rounds, allow, team)
+        config = team.first(None if changed is None else changed.config)
         if config is None:
             if opened is not None and (summary := read_summary(opened.path)) is not None:
                 observer.finished(summary)
                 # Readers may lack the end of the run, or all of it.
                 followers.started(Path(folder), summary["rounds"], 0, read_config(Path(folder)))
             return Path(folder)
+        check_trackers(config.record.trackers)
         check_same_files(team, config)
-        on_all(team, lambda: check_trackers(config.record.trackers))
-        on_first_only(team, lambda: _record(opened, changed))
+        team.wait_for_all()  # before anything is recorded
+        if opened is not None and changed is not None:
+            _record(opened, changed)
         prepared = stack.enter_context(prepare(config, None, team))
         watching = _watching(observer, followers, opened)
         play_and_judge(config, Path(folder), opened, prepared, watching)
@@ -186,9 +189,8 @@ def _go_on(opened: RunDir, rounds: int | None, allow: Sequence[str], team: Team)
     return changed
 
 
-def _record(opened: RunDir | None, changed: Changed | None) -> None:
-    assert opened is not None, "the first rank has the folder"
-    assert changed is not None, "the run goes on"
+def _record(opened: RunDir, changed: Changed) -> None:
+    """Record what a run goes on with."""
     # First what is to come: stopped in between, a resume goes on with it.
     record_changes(opened, changed)
     if changed.extended:
@@ -235,14 +237,11 @@ def play_and_judge(
     place = path.absolute()
     if folder is not None:
         folder.path = place
-    rounds, earlier = team.lead(lambda: _played(config, folder))
-    slots = prepared.slots
-    steering = None
-    if limit is None:  # a population that is compared trains by itself
-        steering = RunSteering(path, folder, prepared.cohort.hp_config, team, observer)
+    steers = limit is None  # a population that is compared trains by itself
+    past = team.first(None if folder is None else _past(config, folder, prepared, steers=steers))
+    assert past is not None, "the first rank has the folder"
+    rounds, slots = past.rounds, prepared.slots
     if rounds:
-        if steering is not None and _goes_on(prepared, rounds):
-            rounds[-1] = steering.resumed(rounds)
         with reading(place):
             slots = restore(prepared, rounds, place)
         rounds[:-1] = map(outline, rounds[:-1])
@@ -252,8 +251,10 @@ def play_and_judge(
     _log.info("%s: %s at round %d of %d", path, how, len(rounds) + 1, total)
     observer.started(path, total, len(rounds), config)
     with writer:
-        if steering is not None:
-            steering.begin(rounds, writer.amend)
+        steering = None
+        if folder is not None and steers:
+            steering = RunSteering(path, folder, prepared.cohort.hp_config, writer.amend)
+            steering.begin(rounds, past.steered, observer)
         slots = play_rounds(
             prepared,
             slots,
@@ -264,31 +265,43 @@ def play_and_judge(
             steering=steering,
             outlines=True,
         )
-    if steering is not None and steering.stopping:
-        return slots
-    observer.stage(len(rounds) - 1, "test", 0, 1)
-    candidates = finalists(prepared.cohort, rounds)
-
-    def end() -> dict[str, Any]:
-        summary = _judged(folder, prepared, rounds, candidates, study, start)
-        if folder is not None:
-            write_csv(folder.rounds(), folder.path, summary)
-            folder.write_summary({**summary, "earlier": earlier})
-        return {**summary, "earlier": earlier}
-
-    summary = prepared.cohort.on_first(end)
-    _log.info("%s: finished after %.1f s", path, summary["wall_seconds"])
-    observer.finished(summary)
+    if not _goes_on(prepared, rounds):  # else a person has asked that the process ends
+        observer.stage(len(rounds) - 1, "test", 0, 1)
+        summary = _finish(folder, prepared, past, study, start)
+        _log.info("%s: finished after %.1f s", path, summary["wall_seconds"])
+        observer.finished(summary)
+    team.wait_for_all()
     return slots
+
+
+def _finish(
+    folder: RunDir | None,
+    prepared: Prepared,
+    past: Past,
+    study: FolderStudy | None,
+    start: float,
+) -> dict[str, Any]:
+    """Judge the best agent on the ranks that have the finalists; return the summary on all."""
+    cohort, summary = prepared.cohort, None
+    candidates = finalists(cohort, past.rounds)
+    if cohort.here(candidates[0].slot):
+        judged = _judged(folder, prepared, past.rounds, candidates, study, start)
+        summary = {**judged, "earlier": past.earlier}
+    if folder is not None and summary is not None:
+        write_csv(folder.rounds(), folder.path, summary)
+        folder.write_summary(summary)
+    summary = cohort.team.first(summary)
+    assert summary is not None, "the first rank has the finalists"
+    return summary
 
 
 def _writer(
     config: RunConfig, path: Path, folder: RunDir | None, prepared: Prepared
 ) -> tuple[RunWriter, FolderStudy | None]:
-    """Return what writes rounds, and the study in the folder; called once all is restored."""
-    team, shared = prepared.cohort.team, sees_folder(path, prepared.cohort.team)
+    """Return the writer of rounds and the study in the folder; called once all is restored."""
+    shared = sees_folder(path, prepared.cohort.team)
     if folder is None:
-        return RankWriter(path, team, shared=shared, idle=prepared.cohort.together), None
+        return RankWriter(path, shared=shared, idle=prepared.cohort.together), None
     # Only now: what is dropped may be all there is where what was recorded cannot be restored.
     folder.drop_unfinished()
     study = None
@@ -300,24 +313,38 @@ def _writer(
         study,
         keep=config.record.checkpoints,
         keep_best=_keeps_best(config),
-        team=team,
     )
     if folder.rounds():
         writer.follow_up(folder.rounds())  # whole, as Optuna gets them
     return writer, study
 
 
-def _played(
-    config: RunConfig, folder: RunDir | None
-) -> tuple[list[RoundRecord], list[dict[str, Any]]]:
-    """Return the rounds of a folder, and its earlier ends; whole, so that a run may go on."""
-    assert folder is not None, "the first rank has the folder"
+@dataclass(frozen=True)
+class Past:
+    """What a run folder holds of a run that goes on, read on the first rank.
+
+    Attributes:
+        rounds: The finished rounds, whole; those that are played now are appended.
+        earlier: The ends that the run had before it was given more rounds.
+        steered: How many requests the last round has recorded; those after them are new.
+    """
+
+    rounds: list[RoundRecord]
+    earlier: list[dict[str, Any]]
+    steered: int
+
+
+def _past(config: RunConfig, folder: RunDir, prepared: Prepared, *, steers: bool) -> Past:
+    """Read the rounds of a folder, with what was asked for since the last one."""
     with reading(folder.path):
         record_inputs(folder, config)
         rounds = folder.rounds()
         if rounds and _keeps_best(config):
             keep_best_of(folder, rounds)
-        return rounds, folder.earlier_ends()
+        past = Past(rounds, folder.earlier_ends(), len(rounds[-1].steering) if rounds else 0)
+    if steers and rounds and _goes_on(prepared, rounds):
+        rounds[-1] = resumed(folder, rounds, prepared.cohort.hp_config)
+    return past
 
 
 def _keeps_best(config: RunConfig) -> bool:
@@ -360,7 +387,7 @@ def play_rounds(
     writer: RunWriter,
     observer: Observer,
     limit: Limit | None = None,
-    steering: RunSteering | None = None,
+    steering: Steerer | None = None,
     outlines: bool = False,
 ) -> tuple[Slot, ...]:
     """Play the rounds that are left, or as many as a rule or a person allows.
@@ -371,7 +398,7 @@ def play_rounds(
     Returns:
         The slots of the agents that are left.
     """
-    while _goes_on(prepared, rounds) and not (steering is not None and steering.stopping):
+    while _goes_on(prepared, rounds):
         record = play_round(
             prepared.cohort,
             prepared.env,
@@ -388,6 +415,8 @@ def play_rounds(
             rounds[-1:] = map(outline, rounds[-1:])
         rounds.append(record)
         slots = next_slots(record)
+        if ends_by_request(record):
+            break
     return slots
 
 

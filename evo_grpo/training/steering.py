@@ -1,20 +1,20 @@
-"""What a person asks of a run while it trains: read between two rounds, carried out, recorded.
+"""Carries out what a person asks of a run while it trains: between two rounds, and in its record.
 
-The first rank reads the requests and changes the plan of the next round, which is made of plain
-values; all ranks get the plan and carry it out as any other. So a request is over once the record
-of its round holds what became of it, and a resume repeats it from there.
+The first rank reads the requests and changes the plan of the next round; all ranks receive the plan
+and carry it out like any other. A request is done once the record of its round holds what became of
+it, and a resume repeats it from there.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
 from evo_grpo.evolve.steer import ON_RUN, Boundary, Plan, steer
-from evo_grpo.population.ranks.team import Team
+from evo_grpo.population.plan import RoundPlan, ends_by_request
 from evo_grpo.population.round import Steerer
 from evo_grpo.record.family import next_member_id
 from evo_grpo.record.observer import Observer
@@ -30,215 +30,211 @@ from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.types import Request, Steering
 
 SECONDS_BETWEEN_LOOKS = 0.25
-SECONDS_BETWEEN_WORDS = 1.0
-"""While a run is paused, its ranks speak to each other so often: they must not wait for days in one
-message, nor longer for a signal than a process has to end."""
+SECONDS_BETWEEN_EXCHANGES = 1.0
+"""How often the ranks of a paused run exchange a message.
 
-
-@dataclass(frozen=True)
-class _Told:
-    """What the first rank tells the others: the round as it is from now on, and what follows.
-
-    `notes` are what a person should hear that no round says.
-    """
-
-    record: RoundRecord
-    paused: bool
-    stopping: bool
-    notes: tuple[str, ...]
+They must not wait for days in one exchange, nor longer for a signal than a process has to end.
+"""
 
 
 @final
 class RunSteering(Steerer):
-    """Carries out what is asked of a run through its folder; see `round.Steerer`.
+    """Carries out the requests in a run folder; see `round.Steerer`. Made on the first rank only.
 
-    The first rank has the folder open and reads it; on the others it is None.
-
-    Attributes:
-        stopping: Whether the process is to end before the next round.
+    Args:
+        path: The folder as it was given, for messages.
+        folder: The open folder.
+        hp_config: Which hyperparameters may change, within which bounds.
+        amend: Records what was asked for once its round had been recorded.
     """
 
     def __init__(
         self,
         path: Path,
-        folder: RunDir | None,
+        folder: RunDir,
         hp_config: HyperparameterConfig,
-        team: Team,
-        observer: Observer,
+        amend: Callable[[RoundRecord], None],
     ) -> None:
-        self.path = path  # as it was given, for messages
+        self.path = path
         self._place = path.absolute()
         self.folder = folder
         self.hp_config = hp_config
-        self.team = team
-        self.observer = observer
-        self.stopping = False
-        self._paused = False
-        # Of the first rank alone.
-        self._amend: Callable[[RoundRecord], None] | None = None
-        self._new: tuple[Steering, ...] = ()
-        self._next_id = 0
-        self._over: set[str] = set()
-        self._told_of: set[str] = set()
-
-    def resumed(self, rounds: Sequence[RoundRecord]) -> RoundRecord:
-        """Carry out what was asked for while nobody trained; nothing is written yet.
-
-        What was asked of a process, to pause or to stop, ended with that process. Returns the last
-        round as it is to be recorded.
-        """
-
-        def look() -> _Told:
-            self._over |= carried_out(rounds)
-            self._next_id = next_member_id(rounds)
-            told = self._look(rounds[-1], last=False, resumes=True)
-            self._new = told.record.steering[len(rounds[-1].steering) :]
-            return told
-
-        return self.team.lead(look).record
-
-    def begin(self, rounds: Sequence[RoundRecord], amend: Callable[[RoundRecord], None]) -> None:
-        """Begin with the rounds that are left, once the earlier ones are restored.
-
-        `amend` records what was asked for once its round had been recorded.
-        """
-        if self.folder is None:
-            return
         self._amend = amend
-        self.folder.tell_round(len(rounds))
-        # Those that are not recorded yet are removed once they are.
-        keep = {one.request.id for one in self._new}
-        over = carried_out(rounds) | {
-            one.id
-            for one in read_requests(self._place).requests
-            if one.op in ON_RUN and not self._is_for_us(one)
-        }
-        remove_requests(self._place, over - keep)
-        if self._new:
-            amend(rounds[-1])
-        for one in self._new:
-            self._note(f"asked for before this process: {_in_words(one)}")
+        self._next_id = 0
+        self._done: set[str] = set()
+        self._reported: set[str] = set()
 
-    def steered(self, record: RoundRecord, *, next_id: int, last: bool) -> RoundRecord:
+    def begin(self, rounds: Sequence[RoundRecord], before: int, observer: Observer) -> None:
+        """Begin with the rounds that are left.
+
+        Records what `resumed` has carried out: `rounds` are those played so far, of whose last one
+        the first `before` requests were recorded earlier.
+        """
+        self.folder.tell_round(len(rounds))
+        new = rounds[-1].steering[before:] if rounds else ()
+        self._done |= carried_out(rounds)
+        # Those that are not recorded yet are removed once they are.
+        done = (self._done | self._of_earlier_processes()) - {one.request.id for one in new}
+        remove_requests(self._place, done)
+        if new:
+            self._amend(rounds[-1])
+        for one in new:
+            text = f"asked for before this process: {_in_words(one)}"
+            self.folder.note(text)
+            observer.note(text)
+
+    def _of_earlier_processes(self) -> set[str]:
+        requests = read_requests(self._place).requests
+        return {one.id for one in requests if one.op in ON_RUN and not is_new(one, self.folder)}
+
+    def steer(self, plan: RoundPlan, *, next_id: int) -> RoundPlan:
         """See `round.Steerer`."""
         self._next_id = next_id
-        return self._heard(self.team.lead(lambda: self._look(record, last=last)))
-
-    def wait(self, record: RoundRecord) -> RoundRecord:
-        """See `round.Steerer`."""
-        number = record.round + 1
-        if self._paused and not self.stopping:
-            self._note(
-                f"paused after round {number}; go on with: evo-grpo steer {self.path} continue"
+        plan = self._look(plan)
+        if plan.paused:
+            text = (
+                f"paused after round {plan.record.round + 1}; go on with: evo-grpo steer "
+                f"{self.path} continue"
             )
-        while self._paused and not self.stopping:
-            before = record
-            record = self._heard(self.team.lead(lambda: self._listen(before)))  # noqa: B023 -- called at once
-            if not self._paused and not self.stopping:
-                self._note(f"round {number + 1} begins, as asked for")
-        if self.stopping:
-            self._note(f"the process ends after round {number}, as asked for")
-        return record
+            return self._noting(plan, text)
+        return self._noting_the_end(plan)
 
-    def _heard(self, told: _Told) -> RoundRecord:
-        self._paused, self.stopping = told.paused, told.stopping
-        for note in told.notes:
-            self._note(note)
-        return told.record
-
-    def _listen(self, record: RoundRecord) -> _Told:
-        """Wait a while for requests, and record what became of them."""
-        until = time.monotonic() + SECONDS_BETWEEN_WORDS
+    def listen(self, plan: RoundPlan) -> RoundPlan:
+        """See `round.Steerer`."""
+        until = time.monotonic() + SECONDS_BETWEEN_EXCHANGES
         while True:
-            told = self._look(record, last=False)
-            new = told.record.steering[len(record.steering) :]
+            now = self._look(replace(plan, notes=()))
+            new = now.record.steering[len(plan.record.steering) :]
             if new:
-                assert self._amend is not None, "the first rank writes"
-                self._amend(told.record)
-                said = (_in_words(one) for one in new if one.request.op not in ON_RUN)
-                return replace(told, notes=(*told.notes, *said))
-            if time.monotonic() >= until or told.notes:
-                return told
+                self._amend(now.record)
+                for one in new:
+                    if one.request.op not in ON_RUN:
+                        now = self._noting(now, _in_words(one))
+                if not now.paused and not ends_by_request(now.record):
+                    return self._noting(now, f"round {now.record.round + 2} begins, as asked for")
+                return self._noting_the_end(now)
+            if time.monotonic() >= until or now.notes:
+                return now
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
-    def _look(self, record: RoundRecord, *, last: bool, resumes: bool = False) -> _Told:
-        """Carry out what is there; on the first rank, which with `resumes` begins with it."""
-        if self.folder is not None:
-            # First: what is asked for from now on names the next round, and waits for its end.
-            self.folder.tell_round(record.round + 1)
+    def _noting_the_end(self, plan: RoundPlan) -> RoundPlan:
+        if not ends_by_request(plan.record):
+            return plan
+        text = f"the process ends after round {plan.record.round + 1}, as asked for"
+        return self._noting(plan, text)
+
+    def _noting(self, plan: RoundPlan, text: str) -> RoundPlan:
+        """Add a sentence to the log, and to those that the observers receive."""
+        self.folder.note(text)
+        return replace(plan, notes=(*plan.notes, text))
+
+    def _look(self, plan: RoundPlan) -> RoundPlan:
+        """Carry out the requests that are there."""
+        # First: what is asked for from now on names the next round, and waits for its end.
+        self.folder.tell_round(plan.record.round + 1)
         found = read_requests(self._place)
-        notes = [
-            f"{text}; it is left alone: withdraw it with: evo-grpo steer {self.path} cancel"
-            for name, text in found.unread.items()
-            if self._first_time(name)
-        ]
-        fresh = [request for request in found.requests if request.id not in self._over]
-        plan, done = self._plan(record, fresh, notes, last=last)
-        paused, stopping = self._paused, self.stopping
+        for name, text in found.unread.items():
+            if self._first_time(name):
+                remedy = f"withdraw it with: evo-grpo steer {self.path} cancel"
+                plan = self._noting(plan, f"{text}; it is left alone: {remedy}")
+        fresh = [request for request in found.requests if request.id not in self._done]
+        done: list[Steering] = []
+        if plan.last:
+            for request in (one for one in fresh if one.op not in ON_RUN):
+                if self._first_time(request.id):
+                    text = (
+                        f"{request}: kept, for no round follows; carried out by: evo-grpo resume "
+                        f"{self.path} --rounds N"
+                    )
+                    plan = self._noting(plan, text)
+        else:
+            plan, done, self._next_id = with_agents_steered(
+                plan, fresh, self.hp_config, self._next_id
+            )
+        paused = plan.record.paused_by is not None
         for request in (one for one in fresh if one.op in ON_RUN):
-            later = request.op == "stop-after-round" and request.after > record.round
-            if self._is_for_us(request) if resumes else later:
-                continue  # it is for this process, which has not begun, or for another round
-            why = _refused(request, paused=paused, last=last, resumes=resumes)
+            if request.op == "stop-after-round" and request.after > plan.record.round:
+                continue  # it is for a later round
+            why = _refused(request, paused=paused, last=plan.last)
             done.append(Steering(request, why))
             if why:
-                notes.append(_in_words(done[-1]))
-            elif request.op == "stop-after-round":
-                stopping = True
-            else:
+                plan = self._noting(plan, _in_words(done[-1]))
+            elif request.op != "stop-after-round":
                 paused = request.op == "pause"
-        self._over |= {one.request.id for one in done}
-        if done:
-            record = replace(
-                record,
-                members=plan.members,
-                next_hparams=plan.hparams,
-                decisions=plan.decisions,
-                steering=(*record.steering, *sorted(done, key=lambda one: one.request.id)),
-                next_member=self._next_id,
-            )
-        return _Told(record, paused, stopping, tuple(notes))
-
-    def _plan(
-        self, record: RoundRecord, fresh: Sequence[Request], notes: list[str], *, last: bool
-    ) -> tuple[Plan, list[Steering]]:
-        """Carry out what is asked of agents; after the last round it is kept instead."""
-        plan, done = Plan(record.members, record.next_hparams, record.decisions), list[Steering]()
-        played = {agent.member: agent.agent for agent in record.agents}
-        for request in (one for one in fresh if one.op not in ON_RUN):
-            if last and self._first_time(request.id):
-                notes.append(
-                    f"{request}: kept, for no round follows; carried out by: evo-grpo resume "
-                    f"{self.path} --rounds N"
-                )
-            elif not last and request.after <= record.round:
-                boundary = Boundary(record.round, played, self.hp_config, self._next_id)
-                plan, became = steer(plan, request, boundary)
-                done.append(became)
-                self._next_id = max([self._next_id, *(one.id + 1 for one in plan.members)])
-        return plan, done
-
-    def _is_for_us(self, request: Request) -> bool:
-        """Return whether something was asked for since this process has the run."""
-        return self.folder is not None and number_of(request.id) > self.folder.asked_before
-
-    def _note(self, text: str) -> None:
-        """Tell the observer, and on the first rank whoever reads the log."""
-        if self.folder is not None:
-            self.folder.note(text)
-        self.observer.note(text)
+        self._done |= {one.request.id for one in done}
+        return with_steering(plan, done, self._next_id)
 
     def _first_time(self, name: str) -> bool:
-        """Return whether a person has not been told of it."""
-        first = name not in self._told_of
-        self._told_of.add(name)
+        """Return whether a request has not been reported yet, and mark it as reported."""
+        first = name not in self._reported
+        self._reported.add(name)
         return first
 
 
-def _refused(request: Request, *, paused: bool, last: bool, resumes: bool) -> str:
+def resumed(
+    folder: RunDir, rounds: Sequence[RoundRecord], hp_config: HyperparameterConfig
+) -> RoundRecord:
+    """Return the last round with what was asked for while no process trained; nothing is written.
+
+    What was asked of a process, to pause or to stop, ended with that process.
+    """
+    folder.tell_round(len(rounds))
+    known = carried_out(rounds)
+    fresh = [one for one in read_requests(folder.path).requests if one.id not in known]
+    next_id = next_member_id(rounds)
+    plan = RoundPlan(rounds[-1], {}, last=False)
+    plan, done, next_id = with_agents_steered(plan, fresh, hp_config, next_id)
+    done += [
+        Steering(one, "the process that it was asked of has ended")
+        for one in fresh
+        if one.op in ON_RUN and not is_new(one, folder)
+    ]
+    return with_steering(plan, done, next_id).record
+
+
+def with_agents_steered(
+    plan: RoundPlan, requests: Sequence[Request], hp_config: HyperparameterConfig, next_id: int
+) -> tuple[RoundPlan, list[Steering], int]:
+    """Carry out, in order, what is asked of agents between a round and the next one.
+
+    Returns:
+        The plan, what became of each request, and a member id that no member of the plan has.
+    """
+    record, done = plan.record, list[Steering]()
+    steered = Plan(record.members, record.next_hparams, record.decisions)
+    played = {agent.member: agent.agent for agent in record.agents}
+    for request in requests:
+        if request.op in ON_RUN or request.after > record.round:
+            continue
+        steered, became = steer(
+            steered, request, Boundary(record.round, played, hp_config, next_id)
+        )
+        done.append(became)
+        next_id = max([next_id, *(one.id + 1 for one in steered.members)])
+    record = replace(
+        record,
+        members=steered.members,
+        next_hparams=steered.hparams,
+        decisions=steered.decisions,
+    )
+    return replace(plan, record=record), done, next_id
+
+
+def with_steering(plan: RoundPlan, done: Sequence[Steering], next_id: int) -> RoundPlan:
+    """Return a plan that records what became of some requests."""
+    if not done:
+        return plan
+    steering = (*plan.record.steering, *sorted(done, key=lambda one: one.request.id))
+    return replace(plan, record=replace(plan.record, steering=steering, next_member=next_id))
+
+
+def is_new(request: Request, folder: RunDir) -> bool:
+    """Return whether something was asked for since this process has the run."""
+    return number_of(request.id) > folder.asked_before
+
+
+def _refused(request: Request, *, paused: bool, last: bool) -> str:
     """Return why a request to the process is not carried out, an empty string where it is."""
-    if resumes:
-        return "the process that it was asked of has ended"
     if last:
         return "no round follows"
     if request.op == "pause" and paused:

@@ -1,4 +1,4 @@
-"""The strategies that settings name become objects that plan and explore; torch-free."""
+"""Makes the selection and the exploration that settings name; loads no torch."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 
 def selector(selection: Selection) -> Selector:
-    """Return what plans: the setting itself, or an instance of the class that it names."""
+    """Return the selector: the setting itself, or an instance of the class that it names."""
     if isinstance(selection, OwnStrategy):
         return CheckedSelector(_instance(selection, "evolve.selection", "plan"))
     return selection
 
 
 def explorer(exploration: Exploration) -> Explorer:
-    """Return what explores: the setting itself, or an instance of the class that it names."""
+    """Return the explorer: the setting itself, or an instance of the class that it names."""
     if isinstance(exploration, OwnStrategy):
         return CheckedExplorer(_instance(exploration, "evolve.exploration", "explore"))
     return exploration
 
 
 def check_strategies(evolve: EvolveConfig) -> None:
-    """Look for the classes that a run file names, and import none of them.
+    """Check the classes that a run file names without importing them.
 
     Raises:
         ConfigError: The module or the class is missing, refuses its arguments, or cannot plan or
@@ -58,7 +58,7 @@ def check_strategies(evolve: EvolveConfig) -> None:
 
 
 def check_explorer(explorer: Explorer, settings: AgentSettings) -> None:
-    """Try out what only shows when values are proposed, before a run.
+    """Try an exploration before a run, for errors that show only when it proposes values.
 
     Raises:
         ConfigError: Optuna's sampler refuses its arguments, or cannot propose in these ranges.
@@ -69,7 +69,7 @@ def check_explorer(explorer: Explorer, settings: AgentSettings) -> None:
 
 
 def from_object(name: str, method: str, given: object) -> Selector | Explorer:
-    """Return a strategy that Python gave as an object, with a check of all that it returns."""
+    """Return a strategy that was given as an object, with a check of all that it returns."""
     if isinstance(given, type):
         call = f"{name}={given.__name__}()"
         raise ConfigError(

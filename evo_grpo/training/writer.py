@@ -5,8 +5,8 @@ and takes the digests, so that a record has them from the start. The metrics of 
 appended as the step ends, the files of a round, its line in rounds.jsonl and the Optuna trials are
 left to one writer thread, in order. A round counts once its line is there, so a crash loses at most
 the round that was being written. An error of the writer surfaces at the next call, or when the
-writer is closed; after it nothing more is written, for what follows would rest on a round that is
-not recorded.
+writer is closed. After an error nothing more is written, since later rounds would rest on a round
+that is not recorded.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 from uuid import uuid4
 
-from evo_grpo.population.checkpoints.write import Snapshot, saved_agent, snapshot_agent
+from evo_grpo.population.checkpoints.write import Snapshot, saved_agent, snapshot_again
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.ranks.team import Team
-from evo_grpo.population.steps import RunWriter
+from evo_grpo.population.steps import CheckpointFiles, RunWriter
 from evo_grpo.record.family import best_ever
 from evo_grpo.record.files import sync_into, writing
 from evo_grpo.record.leaderboard import write_csv
@@ -44,11 +44,10 @@ class FolderWriter(RunWriter):
     """Writes the rounds of a run; a context manager, which waits for its thread on exit.
 
     Args:
-        folder: The open run folder; nobody else writes to it before the writer is closed.
+        folder: The open run folder; only the writer writes to it until it is closed.
         study: The Optuna study in the folder, or None.
         keep: Which checkpoints stay once the next round is whole.
         keep_best: Keep a copy of the best agent ever in checkpoints/best.
-        team: The ranks of the run, of which this is the first; None for this process alone.
     """
 
     def __init__(
@@ -58,20 +57,19 @@ class FolderWriter(RunWriter):
         *,
         keep: Retention = "all",
         keep_best: bool = False,
-        team: Team | None = None,
     ) -> None:
         self.folder = folder
         self.study = study
         self.keep: Retention = keep
         self.keep_best = keep_best
-        self.team = team or Team()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="run-writer")
         self._pending: list[Future[None]] = []
         self._error: BaseException | None = None
         self._unwritten: dict[str, Snapshot] = {}
+        self._written: dict[str, str] = {}
 
     def __exit__(self, *raised: object) -> None:
-        """Wait until everything handed over is on disk, also after Ctrl-C."""
+        """Wait until every queued write is on disk, also after Ctrl-C."""
         self._thread.shutdown(wait=True)
         if not any(raised):
             self._raise_errors()
@@ -79,10 +77,23 @@ class FolderWriter(RunWriter):
     def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> SavedAgent:
         """Copy one agent and take its digests; its files follow when the round is committed."""
         path = checkpoint_name(round, slot)
-        agent = snapshot_agent(cohort, slot)
         # Written after all agents are copied: two threads at once would slow down the copies.
-        self._unwritten[path] = agent
-        return saved_agent(path, agent.digests)
+        self._unwritten[path] = snapshot_again(cohort, slot, self._unwritten.get(path))
+        return saved_agent(path, self._unwritten[path].digests)
+
+    def receive(self, files: Sequence[CheckpointFiles]) -> None:
+        """Take the files of other ranks, once the rounds before are on disk.
+
+        A rank writes the files of a round before this exchange, so the folder never has files of
+        more than two rounds that are not recorded.
+        """
+        if len(files) > 1:
+            for future in self._pending:
+                future.result()
+            self._raise_errors()
+        for part in files:
+            self._written |= part.written
+            self._unwritten |= part.unwritten
 
     def step(self, round: int, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Queue the rows of a step; its lines are made and appended by the writer thread."""
@@ -91,15 +102,8 @@ class FolderWriter(RunWriter):
 
     def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
         """Queue the round's files, last the line in rounds.jsonl that makes the round count."""
-        # The others begin to write once this rank has recorded the rounds before, so that a folder
-        # never has files of more than one round that is not recorded.
-        self.team.lead(self._catch_up)
-        # What they have to write is on disk, or here, once they have told of it.
-        parts = self.team.gather(Part)[1:]
-        agents, self._unwritten = self._unwritten, {}
-        for part in parts:
-            record = replace(record, files={**record.files, **part.written})
-            agents |= part.unwritten
+        record = replace(record, files={**record.files, **self._written})
+        agents, self._unwritten, self._written = self._unwritten, {}, {}
         samples = [dict(row) for row in completions]
         if len(self._pending) >= WAITING:  # each of them holds the bytes of all its checkpoints
             self._pending[0].result()
@@ -107,14 +111,14 @@ class FolderWriter(RunWriter):
         self._pending.append(self._submit(lambda: self._write_round(record, agents, samples)))
 
     def amend(self, record: RoundRecord) -> None:
-        """Queue what a person asked for once its round had been recorded."""
+        """Queue the requests that came after their round had been recorded."""
         self._raise_errors()
         self._pending.append(self._submit(lambda: self._amend_round(record)))
 
     def follow_up(self, rounds: Sequence[RoundRecord]) -> None:
-        """Bring what is made from finished rounds up to them; once more changes nothing.
+        """Update all files that are made from finished rounds; a second call changes nothing.
 
-        A run that was stopped in the middle of this does it again when it goes on.
+        A run that was stopped in the middle of this does it again when it is resumed.
         """
         if self.study is not None:
             self.study.record(rounds)
@@ -127,7 +131,7 @@ class FolderWriter(RunWriter):
             self.folder.drop_checkpoints(kept_checkpoints(recorded, self.keep))
 
     def _submit(self, write: Callable[[], None]) -> Future[None]:
-        """Queue a write, which is left out if one before it fails."""
+        """Queue a write, which is skipped if an earlier one fails."""
 
         def write_in_order() -> None:
             if self._error is not None:
@@ -139,13 +143,6 @@ class FolderWriter(RunWriter):
                 raise
 
         return self._thread.submit(write_in_order)
-
-    def _catch_up(self) -> None:
-        """Wait for the rounds before, where other ranks write too."""
-        if self.team.size > 1:
-            for future in self._pending:
-                future.result()
-            self._raise_errors()
 
     def _raise_errors(self) -> None:
         self._pending = [future for future in self._pending if not future.done()]
@@ -171,10 +168,10 @@ class FolderWriter(RunWriter):
     def _amend_round(self, record: RoundRecord) -> None:
         self.folder.amend_round(record)
         self._drop_requests(record)
-        write_csv(self.folder.rounds(), self.folder.path)  # which says who left
+        write_csv(self.folder.rounds(), self.folder.path)  # it says which agents left
 
     def _drop_requests(self, record: RoundRecord) -> None:
-        """Remove the requests whose end is recorded; that of a pause stays until it is over."""
+        """Remove the requests whose outcome is recorded; a pause stays until it is over."""
         ids = {one.request.id for one in record.steering} - {record.paused_by}
         remove_requests(self.folder.path, ids)
 
@@ -183,29 +180,14 @@ def sees_folder(path: Path, team: Team) -> bool:
     """Return whether all ranks see the run folder, by a file that the first one puts there."""
     if team.size == 1:
         return True
-
-    def put() -> str:
-        name = f".{uuid4().hex}.tmp"
+    name = f".{uuid4().hex}.tmp"
+    if team.rank == 0:
         (path / name).touch()
-        return name
-
-    sign = path / team.lead(put)
-    seen = all(team.gather(sign.is_file))
-    team.lead(lambda: sign.unlink(missing_ok=True))
+    sign = path / team.first(name)
+    seen = all(team.gather(sign.is_file()))
+    if team.rank == 0:
+        sign.unlink(missing_ok=True)
     return seen
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a rank has of the files of a round.
-
-    Attributes:
-        written: SHA-256 of each file that it has written, by its path in the run folder.
-        unwritten: Its agents, by the path of their checkpoints, where it cannot write there.
-    """
-
-    written: Mapping[str, str] = field(default_factory=dict[str, str])
-    unwritten: Mapping[str, Snapshot] = field(default_factory=dict[str, Snapshot])
 
 
 @final
@@ -214,42 +196,41 @@ class RankWriter(RunWriter):
 
     Args:
         folder: The run folder, which the first rank has locked.
-        team: The ranks.
         shared: Whether this rank sees the folder; else the first one gets the bytes.
         idle: Whether the first rank has all agents too, and writes them.
     """
 
-    def __init__(self, folder: Path, team: Team, *, shared: bool, idle: bool = False) -> None:
+    def __init__(self, folder: Path, *, shared: bool, idle: bool = False) -> None:
         self.folder = folder
-        self.team = team
         self.shared = shared
         self.idle = idle
-        self._unwritten: dict[str, Snapshot] = {}
+        self._copies: dict[str, Snapshot] = {}
+        self._new: set[str] = set()
 
     def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> SavedAgent:
         """Copy one agent and take its digests; see `RunWriter`."""
         path = checkpoint_name(round, slot)
-        agent = snapshot_agent(cohort, slot)  # ranks that share its moments gather them
+        self._copies[path] = snapshot_again(cohort, slot, self._copies.get(path))
+        self._new.add(path)
+        return SavedAgent() if self.idle else saved_agent(path, self._copies[path].digests)
+
+    def hand_over(self) -> CheckpointFiles:
+        """Write the checkpoints, or return them for the first rank to write."""
+        agents = {path: self._copies[path] for path in sorted(self._new)}
+        self._new.clear()
         if self.idle:
-            return SavedAgent()
-        self._unwritten[path] = agent
-        return saved_agent(path, agent.digests)
-
-    def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
-        """Write the checkpoints, or hand them over; the round is the first rank's to record."""
-        del record, completions
-        agents, self._unwritten = self._unwritten, {}
-        self.team.lead(lambda: None)  # the first rank has recorded the rounds before
-        self.team.gather(lambda: self._part(agents))
-
-    def _part(self, agents: Mapping[str, Snapshot]) -> Part:
+            return CheckpointFiles()
         if not self.shared:
-            return Part(unwritten=agents)
+            return CheckpointFiles(unwritten=agents)
         files: dict[str, str] = {}
         for path, agent in agents.items():
             files |= _written(self.folder, path, agent)
             sync_into(self.folder, self.folder / path)
-        return Part(files)
+        return CheckpointFiles(files)
+
+    def round_over(self) -> None:
+        """Forget the copies; see `RunWriter`."""
+        self._copies.clear()
 
 
 def _written(folder: Path, name: str, agent: Snapshot) -> dict[str, str]:

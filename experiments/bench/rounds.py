@@ -22,7 +22,7 @@ from evo_grpo.types import Slot
 DEFAULT = ROOT / "evo_grpo" / "settings" / "templates" / "sums" / "population.yaml"
 
 
-class TimedWriter:
+class TimedWriter(RunWriter):
     """Measures how long the training thread waits for what is written.
 
     Args:

@@ -77,26 +77,26 @@ def test_a_rank_that_is_slow_does_not_end_the_run(tmp_path):
 def test_ranks_that_part_ways_end_and_say_where():
     program = (
         "import os\nfrom evo_grpo.population.ranks.ranks import find_team\n"
-        "team = find_team()\nassert team.gather(lambda: 1) == [1, 1]\n"
-        "if os.environ['RANK'] == '0':\n    team.lead(lambda: 1)\n"
-        "else:\n    team.gather(lambda: 1)\n"
+        "team = find_team()\nassert team.gather(1) == [1, 1]\n"
+        "if os.environ['RANK'] == '0':\n    team.first(1)\n"
+        "else:\n    team.gather(1)\n"
     )
     env = {"EVO_GRPO_RANK_TIMEOUT": str(LIMIT)}
     for _, said, code in finish(start(2, "-c", program, env=env), seconds=60):
         assert code == 1
-        assert "LostRankError" in said
+        assert "OtherRankError" in said
         assert (
-            "the ranks wait for each other at different exchanges (rank 0 at lead 2, rank 1 at "
-            "gather 2)"
+            "the ranks wait for each other at different exchanges (rank 0 at first, rank 1 at "
+            "gather)"
         ) in said
 
 
 def test_a_rank_that_comes_late_to_a_second_run_is_waited_for():
     program = (
         "import os, time\nfrom evo_grpo.population.ranks.ranks import find_team\n"
-        "assert find_team().gather(lambda: 1) == [1, 1]\n"
+        "assert find_team().gather(1) == [1, 1]\n"
         "if os.environ['RANK'] == '0':\n    time.sleep(9)\n"
-        "assert find_team().gather(lambda: 2) == [2, 2]\n"
+        "assert find_team().gather(2) == [2, 2]\n"
     )
     env = {"EVO_GRPO_RANK_TIMEOUT": "4"}
     for _, said, code in finish(start(2, "-c", program, env=env), seconds=60):
@@ -110,3 +110,76 @@ def test_a_limit_that_is_no_number_is_refused(tmp_path):
         assert code == 2
         assert "EVO_GRPO_RANK_TIMEOUT: expected seconds, a positive number, got 'soon'" in said
         assert "Traceback" not in said
+
+
+def test_ranks_of_which_one_waits_for_weights_end_and_say_where():
+    program = (
+        "import os\nfrom evo_grpo.population.ranks.ranks import find_team\n"
+        "team = find_team()\nassert team.gather(1) == [1, 1]\n"
+        "if os.environ['RANK'] == '0':\n    team.receive(1)\n"
+        "else:\n    team.gather(1)\n"
+    )
+    env = {"EVO_GRPO_RANK_TIMEOUT": str(LIMIT)}
+    for _, said, code in finish(start(2, "-c", program, env=env), seconds=60):
+        assert code == 1
+        assert "LostRankError" in said
+        assert (
+            "the ranks wait for each other at different exchanges (rank 0 at receive 1, rank 1 at "
+            "gather 2)"
+        ) in said
+
+
+def test_an_error_between_exchanges_reaches_all_ranks():
+    program = (
+        "import os\nfrom evo_grpo.population.ranks.ranks import find_team\n"
+        "team = find_team()\n"
+        "with team.sharing_errors():\n"
+        "    if os.environ['RANK'] == '1':\n        raise ValueError('no luck')\n"
+        "    team.agree(0, sum)\n"
+    )
+    first, second = finish(start(2, "-c", program), seconds=60)
+    assert (first[2], second[2]) == (1, 1)
+    assert "OtherRankError: rank 1 of 2 failed: ValueError: no luck" in first[1]
+    assert "ValueError: no luck" in second[1]
+    assert "OtherRankError" not in second[1]
+
+
+def test_an_error_of_the_decision_reaches_all_ranks():
+    program = (
+        "from evo_grpo.population.ranks.ranks import find_team\n"
+        "team = find_team()\n"
+        "with team.sharing_errors():\n"
+        "    print(team.agree(team.rank, lambda parts: sum(parts) + 10))\n"
+        "    team.agree(0, lambda parts: 1 / sum(parts))\n"
+    )
+    first, second = finish(start(2, "-c", program), seconds=60)
+    assert [out.strip() for out, _, _ in (first, second)] == ["11", "11"]
+    assert "ZeroDivisionError" in first[1]
+    assert "OtherRankError: rank 0 of 2 failed: ZeroDivisionError" in second[1]
+
+
+def test_a_rank_that_never_starts_ends_the_others_within_the_patience(tmp_path):
+    env = {"EVO_GRPO_RANK_START_MINUTES": "0.1"}
+    command = evo("run", written(tmp_path), "--out", tmp_path / "run")
+    (first, *others) = start(2, *command, env=env)
+    for process in others:
+        process.kill()
+        process.wait()
+    _, said = first.communicate(timeout=60)
+    said = " ".join(said.split())
+    assert first.returncode == 2, said
+    assert "ranks: expected 2 processes that reach each other at MASTER_ADDR=127.0.0.1" in said
+    assert "within 0.1 minutes" in said
+    assert "EVO_GRPO_RANK_START_MINUTES" in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_starts_late_is_waited_for():
+    program = (
+        "import os, time\nfrom evo_grpo.population.ranks.ranks import find_team\n"
+        "time.sleep(8 * int(os.environ['RANK']))\n"
+        "assert find_team().gather(1) == [1, 1]\n"
+    )
+    for _, said, code in finish(start(2, "-c", program), seconds=90):
+        assert code == 0, said

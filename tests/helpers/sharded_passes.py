@@ -89,11 +89,15 @@ def compare(case, team):
     assert whole.base.passes is None
     share = divided.base.bytes_here / whole.base.bytes_here
     for step in range(3):
-        mine = team.gather(lambda: work(divided, step))[team.rank]  # noqa: B023 -- called at once
+        mine = work(divided, step)
+        team.wait_for_all()
         expected = work(whole, step)
         assert mine == {slot: expected[slot] for slot in mine}, (mine, expected)
     # One rank alone, as in the final comparison.
-    alone = team.lead(lambda: divided.generate([0], prompts(3), stream=("alone",)))
+    alone = None
+    if team.rank == 0:
+        alone = divided.generate([0], prompts(3), stream=("alone",))
+    alone = team.first(alone)
     same = whole.generate([0], prompts(3), stream=("alone",))
     assert alone == same
     # FSDP2's notes on forwards without a backward, which would fill the memory of a long run.

@@ -1,6 +1,7 @@
 """Fitness: shared prompts and draws, weights and abstentions, and an honest error."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,12 +12,10 @@ from evo_grpo.population.evaluate import (
     Evaluation,
     evaluate,
     merged,
-    race,
     summarise,
     undecided,
     weighted,
 )
-from evo_grpo.settings import FitnessConfig
 from evo_grpo.training.assemble import prepare
 
 NAN = float("nan")
@@ -141,39 +140,7 @@ def test_a_second_look_is_averaged_with_the_first_by_prompt():
     assert both.score.se == pytest.approx(expected.std(ddof=1) / np.sqrt(PROMPTS))
 
 
-@pytest.mark.parametrize(("extra", "looks"), [(0.0, []), (0.7, [2]), (2.0, [2, 2, 2])])
-def test_looks_are_paid_from_the_budget(monkeypatch, extra, looks):
-    prepared, seen = prepare(small()), []
-
-    def spy(cohort, env, slots, prompts, *, samples, temperature, stream):
-        seen.append((len(slots), stream))
-        return [evaluation({0: 20, 1: 19, 2: 1}[slot]) for slot in slots]
-
-    monkeypatch.setattr("evo_grpo.population.evaluate.evaluate", spy)
-    monkeypatch.setattr(prepared.env, "prompts", lambda split, size: list(range(size)))
-    results, tokens = race(
-        prepared.cohort,
-        prepared.env,
-        prepared.slots,
-        FitnessConfig(prompts=PROMPTS, samples=1, temperature=1.0, racing=extra),
-        keep=1,
-        round=4,
-    )
-    assert len(results) == 3
-    assert tokens == 0
-    assert [n for n, _ in seen] == [3, *looks]
-    assert len({stream for _, stream in seen}) == len(seen), "every look has draws of its own"
-    assert seen[0][1] == ("evaluate", 4)
-
-
-def test_tokens_of_all_looks_are_counted():
-    prepared = prepare(small())
-    parts = prepared.cohort, prepared.env, prepared.slots
-    fitness = FitnessConfig(prompts=6, samples=1, temperature=1.0, racing=0.0)
-    one = race(*parts, fitness, keep=1, round=0)
-    # No agent has learned: all are equal, so all are looked at again.
-    two = race(*parts, fitness.replace(racing=1.0), keep=1, round=0)
-    sampled = sum(result.experience.tokens for result in one[0])
-    assert one[1] == sampled
-    assert sampled < two[1] <= 3 * sampled
-    assert all(len(result.rewards) == 12 for result in two[0])
+def test_looks_and_their_tokens_add_up():
+    one, more = (replace(evaluation(20), tokens=tokens) for tokens in (7, 5))
+    both = merged(merged(one, more, PROMPTS), more, PROMPTS)
+    assert (both.tokens, both.looks) == (17, 3)

@@ -25,6 +25,7 @@ from evo_grpo.population.round import (
     recorded_parents,
 )
 from evo_grpo.population.stats import Stopwatch, Tally, completion_rows, reward_metrics
+from evo_grpo.population.steps import RunWriter
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.schema.hparams import Hparams
@@ -33,7 +34,7 @@ from evo_grpo.training.assemble import prepare, round_settings
 from evo_grpo.types import Member, Mutation, Score, Trajectory
 
 
-class Memory:
+class Memory(RunWriter):
     """A writer that remembers what it is given, and what the cohort was like just then."""
 
     def __init__(self):
@@ -451,12 +452,12 @@ def test_a_tally_averages_sums_and_takes_maxima():
 def test_completions_are_kept_up_to_the_count():
     done = experience(1, 2, 3).trajectories
     tally = Tally(samples=list(zip(done, [0.0, 1.0, 0.5], strict=True)))
-    rows = completion_rows(4, [3, 5], [tally, Tally()], 2)
+    rows = completion_rows(4, {3: tally, 5: Tally()}, 2)
     assert [(r["round"], r["agent"], r["reward"], r["tokens"]) for r in rows] == [
         (4, 3, 0.0, 1),
         (4, 3, 1.0, 2),
     ]
-    assert completion_rows(4, [3], [tally], 0) == []
+    assert completion_rows(4, {3: tally}, 0) == []
 
 
 def test_the_stopwatch_adds_up():

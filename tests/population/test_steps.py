@@ -146,7 +146,9 @@ def test_each_shard_is_a_batch_of_its_own(shards, monkeypatch):
     assert batches == {2: [[0, 1], [2]], 3: [[0], [1], [2]]}[shards]
     sizes = [cohort.agents[slot].hparams.group_size for slot in prepared.slots]
     counts = prepared.round_settings.prompts_of(sizes)[0]
-    assert [t.completions for t in tallies] == [g * p for g, p in zip(sizes, counts, strict=True)]
+    assert [t.completions for t in tallies.values()] == [
+        g * p for g, p in zip(sizes, counts, strict=True)
+    ]
     assert starts == max(counts)
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from evo_grpo.population.checkpoints.manifest import ATTRIBUTES, FORMAT
 from evo_grpo.population.checkpoints.moments import OPTIMIZER, copy_moments
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.record.records import SavedAgent
+from evo_grpo.types import Score
 
 _ACTOR_WEIGHTS = f"actor/{WEIGHTS}"
 
@@ -46,6 +47,14 @@ class Snapshot:
     reference: AdapterCopy | None
     optimizer: dict[str, torch.Tensor]
     attributes: dict[str, Any]
+
+    def with_history(self, history: Sequence[Score]) -> Snapshot:
+        """Return the same agent with other scores; tensors and digests are shared."""
+        attributes = {**self.attributes, "history": [asdict(score) for score in history]}
+        again = replace(self, attributes=attributes)
+        # What is cached of the tensors holds for both.
+        vars(again).update(tensors=self.tensors, digests=self.digests)
+        return again
 
     @cached_property
     def tensors(self) -> dict[str, bytes]:
@@ -114,13 +123,23 @@ def save_agent(
     )
     weights = None if lora_only else cohort.base.weights()
 
-    def write() -> dict[str, str]:
+    def write(_: object) -> dict[str, str]:
         files = snapshot.write(path)
         if weights is not None:
             cohort.base.save(Path(path) / "base", weights)
         return files
 
-    return cohort.team.lead(write) if cohort.together else write()
+    return cohort.team.agree(None, write) if cohort.together else write(None)
+
+
+def snapshot_again(cohort: Cohort, slot: int, earlier: Snapshot | None) -> Snapshot:
+    """Copy an agent, or bring an earlier copy up to the agent's scores.
+
+    The weights have not changed since the earlier copy; None copies all.
+    """
+    if earlier is None:
+        return snapshot_agent(cohort, slot)
+    return earlier.with_history(cohort.agents[slot].history)
 
 
 def snapshot_agent(

@@ -6,9 +6,9 @@ Population) are thin handles on a cohort; the round loop drives the cohort itsel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from peft import LoraConfig
@@ -34,8 +34,6 @@ from evo_grpo.seeding import derive
 from evo_grpo.settings import AgentSettings
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.types import CompletionGroup, Member, Prompt, Score, Slot
-
-T = TypeVar("T")
 
 
 class Cohort:
@@ -89,20 +87,13 @@ class Cohort:
 
     @property
     def shards(self) -> int:
-        """In how many parts agents generate and learn, each in batches of its own."""
+        """Number of parts in which agents generate and learn, each in batches of its own."""
         return 1 if self.together else self.settings.engine.shards or self.team.size
 
     @property
     def together(self) -> bool:
-        """Whether all ranks have all agents, and train each of them together."""
+        """Whether every rank has all agents, and all ranks train each agent together."""
         return self.settings.engine.zero is not None
-
-    def on_first(self, work: Callable[[], T]) -> T:
-        """Do work with agents of the first rank, and return its result to all.
-
-        Where all ranks have them, all work, since they make their passes together.
-        """
-        return self.team.gather(work)[0] if self.together else self.team.lead(work)
 
     def begin(
         self, env: Environment[StartT], starts: Sequence[Sequence[StartT]], sizes: Sequence[int]
@@ -116,7 +107,7 @@ class Cohort:
         return env.begin(starts, sizes)
 
     def shards_here(self, slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
-        """Return those of some agents that this rank has, by shard: each is a batch of its own."""
+        """Return the agents of this rank among some, by shard; each shard is a batch of its own."""
         by_shard: dict[int, list[Slot]] = {}
         for slot in slots:
             if self.here(slot):
@@ -126,8 +117,8 @@ class Cohort:
     def place(self, slots: Sequence[Slot], *, weights: bool = True) -> None:
         """Deal the agents that play the next round to shards, and bring each to its rank.
 
-        Where they are fewer than shards, some shards are empty. All ranks call it alike; without
-        `weights` what the agents hold is left behind.
+        With fewer agents than shards, some shards are empty. All ranks call this with equal
+        arguments. Without `weights`, agents that change their rank lose their weights.
         """
         ranks: dict[Slot, int] = {}
         for shard, members in enumerate(deal(slots, self.shards)):
@@ -136,8 +127,8 @@ class Cohort:
                 ranks[slot] = rank_of(shard, self.shards, self.team.size)
         self.move(ranks, weights=weights)
 
-    def alike(self, first: int, second: int) -> bool:
-        """Return whether two agents' adapters have equal shapes; those of several ranks have."""
+    def have_equal_shapes(self, first: int, second: int) -> bool:
+        """Return whether two agents have adapters of equal shapes; with several ranks all have."""
         if self.team.size > 1:
             return True
         shapes = [self.slots.shapes(self.agents[slot].adapter) for slot in (first, second)]
@@ -171,13 +162,13 @@ class Cohort:
         return self._engine
 
     def close_engine(self) -> None:
-        """Free what the engine holds outside of this process; its next use makes another one."""
+        """Free the resources of the engine outside this process; its next use makes another one."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
 
     def reduced(self) -> dict[str, int]:
-        """Return the bounds of the engine's settings that the device had no memory for, as now."""
+        """Return the bounds that were lowered for want of memory, with their present values."""
         decoded: int | None = getattr(self._engine, "reduced", None)
         found = {"max_tokens_per_microbatch": self.learner.reduced, "max_decode_rows": decoded}
         return {name: value for name, value in found.items() if value is not None}
@@ -218,7 +209,7 @@ class Cohort:
         return state
 
     def add_spare(self, member: Member, hparams: Hparams, rank: int = 0) -> AgentState:
-        """Add a slot that plays no round, for a member's weights that are kept or compared."""
+        """Add a slot that plays no round, for weights that are kept or compared."""
         slot = Slot(self._next_slot)
         self._next_slot += 1
         if self._has(rank):
@@ -233,7 +224,7 @@ class Cohort:
         return self.agents[slot]
 
     def add_spare_like(self, slot: int) -> Slot:
-        """Add a slot that plays no round, as an agent is now; returns it."""
+        """Add a slot that plays no round as a copy of an agent; returns it."""
         state = self.agents[slot]
         spare = self.add_spare(state.member, state.hparams, state.rank)
         self.copy(slot, spare.slot)
@@ -241,7 +232,7 @@ class Cohort:
         return spare.slot
 
     def put_into_archive(self, slot: int, score: Score) -> None:
-        """Keep an agent as it is now, with its fitness, as the best so far in a slot of its own."""
+        """Copy an agent, with its fitness, into the slot of the best agent so far."""
         state = self.agents[slot]
         if self.archive is None:
             self.archive = self.add_spare(state.member, state.hparams, state.rank)
@@ -270,7 +261,7 @@ class Cohort:
                 self.slots.remove(name)
 
     def add_reference(self, slot: int) -> None:
-        """Give an agent a frozen reference slot that acts as the base does, if it has none."""
+        """Give an agent a frozen reference slot equal to the base, if it has none."""
         state = self.agents[slot]
         if not state.has_reference:
             if self.here(slot):
@@ -278,7 +269,7 @@ class Cohort:
             state.has_reference = True
 
     def freeze_reference(self, slot: int) -> None:
-        """Make the agent's present policy its reference from now on."""
+        """Make the present policy of an agent its reference."""
         self.add_reference(slot)
         state = self.agents[slot]
         copy_slot(self.slots, state.adapter, state.reference)
@@ -303,7 +294,7 @@ class Cohort:
     def copy(self, source: int, target: int, *, inherit_optimizer: bool = True) -> None:
         """Copy weights (and moments) of one agent over another, on the device or from its rank.
 
-        Hyperparameters stay the caller's job. With several ranks all of them call it.
+        The caller sets the hyperparameters. With several ranks all of them make this call.
         """
         parent, child = self.agents[source], self.agents[target]
         hparams = child.hparams
@@ -344,10 +335,10 @@ class Cohort:
             unpack(self.slots, target, values)
 
     def move(self, ranks: Mapping[Slot, int], *, weights: bool = True) -> None:
-        """Bring agents to other ranks, with weights and moments; all ranks call it alike.
+        """Bring agents to other ranks, with weights and moments; all ranks make the same call.
 
-        Agents that are on their rank already stay. Without `weights` what they hold stays behind,
-        for it is overwritten next.
+        Agents that are on their rank already stay. Without `weights` none are sent, for agents that
+        are overwritten next.
         """
         left: list[AgentState] = []
         for slot, rank in ranks.items():
@@ -373,7 +364,7 @@ class Cohort:
             self._free(state)
 
     def set_member(self, slot: int, member: Member) -> None:
-        """Record who lives in a slot from now on; a new life starts with an empty history."""
+        """Set the member of a slot; a new member starts with an empty history."""
         state = self.agents[slot]
         if state.member.id != member.id:
             state.history = []
@@ -384,7 +375,7 @@ class Cohort:
             self.mutated(slot)
 
     def reserve_members(self, first_free: int) -> None:
-        """Never hand out a member id below this one; for a run that goes on."""
+        """Use no member id below this one; for a run that is resumed."""
         self.next_member = max(self.next_member, first_free)
 
     def generate(
@@ -418,7 +409,7 @@ class Cohort:
         samples: int | None = None,
         sampling: Sampling | None = None,
     ) -> RolloutRequest:
-        """Return what an agent is to sample, without prompts; see `generate`."""
+        """Return the request for an agent to sample, without prompts; see `generate`."""
         state = self.agents[slot]
         return RolloutRequest(
             agent=slot,

@@ -1,4 +1,4 @@
-"""Whether all ranks have loaded the same base, and serve it by the same path."""
+"""Checks that all ranks have loaded the same base, and run it by the same path."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from evo_grpo.rollout.native.ability import ability_of
 
 
 def check_same_base(team: Team, base: SharedBase, start: AdapterCopy | None) -> None:
-    """Refuse ranks with unlike bases, which are whole yet, or start adapters; all ranks call it.
+    """Refuse ranks with different bases or start adapters, before a base is divided; all call it.
 
     Raises:
-        ConfigError: It names a rank and what is unlike, on all ranks.
+        ConfigError: A rank has another base; raised on all ranks, it names the rank and the part.
     """
     if team.size == 1:
         return
@@ -29,9 +29,9 @@ def check_same_base(team: Team, base: SharedBase, start: AdapterCopy | None) -> 
         "tokenizer": tokenizer_digest(base),
         "start adapter": adapter and adapter.hexdigest(),
     }
-    told = team.gather(lambda: mine)
-    for rank, theirs in enumerate(told):
-        unlike = [name for name, digest in theirs.items() if digest != told[0][name]]
+    found = team.gather(mine)
+    for rank, theirs in enumerate(found):
+        unlike = [name for name, digest in theirs.items() if digest != found[0][name]]
         if unlike:
             raise ConfigError(
                 f"model: expected the same base on all {team.size} ranks, got {base.name!r} with "
@@ -41,23 +41,19 @@ def check_same_base(team: Team, base: SharedBase, start: AdapterCopy | None) -> 
 
 
 def agree_on_path(team: Team, base: SharedBase, *, native: bool) -> None:
-    """Find out whether the base can be served, and by which path; all ranks take the same one.
+    """Find out whether the base can be run, and by which path; all ranks take the same one.
 
-    Called before the base is divided among ranks: what a model cannot do ends a pass in the middle.
-    Where the native engine generates, its abilities are looked for too; vLLM is given the model's
-    files, and knows nothing of what was changed about it.
+    Call this before the base is divided among ranks: an operation that the model lacks would end a
+    pass in the middle. With the native engine its abilities are probed too. vLLM reads the files of
+    the model and does not see changes to the object.
 
     Raises:
-        ModelError: The base cannot be served.
+        ModelError: The base cannot be run.
     """
-
-    def find_out() -> bool:
-        if native:
-            ability_of(base, {})
-        return takes_fast_path(base, {})
-
+    if native:
+        ability_of(base, {})
     # The comparison is one of rounded numbers, which need not be the same on all machines.
-    answers = team.gather(find_out)
+    answers = team.gather(takes_fast_path(base, {}))
     if not native and base.specialized and is_llama_family(base):
         departure = departure_of(base, {})
         if departure is not None and team.rank == 0:

@@ -1,8 +1,8 @@
-"""Which agents are computed together, and where.
+"""Which agents are computed together, and on which rank.
 
-A shard is a part of the population that generates and learns in batches of its own. What a batch is
-made of decides how sums are rounded, so the number of shards belongs to a run, like its seed; ranks
-are but the places where shards are computed, and any number of them gives the same result.
+A shard is a part of the population that generates and learns in batches of its own. The composition
+of a batch decides how sums are rounded, so the number of shards is fixed for a run, like its seed.
+Ranks only compute shards, and any number of ranks gives the same result.
 """
 
 from __future__ import annotations

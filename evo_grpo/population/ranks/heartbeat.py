@@ -1,4 +1,4 @@
-"""Signs of life of ranks: which rank is gone, and which ranks wait for each other for ever.
+"""Signs of life of ranks: which rank is lost, and which ranks wait for each other without end.
 
 A rank that waits for others cannot know from the wait itself whether one of them is slow or dead: a
 round may take hours, and a process that is stopped keeps its connections. So a thread of each rank
@@ -23,7 +23,7 @@ from evo_grpo.schema.validation import shown
 VARIABLE = "EVO_GRPO_RANK_TIMEOUT"
 """Environment variable with the seconds of silence after which a rank counts as lost."""
 SECONDS = 300.0
-"""The same where the variable is not set: a call in C that holds Python's lock is silent too."""
+"""The default: long enough for a call in C that holds Python's lock, which is silent too."""
 _EVERY = 1.0
 _RANKS_A_SECOND = 32
 """Each look of a rank reads what all ranks have written, so that many ranks look less often."""
@@ -32,7 +32,7 @@ _LOOKS_TO_MISS = 3
 _LOOKS_AFTER_END = 10
 """Looks after which a rank says which one it found silent, clear or not."""
 _DEADLOCKED = 0.2
-"""Share of the limit for which ranks have to wait for each other before they are told so."""
+"""Share of the limit for which ranks have to wait for each other before they end with an error."""
 _VERDICT = "verdict"
 
 THREAD = "heartbeat"
@@ -43,7 +43,7 @@ Place = Sequence[Any]
 
 @dataclass
 class _Peer:
-    """What this rank has seen of a rank.
+    """The signs of another rank, as this rank has seen them.
 
     Attributes:
         count: Number of the sign that was seen last.
@@ -58,7 +58,7 @@ class _Peer:
     waited: int = 0
 
     def look(self, count: int, place: Place | None) -> None:
-        """Take in what the rank has written."""
+        """Update from the sign that the rank has written."""
         new = count != self.count
         self.missed = 0 if new else self.missed + 1
         self.waited = 0 if place != self.place else self.waited + new
@@ -67,7 +67,7 @@ class _Peer:
 
 @final
 class Heartbeat:
-    """The signs of one rank, and what it sees of the others in a store that all write to.
+    """Writes the signs of one rank into a shared store, and reads those of the others there.
 
     Attributes:
         limit: Seconds of silence after which a rank counts as lost.
@@ -86,7 +86,7 @@ class Heartbeat:
         self._cut_off = False
         self._over = threading.Event()
         self._verdict = ""
-        self._tell()
+        self._write_sign()
 
     def start(self) -> None:
         """Begin to write signs and to look, in a thread that ends with the process."""
@@ -105,7 +105,7 @@ class Heartbeat:
         `done` waits for so many seconds, and returns whether there is nothing to wait for.
 
         Returns:
-            Why waiting is of no use, a sentence without its end; empty once it is done.
+            Why the wait has no end, a sentence without its full stop; empty once it is done.
         """
         self.place = place
         looks, stalled = self._looks, 0
@@ -124,9 +124,9 @@ class Heartbeat:
             self.place = None
 
     def closed(self) -> str:
-        """Return which rank has ended after its connection was closed, a sentence without its end.
+        """Return which rank has ended after its connection was closed, without a full stop.
 
-        It is empty where all ranks are alive.
+        The sentence is empty where all ranks are alive.
         """
         for looks in range(_LOOKS_AFTER_END):
             if self._verdict or self._cut_off:
@@ -143,7 +143,7 @@ class Heartbeat:
         return self._last_word()
 
     def _last_word(self) -> str:
-        """Return what was found, once the other ranks can know of it too."""
+        """Return the verdict, once the other ranks can have read it too."""
         if not self._verdict:
             return f"rank 0 of {self.size} has ended" if self._cut_off else ""
         if self.rank == 0:
@@ -157,20 +157,20 @@ class Heartbeat:
             except RuntimeError:  # the store is gone, with the process that kept it
                 self._cut_off = True
 
-    def _tell(self) -> None:
+    def _write_sign(self) -> None:
         mine = self._peers[self.rank].count + 1
         self._store.set(str(self.rank), json.dumps([mine, self.place]))
 
     def _look(self) -> None:
-        self._tell()
-        told = self._store.multi_get([str(rank) for rank in range(self.size)])
-        for peer, said in zip(self._peers, told, strict=True):
-            peer.look(*json.loads(said))
+        self._write_sign()
+        signs = self._store.multi_get([str(rank) for rank in range(self.size)])
+        for peer, sign in zip(self._peers, signs, strict=True):
+            peer.look(*json.loads(sign))
         self._looks += 1
         self._judge(self._found())
 
     def _judge(self, found: str) -> None:
-        """Tell all ranks what was found, and hear of what another one has; the first one stands."""
+        """Write a verdict for all ranks, unless another rank has written one before."""
         try:
             self._verdict = self._store.compare_set(_VERDICT, "", found).decode()
         except RuntimeError:
@@ -184,13 +184,13 @@ class Heartbeat:
         # Not sooner: the last bytes of a large message are on their way when others have left it.
         least = max(_LOOKS_TO_MISS - 1, _DEADLOCKED * self.limit / self.every)
         if all(peer.waited >= least for peer in self._peers) and is_deadlock(places):
-            waits = ", ".join(f"rank {r} at {_said(p)}" for r, p in enumerate(places) if p)
+            waits = ", ".join(f"rank {r} at {_in_words(p)}" for r, p in enumerate(places) if p)
             return f"the ranks wait for each other at different exchanges ({waits})"
         return ""
 
 
 def silence(rank: int, size: int, seconds: float) -> str:
-    """Return that a rank is lost."""
+    """Return the sentence that a rank is lost."""
     return (
         f"rank {rank} of {size} has given no sign of life for {seconds:.0f} s: its process is "
         "stopped, or its machine is out of reach"
@@ -198,7 +198,7 @@ def silence(rank: int, size: int, seconds: float) -> str:
 
 
 def is_deadlock(places: Sequence[Place | None]) -> bool:
-    """Return whether no rank can go on, by where all of them wait."""
+    """Return whether no rank can continue, from the places at which all of them wait."""
     if None in places:
         return False
     if all(place == places[0] for place in places):
@@ -211,7 +211,7 @@ def is_deadlock(places: Sequence[Place | None]) -> bool:
     return True
 
 
-def _said(place: Place) -> str:
+def _in_words(place: Place) -> str:
     return " ".join(map(str, place[:2]))
 
 
@@ -221,14 +221,23 @@ def limit_of_silence() -> float:
     Raises:
         ConfigError: The environment variable holds something else than a positive number.
     """
-    text = os.environ.get(VARIABLE, str(SECONDS))
+    return positive_from_environment(VARIABLE, SECONDS, "seconds")
+
+
+def positive_from_environment(name: str, default: float, unit: str) -> float:
+    """Return the positive number that an environment variable holds, or the default.
+
+    Raises:
+        ConfigError: It holds something else.
+    """
+    text = os.environ.get(name, str(default))
     try:
-        seconds = float(text)
+        number = float(text)
     except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
+        number = 0.0
+    if not 0 < number < float("inf"):
         raise ConfigError(
-            f"{VARIABLE}: expected seconds, a positive number, got {shown(text)}; leave it out for "
-            f"{SECONDS:.0f}"
+            f"{name}: expected {unit}, a positive number, got {shown(text)}; leave it out for "
+            f"{default:.0f}"
         )
-    return seconds
+    return number

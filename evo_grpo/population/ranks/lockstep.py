@@ -1,9 +1,9 @@
-"""Passes over what no rank has alone: all ranks take part in each of them, wanted or not.
+"""Passes over a base that is divided among ranks: all ranks take part in each of them.
 
 A base that is divided among ranks is put together layer by layer in every pass, which no rank can
 do without the others. Ranks have unequally many passes, since their completions differ in length,
 their rows in number, and one of them may be alone in an evaluation. So before a pass the ranks
-agree on which one comes next. Those that want it compute; the others only hand out their part.
+agree on which one comes next. Ranks that want it compute; the others only provide their part.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from evo_grpo.errors import RunFailedError
 
 
 class Pass(IntEnum):
-    """What ranks take part in; of two that are wanted, the higher one comes first.
+    """The kinds of passes; of two that are wanted, the higher one comes first.
 
-    A forward goes before a backward: a rank with many of them then meets the others in their
-    backward, which is the dearest.
+    A forward goes before a backward: a rank with many forwards then meets the others in their
+    backward, which costs the most.
     """
 
     BACKWARD = 1
@@ -36,7 +36,7 @@ class Lockstep:
     """The passes of one rank, in step with those of the others.
 
     Args:
-        highest: Tells the ranks a number, and returns the highest that one of them told.
+        highest: Sends a number to all ranks, and returns the highest number of all.
         join_forward: Takes part in a forward of other ranks without computing anything.
         join_backward: The same for a backward.
     """
@@ -53,19 +53,19 @@ class Lockstep:
 
     @property
     def broken(self) -> bool:
-        """Whether this rank left in the middle of a pass: no other rank can be met any more."""
+        """Whether this rank left in the middle of a pass, after which no exchange is possible."""
         return not self._whole
 
     @contextmanager
     def forward(self) -> Generator[None]:
-        """Take part in what other ranks want until a forward comes; it is the context's."""
+        """Take part in passes of other ranks until a forward comes, which runs in the context."""
         with self._unbroken():
             self._until(Pass.FORWARD)
             yield
 
     @contextmanager
     def backward(self) -> Generator[None]:
-        """Take part in what other ranks want until a backward comes; it is the context's."""
+        """Take part in passes of other ranks until a backward comes, which runs in the context."""
         with self._unbroken():
             self._until(Pass.BACKWARD)
             yield
@@ -81,7 +81,7 @@ class Lockstep:
 
     @contextmanager
     def _unbroken(self) -> Generator[None]:
-        """Remember an error in the middle: the others wait for what this rank did not hand out."""
+        """Remember an error in the middle of a pass: the others wait for this rank's part."""
         if self.broken:
             raise RunFailedError(
                 "engine.base: expected every pass over the sharded base to be finished by all "

@@ -11,35 +11,53 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar, final
+from typing import Any, NoReturn, TypeVar, cast, final
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from evo_grpo.errors import ConfigError, EvoGrpoError, LostRankError, OtherRankError
-from evo_grpo.population.ranks.heartbeat import THREAD, Heartbeat, limit_of_silence
+from evo_grpo.population.ranks.heartbeat import (
+    THREAD,
+    Heartbeat,
+    limit_of_silence,
+    positive_from_environment,
+)
 from evo_grpo.population.ranks.lockstep import Lockstep
 from evo_grpo.population.ranks.team import Team, announced
 from evo_grpo.printable import raised
 
-T = TypeVar("T")
 #: Ranks wait for each other as long as a round takes; the heartbeat says when one is lost.
 PATIENCE = timedelta(days=365)
-#: How long the ranks may take to start.
-TO_MEET = timedelta(minutes=10)
-#: How long a rank that failed before waits to tell the others.
-TO_TELL = timedelta(minutes=1)
+START_VARIABLE = "EVO_GRPO_RANK_START_MINUTES"
+"""Environment variable with the minutes that all ranks have to start."""
+START_MINUTES = 10.0
+"""The same where the variable is not set."""
+TO_SHARE = timedelta(minutes=1)
+"""How long a rank that failed before the ranks have met waits for the others, to send its error."""
 
+T = TypeVar("T")
+R = TypeVar("R")
 
 _THREAD = "exchange between ranks"
 #: Of the process, as the group of torch.distributed is.
 _heartbeat: Heartbeat | None = None
+
+
+@dataclass(frozen=True)
+class _Message:
+    """What a rank sends at an exchange: its kind, the rank's part, and its error in words."""
+
+    kind: str
+    part: Any
+    error: str | None
 
 
 @final
@@ -54,28 +72,34 @@ class Ranks(Team):
         self._exchanges = 0
         self._lockstep: Lockstep | None = None
         self._broken = False
+        self._shared: BaseException | None = None
 
-    def gather(self, work: Callable[[], T]) -> list[T]:
+    def agree(self, part: T, decide: Callable[[list[T]], R]) -> R:
         """See `Team`."""
-        part, error = _attempt(work)
-        self._let_others_finish(error)
-        parts: list[Any] = [None] * self.size
-        mine = (part, _told(error))
-        self._meet("gather", lambda: dist.all_gather_object(parts, mine, group=self._group), error)
-        self._agree([said for _, said in parts], error)
-        return [found for found, _ in parts]
+        return self._exchange("agree", part, decide)
 
-    def lead(self, work: Callable[[], T]) -> T:
+    def gather(self, part: T) -> list[T]:
         """See `Team`."""
-        part, error = _attempt(work) if self.rank == 0 else (None, None)
-        self._let_others_finish(error)
-        message: list[Any] = [(part, _told(error))]
-        self._meet(
-            "lead", lambda: dist.broadcast_object_list(message, src=0, group=self._group), error
-        )
-        ((found, said),) = message
-        self._agree([said], error)
-        return found
+        return self._exchange("gather", part, lambda parts: parts)
+
+    def first(self, value: T) -> T:
+        """See `Team`."""
+        part = value if self.rank == 0 else None
+        return self._exchange("first", part, lambda parts: cast("T", parts[0]))
+
+    def wait_for_all(self) -> None:
+        """See `Team`."""
+        self._exchange("wait", None, lambda _: None)
+
+    @contextmanager
+    def sharing_errors(self) -> Generator[None]:
+        """See `Team`."""
+        try:
+            yield
+        except BaseException as error:  # Ctrl-C too: the others wait for this rank
+            if not self._is_shared(error):
+                self._exchange("error", None, lambda _: None, error)
+            raise
 
     def send(self, values: object, to: int) -> None:
         """See `Team`."""
@@ -95,8 +119,8 @@ class Ranks(Team):
         self, join_forward: Callable[[], None], join_backward: Callable[[], None]
     ) -> Lockstep:
         """See `Team`."""
-        named = self._together(None)
-        self._lockstep = Lockstep(self._highest, named(join_forward), named(join_backward))
+        naming = self._naming_the_lost_rank(None)
+        self._lockstep = Lockstep(self._highest, naming(join_forward), naming(join_backward))
         return self._lockstep
 
     @contextmanager
@@ -111,10 +135,75 @@ class Ranks(Team):
             raise self._other_ended(error) if _of_exchange(error) else error from error
         self._broken = False
 
+    def _exchange(
+        self,
+        kind: str,
+        part: T,
+        decide: Callable[[list[T]], R],
+        error: BaseException | None = None,
+    ) -> R:
+        """Send a part and receive the decision; with an error, send the error and raise it.
+
+        Raises:
+            OtherRankError: On the ranks that did not fail themselves, naming the one that did.
+        """
+        self._finish_passes(error)
+        self._exchanges += 1
+        mine = _Message(kind, part, None if error is None else raised(error))
+        if self.rank == 0:
+            messages: list[Any] = [None] * self.size
+            self._meet(kind, lambda: dist.gather_object(mine, messages, group=self._group), error)
+            answer: list[Any] = [None, self._failure(messages)]
+            if not answer[1]:
+                try:
+                    answer[0] = decide([message.part for message in messages])
+                except BaseException as failed:  # Ctrl-C too: the others wait for an answer
+                    error, answer[1] = failed, self._failed(0, raised(failed))
+            self._meet(
+                kind, lambda: dist.broadcast_object_list(answer, src=0, group=self._group), error
+            )
+        else:
+            answer = [None, None]
+
+            def send_and_receive() -> None:
+                dist.gather_object(mine, dst=0, group=self._group)
+                dist.broadcast_object_list(answer, src=0, group=self._group)
+
+            self._meet(kind, send_and_receive, error)
+        if error is not None:
+            self._shared = error
+            raise error
+        if answer[1]:
+            raise OtherRankError(answer[1])
+        return answer[0]
+
+    def _failure(self, messages: Sequence[_Message]) -> str:
+        """Return which rank failed, or which ones are at different exchanges; a sentence."""
+        for rank, message in enumerate(messages):
+            if message.error is not None:
+                return self._failed(rank, message.error)
+        if len({message.kind for message in messages}) > 1:
+            places = (f"rank {rank} at {one.kind}" for rank, one in enumerate(messages))
+            return f"the ranks wait for each other at different exchanges ({', '.join(places)})"
+        return ""
+
+    def _failed(self, rank: int, text: str) -> str:
+        return f"rank {rank} of {self.size} failed: {text}"
+
+    def _is_shared(self, error: BaseException) -> bool:
+        """Return whether the other ranks know of an error already, or of one that it came from."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if cause is self._shared or isinstance(cause, OtherRankError):
+                return True
+            cause = cause.__cause__ or cause.__context__
+        return False
+
     def _highest(self, number: int) -> int:
-        told = torch.tensor([number])
-        self._meet("passes", lambda: dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group))
-        return int(told)
+        self._exchanges += 1
+        shared = torch.tensor([number])
+        self._meet("passes", lambda: dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group))
+        return int(shared)
 
     def _meet(
         self,
@@ -129,8 +218,6 @@ class Ranks(Team):
         All ranks that take part come to the same `kind`; `other` is the one rank with which it is,
         None for all. An error of this rank's own is raised where the message does not arrive.
         """
-        if other is None:
-            self._exchanges += 1
         result: Future[object] = Future()
 
         def run() -> None:
@@ -145,12 +232,12 @@ class Ranks(Team):
         why = self._heartbeat.wait(lambda s: bool(wait_for([result], s).done), place)
         if why:
             raise self._lost(why)
-        with self._together(error):
+        with self._naming_the_lost_rank(error):
             result.result()
         self._broken = broken
 
-    def _let_others_finish(self, error: BaseException | None) -> None:
-        """Take part in the passes of ranks that still work, before all meet.
+    def _finish_passes(self, error: BaseException | None) -> None:
+        """Take part in the passes of ranks that still work, before an exchange.
 
         After an error in the middle of a pass this rank cannot: it ends, and the others notice.
         """
@@ -161,8 +248,8 @@ class Ranks(Team):
             self._lockstep.idle()
 
     @contextmanager
-    def _together(self, error: BaseException | None) -> Generator[None]:
-        """Name what happened where a message does not arrive."""
+    def _naming_the_lost_rank(self, error: BaseException | None) -> Generator[None]:
+        """Raise an error that names the lost rank where a message does not arrive."""
         try:
             yield
         except (OtherRankError, torch.OutOfMemoryError):
@@ -180,31 +267,12 @@ class Ranks(Team):
             "folder; go on with: evo-grpo resume RUN"
         )
 
-    def _agree(self, told: list[str | None], error: BaseException | None) -> None:
-        """Raise on all ranks where one of them failed, so that none goes on without it."""
-        if error is not None:
-            raise error
-        for rank, said in enumerate(told):
-            if said is not None:
-                raise OtherRankError(f"rank {rank} of {self.size} failed: {said}")
-
-
-def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    try:
-        return work(), None
-    except BaseException as error:  # Ctrl-C too: the others wait for an answer
-        return None, error
-
 
 def _of_exchange(error: BaseException) -> bool:
     """Return whether an error in the middle of a pass came from the exchange between ranks."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and "gloo" in str(error).lower()
     )
-
-
-def _told(error: BaseException | None) -> str | None:
-    return None if error is None else raised(error)
 
 
 def end_process(code: int) -> None:
@@ -220,7 +288,7 @@ def end_process(code: int) -> None:
 
 @atexit.register
 def _end_failed() -> None:
-    """Do the same at the end of a script whose error nobody caught."""
+    """Do the same at the end of a script that ends with an error."""
     if _is_waiting() and hasattr(sys, "last_type"):
         _flush_and_exit(1)
 
@@ -236,44 +304,62 @@ def _flush_and_exit(code: int) -> NoReturn:
     os._exit(code)
 
 
+class _NotMetError(ConfigError):
+    """The ranks have not met in time."""
+
+
 @contextmanager
 def telling_others() -> Generator[None]:
-    """Tell the other ranks of an error before this one has met them; they would wait for it."""
+    """Send an error to the other ranks that is raised before the ranks have met."""
     try:
         yield
     except EvoGrpoError as error:
-        if announced() and not dist.is_initialized():
-            with suppress(ConfigError):  # nobody is there
-                _tell(error)
+        # Ranks that have not met in time are not waited for a second time.
+        if announced() and not dist.is_initialized() and not isinstance(error, _NotMetError):
+            with suppress(ConfigError):  # the others have not started
+                _share(error)
         raise
 
 
-def _tell(error: EvoGrpoError) -> None:
-    def fail() -> None:
+def _share(error: EvoGrpoError) -> None:
+    with find_team(TO_SHARE).sharing_errors():
         raise error
 
-    find_team(TO_TELL).gather(fail)
 
-
-def find_team(to_meet: timedelta = TO_MEET) -> Team:
-    """Return the ranks that this process was started with; joins them at the first call.
+def time_to_start() -> timedelta:
+    """Return how long the ranks may take to start.
 
     Raises:
-        ConfigError: The others do not start within `to_meet` or cannot be reached, or an address or
-            a number is missing.
+        ConfigError: The environment variable holds something else than a positive number.
+    """
+    minutes = positive_from_environment(START_VARIABLE, START_MINUTES, "minutes")
+    return timedelta(minutes=minutes)
+
+
+def find_team(to_meet: timedelta | None = None) -> Team:
+    """Return the ranks that this process was started with; joins them at the first call.
+
+    Args:
+        to_meet: How long the others may take to start; None takes `time_to_start`.
+
+    Raises:
+        ConfigError: The others do not start in time or cannot be reached, or an address or a number
+            is missing.
     """
     if not announced():
         return Team()
+    to_meet = to_meet or time_to_start()
     if not dist.is_initialized():
         try:
             _join(to_meet)
         except (RuntimeError, ValueError, KeyError) as error:
-            raise ConfigError(
+            raise _NotMetError(
                 f"ranks: expected {os.environ.get('WORLD_SIZE')} processes that reach each other "
                 f"at MASTER_ADDR={os.environ.get('MASTER_ADDR')} "
-                f"MASTER_PORT={os.environ.get('MASTER_PORT')}, got: {raised(error)}; choose a "
-                "free port, and start all of them with one launcher: evo-grpo run --nproc, "
-                "torchrun or accelerate launch"
+                f"MASTER_PORT={os.environ.get('MASTER_PORT')} within "
+                f"{to_meet.total_seconds() / 60:g} minutes, got: {raised(error)}; start all of "
+                "them with one launcher (evo-grpo run --nproc, torchrun or accelerate launch), "
+                f"choose a free port, or set {START_VARIABLE} where they need longer to start"
             ) from error
     global _heartbeat
     begins = _heartbeat is None

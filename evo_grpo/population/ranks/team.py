@@ -1,8 +1,6 @@
-"""What the processes of a run tell each other; alone, a process talks to nobody.
+"""The processes of a run, called ranks, and how they exchange values; here for a single process.
 
-A round needs few words: scores and records are gathered, the plan of the next round comes from the
-first rank, and a child whose parent lives elsewhere gets its weights sent. Everything else, random
-draws included, follows on each rank from what all of them know.
+Torch is not imported here, so that the command line can ask whether it is one of several ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from typing import Any, TypeVar
 from evo_grpo.population.ranks.lockstep import Lockstep
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 def announced() -> bool:
@@ -28,33 +27,51 @@ def follows() -> bool:
 
 
 class Team:
-    """The ranks of a run: of this class the only process of one, of `Ranks` one of several.
+    """The ranks of a run: this class for a single process, `Ranks` for several.
+
+    All ranks make the same exchanges in the same order. Between two exchanges each rank works by
+    itself, and may run any number of passes over a base that is divided among ranks.
 
     Attributes:
         rank: Number of this process, from 0 on.
-        size: How many there are.
+        size: Number of processes.
     """
 
     rank: int = 0
     size: int = 1
 
-    def gather(self, work: Callable[[], T]) -> list[T]:
-        """Do a part of the work on every rank, and return all parts, pickled, by rank.
+    def agree(self, part: T, decide: Callable[[list[T]], R]) -> R:
+        """Return, on every rank, what the first rank decides from the parts of all ranks.
+
+        Args:
+            part: What this rank contributes; it is pickled.
+            decide: Called on the first rank only, with all parts in the order of the ranks; its
+                result is pickled. It must not run passes over a divided base, since the other ranks
+                wait.
 
         Raises:
-            OtherRankError: Another rank failed in its part, or died.
-            BaseException: What `work` raised, on the ranks on which it did.
+            OtherRankError: Another rank failed before the exchange or in `decide`, or died.
+            BaseException: What `decide` raised, on the first rank.
         """
-        return [work()]
+        return decide([part])
 
-    def lead(self, work: Callable[[], T]) -> T:
-        """Do work on the first rank alone, and return what it returned to all.
+    def gather(self, part: T) -> list[T]:
+        """Return the parts of all ranks, in the order of the ranks, on every rank."""
+        return [part]
 
-        Raises:
-            OtherRankError: It failed there, or that rank died.
-            BaseException: What `work` raised, on the first rank.
+    def first(self, value: T) -> T:
+        """Return the value of the first rank on every rank; the other ranks' are ignored."""
+        return value
+
+    def wait_for_all(self) -> None:
+        """Wait until every rank has come here without an error."""
+
+    def sharing_errors(self) -> AbstractContextManager[None]:
+        """Return a context that sends an error of this rank to the others before it is raised.
+
+        The others receive it at their next exchange and raise `OtherRankError`.
         """
-        return work()
+        return nullcontext()
 
     def send(self, values: object, to: int) -> None:
         """Send what can be pickled, tensors on the CPU, to a rank, which has to `receive` it."""
@@ -67,37 +84,16 @@ class Team:
     def in_lockstep(
         self, join_forward: Callable[[], None], join_backward: Callable[[], None]
     ) -> Lockstep:
-        """Return what every pass of this rank goes through from now on; all ranks call it alike.
+        """Return the object through which all passes of this rank go from now on.
 
-        A rank without work takes part in the passes of others wherever the ranks meet, so passes
-        belong into the work that `gather` and `lead` are given. `join_forward` and `join_backward`
-        take part in a pass of other ranks without computing anything.
+        All ranks call this with equal arguments. A rank that waits at an exchange takes part in the
+        passes of the others by `join_forward` and `join_backward`, which compute nothing.
         """
         return Lockstep(lambda number: number, join_forward, join_backward)
 
     def exchange(self) -> AbstractContextManager[None]:
         """Return a context in which something else exchanges tensors between all ranks.
 
-        An error in the middle of it ends this rank, since the others wait for its tensors.
+        An error inside it ends this rank, since the others wait for its tensors.
         """
         return nullcontext()
-
-
-def on_all(team: Team, work: Callable[[], T]) -> T:
-    """Do something on every rank, and return what it came to on this one once all have done it.
-
-    Raises:
-        OtherRankError: Another rank failed, or died.
-        BaseException: What `work` raised, on the ranks on which it did.
-    """
-    done: list[T] = []
-    team.gather(lambda: done.append(work()))
-    return done[0]
-
-
-def on_first_only(team: Team, work: Callable[[], T]) -> T | None:
-    """Do something on the first rank; return what it came to there, and None on the others.
-
-    Unlike `Team.lead` it sends nothing, so what work returns need not be pickled.
-    """
-    return on_all(team, lambda: work() if team.rank == 0 else None)

@@ -49,7 +49,7 @@ class _Parts(nn.Module):
 
 @final
 class ZeroEngine:
-    """DeepSpeed's engine for one adapter over a base; every process of a run makes it alike.
+    """DeepSpeed's engine for one adapter over a base; all processes make an equal one.
 
     Args:
         slots: The adapters; at least one, like which the engine's is made.
@@ -161,7 +161,7 @@ class ZeroEngine:
         )
 
     def whole_moments(self, moments: LocalMoments) -> dict[int, dict[str, Tensor]]:
-        """Put an agent's moments together, by parameter position; all processes call it alike."""
+        """Put an agent's moments together, by parameter position; all processes call this."""
         found: dict[int, dict[str, Tensor]] = {}
         for number, state in sorted(moments.items()):
             for name, part in state.items():

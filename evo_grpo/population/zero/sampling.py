@@ -8,13 +8,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import final
+from typing import TypeVar, final
 
 from evo_grpo.envs.protocol import Ask, Experience, Play
 from evo_grpo.population.ranks.team import Team
-from evo_grpo.population.zero.turns import check_alike
+from evo_grpo.population.zero.turns import check_equal
 from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
 from evo_grpo.types import CompletionGroup
+
+T = TypeVar("T")
 
 
 @final
@@ -29,8 +31,8 @@ class DividedSampling(RolloutEngine):
 
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
         """Sample the completions of every request; see `RolloutEngine`."""
-        check_alike(self.team, _digest(requests), "rollout")
-        parts = self.team.gather(lambda: self._mine(requests))
+        check_equal(self.team, _digest(requests), "rollout")
+        parts = self.team.gather(self._mine(requests))
         groups: list[list[CompletionGroup]] = []
         for number, request in enumerate(requests):
             found: list[CompletionGroup | None] = [None] * len(request.prompts)
@@ -71,34 +73,41 @@ class DividedSampling(RolloutEngine):
 
 @final
 class LedPlay:
-    """Asks, rewards and experiences of the first rank, told to all; see `Play`.
+    """A play that runs on the first rank, which sends its requests and experiences; see `Play`.
 
-    Rewards and environments of the user's own need not be the same twice, and ranks that train an
-    agent together must not part ways. All ranks make the same calls; `begin` is called on the first
-    one alone.
+    Rewards and environments of the user's own need not give the same result twice, and ranks that
+    train an agent together need equal ones. All ranks make the same calls; `begin` is called on the
+    first rank only.
     """
 
     def __init__(self, begin: Callable[[], Play], team: Team) -> None:
         self._team = team
-        self._plays: list[Play] = []
-        team.lead(lambda: self._plays.append(begin()))
+        with team.sharing_errors():
+            self._play = begin() if team.rank == 0 else None
 
     def ask(self) -> Ask | None:
         """See `Play`."""
-        return self._team.lead(lambda: self._plays[0].ask())
+        return self._on_first(lambda play: play.ask())
 
     def tell(self, groups: Sequence[Sequence[CompletionGroup]]) -> None:
         """See `Play`."""
-        self._team.lead(lambda: self._plays[0].tell(groups))
+        self._on_first(lambda play: play.tell(groups))
 
     def experiences(self) -> list[Experience]:
         """See `Play`."""
-        return self._team.lead(lambda: list(self._plays[0].experiences()))
+        return self._on_first(lambda play: list(play.experiences()))
+
+    def _on_first(self, call: Callable[[Play], T]) -> T:
+        def result(_: object) -> T:
+            assert self._play is not None, "the first rank has the play"
+            return call(self._play)
+
+        return self._team.agree(None, result)
 
 
 def _digest(requests: Sequence[RolloutRequest]) -> str:
-    told = hashlib.sha256()
+    digest = hashlib.sha256()
     for request in requests:
         prompts = [(prompt.token_ids, prompt.index) for prompt in request.prompts]
-        told.update(repr((replace(request, prompts=()), prompts)).encode())
-    return told.hexdigest()
+        digest.update(repr((replace(request, prompts=()), prompts)).encode())
+    return digest.hexdigest()

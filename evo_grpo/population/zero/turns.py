@@ -43,7 +43,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.moments: LocalMoments = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the moments as torch's AdamW has them, whole; all processes call it alike."""
+        """Return the whole moments as torch's AdamW has them; all processes call this."""
         groups = super().state_dict()["param_groups"]
         return {"state": self.engine.whole_moments(self.moments), "param_groups": groups}
 
@@ -80,12 +80,12 @@ class Turns:
     ) -> list[dict[str, float]]:
         """Take every agent's optimizer steps on its rows; see `Learner.learn`.
 
-        All processes call it alike.
+        All processes call this with equal arguments.
 
         Raises:
             RunFailedError: They have other rows.
         """
-        self._check_alike(batches)
+        self._check_equal(batches)
         metrics: list[dict[str, float]] = []
         with self.team.exchange():
             for agent, batch in zip(agents, batches, strict=True):
@@ -99,11 +99,12 @@ class Turns:
                 optimizer.moments = self.engine.end(agent.adapter)
         return metrics
 
-    def _check_alike(self, batches: Sequence[AgentBatch]) -> None:
-        told = hashlib.sha256()
+    def _check_equal(self, batches: Sequence[AgentBatch]) -> None:
+        digest = hashlib.sha256()
         for row in (row for batch in batches for row in batch.rows):
-            told.update(row.token_ids.tobytes() + row.mask.tobytes() + str(row.advantage).encode())
-        check_alike(self.team, told.hexdigest(), "learn")
+            parts = (row.token_ids.tobytes(), row.mask.tobytes(), str(row.advantage).encode())
+            digest.update(b"".join(parts))
+        check_equal(self.team, digest.hexdigest(), "learn")
 
 
 def make_turns(
@@ -112,7 +113,7 @@ def make_turns(
     team: Team,
     accelerator: Any = None,  # noqa: ANN401 -- accelerate is untyped
 ) -> Turns:
-    """Build the engine of a cohort of at least one agent; all processes call it alike.
+    """Build the engine of a cohort of at least one agent; all processes call this.
 
     `accelerator` is the user's, with DeepSpeed's plugin for the stage `engine.zero`; None makes
     one.
@@ -127,7 +128,7 @@ def make_turns(
     if slots.base.dtype is torch.float16:
         raise ConfigError(
             f"engine.zero: expected a base in bfloat16 or float32, got {slots.base.name!r} in "
-            "float16, whose gradients need a loss scale that DeepSpeed's engine is not told of; "
+            "float16, whose gradients need a loss scale that DeepSpeed's engine does not know; "
             "set engine.dtype to bfloat16, or engine.zero to null"
         )
     made = accelerator if accelerator is not None else own_accelerator(stage, device)
@@ -146,13 +147,13 @@ def make_turns(
     return Turns(engine, settings.algorithm, settings.engine, team)
 
 
-def check_alike(team: Team, digest: str, call: str) -> None:
-    """Refuse what processes that train each agent together give `call` differently, by a digest.
+def check_equal(team: Team, digest: str, call: str) -> None:
+    """Check that all processes that train each agent together give `call` the same, by a digest.
 
     Raises:
-        RunFailedError: Another one gives something else.
+        RunFailedError: Another process gives something else.
     """
-    if team.size > 1 and len(set(team.gather(lambda: digest))) > 1:
+    if team.size > 1 and len(set(team.gather(digest))) > 1:
         raise RunFailedError(
             f"{call}: expected the same on all {team.size} processes, which divide it among "
             "themselves, got different prompts or rewards; give all of them the same data and "
@@ -199,9 +200,9 @@ class _EngineSteps:
         """See `Updates`."""
         if self.team.size == 1:
             return
-        told = self.team.gather(lambda: (_on_cpu(sums.values), _on_cpu(sums.peaks)))
-        sums.values = _merged([values for values, _ in told], torch.add, sums.device)
-        sums.peaks = _merged([peaks for _, peaks in told], torch.maximum, sums.device)
+        parts = self.team.gather((_on_cpu(sums.values), _on_cpu(sums.peaks)))
+        sums.values = _merged([values for values, _ in parts], torch.add, sums.device)
+        sums.peaks = _merged([peaks for _, peaks in parts], torch.maximum, sums.device)
 
 
 def _never() -> None:

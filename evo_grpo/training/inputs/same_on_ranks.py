@@ -1,6 +1,6 @@
-"""Whether all ranks of a run were given the same: settings, data, code and base.
+"""Checks that all ranks of a run have the same settings, data and code.
 
-Ranks that differ would train a mixed run in silence, or wait for each other for ever.
+Ranks that differ would train a mixed run without an error, or wait for each other without end.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _MOST = 4
 """Differences that an error names."""
 
 Given = Mapping[str, Any]
-"""What a rank was given: values by the words that an error names them with."""
+"""The inputs of a rank: values by the words that an error names them with."""
 
 
 def check_same_run(team: Team, call: str, given: Given, config: RunConfig | None = None) -> None:
-    """Refuse ranks that were started with unlike things; all of them call it first of all.
+    """Refuse ranks that were started with different inputs; all ranks call this first.
 
     They compare what each was asked to do, `call`, its arguments, and its settings and their files,
     unless the first rank alone has those.
 
     Raises:
-        ConfigError: It names a rank and what is unlike, on all ranks.
+        ConfigError: Raised on all ranks; it names a rank and what differs.
     """
     if team.size > 1:
-        _check(team.gather(lambda: {"": call, **given, **_made_of(config)}))
+        _check(team.gather({"": call, **given, **_made_of(config)}))
 
 
 def check_same_files(team: Team, config: RunConfig) -> None:
     """Refuse ranks that find other data or code than the first one, as `check_same_run` does."""
     if team.size > 1:
-        _check(team.gather(lambda: _files(inputs_of(config))))
+        _check(team.gather(_files(inputs_of(config))))
 
 
 def _made_of(config: RunConfig | None) -> Given:
@@ -53,7 +53,7 @@ def _made_of(config: RunConfig | None) -> Given:
     now = inputs_of(config)
     settings = dict(now.settings)
     device = settings["engine.device"]
-    if isinstance(device, str):  # which of its devices a rank takes is its own affair
+    if isinstance(device, str):  # each rank may take another device
         settings["engine.device"] = device.partition(":")[0]
     for name in ("model.name", "model.adapter"):
         place = settings.get(name)
@@ -69,15 +69,15 @@ def _files(now: Inputs) -> Given:
     return {**found, "the version of evo-grpo": now.software["evo-grpo"]}
 
 
-def _check(told: Sequence[Given]) -> None:
+def _check(parts: Sequence[Given]) -> None:
     unlike = [
-        text for rank, given in enumerate(told) for text in _differences(rank, given, told[0])
+        text for rank, given in enumerate(parts) for text in _differences(rank, given, parts[0])
     ]
     if unlike:
         more = len(unlike) - _MOST
         listed = "; ".join(unlike[:_MOST]) + (f"; and {more} more" if more > 0 else "")
         raise ConfigError(
-            f"ranks: expected the same run on all {len(told)}, got others: {listed}. Start all "
+            f"ranks: expected the same run on all {len(parts)}, got others: {listed}. Start all "
             "ranks with the same settings, data and code"
         )
 
@@ -89,7 +89,7 @@ def _differences(rank: int, given: Given, first: Given) -> Iterator[str]:
             continue
         if not name:
             yield f"rank {rank} was asked to {mine} where rank 0 was asked to {theirs}"
-            return  # it has other settings by nature
+            return  # another command has other settings
         if name.startswith("the file"):
             yield f"{name} on rank {rank} is {_unlike(mine, theirs)}"
         else:

@@ -197,7 +197,7 @@ def test_dropped_episodes_leave_rows_and_baseline_and_are_counted():
         assert metrics["rows"] == 8.0
         assert np.isfinite(metrics["reward"])
     assert tallies[0].means()["dropped"] == 8.0
-    shown = completion_rows(0, range(len(tallies)), tallies, 1)[0]
+    shown = completion_rows(0, dict(enumerate(tallies)), 1)[0]
     assert (shown["end"], shown["error"]) == ("error", "ConnectionError: gone")
     assert np.isnan(shown["reward"])
 

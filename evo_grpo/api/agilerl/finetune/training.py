@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -92,10 +92,9 @@ class Checkpoints(RunWriter):
         path = self.folder / f"step-{taken:06d}" / f"agent-{self.first + slot:02d}"
         return saved_agent(str(path), save_agent(cohort, slot, path))
 
-    def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
-        """Remember that this round was written; see `RunWriter`."""
-        del completions
-        if any(agent.checkpoint for agent in record.agents):
+    def round_over(self) -> None:
+        """Remember when agents were written last; see `RunWriter`."""
+        if self.budget.taken // self.every > self.saved // self.every:
             self.saved = self.budget.taken
 
 
