@@ -11,8 +11,10 @@ FOLDER = Path(__file__).parent / "vllm_double"
 
 
 def _forget():
+    # The module of the slow model stays, and with it the models that it has loaded.
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-        del sys.modules[name]
+        if name != "vllm.slow_model":
+            del sys.modules[name]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,10 +11,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
+@cache
+def _loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
 class SlowModel:
     def __init__(self, keywords):
         self.keywords = keywords
-        self.base = AutoModelForCausalLM.from_pretrained(keywords["model"], dtype=torch.float32)
+        self.base = copy.deepcopy(_loaded(keywords["model"]))
         self.kept = copy.deepcopy(self.base.state_dict())
         self.tokenizer = None
         if not keywords["skip_tokenizer_init"]:
