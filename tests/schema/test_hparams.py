@@ -152,12 +152,12 @@ def test_one_end_of_a_clip_range_is_set_alone():
         ({"min": 0.0, "max": 1.0, "shrink_factor": 1.0}, r"shrink_factor: .* in \(0, 1\), got 1"),
         ({"min": 0.0, "max": 1.0, "shrink_factor": 0.0}, r"shrink_factor: .* in \(0, 1\), got 0"),
         ({"min": 0.0, "max": 1.0, "grow_factor": 1.0}, r"grow_factor: expected a number > 1"),
-        ({"min": 0.0}, r"max: missing; expected greatest value"),
+        ({"min": 0.0}, r"max: missing; expected maximum"),
         (
             {"min": 0.1, "max": 1.0, "start": [0.05, 0.5]},
             r"start: .* part of the range \[0.1, 1\], got a start outside: \[0.05, 0.5\]",
         ),
-        ({"min": 0.1, "max": 1.0, "start": [0.5, 2]}, r"start: .* lies outside: \[0.5, 2\]"),
+        ({"min": 0.1, "max": 1.0, "start": [0.5, 2]}, r"start: .* outside: \[0.5, 2\]"),
         (
             {"min": 0.1, "max": 1.0, "start": [0.5, 0.2]},
             r"start: expected two numbers.*low <= high",

@@ -387,14 +387,9 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch
     kl = kl_term(logprobs, ref_logprobs, valid, beta, correction)
     if kl is not None:
         loss = loss + beta * kl
-    bonus = _per_row(values.entropy_coef, logprobs)
-    if isinstance(bonus, Tensor) or bonus != 0:
-        if entropies is None:
-            raise ConfigError(
-                f"entropies: expected a (B, T) = {tuple(logprobs.shape)} tensor with an "
-                "entropy_coef, got None; give the entropies or set entropy_coef to 0.0"
-            )
-        loss = loss - bonus * torch.where(valid & (bonus != 0), entropies.to(dtype), 0)
+    bonus = _entropy_bonus(entropies, valid, _per_row(values.entropy_coef, logprobs), dtype)
+    if bonus is not None:
+        loss = loss - bonus
     return TokenTerms(
         loss=torch.where(valid, loss, 0),
         ratio=ratio.detach(),
@@ -402,6 +397,20 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch
         clipped_low=surrogate.clipped_low & valid,
         clipped_high=surrogate.clipped_high & valid,
     )
+
+
+def _entropy_bonus(
+    entropies: Tensor | None, valid: Tensor, coef: float | Tensor, dtype: torch.dtype
+) -> Tensor | None:
+    """Return coef * entropy (B, T), 0 where masked or where coef is 0; None without a bonus."""
+    if not isinstance(coef, Tensor) and coef == 0:
+        return None
+    if entropies is None:
+        raise ConfigError(
+            f"entropies: expected a (B, T) = {tuple(valid.shape)} tensor with an entropy_coef, got "
+            "None; give the entropies or set entropy_coef to 0.0"
+        )
+    return coef * torch.where(valid & (coef != 0), entropies.to(dtype), 0)
 
 
 def token_weights(
