@@ -887,8 +887,9 @@ def test_replay_shows_the_schedule_the_trainings_and_the_verdict(trainer: Simple
     assert lines[2].split() == ["1", "0", "1e-3", "0", "0.2", "8", "2", "1,000"]
     assert lines[3].split() == ["2", "2", "1.2e-3", "0", "0.2", "8", "2", "1,000"]
     assert "runs/one: training with the schedule and with its last values, side by side" in lines
-    assert [line.split()[0] for line in lines if re.search(r" 0\.500 ", line)] == [
-        *("schedule", "its", "schedule", "its", "the")
+    assert [line.split("  ")[0] for line in lines if " 0.50 ± 0.13" in line] == [
+        *("schedule, lineage", "last values, lineage"),
+        *("schedule, whole run", "last values, whole run", "the winner"),
     ]
     verdicts = [line for line in lines if line.startswith("With the tokens of")]
     assert len(verdicts) == 2
