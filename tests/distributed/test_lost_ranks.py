@@ -164,7 +164,7 @@ def test_a_rank_that_never_starts_ends_the_others_within_the_patience(tmp_path):
     (first, *others) = start(2, *command, env=env)
     for process in others:
         process.kill()
-        process.wait()
+        process.communicate()
     _, said = first.communicate(timeout=60)
     said = " ".join(said.split())
     assert first.returncode == 2, said
