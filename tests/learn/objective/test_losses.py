@@ -247,13 +247,16 @@ def test_a_poisoned_row_reaches_no_other_row(loss_type):
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_a_poisoned_bound_stays_in_its_row(loss_type):
-    config, batch, others = config_of(loss_type), random_batch(), torch.arange(6) >= 3
+    config, batch = config_of(loss_type), random_batch()
     names = [field.name for field in fields(LossValues)]
+    others, entropies = torch.arange(6) >= len(names), torch.ones_like(batch["lp"])
     values = {name: torch.full((6, 1), 0.9, dtype=torch.float64) for name in names}
-    clean_terms, clean_grad = value_and_grad(batch, config, values=LossValues(**values))
+    clean_terms, clean_grad = value_and_grad(
+        batch, config, values=LossValues(**values), entropies=entropies
+    )
     for row, name in enumerate(names):
         values[name][row] = math.nan
-    terms, grad = value_and_grad(batch, config, values=LossValues(**values))
+    terms, grad = value_and_grad(batch, config, values=LossValues(**values), entropies=entropies)
     assert torch.equal(terms.loss[others], clean_terms.loss[others])
     assert torch.equal(grad[others], clean_grad[others])
 
