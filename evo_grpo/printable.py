@@ -34,7 +34,7 @@ def printable_lines(text: str) -> str:
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
-def cut(text: str, characters: int = MESSAGE_CHARACTERS) -> str:
+def shorten(text: str, characters: int = MESSAGE_CHARACTERS) -> str:
     """Return a string cut to a number of characters; a cut string ends with its full length."""
     if len(text) <= characters:
         return text
@@ -42,7 +42,7 @@ def cut(text: str, characters: int = MESSAGE_CHARACTERS) -> str:
     return text[: characters - len(end)] + end
 
 
-def raised(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return type and message of an exception on one line, cut; its `__str__` may raise."""
     name = type(error).__name__
     try:
@@ -50,5 +50,5 @@ def raised(error: BaseException) -> str:
     except KeyboardInterrupt:
         raise
     except BaseException as second:
-        return printable(cut(f"{name}, whose __str__ raised {type(second).__name__}"))
-    return printable(cut(f"{name}: {text}"))
+        return printable(shorten(f"{name}, whose __str__ raised {type(second).__name__}"))
+    return printable(shorten(f"{name}: {text}"))

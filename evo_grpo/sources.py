@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from evo_grpo.errors import EngineUnavailable, ModelError
-from evo_grpo.printable import cut
+from evo_grpo.printable import shorten
 
 #: Environment variable with the folder in which `evo-grpo fetch` keeps models.
 CACHE = "EVO_GRPO_CACHE"
@@ -102,7 +102,7 @@ def resolve(name: str) -> Source:
         is_folder = path.is_dir()
     except (OSError, RuntimeError) as error:  # too long a name; the home of nobody
         why = getattr(error, "strerror", error)
-        raise ModelError(f"model: no model can be called {cut(name)!r}: {why}") from None
+        raise ModelError(f"model: no model can be called {shorten(name)!r}: {why}") from None
     if name.endswith(".gguf"):
         if not path.is_file():
             raise ModelError(

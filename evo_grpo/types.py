@@ -236,7 +236,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Steering:
+class RequestOutcome:
     """The outcome of a request.
 
     Attributes:

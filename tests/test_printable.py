@@ -14,7 +14,7 @@ from evo_grpo.errors import (
     RunDirError,
     RunFailedError,
 )
-from evo_grpo.printable import MESSAGE_CHARACTERS, cut, printable, printable_lines, raised
+from evo_grpo.printable import MESSAGE_CHARACTERS, error_text, printable, printable_lines, shorten
 from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.schema.validation import shown
 
@@ -54,10 +54,10 @@ def test_lines_stay_lines():
 
 
 def test_the_message_of_an_exception_is_one_line_of_bounded_length():
-    assert raised(ValueError("bad\n\x1b[2J")) == r"ValueError: bad\n\x1b[2J"
-    assert len(raised(ValueError("a" * 10_000))) == MESSAGE_CHARACTERS
-    assert len(raised(ValueError("\x1b" * 10**7))) <= 4 * MESSAGE_CHARACTERS
-    assert cut("abc", 3) == "abc"
+    assert error_text(ValueError("bad\n\x1b[2J")) == r"ValueError: bad\n\x1b[2J"
+    assert len(error_text(ValueError("a" * 10_000))) == MESSAGE_CHARACTERS
+    assert len(error_text(ValueError("\x1b" * 10**7))) <= 4 * MESSAGE_CHARACTERS
+    assert shorten("abc", 3) == "abc"
 
 
 def test_a_value_in_a_message_is_escaped_whatever_its_repr():

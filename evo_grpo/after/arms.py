@@ -49,12 +49,12 @@ from evo_grpo.record.folder import (
     expect_run,
     is_run,
     read_rounds,
+    refuse_links_in_run,
     refuse_objects,
-    refuse_planted,
     remove,
 )
 from evo_grpo.record.names import BASELINE, COMPARE, COMPARED, COMPARISON, INPUTS, REPLAY
-from evo_grpo.record.observer import Observer, Several, check_observer
+from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.replay import Replay, Replayed, read_replay, unmoved, write_replay
 from evo_grpo.record.run_dir import RunDir
@@ -67,7 +67,7 @@ from evo_grpo.settings.run import check_comparable
 from evo_grpo.training.assemble import add_agents, build_parts, prepare
 from evo_grpo.training.followers import Followers
 from evo_grpo.training.inputs.differences import check_inputs
-from evo_grpo.training.inputs.made_of import inputs_of, read_inputs_of
+from evo_grpo.training.inputs.recorded_inputs import inputs_of, read_inputs_of
 from evo_grpo.training.run import play_and_judge
 from evo_grpo.types import Member, Score, Slot
 
@@ -127,7 +127,7 @@ def compare(
     config, rounds, summary = _finished(folder)
     if not force and (found := read_comparison(folder)) is not None:
         return found
-    refuse_planted(folder)
+    refuse_links_in_run(folder)
     check_inputs(folder, config, command=f"resume {folder} --compare", allow=allow)
     # Remove an earlier result first: after a stop it would describe populations that are gone.
     remove(folder / COMPARISON)
@@ -228,7 +228,7 @@ def _play(
     )
     limit = TokenLimit(budget)
     with Followers(trackers=False) as followers, opened, prepare(config) as prepared:
-        watching = Several((limit.reported_to(observer), followers))
+        watching = ObserverList((limit.reported_to(observer), followers))
         play_and_judge(config, path, opened, prepared, watching, limit=limit)
     return path
 
@@ -262,7 +262,7 @@ class TokenLimit:
 
         The steps are an upper bound, so their share would be far below that of the tokens.
         """
-        passed_on = Several((observer,))
+        passed_on = ObserverList((observer,))
 
         def stage(round: int, name: str, done: int, total: int) -> None:
             if name == "learn":

@@ -20,8 +20,8 @@ from evo_grpo.api.saved import load_one
 from evo_grpo.api.signature import AgentSignature
 from evo_grpo.api.tensors import (
     Observation,
+    close_turns_with,
     moved,
-    say_how_turns_end,
     to_batch,
     to_prompts,
     to_tensors,
@@ -239,7 +239,7 @@ class Agent(AgentSignature, ABC):
         training = training and self.training
         base = self.cohort.base
         prompts = to_prompts(obs, base.tokenizer, base.vocabulary)
-        say_how_turns_end(obs, base.eos_ids, base.pad_id)
+        close_turns_with(obs, base.eos_ids, base.pad_id)
         samples = self.hparams.group_size if training and repeat_prompts else 1
         sampling = self.cohort.sampling(self.hparams if training else Hparams())
         count = self.cohort.next_call()

@@ -40,7 +40,7 @@ from evo_grpo.record.files import sync_tree
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.leaderboard import from_records
 from evo_grpo.record.names import RECORDED_IN_PYTHON
-from evo_grpo.record.observer import Observer, Several, check_observer
+from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.study import check_storage
@@ -171,7 +171,9 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         prepared = Prepared(self.cohort, env, settings, tuple(self.slots))
         title = self._title(env, population)
         with _shown(given["progress"], title, self.hp_config.names()) as progress:
-            observer = Several(tuple(o for o in (progress, given["observer"]) if o is not None))
+            observer = ObserverList(
+                tuple(o for o in (progress, given["observer"]) if o is not None)
+            )
             if out is not None:
                 slots = self._record(out, given, own, prepared, observer)
             else:
@@ -235,7 +237,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
             Followers() as followers,
             RunDir.create(out, config.name, text, force=bool(given["force"])) as folder,
         ):
-            watching = Several((observer, followers))
+            watching = ObserverList((observer, followers))
             slots = play_and_judge(config, folder.path, folder, prepared, watching)
             self.rounds = read_rounds(folder.path)
             self.summary = read_summary(folder.path)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evo_grpo.population.ranks.ranks import telling_others
-from evo_grpo.population.ranks.team import follows
+from evo_grpo.population.ranks.ranks import sharing_early_errors
+from evo_grpo.population.ranks.team import is_silent_rank
 from evo_grpo.readers.report.notebook import RunFolder
-from evo_grpo.record.observer import Observer, Several, check_observer
+from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.view import view_of
 from evo_grpo.settings import RunConfig, WithoutEffect
 from evo_grpo.settings.run import without_effect_of_run
@@ -48,9 +48,9 @@ def run(
         EvoGrpoError: Any subclass. Most bad input is reported before the first round.
     """
     check_observer(observer or Observer())
-    with telling_others():
+    with sharing_early_errors():
         settings = as_config(config)
-    for finding in () if follows() else without_effect_of_run(settings):
+    for finding in () if is_silent_rank() else without_effect_of_run(settings):
         warnings.warn(str(finding), WithoutEffect, stacklevel=2)
 
     def play(audience: Observer) -> Path:
@@ -106,7 +106,7 @@ def _watched(
 ) -> RunFolder:
     """Call `play` with an observer that shows the progress, and with that of the caller."""
     # Only the first rank shows the run: other ranks may not see the folder.
-    if follows() or progress is False or (progress is None and observer is not None):
+    if is_silent_rank() or progress is False or (progress is None and observer is not None):
         return RunFolder(play(observer or Observer()))
     from evo_grpo.readers.terminal import (
         progress as terminal,  # imports rich, which a silent call does not need
@@ -114,6 +114,6 @@ def _watched(
 
     with terminal.progress(anywhere=progress is True) as screen:
         screen.loading(loaded)
-        path = play(Several((screen, observer or Observer())))
+        path = play(ObserverList((screen, observer or Observer())))
         screen.show_ending(view_of(path))
     return RunFolder(path)

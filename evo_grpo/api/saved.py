@@ -9,14 +9,14 @@ from pathlib import Path
 
 from evo_grpo.errors import CheckpointError
 from evo_grpo.model.lora.configs import read_config
-from evo_grpo.model.lora.load import suit_slot
+from evo_grpo.model.lora.load import fit_slot
 from evo_grpo.population.checkpoints.manifest import read_attributes
 from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.checkpoints.rebuild import recipe
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.record.family import next_member_id
 from evo_grpo.record.files import atomic_write, to_line
-from evo_grpo.record.plain import MOST_BYTES_OF_LINES, inside, read_plain
+from evo_grpo.record.plain import MAX_LOG_BYTES, inside, read_plain
 from evo_grpo.record.records import RoundRecord, member_from_json, round_from_json, to_json
 from evo_grpo.training.assemble import Objects, add_agents, build_agents, build_cohort
 from evo_grpo.types import Slot
@@ -67,7 +67,7 @@ class Saved:
                 "missing"
             )
         try:
-            data = json.loads(read_plain(file, MOST_BYTES_OF_LINES))
+            data = json.loads(read_plain(file, MAX_LOG_BYTES))
             if data["format"] != FORMAT:
                 raise ValueError(f"its format is {data['format']}, expected {FORMAT}")
             # An earlier version did not save the agents that left.
@@ -141,6 +141,6 @@ def _load_agent(cohort: Cohort, slot: Slot, place: Path) -> None:
     state = cohort.agents[slot]
     # The agents of a population differ in rank or modules if one has loaded another adapter.
     for name in (state.adapter, *([state.reference] if state.has_reference else ())):
-        suit_slot(cohort.slots, name, config)
+        fit_slot(cohort.slots, name, config)
     load_agent(cohort, slot, place, load_optimizer=bool(attributes["has_optimizer"]))
     state.member = member_from_json(attributes["member"])

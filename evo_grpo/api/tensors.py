@@ -89,7 +89,7 @@ def _to_prompt(
     return Prompt(index, str(item.get("text", "")), tuple(int(i) for i in ids), columns)
 
 
-def say_how_turns_end(
+def close_turns_with(
     observations: Observation | Sequence[Observation], end_ids: Sequence[int], pad_id: int
 ) -> None:
     """Pass the end and padding ids of completions to the episodes of the observations.

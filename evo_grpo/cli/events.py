@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from evo_grpo.cli.output import write
 from evo_grpo.errors import EvoGrpoError
-from evo_grpo.population.ranks.team import follows
+from evo_grpo.population.ranks.team import is_silent_rank
 from evo_grpo.record import columns
 from evo_grpo.record.files import to_line
 from evo_grpo.record.observer import Observer
@@ -102,7 +102,7 @@ class Events(Observer):
 
     def write(self, event: str, **values: Any) -> None:
         """Write one event with its keys."""
-        if not follows():  # the first rank writes for all
+        if not is_silent_rank():  # the first rank writes for all
             line = {"event": event, "run": self.run, **values}
             # In ASCII: no text of a model or a file can control a terminal.
             write(to_line(line, ensure_ascii=True) + "\n")

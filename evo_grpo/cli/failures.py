@@ -18,7 +18,7 @@ from evo_grpo.cli.output import (
 )
 from evo_grpo.cli.stopping import INTERRUPTED
 from evo_grpo.errors import EvoGrpoError, LostRankError, OtherRankError
-from evo_grpo.population.ranks.team import follows
+from evo_grpo.population.ranks.team import is_silent_rank
 from evo_grpo.printable import printable, printable_lines
 
 
@@ -32,7 +32,7 @@ def errors_to_exit_codes(debug: Callable[[], bool]) -> Generator[None]:
         yield
     except OtherRankError as error:
         # Only the first rank prints an error of another rank; each rank prints a lost rank.
-        if follows() and not isinstance(error, LostRankError):
+        if is_silent_rank() and not isinstance(error, LostRankError):
             sys.exit(error.exit_code)
         _fail(error, str(error), error.exit_code, debug())
     except EvoGrpoError as error:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from evo_grpo.errors import ConfigError, EvoGrpoError
-from evo_grpo.population.ranks.team import announced
+from evo_grpo.population.ranks.team import is_one_of_several
 
 #: Seconds after the end of a rank until the remaining ranks are terminated.
 SECONDS_TO_END = 15.0
@@ -25,17 +25,17 @@ _POLL_SECONDS = 0.05
 
 
 @contextmanager
-def telling_ranks() -> Generator[None]:
+def reporting_early_errors() -> Generator[None]:
     """Report an error of this rank to the other ranks before they are connected."""
     try:
         yield
     except EvoGrpoError:
-        if not announced():
+        if not is_one_of_several():
             raise
         # Imported here because it loads torch, which is not needed for other errors.
-        from evo_grpo.population.ranks.ranks import telling_others
+        from evo_grpo.population.ranks.ranks import sharing_early_errors
 
-        with telling_others():
+        with sharing_early_errors():
             raise
 
 
@@ -47,7 +47,7 @@ def launch_ranks(ranks: int | None, arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: This process is one of another number of ranks.
     """
-    if announced():
+    if is_one_of_several():
         # No C++ traces of connections to a rank that has ended; evo-grpo prints a sentence.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         world = int(os.environ["WORLD_SIZE"])

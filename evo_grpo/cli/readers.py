@@ -14,7 +14,7 @@ import typer
 
 from evo_grpo.cli.output import say
 from evo_grpo.errors import EvoGrpoError
-from evo_grpo.printable import cut, printable
+from evo_grpo.printable import printable, shorten
 from evo_grpo.record.wording import count
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _line_printer(output: TextIO) -> Callable[[str], None]:
             return
         printed.add(text)
         with suppress(OSError):  # the run that reads the output may have ended
-            output.write(printable(cut(" ".join(text.split()), LONGEST)) + "\n")
+            output.write(printable(shorten(" ".join(text.split()), LONGEST)) + "\n")
             output.flush()
 
     return print_line

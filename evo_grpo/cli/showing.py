@@ -15,10 +15,10 @@ from evo_grpo.cli.host_memory import keep_freed_memory
 from evo_grpo.cli.output import say, warn
 from evo_grpo.cli.stopping import interruptible
 from evo_grpo.errors import EvoGrpoError
-from evo_grpo.population.ranks.team import follows
+from evo_grpo.population.ranks.team import is_silent_rank
 from evo_grpo.printable import printable
 from evo_grpo.record.names import REPORT
-from evo_grpo.record.observer import Observer, Several
+from evo_grpo.record.observer import Observer, ObserverList
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -48,7 +48,7 @@ class Audience:
             raise typer.BadParameter("expected one of --quiet and --json, got both")
         self.quiet = quiet
         self.events = Events() if as_json else None
-        self.person = not (quiet or as_json or follows())
+        self.person = not (quiet or as_json or is_silent_rank())
         self.console: Console = standard_output()
         if not self.person:
             # The bar of a download is for a person.
@@ -76,7 +76,7 @@ class Audience:
         from evo_grpo.cli.events import Events
 
         events = Observer() if self.events is None else Events(ends=True) if arm else self.events
-        return Several((progress, events))
+        return ObserverList((progress, events))
 
     def loading(self, progress: RunProgress, what: str) -> None:
         """Show the name of the model or run that is loaded: the first line of the output."""
@@ -118,7 +118,7 @@ def show_run(
     progress.run_dir = folder
 
     def stopped() -> str:
-        if follows():
+        if is_silent_rank():
             return f"rank {os.environ['RANK']} stopped"
         how = progress.how_to_resume()
         return printable(how if progress.run_dir is None else how + option)
@@ -139,7 +139,7 @@ def show_run(
         except KeyboardInterrupt:
             audience.stopped(stopped())
             raise
-    if follows():
+    if is_silent_rank():
         return
     from evo_grpo.record.summary import read_summary
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 from evo_grpo.envs.messages import nearest
 from evo_grpo.envs.run_code import CodeOfARunError, guard_imports
 from evo_grpo.errors import ConfigError
-from evo_grpo.printable import cut, raised
+from evo_grpo.printable import error_text, shorten
 
 Loader = Callable[[str, str], Callable[..., Any]]
 """Turns a name and the setting that holds it into a function: `load_function`, or
@@ -161,12 +161,12 @@ def _import(name: str, path: str, where: str) -> ModuleType:
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
             raise no_such_module(path, where, name, error.name) from error
         raise ConfigError(
-            f"{where}: {path!r}: importing {name!r} failed: {cut(str(error))}; install what it "
+            f"{where}: {path!r}: importing {name!r} failed: {shorten(str(error))}; install what it "
             "imports"
         ) from error
     except CodeOfARunError as error:
         raise ConfigError(f"{where}: {path!r}: {error}") from error
     except Exception as error:  # the module is the user's code and may raise anything
         raise ConfigError(
-            f"{where}: {path!r}: importing {name!r} raised {raised(error)}"
+            f"{where}: {path!r}: importing {name!r} raised {error_text(error)}"
         ) from error

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from evo_grpo.envs.messages import excerpt
 from evo_grpo.envs.task import SPLITS, DatasetRow, Split
 from evo_grpo.errors import ConfigError, DataError, EvoGrpoError, PromptTooLongError
-from evo_grpo.printable import cut
+from evo_grpo.printable import shorten
 from evo_grpo.types import Prompt
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def _fill(text: str, row: DatasetRow) -> str:
         return text.format_map(row)
     # A format such as {answer:03d} on a string, or a value whose own __format__ refuses it.
     except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
-        why = cut(repr(error))
+        why = shorten(repr(error))
         raise DataError(f"prompt template {excerpt(text)} cannot be filled: {why}") from error
 
 
@@ -250,10 +250,10 @@ def _columns(text: str) -> list[str]:
         if not name or name.isdigit() or set(name) & set(".[]"):
             raise ConfigError(
                 f"prompt template {excerpt(text)}: expected a column's name in braces, "
-                f"got {{{cut(name)}}}; {remedy}"
+                f"got {{{shorten(name)}}}; {remedy}"
             )
         if wrong := _wrong_format(form or "", conversion):
-            raise ConfigError(f"prompt template {excerpt(text)}, column {cut(name)!r}: {wrong}")
+            raise ConfigError(f"prompt template {excerpt(text)}, column {shorten(name)!r}: {wrong}")
         names.append(name)
     return names
 
@@ -264,10 +264,10 @@ def _wrong_format(form: str, conversion: str | None) -> str | None:
         return f"expected !r, !s or !a, got !{conversion}"
     if "{" in form:
         return (
-            f"expected a plain format such as {{answer:03d}}, got {cut(form)!r}; a column cannot "
-            "say how another one is written"
+            f"expected a plain format such as {{answer:03d}}, got {shorten(form)!r}; a column "
+            "cannot give the format of another one"
         )
     # int() reads the digits of every script, and so does format().
     if any(len(digits) > 9 or int(digits) > WIDEST for digits in re.findall(r"\d+", form)):
-        return f"expected a width of at most {WIDEST:,} characters, got {cut(form)!r}"
+        return f"expected a width of at most {WIDEST:,} characters, got {shorten(form)!r}"
     return None

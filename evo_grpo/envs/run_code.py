@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import final
 
-from evo_grpo.record.folder import run_around
+from evo_grpo.record.folder import run_containing
 
 
 class CodeOfARunError(ImportError):
@@ -28,7 +28,7 @@ def refuse_code_of_a_run(name: str, file: str | Path) -> None:
     """Refuse a module whose file lies in a run folder."""
     if _is_installed(str(file)):
         return
-    run = run_around(Path(file))
+    run = run_containing(Path(file))
     if run is not None:
         raise CodeOfARunError(
             f"{file}: expected the module {name!r} outside of any run folder, got one in {run}: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
-from evo_grpo.printable import cut
+from evo_grpo.printable import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ def wrong_sizes(size: int, sizes: Sizes, *, archive: bool) -> Iterator[str]:
     """
     if not isinstance(sizes, list):
         return
-    shown = cut(", ".join(map(str, sizes)))
+    shown = shorten(", ".join(map(str, sizes)))
     if not sizes or min(sizes) < 1:
         yield (
             f"expected at least one number, each >= 1, got [{shown}]; no more agents can leave "

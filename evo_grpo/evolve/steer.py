@@ -11,7 +11,7 @@ from evo_grpo.evolve.start import with_values
 from evo_grpo.schema.hparams import CLIP_ENDS, MUTABLE
 from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.schema.search_space import outside
-from evo_grpo.types import Decision, Member, Mutation, Request, Slot, Steering
+from evo_grpo.types import Decision, Member, Mutation, Request, RequestOutcome, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ _SUPERSEDED = ("copied", "kept", "restored")
 """Kinds of decisions about an agent that are dropped when a request stops or overwrites it."""
 
 
-class Plan(NamedTuple):
+class Membership(NamedTuple):
     """The agents of the next round.
 
     Attributes:
@@ -60,7 +60,9 @@ class Boundary:
     next_id: int
 
 
-def steer(plan: Plan, request: Request, boundary: Boundary) -> tuple[Plan, Steering]:
+def steer(
+    plan: Membership, request: Request, boundary: Boundary
+) -> tuple[Membership, RequestOutcome]:
     """Carry out a request about agents.
 
     A clone takes the weights that its source has in the next round. Its parent is the member those
@@ -79,10 +81,10 @@ def steer(plan: Plan, request: Request, boundary: Boundary) -> tuple[Plan, Steer
     except ConfigError as error:
         why = " ".join(str(error).split())
         outcome = _decision("refused", request.agent, request.source, f"{request}: refused: {why}")
-    return plan._replace(decisions=(*plan.decisions, outcome)), Steering(request, why)
+    return plan._replace(decisions=(*plan.decisions, outcome)), RequestOutcome(request, why)
 
 
-def _carried_out(plan: Plan, request: Request, boundary: Boundary) -> tuple[Plan, str]:
+def _carried_out(plan: Membership, request: Request, boundary: Boundary) -> tuple[Membership, str]:
     """Return the plan with a request carried out, and a sentence that describes the change."""
     if request.op == "stop-agent":
         return _stopped(plan, _index(plan, request.agent, boundary))
@@ -94,7 +96,7 @@ def _carried_out(plan: Plan, request: Request, boundary: Boundary) -> tuple[Plan
     raise ConfigError(f"expected one of {', '.join(ON_AGENTS)}, got {request.op!r}")
 
 
-def _index(plan: Plan, agent: int | None, boundary: Boundary) -> int:
+def _index(plan: Membership, agent: int | None, boundary: Boundary) -> int:
     """Return the index of an agent in the plan."""
     slots = [member.agent for member in plan.members]
     if agent is not None and agent in slots:
@@ -106,14 +108,14 @@ def _index(plan: Plan, agent: int | None, boundary: Boundary) -> int:
     )
 
 
-def _stopped(plan: Plan, index: int) -> tuple[Plan, str]:
+def _stopped(plan: Membership, index: int) -> tuple[Membership, str]:
     agent = plan.members[index].agent
     if len(plan.members) == 1:
         raise ConfigError(
             f"agent {agent}: expected another one that trains on, got the only one; end the run "
             "with stop-after-round"
         )
-    stopped = Plan(
+    stopped = Membership(
         plan.members[:index] + plan.members[index + 1 :],
         plan.hparams[:index] + plan.hparams[index + 1 :],
         _without(plan.decisions, agent),
@@ -121,7 +123,9 @@ def _stopped(plan: Plan, index: int) -> tuple[Plan, str]:
     return stopped, f"agent {agent} was stopped by hand"
 
 
-def _cloned(plan: Plan, source: int, target: int, boundary: Boundary) -> tuple[Plan, str]:
+def _cloned(
+    plan: Membership, source: int, target: int, boundary: Boundary
+) -> tuple[Membership, str]:
     parent, old = plan.members[source], plan.members[target]
     if source == target:
         raise ConfigError(
@@ -144,8 +148,8 @@ def _cloned(plan: Plan, source: int, target: int, boundary: Boundary) -> tuple[P
 
 
 def _set(
-    plan: Plan, index: int, values: Mapping[str, object], boundary: Boundary
-) -> tuple[Plan, str]:
+    plan: Membership, index: int, values: Mapping[str, object], boundary: Boundary
+) -> tuple[Membership, str]:
     member, old = plan.members[index], plan.hparams[index]
     if not values:
         raise ConfigError(f"agent {member.agent}: expected a hyperparameter to set, got none")
@@ -219,8 +223,13 @@ def _swaps(members: Sequence[Member], played: Mapping[int, Slot]) -> bool:
 
 
 def _with_child(
-    plan: Plan, index: int, parent: Member, mutation: Mutation, hparams: Hparams, boundary: Boundary
-) -> Plan:
+    plan: Membership,
+    index: int,
+    parent: Member,
+    mutation: Mutation,
+    hparams: Hparams,
+    boundary: Boundary,
+) -> Membership:
     """Replace a member by a child; it keeps the id of a member that has not trained yet."""
     old, played = plan.members[index], boundary.played
     free = max([boundary.next_id - 1, *(one.id for one in plan.members)]) + 1

@@ -18,7 +18,7 @@ from evo_grpo.errors import CheckpointError, ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.digest import base_digest, comparable_digests
 from evo_grpo.model.loading import DTYPES, from_pretrained, quiet
-from evo_grpo.printable import cut
+from evo_grpo.printable import shorten
 from evo_grpo.sources import Source
 
 TOLERANCE = 1e-3
@@ -48,7 +48,7 @@ def tokenizer_files(
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
         raise ModelError(
             f"model {source.name!r}: its tokenizer cannot be loaded from {source.path!r}: "
-            f"{cut(f'{type(error).__name__}: {error}')}"
+            f"{shorten(f'{type(error).__name__}: {error}')}"
         ) from error
     if tokenizer.pad_token is None and pad_token:
         tokenizer.pad_token = pad_token
@@ -87,7 +87,7 @@ def stored_dtype(source: Source, revision: str | None, otherwise: str) -> str:
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"model {source.name!r}: its config.json cannot be read from {source.path!r}: "
-            f"{cut(str(error))}"
+            f"{shorten(str(error))}"
         ) from error
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from evo_grpo.errors import ModelError
-from evo_grpo.printable import cut
+from evo_grpo.printable import shorten
 from evo_grpo.sources import Source
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -127,7 +127,7 @@ def from_pretrained(
             hint = "" if source.local else "; a hub id needs the network or a warm cache"
             raise ModelError(
                 f"model {source.name!r} cannot be loaded from {source.path!r}{hint}: "
-                f"{cut(f'{type(error).__name__}: {error}', 3000)}"
+                f"{shorten(f'{type(error).__name__}: {error}', 3000)}"
             ) from error
     if missing := sorted(report["missing_keys"]):
         # transformers fills them with random numbers, and reports this in its log only.

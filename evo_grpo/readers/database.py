@@ -21,7 +21,7 @@ from evo_grpo.record.records import RoundRecord, to_json
 from evo_grpo.record.study import open_study, study_attributes, study_name
 from evo_grpo.settings import RecordConfig
 from evo_grpo.settings.storage import is_url
-from evo_grpo.training.inputs.made_of import read_inputs_of
+from evo_grpo.training.inputs.recorded_inputs import read_inputs_of
 from evo_grpo.types import Member, Mutation, Score, Slot
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class DatabaseReader:
 
         Raises:
             EngineUnavailable: The driver of the database is not installed.
-            Unreachable: The database cannot be used; the message quotes its error.
+            DatabaseError: The database cannot be used; the message quotes its error.
             CheckpointError: The run folder is damaged.
         """
         if not isinstance(entry, RoundDone | RunFinished):

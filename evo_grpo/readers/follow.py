@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import final
 
 from evo_grpo.errors import ConfigError, EvoGrpoError, RunFailedError
-from evo_grpo.printable import raised
+from evo_grpo.printable import error_text
 from evo_grpo.readers.database import NAME as OPTUNA
 from evo_grpo.readers.database import DatabaseReader
 from evo_grpo.readers.reader import Reader, feed
 from evo_grpo.readers.report.run_page import ReportReader
 from evo_grpo.readers.trackers.base import open_tracker
 from evo_grpo.record.config import read_config
-from evo_grpo.record.folder import expect_run, is_run, is_trained, refuse_planted
+from evo_grpo.record.folder import expect_run, is_run, is_trained, refuse_links_in_run
 from evo_grpo.record.log import Cursor
 from evo_grpo.record.names import COMPARE, COMPARED, REPORT_READER
 from evo_grpo.settings import RecordConfig, RunConfig
@@ -99,7 +99,7 @@ def follow_all(
     """
     folder = expect_run(run)
     for part in (folder, *_compared(folder)):
-        refuse_planted(part)
+        refuse_links_in_run(part)
     feedings = list(_feedings(folder, to, storage, warn))
     for feeding in feedings:
         feeding.start()
@@ -279,4 +279,4 @@ def _is_final(error: BaseException, trained: bool) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    return str(error) if isinstance(error, EvoGrpoError) else raised(error)
+    return str(error) if isinstance(error, EvoGrpoError) else error_text(error)

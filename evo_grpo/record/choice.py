@@ -21,7 +21,7 @@ SHOWN_ROUNDS = 8
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenAgent:
     """An agent of a run that a command takes, as it was after a round.
 
     Attributes:
@@ -82,7 +82,7 @@ def choose_of(
     round: int | None = None,
     *,
     best_ever: bool = False,
-) -> Choice:
+) -> ChosenAgent:
     """Find an agent of a run that has a checkpoint; the winner where no agent is named.
 
     The winner of a finished run is that of its final comparison: the best agent of the last round,
@@ -121,11 +121,11 @@ def choose_of(
     if not given and round is None:
         assert view.winner is not None, "checked above"
         files = _winner_files(view, view.winner)
-        return Choice(folder, view, view.winner, files)
+        return ChosenAgent(folder, view, view.winner, files)
     record = _best_ever(rounds) if best_ever else _named(rounds, agent, member, round)
     found = select("ever" if best_ever else "named", rounds, record)
     files = rounds[record.round].files_of(str(record.checkpoint))
-    return _where_it_is(Choice(folder, view, found, files))
+    return _where_it_is(ChosenAgent(folder, view, found, files))
 
 
 def _winner_files(view: RunView, winner: SelectedAgent) -> dict[str, str]:
@@ -172,7 +172,7 @@ def _named(
     return found[-1]
 
 
-def _where_it_is(found: Choice) -> Choice:
+def _where_it_is(found: ChosenAgent) -> ChosenAgent:
     """Return a choice whose checkpoint exists: its own, or the copy of it in checkpoints/best."""
     folder, record = found.run, found.agent.record
     if found.checkpoint and (folder / found.checkpoint).is_dir():

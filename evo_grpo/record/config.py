@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from evo_grpo.errors import CheckpointError, ConfigError
-from evo_grpo.record.folder import config_text, run_around
+from evo_grpo.record.folder import config_text, run_containing
 from evo_grpo.record.names import CONFIG
 from evo_grpo.settings.plain_yaml import WrittenOutLoader, parse
 from evo_grpo.settings.yaml import from_written
@@ -44,7 +44,7 @@ def read_config(folder: Path) -> RunConfig:
 
 def _refuse_inside(setting: str, path: str, file: Path) -> None:
     """Refuse code inside a run folder; see `envs.run_code`."""
-    run = run_around(Path(path).expanduser())
+    run = run_containing(Path(path).expanduser())
     if run is not None:
         raise ConfigError(
             f"{file}: {setting}: expected code outside of any run folder, got {path!r} in {run}, "

@@ -23,7 +23,7 @@ from sqlalchemy.exc import (
 from sqlalchemy.pool import NullPool
 
 from evo_grpo.errors import EvoGrpoError
-from evo_grpo.printable import cut, printable
+from evo_grpo.printable import printable, shorten
 from evo_grpo.settings.storage import missing_driver
 
 #: Options of a connection. Without them, a client waits hours for a machine that was switched off.
@@ -45,7 +45,7 @@ _ATTEMPTS = 5
 REFUSED = (StorageInternalError, SQLAlchemyError, RuntimeError, AssertionError)
 
 
-class Unreachable(EvoGrpoError, ConnectionError):
+class DatabaseError(EvoGrpoError, ConnectionError):
     """A database cannot be reached, rejects a statement, or has other tables than expected."""
 
 
@@ -54,7 +54,7 @@ def check_url(url: str) -> None:
 
     Raises:
         EngineUnavailable: The driver of the database is not installed.
-        Unreachable: The database cannot be used, or has tables of another version of Optuna.
+        DatabaseError: The database cannot be used, or has tables of another version of Optuna.
     """
     with unreachable():
         for attempt in range(1, _ATTEMPTS):
@@ -85,7 +85,7 @@ def disconnect(storage: RDBStorage) -> None:
 
 @contextmanager
 def unreachable() -> Generator[None]:
-    """Convert exceptions of a database into `Unreachable`, with the message of the server.
+    """Convert exceptions of a database into `DatabaseError`, with the message of the server.
 
     Raise EngineUnavailable for a driver that cannot be imported.
     """
@@ -96,9 +96,9 @@ def unreachable() -> Generator[None]:
     except ImportError as error:
         raise missing_driver(str(error.__cause__ or error)) from None
     except KeyError as error:
-        raise Unreachable("the study was deleted") from error
+        raise DatabaseError("the study was deleted") from error
     except REFUSED as error:
-        raise Unreachable(reason(error)) from error
+        raise DatabaseError(reason(error)) from error
 
 
 def reason(error: BaseException) -> str:
@@ -111,7 +111,7 @@ def reason(error: BaseException) -> str:
         elif isinstance(cause, OSError):
             messages.append(cause.strerror or cause)
         cause = cause.__cause__ or cause.__context__
-    return printable(cut(" ".join(str(messages[0] if messages else error).split())))
+    return printable(shorten(" ".join(str(messages[0] if messages else error).split())))
 
 
 def _storage(url: str, **options: object) -> RDBStorage:

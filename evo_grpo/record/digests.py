@@ -6,7 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from evo_grpo.errors import CheckpointError
-from evo_grpo.record.plain import MOST_BYTES_OF_WEIGHTS, is_plain, refuse_oversized
+from evo_grpo.record.plain import MAX_WEIGHT_BYTES, is_plain, refuse_oversized
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -49,7 +49,7 @@ def damaged(
     """
     for name, expected in files.items():
         file = folder / name
-        refuse_oversized(file, MOST_BYTES_OF_WEIGHTS)
+        refuse_oversized(file, MAX_WEIGHT_BYTES)
         found = (digest or sha256_of)(file) if is_plain(file) else None
         if found != expected:
             yield name, found

@@ -192,7 +192,7 @@ def unseal(line: bytes) -> dict[str, Any]:
     return data
 
 
-def torn(line: bytes) -> bool:
+def is_truncated(line: bytes) -> bool:
     """Return whether a last line is the start of a line of `seal`, truncated by a kill.
 
     A line that is complete JSON, or ends as sealed lines end, is not truncated: it is whole, or was
@@ -281,13 +281,13 @@ class FolderLock:
         try:
             with writing(path):
                 os.ftruncate(self._descriptor, 0)
-            self.tell()
+            self.write_round()
         except BaseException:  # KeyboardInterrupt too: do not leave the folder locked
             self._drop()
             raise
         _held.add(self)
 
-    def tell(self, *numbers: int) -> None:
+    def write_round(self, *numbers: int) -> None:
         """Write the id of this process and some numbers into the file, for other processes.
 
         Each number must have at least as many digits as in the last call.

@@ -13,10 +13,10 @@ from evo_grpo.errors import CheckpointError, RunDirError, RunNotFoundError
 from evo_grpo.record.files import (
     create_folder,
     is_temporary,
+    is_truncated,
     load_json,
     reading,
     sync_names,
-    torn,
     unseal,
     writing,
 )
@@ -47,7 +47,7 @@ from evo_grpo.record.names import (
     SUMMARY,
 )
 from evo_grpo.record.plain import (
-    MOST_BYTES_OF_LINES,
+    MAX_LOG_BYTES,
     is_folder,
     is_plain,
     open_plain,
@@ -57,7 +57,7 @@ from evo_grpo.record.plain import (
 )
 from evo_grpo.record.records import amendment_from_json, check_format, round_from_json
 from evo_grpo.schema.validated import validated
-from evo_grpo.settings.plain_yaml import MOST_BYTES
+from evo_grpo.settings.plain_yaml import MAX_YAML_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -79,7 +79,7 @@ def is_run(path: str | Path) -> bool:
     return (folder / CONFIG).is_file() and (folder / ROUNDS).is_file()
 
 
-def run_around(path: Path) -> Path | None:
+def run_containing(path: Path) -> Path | None:
     """Return the run folder that contains a path, before or after following links, or None."""
     folders = [place for one in (path.absolute(), path.resolve()) for place in (one, *one.parents)]
     return next((folder for folder in folders if is_run(folder)), None)
@@ -166,7 +166,7 @@ def read_result(
 def config_text(folder: Path) -> str:
     """Return the text of a run's population.yaml."""
     try:
-        return read_plain(folder / CONFIG, MOST_BYTES).decode("utf-8")
+        return read_plain(folder / CONFIG, MAX_YAML_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(
             f"{folder / CONFIG}: expected the run's settings as they were written, but they are "
@@ -213,7 +213,7 @@ def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> Parsed:
     records: list[RoundRecord] = []
     places: list[int] = []
     length = 0
-    lines = read_plain(path, MOST_BYTES_OF_LINES)[start:].splitlines(keepends=True)
+    lines = read_plain(path, MAX_LOG_BYTES)[start:].splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         try:
             data = unseal(line)
@@ -229,7 +229,7 @@ def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> Parsed:
                     f"it is round {record.round + 1}, expected {first + len(records) + 1}"
                 )
         except ValueError as error:
-            if number == len(lines) and torn(line):
+            if number == len(lines) and is_truncated(line):
                 break
             raise CheckpointError(
                 f"{path}, line {first + number}: expected round {first + len(records) + 1} as it "
@@ -335,7 +335,7 @@ def make_folder(folder: Path) -> None:
         ) from error
 
 
-def refuse_planted(folder: Path) -> None:
+def refuse_links_in_run(folder: Path) -> None:
     """Refuse a run folder in which one of the run's files is a link, pipe, socket or device."""
     for name in (*FILES, *STUDY_ASIDES, LOCK, *_FOLDERS):
         refuse_links(folder / name)

@@ -26,7 +26,7 @@ from evo_grpo.record.config import read_config
 from evo_grpo.record.files import reading, to_line
 from evo_grpo.record.folder import expect_run, is_trained, parse_rounds, round_name
 from evo_grpo.record.names import METRICS, NOTES, ROUNDS, SUMMARY
-from evo_grpo.record.plain import MOST_BYTES_OF_LINES, open_plain, refuse_oversized, stamp_of
+from evo_grpo.record.plain import MAX_LOG_BYTES, open_plain, refuse_oversized, stamp_of
 from evo_grpo.record.records import to_json
 from evo_grpo.record.step_metrics import WHERE, row_of
 from evo_grpo.record.summary import read_summary
@@ -321,7 +321,7 @@ def _read(path: Path, start: int, most: int = -1) -> tuple[bytes, int]:
     except FileNotFoundError:
         return b"", 0
     with os.fdopen(descriptor, "rb") as file:
-        refuse_oversized(path, MOST_BYTES_OF_LINES)
+        refuse_oversized(path, MAX_LOG_BYTES)
         length = os.fstat(file.fileno()).st_size
         file.seek(start)
         return file.read(max(0, length - start) if most < 0 else most), length

@@ -105,7 +105,7 @@ def check_observer(observer: object) -> None:
         )
 
 
-class Several(Observer):
+class ObserverList(Observer):
     """Calls several observers in order."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:

@@ -30,11 +30,11 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 
-MOST_BYTES = 1 << 26
+MAX_JSON_BYTES = 1 << 26
 """Largest JSON document: 64 MiB, hundreds of times the size of those that a run writes."""
-MOST_BYTES_OF_WEIGHTS = 1 << 34
+MAX_WEIGHT_BYTES = 1 << 34
 """Largest file of an adapter or of an embedded base: 16 GiB."""
-MOST_BYTES_OF_LINES = 1 << 30
+MAX_LOG_BYTES = 1 << 30
 """Largest file that grows with the rounds of a run: 1 GiB."""
 
 
@@ -71,7 +71,7 @@ def open_plain(path: Path, flags: int) -> int:
     return descriptor
 
 
-def read_plain(path: Path, most: int = MOST_BYTES) -> bytes:
+def read_plain(path: Path, most: int = MAX_JSON_BYTES) -> bytes:
     """Return the contents of a regular file, never through a link.
 
     Args:
@@ -88,7 +88,7 @@ def read_plain(path: Path, most: int = MOST_BYTES) -> bytes:
         return file.read(os.fstat(file.fileno()).st_size)
 
 
-def refuse_oversized(path: Path, most: int = MOST_BYTES_OF_LINES) -> None:
+def refuse_oversized(path: Path, most: int = MAX_LOG_BYTES) -> None:
     """Refuse a file above a size, before another library reads it as a whole."""
     with suppress(FileNotFoundError, NotADirectoryError):
         size = path.lstat().st_size

@@ -14,7 +14,7 @@ from evo_grpo.record.plain import CheckpointPath, RelativePath
 from evo_grpo.schema.hparams import CLIP_ENDS, Hparams
 from evo_grpo.schema.validated import validated
 from evo_grpo.schema.validation import shown
-from evo_grpo.types import Decision, Member, Mutation, Number, Score, Slot, Steering
+from evo_grpo.types import Decision, Member, Mutation, Number, RequestOutcome, Score, Slot
 
 _HYPERPARAMETERS = frozenset((*Hparams.model_fields, *CLIP_ENDS))
 
@@ -134,7 +134,7 @@ class RoundRecord:
     reduced: Mapping[str, int] = field(default_factory=dict[str, int])
     started: float | None = None
     ended: float | None = None
-    steering: tuple[Steering, ...] = ()
+    steering: tuple[RequestOutcome, ...] = ()
     next_member: int = 0
     stopped: tuple[str, ...] = ()
     went_on: bool = False
@@ -183,7 +183,7 @@ class Amendment:
     members: tuple[Member, ...]
     next_hparams: tuple[Hparams, ...]
     decisions: tuple[Decision, ...]
-    steering: tuple[Steering, ...]
+    steering: tuple[RequestOutcome, ...]
     next_member: int
 
     @classmethod

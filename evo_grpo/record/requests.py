@@ -33,7 +33,7 @@ _DIGITS = 20
 
 
 @dataclass(frozen=True)
-class Waiting:
+class PendingRequests:
     """The pending requests of a run.
 
     Attributes:
@@ -75,7 +75,7 @@ def new_id(folder: Path) -> str:
 def last_number(folder: Path) -> int:
     """Return the number of the last request to a run, or 0 if there was none."""
     place, found = folder / STEERING, [0]
-    with suppress(OSError, ValueError):  # missing, or refused by `refuse_planted`
+    with suppress(OSError, ValueError):  # missing, or refused by `refuse_links_in_run`
         found.append(int(read_plain(folder / COUNTER, _DIGITS)))
     with suppress(OSError):
         # The counter may be lost, or behind the requests of an earlier version.
@@ -100,11 +100,13 @@ def write_request(folder: Path, request: Request) -> None:
         raise
 
 
-def read_requests(folder: Path) -> Waiting:
+def read_requests(folder: Path) -> PendingRequests:
     """Return the pending requests; unreadable files are reported in `unread` and raise nothing."""
     place, found, unread = folder / STEERING, list[Request](), dict[str, str]()
     if os.path.lexists(place) and not is_folder(place):
-        return Waiting((), {STEERING: f"{place}: expected a folder of the run, got something else"})
+        return PendingRequests(
+            (), {STEERING: f"{place}: expected a folder of the run, got something else"}
+        )
     with suppress(FileNotFoundError):
         for name in sorted(os.listdir(place)):
             if not REQUEST.fullmatch(name):
@@ -119,7 +121,7 @@ def read_requests(folder: Path) -> Waiting:
                 unread[name] = (
                     f"{place / name}: expected a request as evo-grpo steer writes it, but {error}"
                 )
-    return Waiting(tuple(found), unread)
+    return PendingRequests(tuple(found), unread)
 
 
 def carried_out(rounds: Iterable[RoundRecord]) -> set[str]:

@@ -48,8 +48,8 @@ from evo_grpo.record.folder import (
     move_aside,
     parse_rounds,
     refuse_foreign,
+    refuse_links_in_run,
     refuse_lost_lines,
-    refuse_planted,
     refuse_run,
     remove,
     remove_journal_locks,
@@ -74,7 +74,7 @@ from evo_grpo.record.names import (
     SUMMARY,
     WRITTEN_IN,
 )
-from evo_grpo.record.plain import MOST_BYTES_OF_LINES, open_plain, read_plain
+from evo_grpo.record.plain import MAX_LOG_BYTES, open_plain, read_plain
 from evo_grpo.record.records import Amendment, outline, to_json
 from evo_grpo.record.requests import last_number
 from evo_grpo.record.summary import earlier_end, read_summary_of
@@ -103,7 +103,7 @@ class RunDir:
 
     def __init__(self, path: Path, lock: FolderLock) -> None:
         self.path = path
-        self.asked_before = last_number(path)
+        self.last_request = last_number(path)
         self._lock = lock
         self._rounds: list[RoundRecord] = []
         # Bytes of rounds.jsonl that hold these rounds; a truncated line may follow after a kill.
@@ -136,7 +136,7 @@ class RunDir:
         make_folder(folder)
         lock = FolderLock(folder / LOCK)
         try:
-            refuse_planted(folder)
+            refuse_links_in_run(folder)
             if is_run(folder):
                 if not force:
                     refuse_run(folder)
@@ -164,7 +164,7 @@ class RunDir:
         folder = expect_run(path)
         run = cls(folder, FolderLock(folder / LOCK))
         try:
-            refuse_planted(folder)
+            refuse_links_in_run(folder)
             run._rounds, run._length, _ = parse_rounds(folder / ROUNDS)
             refuse_lost_lines(folder, run._rounds)
         except BaseException:  # including Ctrl-C: the folder must not stay locked
@@ -182,12 +182,12 @@ class RunDir:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def tell_round(self, round: int) -> None:
+    def announce_round(self, round: int) -> None:
         """Write the round that is being played to the lock file, for commands that make requests.
 
         A request that is made from now on waits for the end of this round.
         """
-        self._lock.tell(round)
+        self._lock.write_round(round)
 
     def rounds(self) -> list[RoundRecord]:
         """Return the finished rounds in order: outlines (see `outline`) and the whole last record.
@@ -287,7 +287,7 @@ class RunDir:
         remove(self.path / MEAN)
         # Drop the amendments below the last round; `last` includes them.
         place = parse_rounds(self.path / ROUNDS).places[-1]
-        before = read_plain(self.path / ROUNDS, MOST_BYTES_OF_LINES)[:place].decode("utf-8")
+        before = read_plain(self.path / ROUNDS, MAX_LOG_BYTES)[:place].decode("utf-8")
         atomic_write(self.path / ROUNDS, before + seal(to_json(last)))
         self._rounds[-1] = last
         self._length = (self.path / ROUNDS).stat().st_size

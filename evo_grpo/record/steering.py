@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from evo_grpo.errors import ConfigError, RunDirError
-from evo_grpo.evolve.steer import ON_AGENTS, ON_RUN, Boundary, Plan, steer
+from evo_grpo.evolve.steer import ON_AGENTS, ON_RUN, Boundary, Membership, steer
 from evo_grpo.record.config import read_config
 from evo_grpo.record.family import next_member_id
 from evo_grpo.record.folder import (
@@ -31,11 +31,11 @@ from evo_grpo.record.requests import (
 )
 from evo_grpo.record.summary import read_summary
 from evo_grpo.settings import RunConfig
-from evo_grpo.types import Member, Request, Slot, Steering
+from evo_grpo.types import Member, Request, RequestOutcome, Slot
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunState:
     """The state of a run and of the requests to it, as read from its folder.
 
     Attributes:
@@ -58,7 +58,7 @@ class Standing:
     finished: bool
     waiting: tuple[Request, ...]
     unread: tuple[str, ...]
-    became: tuple[tuple[int, Steering], ...]
+    became: tuple[tuple[int, RequestOutcome], ...]
 
     @property
     def paused(self) -> bool:
@@ -78,7 +78,7 @@ class Standing:
         return self.finished or played or any(record.is_end for record in self.rounds[-1:])
 
 
-def standing_of(run: str | Path) -> Standing:
+def state_of(run: str | Path) -> RunState:
     """Return the state of a run and of the requests to it."""
     folder = expect_run(run)
     # Read before the rounds: a request that is carried out meanwhile is then in one of these.
@@ -87,7 +87,7 @@ def standing_of(run: str | Path) -> Standing:
     became = tuple((record.round, one) for record in rounds for one in record.steering)
     done, trains = carried_out(rounds), is_trained(folder)
     playing = _round_in_lock(folder) if trains else 0
-    return Standing(
+    return RunState(
         folder,
         read_config(folder),
         rounds,
@@ -116,7 +116,7 @@ def ask(
     agent: int | None = None,
     source: int | None = None,
     values: Mapping[str, Any] | None = None,
-) -> tuple[Request, Standing]:
+) -> tuple[Request, RunState]:
     """Write a request to a run, which carries it out between two rounds.
 
     Args:
@@ -134,7 +134,7 @@ def ask(
         RunDirError: The run belongs to a comparison, cannot be resumed, or its folder has a link in
             place of one of its files.
     """
-    now = standing_of(run)
+    now = state_of(run)
     _check_run(now)
     request = Request(
         "",  # the id is assigned after all checks
@@ -166,7 +166,7 @@ def cancel(run: str | Path) -> int:
     return len(ids)
 
 
-def _check_run(now: Standing) -> None:
+def _check_run(now: RunState) -> None:
     """Raise if no request to the run can be carried out."""
     folder = now.folder
     if config_text(folder).startswith(BASELINE):
@@ -186,7 +186,7 @@ def _check_run(now: Standing) -> None:
         refuse_objects(folder, "so no command can resume it to carry out the request")
 
 
-def _check_process(now: Standing, op: str) -> None:
+def _check_process(now: RunState, op: str) -> None:
     """Raise for a request to the process that trains if there is none, or if it has no effect."""
     if not now.trains:
         raise ConfigError(
@@ -205,7 +205,7 @@ def _check_process(now: Standing, op: str) -> None:
         )
 
 
-def _check_agents(now: Standing, request: Request) -> None:
+def _check_agents(now: RunState, request: Request) -> None:
     """Raise for a request that cannot be carried out after the waiting requests."""
     plan, boundary = _known(now, request.after)
     for earlier in now.waiting:
@@ -216,14 +216,14 @@ def _check_agents(now: Standing, request: Request) -> None:
         raise ConfigError(f"{request}: {became.refused}")
 
 
-def _known(now: Standing, after: int) -> tuple[Plan, Boundary]:
+def _known(now: RunState, after: int) -> tuple[Membership, Boundary]:
     """Return the plan and the boundary to which a request would be applied at the earliest."""
     space, next_id = now.config.search_space(), next_member_id(now.rounds)
     if not now.rounds:
         size, first = now.config.population.size, now.config.algorithm.hparams()
-        plan = Plan(tuple(Member(n, Slot(n)) for n in range(size)), (first,) * size, ())
+        plan = Membership(tuple(Member(n, Slot(n)) for n in range(size)), (first,) * size, ())
     else:
-        plan = Plan(now.rounds[-1].members, now.rounds[-1].next_hparams, ())
+        plan = Membership(now.rounds[-1].members, now.rounds[-1].next_hparams, ())
     if now.rounds and after == now.rounds[-1].round:
         played = {agent.member: agent.agent for agent in now.rounds[-1].agents}
     else:  # selection is still to come: assume that all agents stay

@@ -10,7 +10,7 @@ from evo_grpo.record import columns
 from evo_grpo.record.files import load_json
 from evo_grpo.record.folder import expect_run, read_rounds, round_entries
 from evo_grpo.record.names import METRICS
-from evo_grpo.record.plain import MOST_BYTES_OF_LINES, read_plain
+from evo_grpo.record.plain import MAX_LOG_BYTES, read_plain
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,7 +40,7 @@ def metric_rows(run: str | Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for round, path in round_entries(folder / METRICS):
         if round < finished:
-            lines = read_plain(path, MOST_BYTES_OF_LINES).splitlines()
+            lines = read_plain(path, MAX_LOG_BYTES).splitlines()
             rows += [row_of(f"{path}, line {n}", line) for n, line in enumerate(lines, start=1)]
     return rows
 

@@ -175,11 +175,11 @@ def check_storage(config: RunConfig) -> None:
     if url is None or not is_url(url):
         return
     check_driver(url)
-    from evo_grpo.record.database import Unreachable, check_url
+    from evo_grpo.record.database import DatabaseError, check_url
 
     try:
         check_url(url)
-    except Unreachable as error:
+    except DatabaseError as error:
         remedy = "create the folder of the file, or give permission"
         if not url.startswith("sqlite"):
             remedy = (

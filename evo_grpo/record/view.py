@@ -28,7 +28,7 @@ from evo_grpo.record.files import load_json
 from evo_grpo.record.folder import config_text, expect_run, read_rounds, round_name
 from evo_grpo.record.leaderboard import leaderboard_rows
 from evo_grpo.record.names import COMPLETIONS
-from evo_grpo.record.plain import MOST_BYTES_OF_LINES, inside, read_plain
+from evo_grpo.record.plain import MAX_LOG_BYTES, inside, read_plain
 from evo_grpo.record.story import Sentence, tell_story
 from evo_grpo.record.summary import read_summary, score_of
 from evo_grpo.record.trouble import Trouble, find_trouble
@@ -286,7 +286,7 @@ def view_of(run: Run) -> RunView:
 
 def _json_lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
     try:
-        lines = read_plain(inside(folder, name), MOST_BYTES_OF_LINES).splitlines()
+        lines = read_plain(inside(folder, name), MAX_LOG_BYTES).splitlines()
     except FileNotFoundError:
         return
     for number, line in enumerate(lines, start=1):

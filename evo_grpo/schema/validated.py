@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
 
-from evo_grpo.printable import cut
+from evo_grpo.printable import shorten
 from evo_grpo.schema.problems import dotted
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def validated(schema: TypeAdapter[T], data: Mapping[str, Any]) -> T:
         if first["type"] == "value_error":  # a validator's message is complete
             what = what.removeprefix("value error, ")
         else:
-            what += f", got {cut(repr(first['input']), 80)}"
+            what += f", got {shorten(repr(first['input']), 80)}"
         # Older releases of pydantic include the branch of a Mapping's schema in the path.
         path = tuple(
             part

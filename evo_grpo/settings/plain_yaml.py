@@ -10,9 +10,9 @@ from typing import Any, cast
 import yaml
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.printable import cut
+from evo_grpo.printable import shorten
 
-MOST_BYTES = 1 << 20
+MAX_YAML_BYTES = 1 << 20
 """Size limit of a YAML file; put rows into a file that `env.train` names."""
 _TAG = "tag:yaml.org,2002:"
 # YAML 1.1 reads 1e-4 and 1.0e5 as strings, since it requires a dot and a sign.
@@ -94,12 +94,12 @@ def parse(text: str, source: str, loader: type[Loader] = Loader) -> object:
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a YAML file of at most `MOST_BYTES`."""
+    """Return the content of a YAML file of at most `MAX_YAML_BYTES`."""
     try:
         if path.is_dir():
             raise ConfigError(f"{path}: expected a YAML file, got a folder")
         with path.open("rb") as file:  # read no further than needed: it may be a device
-            data = file.read(MOST_BYTES + 1)
+            data = file.read(MAX_YAML_BYTES + 1)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; write one with: evo-grpo init {path}") from None
     except OSError as error:
@@ -108,9 +108,9 @@ def read_text(path: Path) -> str:
         ) from None
     except ValueError as error:  # a null character
         raise ConfigError(f"{str(path)!r}: not a valid file name: {error}") from None
-    if len(data) > MOST_BYTES:
+    if len(data) > MAX_YAML_BYTES:
         raise ConfigError(
-            f"{path}: expected at most {MOST_BYTES:,} bytes of YAML, got more; put rows into "
+            f"{path}: expected at most {MAX_YAML_BYTES:,} bytes of YAML, got more; put rows into "
             "a file that env.train names"
         )
     try:
@@ -129,7 +129,7 @@ def _where(error: yaml.MarkedYAMLError) -> str:
 
 
 def _reason(error: yaml.MarkedYAMLError) -> str:
-    problem = cut(str(error.problem))
+    problem = shorten(str(error.problem))
     return problem if problem.startswith("but ") else f"but {problem}"
 
 
@@ -149,7 +149,7 @@ def _checked(construct: Callable[[Any, Any], Any], noun: str) -> Callable[[Any, 
         try:
             return construct(loader, node)
         except (ValueError, LookupError, ArithmeticError, AttributeError):
-            given = cut(str(node.value), _SHOWN)
+            given = shorten(str(node.value), _SHOWN)
             problem = f'expected {noun}, got {given}; for a string put it in quotes: "{given}"'
             raise _Refused(None, None, problem, node.start_mark) from None
 

@@ -9,10 +9,10 @@ from typing import Any, cast
 import yaml
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.printable import cut
+from evo_grpo.printable import shorten
 from evo_grpo.schema.messages import group_at, shown
 from evo_grpo.schema.problems import Problems
-from evo_grpo.settings.plain_yaml import MOST_BYTES, Dumper, WrittenOutLoader, parse, read_text
+from evo_grpo.settings.plain_yaml import MAX_YAML_BYTES, Dumper, WrittenOutLoader, parse, read_text
 from evo_grpo.settings.run import RunConfig
 
 
@@ -60,10 +60,10 @@ def to_yaml(config: RunConfig) -> str:
         allow_unicode=True,
         width=100,
     )
-    if len(text.encode()) > MOST_BYTES:
+    if len(text.encode()) > MAX_YAML_BYTES:
         raise ConfigError(
-            f"configuration: expected at most {MOST_BYTES:,} bytes of YAML with all defaults, got "
-            f"{len(text.encode()):,}; put rows into a file that env.train names"
+            f"configuration: expected at most {MAX_YAML_BYTES:,} bytes of YAML with all defaults, "
+            f"got {len(text.encode()):,}; put rows into a file that env.train names"
         )
     return text
 
@@ -109,7 +109,7 @@ def _apply(settings: dict[Any, Any], override: str) -> None:
     """Set one value in place; copy the groups on its path, which belong to the caller."""
     path, sign, text = override.partition("=")
     names = tuple(path.strip().split("."))
-    where = f"--set {cut(override)}"
+    where = f"--set {shorten(override)}"
     if not sign or not all(names):
         raise ConfigError(
             f"{where}: expected a.b.c=value, for instance --set evolve.selection.size=3"
@@ -123,8 +123,8 @@ def _apply(settings: dict[Any, Any], override: str) -> None:
     if (joined := _joined(value)) is not None:
         name, _, rest = joined.partition(":")
         raise ConfigError(
-            f"{where}: expected a space after the colon in {cut(joined)!r}: without it YAML reads "
-            f"one name without a value; write {{{cut(name)}: {cut(rest)}}}"
+            f"{where}: expected a space after the colon in {shorten(joined)!r}: without it YAML "
+            f"reads one name without a value; write {{{shorten(name)}: {shorten(rest)}}}"
         )
     here = settings
     for depth, name in enumerate(names[:-1], start=1):

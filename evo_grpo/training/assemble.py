@@ -31,7 +31,7 @@ from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.same_base import agree_on_path, check_same_base
 from evo_grpo.population.ranks.deal import deal
 from evo_grpo.population.ranks.ranks import find_team
-from evo_grpo.population.ranks.team import Team, announced
+from evo_grpo.population.ranks.team import Team, is_one_of_several
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.rollout.generation_config import warn_of_processors
 from evo_grpo.rollout.registry import check_engine
@@ -143,7 +143,7 @@ def check_memory(config: RunConfig, task: Task | None, processes: int) -> None:
 def check_found(config: RunConfig) -> None:
     """Check that the base and the engine of a run exist, before anything is loaded or written."""
     resolve(config.model.name)
-    check_engine(config.engine, ranks=announced())
+    check_engine(config.engine, ranks=is_one_of_several())
 
 
 def with_shards(config: RunConfig, team: Team) -> RunConfig:
@@ -277,7 +277,7 @@ def lora_config(lora: LoraSettings) -> LoraConfig:
 def _base(
     settings: AgentSettings, given: Objects, team: Team
 ) -> tuple[SharedBase, AdapterCopy | None]:
-    check_engine(settings.engine, ranks=announced())
+    check_engine(settings.engine, ranks=is_one_of_several())
     if settings.engine.threads is not None:
         torch.set_num_threads(settings.engine.threads)
     # Dividing a base brings it to the device, a layer at a time.

@@ -21,7 +21,7 @@ from evo_grpo import settings as configuration
 from evo_grpo.errors import ConfigError, EvoGrpoError, RunDirError
 from evo_grpo.population.checkpoints.write import snapshot_agent
 from evo_grpo.population.plan import ends_by_request
-from evo_grpo.population.ranks.ranks import find_team, telling_others
+from evo_grpo.population.ranks.ranks import find_team, sharing_early_errors
 from evo_grpo.population.ranks.team import Team
 from evo_grpo.population.round import Steerer, next_slots, play_round
 from evo_grpo.population.steps import Limit, RunWriter
@@ -30,7 +30,7 @@ from evo_grpo.record.files import reading, sync_into, writing
 from evo_grpo.record.folder import clear_run, config_text, refuse_objects, refuse_taken
 from evo_grpo.record.leaderboard import write_csv
 from evo_grpo.record.names import BASELINE, MEAN
-from evo_grpo.record.observer import Observer, Several, check_observer
+from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord, outline
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.study import FolderStudy, check_storage
@@ -57,7 +57,7 @@ from evo_grpo.training.inputs.differences import (
     record_inputs,
     was_the_end,
 )
-from evo_grpo.training.inputs.made_of import read_inputs_of, refuse_own_code
+from evo_grpo.training.inputs.recorded_inputs import read_inputs_of, refuse_own_code
 from evo_grpo.training.inputs.same_on_ranks import check_same_files, check_same_run
 from evo_grpo.training.judge import Finalist, candidates_summary, choose, finalists, judge
 from evo_grpo.training.restoring import restore
@@ -80,7 +80,7 @@ def run(
 
     With `report`, a page of the run is kept up to date while it trains.
     """
-    with telling_others():
+    with sharing_early_errors():
         config = as_config(config)
     observer = observer or Observer()
     check_observer(observer)
@@ -166,7 +166,7 @@ def resume(
 
 def _watching(observer: Observer, followers: Followers, folder: RunDir | None) -> Observer:
     """Return who follows a run; readers follow the rank that has its folder."""
-    return observer if folder is None else Several((observer, followers))
+    return observer if folder is None else ObserverList((observer, followers))
 
 
 def _go_on(opened: RunDir, rounds: int | None, allow: Sequence[str], team: Team) -> Changed | None:

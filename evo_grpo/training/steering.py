@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import final
 
-from evo_grpo.evolve.steer import ON_RUN, Boundary, Plan, steer
+from evo_grpo.evolve.steer import ON_RUN, Boundary, Membership, steer
 from evo_grpo.population.plan import RoundPlan, ends_by_request
 from evo_grpo.population.round import Steerer
 from evo_grpo.record.family import next_member_id
@@ -27,7 +27,7 @@ from evo_grpo.record.requests import (
 )
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.schema.search_space import HyperparameterConfig
-from evo_grpo.types import Request, Steering
+from evo_grpo.types import Request, RequestOutcome
 
 SECONDS_BETWEEN_LOOKS = 0.25
 SECONDS_BETWEEN_EXCHANGES = 1.0
@@ -70,7 +70,7 @@ class RunSteering(Steerer):
         Records what `resumed` has carried out: `rounds` are those played so far, of whose last one
         the first `before` requests were recorded earlier.
         """
-        self.folder.tell_round(len(rounds))
+        self.folder.announce_round(len(rounds))
         new = rounds[-1].steering[before:] if rounds else ()
         self._done |= carried_out(rounds)
         # Those that are not recorded yet are removed once they are.
@@ -131,14 +131,14 @@ class RunSteering(Steerer):
     def _look(self, plan: RoundPlan) -> RoundPlan:
         """Carry out the requests that are there."""
         # First: what is asked for from now on names the next round, and waits for its end.
-        self.folder.tell_round(plan.record.round + 1)
+        self.folder.announce_round(plan.record.round + 1)
         found = read_requests(self._place)
         for name, text in found.unread.items():
             if self._first_time(name):
                 remedy = f"withdraw it with: evo-grpo steer {self.path} cancel"
                 plan = self._noting(plan, f"{text}; it is left alone: {remedy}")
         fresh = [request for request in found.requests if request.id not in self._done]
-        done: list[Steering] = []
+        done: list[RequestOutcome] = []
         if plan.last:
             for request in (one for one in fresh if one.op not in ON_RUN):
                 if self._first_time(request.id):
@@ -156,7 +156,7 @@ class RunSteering(Steerer):
             if request.op == "stop-after-round" and request.after > plan.record.round:
                 continue  # it is for a later round
             why = _refused(request, paused=paused, last=plan.last)
-            done.append(Steering(request, why))
+            done.append(RequestOutcome(request, why))
             if why:
                 plan = self._noting(plan, _in_words(done[-1]))
             elif request.op != "stop-after-round":
@@ -178,14 +178,14 @@ def resumed(
 
     What was asked of a process, to pause or to stop, ended with that process.
     """
-    folder.tell_round(len(rounds))
+    folder.announce_round(len(rounds))
     known = carried_out(rounds)
     fresh = [one for one in read_requests(folder.path).requests if one.id not in known]
     next_id = next_member_id(rounds)
     plan = RoundPlan(rounds[-1], {}, last=False)
     plan, done, next_id = with_agents_steered(plan, fresh, hp_config, next_id)
     done += [
-        Steering(one, "the process that it was asked of has ended")
+        RequestOutcome(one, "the process that it was asked of has ended")
         for one in fresh
         if one.op in ON_RUN and not is_new(one, folder)
     ]
@@ -194,14 +194,14 @@ def resumed(
 
 def with_agents_steered(
     plan: RoundPlan, requests: Sequence[Request], hp_config: HyperparameterConfig, next_id: int
-) -> tuple[RoundPlan, list[Steering], int]:
+) -> tuple[RoundPlan, list[RequestOutcome], int]:
     """Carry out, in order, what is asked of agents between a round and the next one.
 
     Returns:
         The plan, what became of each request, and a member id that no member of the plan has.
     """
-    record, done = plan.record, list[Steering]()
-    steered = Plan(record.members, record.next_hparams, record.decisions)
+    record, done = plan.record, list[RequestOutcome]()
+    steered = Membership(record.members, record.next_hparams, record.decisions)
     played = {agent.member: agent.agent for agent in record.agents}
     for request in requests:
         if request.op in ON_RUN or request.after > record.round:
@@ -220,7 +220,7 @@ def with_agents_steered(
     return replace(plan, record=record), done, next_id
 
 
-def with_steering(plan: RoundPlan, done: Sequence[Steering], next_id: int) -> RoundPlan:
+def with_steering(plan: RoundPlan, done: Sequence[RequestOutcome], next_id: int) -> RoundPlan:
     """Return a plan that records what became of some requests."""
     if not done:
         return plan
@@ -230,7 +230,7 @@ def with_steering(plan: RoundPlan, done: Sequence[Steering], next_id: int) -> Ro
 
 def is_new(request: Request, folder: RunDir) -> bool:
     """Return whether something was asked for since this process has the run."""
-    return number_of(request.id) > folder.asked_before
+    return number_of(request.id) > folder.last_request
 
 
 def _refused(request: Request, *, paused: bool, last: bool) -> str:
@@ -244,5 +244,5 @@ def _refused(request: Request, *, paused: bool, last: bool) -> str:
     return ""
 
 
-def _in_words(one: Steering) -> str:
+def _in_words(one: RequestOutcome) -> str:
     return f"{one.request}: refused: {one.refused}" if one.refused else f"{one.request}: done"

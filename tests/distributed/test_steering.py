@@ -13,7 +13,7 @@ from small_run import SETTINGS
 from steered_runs import steered_outcome, tensors
 
 from evo_grpo.record.folder import read_rounds
-from evo_grpo.record.steering import ask, standing_of
+from evo_grpo.record.steering import ask, state_of
 
 pytestmark = pytest.mark.distributed
 
@@ -74,7 +74,7 @@ def test_a_pause_holds_all_ranks_and_a_stop_ends_them(tmp_path):
 
     def act(processes):
         ask(folder, "pause")
-        wait(lambda: standing_of(folder).paused, processes)
+        wait(lambda: state_of(folder).paused, processes)
         played = len(read_rounds(folder))
         time.sleep(2)
         assert len(read_rounds(folder)) == played
@@ -95,7 +95,7 @@ def test_a_pause_holds_all_ranks_and_a_stop_ends_them(tmp_path):
 def test_paused_ranks_end_on_a_signal(tmp_path):
     def act(processes):
         ask(tmp_path / "run", "pause")
-        wait(lambda: standing_of(tmp_path / "run").paused, processes)
+        wait(lambda: state_of(tmp_path / "run").paused, processes)
         for process in processes:
             process.send_signal(signal.SIGTERM)
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 from small_run import Told, outcome
 
 from evo_grpo.record.observer import Observer
-from evo_grpo.record.steering import ask, standing_of
-from evo_grpo.types import Steering
+from evo_grpo.record.steering import ask, state_of
+from evo_grpo.types import RequestOutcome
 
 #: Of the small run: 0 and 1 keep their groups of 4, so that all operations can be told apart.
 OPERATIONS = {
@@ -52,7 +52,7 @@ class AsksOnce(Observer):
     def stage(self, round, name, done, total):
         if (name, round) != ("evaluate", 1):
             return
-        standing = standing_of(self.folder)
+        standing = state_of(self.folder)
         there = [*standing.waiting, *(one.request for _, one in standing.became)]
         for op, given in OPERATIONS.values():
             if op not in {one.op for one in there}:
@@ -71,7 +71,7 @@ def steered_outcome(folder):
     return found
 
 
-def timeless(one: Steering):
+def timeless(one: RequestOutcome):
     return replace(one, request=replace(one.request, id="", asked=0.0, after=0))
 
 

@@ -22,7 +22,7 @@ from evo_grpo.readers.dashboard.copy import study_note
 from evo_grpo.readers.report.notebook import as_html
 from evo_grpo.readers.terminal.ending import show_ending
 from evo_grpo.readers.terminal.result import family_tree, leaderboard_markdown
-from evo_grpo.record.choice import Choice
+from evo_grpo.record.choice import ChosenAgent
 from evo_grpo.record.family import best_ever, leading_agent
 from evo_grpo.record.leaderboard import from_records
 from evo_grpo.record.view import RunView
@@ -91,7 +91,7 @@ def displays(view: RunView) -> dict[str, str]:
     }
     if view.winner is not None:
         base = BaseModel("tiny-sums", None, "tiny-sums")
-        choice = Choice(_empty_folder(), view, view.winner, {})
+        choice = ChosenAgent(_empty_folder(), view, view.winner, {})
         use = Use.of(base, Contents({}), {"env": "sums"})
         text["card"] = card(choice, {"env": "sums"}, use, "digest")
     return text

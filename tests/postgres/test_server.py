@@ -29,13 +29,13 @@ from evo_grpo import resume, run, study_of
 from evo_grpo.errors import ConfigError
 from evo_grpo.readers.database import DatabaseReader
 from evo_grpo.readers.reader import feed
-from evo_grpo.record.database import Unreachable, check_url
+from evo_grpo.record.database import DatabaseError, check_url
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import RoundDone
 from evo_grpo.record.study import open_study
 from evo_grpo.settings import load
-from evo_grpo.training.inputs.made_of import read_inputs_of
+from evo_grpo.training.inputs.recorded_inputs import read_inputs_of
 
 pytestmark = pytest.mark.postgres
 
@@ -207,10 +207,10 @@ def test_a_server_that_stops_in_the_middle_has_everything_once_it_is_back(folder
     for record in rounds[:2]:
         reader.read(RoundDone(record.round + 1, record))
     server.stop(how)
-    with pytest.raises(Unreachable) as caught:
+    with pytest.raises(DatabaseError) as caught:
         reader.read(RoundDone(3, rounds[2]))
     assert "\n" not in str(caught.value)
-    with pytest.raises(Unreachable, match=r"[Cc]onnection"):
+    with pytest.raises(DatabaseError, match=r"[Cc]onnection"):
         send(folder, url)
     server.start()
     send(folder, url)
@@ -321,7 +321,7 @@ def test_a_trial_whose_commit_is_never_confirmed_may_be_there_twice_and_the_firs
     for _ in range(8):
         try:
             send(folder, through)
-        except Unreachable:
+        except DatabaseError:
             continue
         break
     proxy.close()

@@ -18,14 +18,14 @@ from evo_grpo import resume, run, study_of
 from evo_grpo.errors import ConfigError
 from evo_grpo.readers.database import DatabaseReader, deliver
 from evo_grpo.readers.reader import feed
-from evo_grpo.record.database import Unreachable, connect, disconnect
+from evo_grpo.record.database import DatabaseError, connect, disconnect
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import RoundDone
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.study import open_study
 from evo_grpo.settings import from_dict, to_yaml
-from evo_grpo.training.inputs.made_of import inputs_of
+from evo_grpo.training.inputs.recorded_inputs import inputs_of
 from evo_grpo.types import Slot
 
 #: Nothing listens on it.
@@ -232,7 +232,7 @@ def test_a_copy_that_lost_the_connection_while_it_moved_finds_its_study_again(
         return record(self, given)
 
     monkeypatch.setattr(Lineage, "record", breaks)
-    with pytest.raises(Unreachable):
+    with pytest.raises(DatabaseError):
         send(copy, url)
     send(copy, url)
     assert len(studies(url)) == 2
@@ -281,7 +281,7 @@ def test_a_study_that_is_deleted_is_said_and_filled_again(tmp_path, url, records
     reader = DatabaseReader(folder, url, "")
     reader.read(RoundDone(1, records[0]))
     optuna.delete_study(study_name="small-id-1", storage=url)
-    with pytest.raises(Unreachable, match="the study was deleted"):
+    with pytest.raises(DatabaseError, match="the study was deleted"):
         reader.read(RoundDone(2, records[1]))
     send(folder, url)
     assert studies(url) == {"small-id-1": expected(records)}
@@ -289,10 +289,12 @@ def test_a_study_that_is_deleted_is_said_and_filled_again(tmp_path, url, records
 
 def test_a_database_that_is_gone_is_named_in_its_own_words(tmp_path, records):
     folder = folder_of(tmp_path / "run", records)
-    with pytest.raises(Unreachable, match=r"127\.0\.0\.1.*port 1 failed: Connection refused") as e:
+    with pytest.raises(
+        DatabaseError, match=r"127\.0\.0\.1.*port 1 failed: Connection refused"
+    ) as e:
         send(folder, GONE)
     assert "\n" not in str(e.value)
-    with pytest.raises(Unreachable, match="unable to open database file"):
+    with pytest.raises(DatabaseError, match="unable to open database file"):
         send(folder, "sqlite:////no/such/folder/x.db")
 
 
@@ -314,7 +316,7 @@ def test_a_database_that_goes_in_the_middle_gets_the_rest_later(
             sqlite3.dbapi2, "connect", lambda *a, **k: connect(*a, **{**k, "factory": Breaks})
         )
         patch.setattr(sqlite3, "connect", sqlite3.dbapi2.connect)
-        with pytest.raises(Unreachable, match="the disk is gone"):
+        with pytest.raises(DatabaseError, match="the disk is gone"):
             send(folder, url)
     assert 0 < len(studies(url)["small-id-1"]) < 12
     send(folder, url)

@@ -21,10 +21,10 @@ from evo_grpo.readers.report.run_page import write_report
 from evo_grpo.readers.report.side_by_side import side_by_side
 from evo_grpo.record.config import read_config, read_settings
 from evo_grpo.record.schedule import read_schedule
-from evo_grpo.record.steering import standing_of
+from evo_grpo.record.steering import state_of
 from evo_grpo.record.view import view_of
 from evo_grpo.training.inputs.differences import check_whole
-from evo_grpo.training.inputs.made_of import read_inputs_of
+from evo_grpo.training.inputs.recorded_inputs import read_inputs_of
 
 #: Ten lines that stand for 10**9 values.
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -42,7 +42,7 @@ READERS = {
     "resume --compare": compare,
     "replay": replay,
     "schedule": read_schedule,
-    "steer": standing_of,
+    "steer": state_of,
     "dashboard": StudyCopy,
     "study": study_of,
     "a resume's comparison": lambda run: check_whole(run, read_inputs_of(run)),

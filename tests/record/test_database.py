@@ -10,7 +10,7 @@ from small_run import small
 
 from evo_grpo import GRPO, resume, run
 from evo_grpo.errors import ConfigError, EngineUnavailable
-from evo_grpo.record.database import Unreachable, check_url
+from evo_grpo.record.database import DatabaseError, check_url
 from evo_grpo.settings import load, to_yaml
 from evo_grpo.settings import storage as storages
 
@@ -28,7 +28,7 @@ def test_tables_of_another_optuna_are_named(url, tmp_path):
     with sqlite3.connect(tmp_path / "shared.db") as connection:
         connection.execute("UPDATE alembic_version SET version_num = 'v99.0.0.a'")
     connection.close()
-    with pytest.raises(Unreachable, match="no longer compatible with the table schema"):
+    with pytest.raises(DatabaseError, match="no longer compatible with the table schema"):
         check_url(url)
 
 

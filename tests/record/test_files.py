@@ -194,7 +194,7 @@ def test_a_disk_that_refuses_the_lock_is_named_and_nothing_stays_locked(
     monkeypatch.setattr(os, name, refused)
     if name == "pwrite":
         with pytest.raises(RunFailedError, match=message):
-            lock.tell(1)
+            lock.write_round(1)
     lock.release()
 
 

@@ -17,7 +17,7 @@ from evo_grpo.record.leaderboard import (
 )
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.types import Request, Score, Steering
+from evo_grpo.types import Request, RequestOutcome, Score
 
 COLUMNS = {
     "rank": "Int64",
@@ -119,11 +119,11 @@ def test_what_a_person_set_has_a_column_and_what_was_refused_has_none(make_run):
     rounds = list(make_run(size=2, rounds=2))
     before = list(from_records(rounds).columns)
     asked = Request("1", "set", agent=0, values={"temperature": 0.5})
-    refused = Steering(Request("2", "set", agent=0, values={"top_p": 0.5}), "no such agent")
-    paused = Steering(Request("3", "pause"))
+    refused = RequestOutcome(Request("2", "set", agent=0, values={"top_p": 0.5}), "no such agent")
+    paused = RequestOutcome(Request("3", "pause"))
     rounds[0] = replace(rounds[0], steering=(refused, paused))
     assert list(from_records(rounds).columns) == before
-    rounds[0] = replace(rounds[0], steering=(Steering(asked), refused, paused))
+    rounds[0] = replace(rounds[0], steering=(RequestOutcome(asked), refused, paused))
     board = from_records(rounds)
     assert [name for name in board.columns if name not in before] == ["temperature"]
     assert board["temperature"].dtype == "float64"

@@ -32,7 +32,7 @@ from evo_grpo.record.records import outline
 from evo_grpo.record.retention import kept_checkpoints
 from evo_grpo.record.run_dir import RunDir, checkpoint_name
 from evo_grpo.record.summary import read_summary
-from evo_grpo.types import Decision, Mutation, Request, Steering
+from evo_grpo.types import Decision, Mutation, Request, RequestOutcome
 
 ROOT = Path(__file__).resolve().parents[2]
 YAML = "name: population\n"
@@ -274,7 +274,7 @@ def amended(record):
         members=(record.members[0], *record.members[2:]),
         next_hparams=(record.next_hparams[0], *record.next_hparams[2:]),
         decisions=(Decision("steered", 1, None, math.nan, math.nan, 0, "by hand"),),
-        steering=(*record.steering, Steering(asked)),
+        steering=(*record.steering, RequestOutcome(asked)),
         next_member=30,
     )
 

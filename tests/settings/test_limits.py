@@ -7,7 +7,7 @@ import pytest
 from evo_grpo.errors import ConfigError
 from evo_grpo.schema import messages, search_space
 from evo_grpo.settings import RunConfig, from_dict, load, to_yaml
-from evo_grpo.settings.plain_yaml import MOST_BYTES
+from evo_grpo.settings.plain_yaml import MAX_YAML_BYTES
 
 MINIMAL = "model: tiny-sums\nenv: sums\n"
 SETTINGS = {"model": "tiny-sums", "env": "sums"}
@@ -31,14 +31,14 @@ def refused(tmp_path: Path):
 
 
 def test_a_file_of_more_than_a_mebibyte(refused):
-    message = refused("#" * (MOST_BYTES + 1))
+    message = refused("#" * (MAX_YAML_BYTES + 1))
     assert message.startswith("population.yaml: expected at most 1,048,576 bytes of YAML, got more")
     assert "env.train" in message
 
 
 def test_a_file_of_a_mebibyte_is_read(tmp_path: Path):
     path = tmp_path / "population.yaml"
-    path.write_text(MINIMAL + "#" * (MOST_BYTES - len(MINIMAL)))
+    path.write_text(MINIMAL + "#" * (MAX_YAML_BYTES - len(MINIMAL)))
     assert load(path) == from_dict(SETTINGS)
 
 
@@ -74,7 +74,7 @@ def test_aliases_are_written_out(tmp_path: Path):
 
 
 def test_what_is_written_can_be_read_again(tmp_path: Path):
-    big = from_dict({**SETTINGS, "env": {"kind": "sums", "args": {"a": "x" * MOST_BYTES}}})
+    big = from_dict({**SETTINGS, "env": {"kind": "sums", "args": {"a": "x" * MAX_YAML_BYTES}}})
     with pytest.raises(ConfigError, match=r"expected at most 1,048,576 bytes .* got 1,05\d,\d\d\d"):
         to_yaml(big)
 

@@ -17,7 +17,7 @@ from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.record.log import Noted, entries
 from evo_grpo.record.requests import read_requests
 from evo_grpo.record.schedule import read_schedule
-from evo_grpo.record.steering import ask, cancel, standing_of
+from evo_grpo.record.steering import ask, cancel, state_of
 from evo_grpo.record.summary import read_summary
 from evo_grpo.record.view import view_of
 
@@ -223,7 +223,7 @@ def test_a_stop_after_steering_changes_nothing(tmp_path, at, storage):
 def test_what_was_asked_for_in_a_round_that_was_lost_is_done_after_it(tmp_path):
     steered(tmp_path / "whole", {("learn", 1): [OPERATIONS["set"]]})
     stopped(tmp_path / "run", ("evaluate", 1), {("learn", 1): [OPERATIONS["set"]]})
-    (waiting,) = standing_of(tmp_path / "run").waiting
+    (waiting,) = state_of(tmp_path / "run").waiting
     assert waiting.after == 1
     resume(tmp_path / "run")
     assert steered_outcome(tmp_path / "run") == steered_outcome(tmp_path / "whole")
@@ -290,7 +290,7 @@ class Pauses(Steers):
 
     def _act(self):
         until = time.monotonic() + 30
-        while not standing_of(self.folder).paused and time.monotonic() < until:
+        while not state_of(self.folder).paused and time.monotonic() < until:
             time.sleep(0.02)
         for op, given in self.meanwhile:
             ask(self.folder, op, **given)
@@ -327,7 +327,7 @@ def test_a_run_that_is_killed_while_it_is_paused_goes_on_with_a_resume(tmp_path)
     sound_but_for_notes = verify(tmp_path / "run")
     assert sound_but_for_notes.damage == []
     assert len(read_rounds(tmp_path / "run")) == 2
-    assert not standing_of(tmp_path / "run").paused
+    assert not state_of(tmp_path / "run").paused
     resume(tmp_path / "run")
     steered(tmp_path / "whole", {("learn", 1): [OPERATIONS["stop"]]})
     assert tensors(tmp_path / "run") == tensors(tmp_path / "whole")

@@ -17,7 +17,7 @@ from evo_grpo.record.story import rivals_text
 from evo_grpo.record.wording import count, with_error
 
 if TYPE_CHECKING:
-    from evo_grpo.record.choice import Choice
+    from evo_grpo.record.choice import ChosenAgent
     from evo_grpo.record.records import AgentRecord
     from evo_grpo.types import Score
 
@@ -30,7 +30,7 @@ _MARKUP = re.compile(r"[\\`*<>\[\]|&~#$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
 """Characters with a meaning in the middle of a line of Markdown; not the one in group_size."""
 
 
-def card(choice: Choice, config: Mapping[str, Any], use: Use, digest: str) -> str:
+def card(choice: ChosenAgent, config: Mapping[str, Any], use: Use, digest: str) -> str:
     """Return the README.md of an export; rounds count from 1 in it.
 
     `config` has the run's settings, `digest` is the recorded SHA-256 of the adapter's tensors.
@@ -79,7 +79,7 @@ def front_matter(base: str | None, *, merged: bool) -> str:
     )
 
 
-def _origin(choice: Choice) -> str:
+def _origin(choice: ChosenAgent) -> str:
     agent = choice.agent
     after = f"as it was after round {agent.record.round + 1}"
     if agent.kind == "mean":
@@ -97,7 +97,7 @@ def _origin(choice: Choice) -> str:
     return "kind: the best agent of the last round"
 
 
-def _compared(choice: Choice) -> list[str]:
+def _compared(choice: ChosenAgent) -> list[str]:
     view, winner = choice.view, choice.view.winner
     if view.summary is None or winner is None:
         return [_plain(sentence) for sentence in view.missing]

@@ -15,11 +15,11 @@ from evo_grpo.errors import CheckpointError, EngineUnavailable, EvoGrpoError, Mo
 from evo_grpo.record.digests import check_digests
 from evo_grpo.record.folder import config_text
 from evo_grpo.record.names import RECORDED_IN_PYTHON
-from evo_grpo.record.plain import MOST_BYTES, MOST_BYTES_OF_WEIGHTS, inside, read_plain
+from evo_grpo.record.plain import MAX_JSON_BYTES, MAX_WEIGHT_BYTES, inside, read_plain
 from evo_grpo.sources import PACKAGED, Source, embedded_digests, resolve
 
 if TYPE_CHECKING:
-    from evo_grpo.record.choice import Choice
+    from evo_grpo.record.choice import ChosenAgent
 
 INSIDE = f"./{BASE}"
 """The name of a base inside the export, relative to its folder."""
@@ -89,7 +89,7 @@ class Contents:
     notes: Sequence[str] = field(default_factory=tuple[str, ...])
 
 
-def read_adapter_files(choice: Choice) -> dict[str, bytes]:
+def read_adapter_files(choice: ChosenAgent) -> dict[str, bytes]:
     """Read the two files of an agent's adapter, and check their recorded digests."""
     read: dict[str, bytes] = {}
     for name in (WEIGHTS, ADAPTER):
@@ -104,7 +104,7 @@ def read_adapter_files(choice: Choice) -> dict[str, bytes]:
     return read
 
 
-def find_base(choice: Choice, config: Mapping[str, Any], adapter: bytes) -> BaseModel:
+def find_base(choice: ChosenAgent, config: Mapping[str, Any], adapter: bytes) -> BaseModel:
     """Return the base of an agent, from the run's settings and its adapter_config.json."""
     model, engine = _mapping(config.get("model")), _mapping(config.get("engine"))
     name = str(model.get("name") or config.get("model"))
@@ -133,7 +133,9 @@ def find_base(choice: Choice, config: Mapping[str, Any], adapter: bytes) -> Base
     )
 
 
-def adapter_contents(choice: Choice, base: BaseModel, adapter: Mapping[str, bytes]) -> Contents:
+def adapter_contents(
+    choice: ChosenAgent, base: BaseModel, adapter: Mapping[str, bytes]
+) -> Contents:
     """Return an adapter with its tokenizer, and with a base that is found nowhere else."""
     config = _json(adapter[ADAPTER], ADAPTER)
     config["base_model_name_or_path"] = base.reference
@@ -152,7 +154,7 @@ def adapter_contents(choice: Choice, base: BaseModel, adapter: Mapping[str, byte
     return Contents(files, fills, bool(tokenizer), rank=_rank(config), notes=notes)
 
 
-def merged_contents(choice: Choice, base: BaseModel, adapter: Mapping[str, bytes]) -> Contents:
+def merged_contents(choice: ChosenAgent, base: BaseModel, adapter: Mapping[str, bytes]) -> Contents:
     """Return the merged model of a base and an adapter, with its tokenizer."""
     remedy = "export without --merge"
     if base.source is None:
@@ -197,7 +199,7 @@ def _source(name: str) -> Source | None:
     return None
 
 
-def _tokenizer(choice: Choice, base: BaseModel) -> tuple[dict[str, bytes], list[str]]:
+def _tokenizer(choice: ChosenAgent, base: BaseModel) -> tuple[dict[str, bytes], list[str]]:
     """Return the files of the run's tokenizer, or none and a note with the reason."""
     given = [n for n in ("model", "tokenizer") if n in _objects(choice, _attributes(choice))]
     if given or base.source is None:
@@ -227,10 +229,10 @@ def _embedded(source: Source) -> dict[str, bytes]:
 def _checked(file: Path, expected: str, whose: str, remedy: str) -> bytes:
     """Read a file, and check its digest."""
     check_digests(file.parent, {file.name: expected}, whose, f"or {remedy}")
-    return read_plain(file, MOST_BYTES if file.suffix == ".json" else MOST_BYTES_OF_WEIGHTS)
+    return read_plain(file, MAX_JSON_BYTES if file.suffix == ".json" else MAX_WEIGHT_BYTES)
 
 
-def _attributes(choice: Choice) -> dict[str, Any]:
+def _attributes(choice: ChosenAgent) -> dict[str, Any]:
     """Return attributes.json of the checkpoint; empty where the run recorded no such file."""
     expected = choice.files.get(_ATTRIBUTES)
     if expected is None:
@@ -239,7 +241,7 @@ def _attributes(choice: Choice) -> dict[str, Any]:
     return _json(_checked(file, expected, "the run recorded", "repeat the run"), _ATTRIBUTES)
 
 
-def _objects(choice: Choice, attributes: Mapping[str, Any]) -> list[str]:
+def _objects(choice: ChosenAgent, attributes: Mapping[str, Any]) -> list[str]:
     """Return the settings that the run was given as Python objects."""
     if attributes:
         return [str(name) for name in attributes.get("objects") or ()]

@@ -31,7 +31,7 @@ from evo_grpo.after.export.writing import (
     check_target,
     write_export,
 )
-from evo_grpo.record.choice import Choice, choose_of
+from evo_grpo.record.choice import ChosenAgent, choose_of
 from evo_grpo.record.config import read_settings
 from evo_grpo.record.files import writing
 
@@ -90,7 +90,7 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
 
 
 def export_choice(
-    choice: Choice, target: Path, *, merge: bool, push: str | None, force: bool
+    choice: ChosenAgent, target: Path, *, merge: bool, push: str | None, force: bool
 ) -> Path:
     """Write the chosen agent; see `export`."""
     pushing = None if push is None else Push.prepare(push)
@@ -114,7 +114,7 @@ def export_choice(
     return target
 
 
-def _about(choice: Choice, base: BaseModel, *, dtype: str | None) -> dict[str, Any]:
+def _about(choice: ChosenAgent, base: BaseModel, *, dtype: str | None) -> dict[str, Any]:
     """Return the content of export.json except the files; rounds count from 0 in it."""
     return {
         "format": FORMAT,

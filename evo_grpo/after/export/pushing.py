@@ -11,7 +11,7 @@ from typing import Any
 from evo_grpo.after.export.card import front_matter
 from evo_grpo.after.export.writing import CARD, is_export_file
 from evo_grpo.errors import ConfigError, RunFailedError
-from evo_grpo.printable import cut
+from evo_grpo.printable import shorten
 
 TOKEN = "HF_TOKEN"
 """The environment variable with the token, which huggingface_hub reads too."""
@@ -38,8 +38,8 @@ class Push:
                 raise HFValidationError(f"expected owner/name, got {repository!r}")
         except HFValidationError as error:
             raise ConfigError(
-                f"push: expected a repository of the Hub as owner/name, got {cut(repository)!r}: "
-                f"{cut(str(error))}"
+                f"push: expected a repository of the Hub as owner/name, got "
+                f"{shorten(repository)!r}: {shorten(str(error))}"
             ) from error
         token = os.environ.get(TOKEN, "").strip()
         if not token:
@@ -84,7 +84,7 @@ class Push:
 def _why(error: Exception) -> str:
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    said = cut(f"{type(error).__name__}: {error}")
+    said = shorten(f"{type(error).__name__}: {error}")
     if isinstance(error, OfflineModeIsEnabled):
         return f"no request was sent, because HF_HUB_OFFLINE is set; unset it ({said})"
     if isinstance(error, HfHubHTTPError):

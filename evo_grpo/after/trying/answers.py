@@ -25,7 +25,7 @@ from evo_grpo.errors import ConfigError, DataError, EvoGrpoError, PromptTooLongE
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.evaluate import weighted
-from evo_grpo.record.choice import Choice, choose_of
+from evo_grpo.record.choice import ChosenAgent, choose_of
 from evo_grpo.schema.validation import LEAST, MOST, computable, shown, whole
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
@@ -142,7 +142,7 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
 
 
 def answers(
-    choice: Choice, prompts: Iterable[str], rows: Sequence[int], drawn: Drawn
+    choice: ChosenAgent, prompts: Iterable[str], rows: Sequence[int], drawn: Drawn
 ) -> Generator[Sampled]:
     """Yield the answers to each prompt, then to each row; see `sample`.
 

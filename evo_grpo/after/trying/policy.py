@@ -13,7 +13,7 @@ from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import CheckpointError, RunFailedError
 from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
 from evo_grpo.population.cohort.cohort import Cohort
-from evo_grpo.record.choice import Choice
+from evo_grpo.record.choice import ChosenAgent
 from evo_grpo.record.config import read_config
 from evo_grpo.record.digests import check_digests
 from evo_grpo.record.folder import refuse_objects
@@ -75,7 +75,7 @@ def check_answers(who: str, logprobs: Iterable[Sequence[float] | None]) -> None:
         )
 
 
-def config_of(choice: Choice, so: str, command: str | None, allow: Iterable[str]) -> RunConfig:
+def config_of(choice: ChosenAgent, so: str, command: str | None, allow: Iterable[str]) -> RunConfig:
     """Return the settings of a run, where its population.yaml has all of them.
 
     Args:
@@ -92,7 +92,7 @@ def config_of(choice: Choice, so: str, command: str | None, allow: Iterable[str]
     return config
 
 
-def adapter_of(choice: Choice) -> Path:
+def adapter_of(choice: ChosenAgent) -> Path:
     """Return the PEFT folder of an agent of a run, with the digests that the run recorded.
 
     Raises:

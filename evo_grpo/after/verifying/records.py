@@ -18,8 +18,8 @@ from evo_grpo.record.retention import Retention
 from evo_grpo.record.summary import read_summary
 from evo_grpo.settings import RunConfig
 from evo_grpo.training.inputs.differences import changed_settings, check_whole, may_change
-from evo_grpo.training.inputs.made_of import ROUNDS as PLANNED
-from evo_grpo.training.inputs.made_of import Inputs, inputs_of, read_inputs_of
+from evo_grpo.training.inputs.recorded_inputs import ROUNDS as PLANNED
+from evo_grpo.training.inputs.recorded_inputs import Inputs, inputs_of, read_inputs_of
 
 _RETENTION = "record.checkpoints"
 

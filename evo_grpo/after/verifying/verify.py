@@ -15,7 +15,7 @@ from evo_grpo.after.verifying.ends import check_ends
 from evo_grpo.after.verifying.files import check_files
 from evo_grpo.after.verifying.findings import Digests, Findings
 from evo_grpo.after.verifying.records import read_records
-from evo_grpo.record.folder import expect_run, refuse_planted
+from evo_grpo.record.folder import expect_run, refuse_links_in_run
 from evo_grpo.record.names import CHECKPOINTS, COMPARE, CONFIG, INPUTS, REPLAY, ROUNDS, SUMMARY
 from evo_grpo.record.plain import stamp_of
 
@@ -54,7 +54,7 @@ def _verify(folder: Path, digests: Digests) -> Findings:
 
 def _look(folder: Path, digests: Digests) -> Findings:
     found = Findings()
-    found.read(lambda: refuse_planted(folder))
+    found.read(lambda: refuse_links_in_run(folder))
     if found.damage:
         return found  # files behind a link are not read
     records = read_records(folder, found)

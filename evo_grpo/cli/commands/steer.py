@@ -13,7 +13,7 @@ from evo_grpo.cli.output import say, warn
 from evo_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from evo_grpo.record.steering import Standing
+    from evo_grpo.record.steering import RunState
     from evo_grpo.types import Request
 
 PANEL = "Training"
@@ -42,10 +42,10 @@ def steer(
     debug: Debug = False,
 ) -> None:
     """Change a run while it trains; requests are carried out between two rounds."""
-    from evo_grpo.record.steering import ask, cancel, standing_of
+    from evo_grpo.record.steering import ask, cancel, state_of
 
     if not request:
-        _show(standing_of(folder))
+        _show(state_of(folder))
         return
     op, *rest = request
     if op not in FORMS:
@@ -93,7 +93,7 @@ def _values(op: str, rest: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def _when(request: Request, standing: Standing) -> str:
+def _when(request: Request, standing: RunState) -> str:
     """Return when a request will be carried out, in words."""
     played = len(standing.rounds)
     if not standing.trains:
@@ -107,7 +107,7 @@ def _when(request: Request, standing: Standing) -> str:
     return f"carried out after round {request.after + 1}, or a round later if that has ended"
 
 
-def _show(standing: Standing) -> None:
+def _show(standing: RunState) -> None:
     """Print the state of a run, the waiting requests, and the outcomes of earlier ones."""
     played, planned = len(standing.rounds), standing.config.population.rounds
     if standing.finished:

@@ -23,11 +23,11 @@ from evo_grpo.cli.commands.app import (
     app,
     refuse_folder,
 )
-from evo_grpo.cli.launching import launch_ranks, telling_ranks
+from evo_grpo.cli.launching import launch_ranks, reporting_early_errors
 from evo_grpo.cli.output import say
 from evo_grpo.cli.showing import Audience, show_run
 from evo_grpo.errors import RunNotFoundError
-from evo_grpo.population.ranks.team import follows
+from evo_grpo.population.ranks.team import is_silent_rank
 
 if TYPE_CHECKING:
     from evo_grpo.readers.terminal.progress import RunProgress
@@ -37,7 +37,7 @@ PANEL = "Training"
 
 def _check_report(report: bool) -> None:
     """Raise EngineUnavailable for --report without plotly."""
-    if report and not follows():
+    if report and not is_silent_rank():
         from evo_grpo.readers.report.figures.style import graph_objects
 
         graph_objects("run --report")
@@ -62,7 +62,7 @@ def run(  # noqa: PLR0913 -- one argument for each option
     from evo_grpo import settings as config
 
     audience = Audience(quiet=quiet, as_json=as_json)
-    with audience.errors(), telling_ranks():
+    with audience.errors(), reporting_early_errors():
         refuse_folder(file)
         loaded = config.load(file, settings or ())
         _check_report(report)
@@ -134,13 +134,13 @@ def resume(  # noqa: PLR0913 -- one argument for each option
 
     from evo_grpo.record.folder import expect_run
 
-    with audience.errors(), telling_ranks():
+    with audience.errors(), reporting_early_errors():
         if folder.is_file() and folder.suffix in (".yaml", ".yml"):
             raise RunNotFoundError(
                 f"{folder}: expected a run folder, got a file; start a run of this configuration "
                 f"with: evo-grpo run {folder}"
             )
-        if not follows():  # the others may not see the folder
+        if not is_silent_rank():  # the others may not see the folder
             expect_run(folder)
         _check_report(report)
         launch_ranks(nproc, sys.argv[1:])

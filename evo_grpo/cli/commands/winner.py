@@ -27,7 +27,7 @@ from evo_grpo.printable import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from evo_grpo.record.choice import Choice
+    from evo_grpo.record.choice import ChosenAgent
     from evo_grpo.record.replay import Replay
 
 PANEL = "The winner"
@@ -85,7 +85,7 @@ def export(  # noqa: PLR0913 -- each is an option of the command
         _offer_best_ever(choice)
 
 
-def _offer_best_ever(choice: Choice) -> None:
+def _offer_best_ever(choice: ChosenAgent) -> None:
     """Print a hint where an agent of an earlier round was better than the winner."""
     ever = choice.better_ever
     if ever is not None and ever.score is not None:

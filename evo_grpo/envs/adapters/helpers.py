@@ -23,7 +23,7 @@ from evo_grpo.envs.episodes.multi_turn import close
 from evo_grpo.envs.from_config import check_names
 from evo_grpo.envs.messages import excerpt, listed, nearest
 from evo_grpo.errors import ConfigError, EngineUnavailable, EvoGrpoError
-from evo_grpo.printable import cut
+from evo_grpo.printable import shorten
 
 if TYPE_CHECKING:
     from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv
@@ -130,7 +130,7 @@ def try_out(kind: str, make: Callable[[], MultiTurnEnv], seed: int) -> None:
         message = " ".join(_ORNAMENTS.sub(" ", str(error)).split())
         raise EngineUnavailable(
             f'env.kind: "{kind}" does not begin an episode here: {type(error).__name__}: '
-            f"{cut(message)}; install or download what it asks for, or choose "
+            f"{shorten(message)}; install or download what it asks for, or choose "
             "another"
         ) from error
 

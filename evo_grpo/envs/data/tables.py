@@ -13,7 +13,7 @@ from typing import Any, cast
 from evo_grpo.envs.messages import excerpt, listed, nearest
 from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import DataError, EngineUnavailable
-from evo_grpo.printable import cut
+from evo_grpo.printable import shorten
 from evo_grpo.seeding import generator
 
 MOST_LEVELS = 200
@@ -136,7 +136,7 @@ def _read_file(path: Path, name: str) -> list[Any]:
         there, is_folder = path.exists(), path.is_dir()
     except (OSError, RuntimeError) as error:  # too long a name; the home of nobody
         why = getattr(error, "strerror", error)
-        raise DataError(f"{name}: no file {cut(str(path))!r}: {why}") from error
+        raise DataError(f"{name}: no file {shorten(str(path))!r}: {why}") from error
     if not there:
         raise DataError(
             f"{name}: no file {str(path)!r} (looked in {Path.cwd()}). A dataset of the Hugging "
@@ -238,7 +238,7 @@ def _parsed(text: str, where: str) -> object:
     except json.JSONDecodeError as error:
         raise DataError(f"{where} is not JSON: {error}") from error
     except ValueError as error:  # an integer of thousands of digits
-        raise DataError(f"{where} cannot be read: {cut(str(error))}") from error
+        raise DataError(f"{where} cannot be read: {shorten(str(error))}") from error
 
 
 def _is_suspect(text: str) -> bool:

@@ -16,7 +16,7 @@ from evo_grpo.envs.protocol import Ask, Experience, Floats
 from evo_grpo.envs.rewards.watch import Call, Watch, watching
 from evo_grpo.envs.task import Split
 from evo_grpo.errors import ConfigError, RewardAbortError, RunFailedError
-from evo_grpo.printable import raised
+from evo_grpo.printable import error_text
 from evo_grpo.seeding import derive
 from evo_grpo.settings.env import RewardCalls
 from evo_grpo.types import CompletionGroup, Trajectory
@@ -204,7 +204,7 @@ class MultiTurnGym:
             raise
         except Exception as error:  # the user's code may raise anything
             raise ConfigError(
-                f"env_factory: it raised {raised(error)}; expected an environment"
+                f"env_factory: it raised {error_text(error)}; expected an environment"
             ) from error
         if not isinstance(made, TokenObservationWrapper):
             made = self._wrapped(made)

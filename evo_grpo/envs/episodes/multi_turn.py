@@ -12,7 +12,7 @@ from evo_grpo.envs.episodes.step_values import check_reset, check_step, check_te
 from evo_grpo.envs.messages import excerpt
 from evo_grpo.envs.prompts import Messages
 from evo_grpo.errors import ConfigError, PromptTooLongError, ShapeError
-from evo_grpo.printable import raised
+from evo_grpo.printable import error_text
 from evo_grpo.types import Completion, Prompt, Trajectory
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ class TokenObservationWrapper:
 
     def drop(self, error: BaseException) -> None:
         """End the episode after an error of the environment; it counts for nothing."""
-        self.end, self.error = "error", raised(error)
+        self.end, self.error = "error", error_text(error)
 
     def close(self) -> None:
         """Close the environment."""

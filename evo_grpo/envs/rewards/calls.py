@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from evo_grpo.envs.rewards.watch import Call, ExitedError, TimedOut, Watch, in_a_thread, watching
 from evo_grpo.errors import RewardAbortError, RewardError
-from evo_grpo.printable import raised
+from evo_grpo.printable import error_text
 
 if TYPE_CHECKING:
     from asyncio import Task
@@ -128,7 +128,7 @@ def _checked(watch: Watch, call: Call, result: object, keep_errors: bool) -> obj
 
 
 def _failed(call: Call, error: BaseException, keep_errors: bool) -> Raised:
-    named = RewardError(f"{call.title()}: it raised {raised(error)}")
+    named = RewardError(f"{call.title()}: it raised {error_text(error)}")
     if not keep_errors:
         raise named from error
     return Raised(named)

@@ -25,7 +25,7 @@ from evo_grpo.envs.rewards.reward_values import CompletionBatch
 from evo_grpo.envs.rewards.scoring import Scored, calls_of, score_batch
 from evo_grpo.envs.rewards.watch import Call
 from evo_grpo.errors import ConfigError, EvoGrpoError, RewardAbortError
-from evo_grpo.printable import raised
+from evo_grpo.printable import error_text
 from evo_grpo.settings.env import RewardCalls
 
 GRACE_SECONDS = 2.0
@@ -177,7 +177,7 @@ def _check_importable(reward: RewardFunction) -> None:
         known = b"__main__" not in data
         why = "it is defined in the script that runs"
     except Exception as error:  # the state of a user's object may raise anything
-        known, why = False, raised(error)
+        known, why = False, error_text(error)
     if not known:
         raise ConfigError(
             f"reward function {reward.name!r}: env.isolate: process needs a function that can be "

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from evo_grpo.envs.messages import excerpt
 from evo_grpo.errors import RewardError
-from evo_grpo.printable import raised
+from evo_grpo.printable import error_text
 from evo_grpo.schema.validation import LARGEST_REWARD as LARGEST
 
 
@@ -121,4 +121,4 @@ def _described(value: object) -> str:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return f"{type(value).__name__}, whose __str__ raised {raised(error)}"
+        return f"{type(value).__name__}, whose __str__ raised {error_text(error)}"

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from evo_grpo.envs.rewards.modes import current_modes, restore
 from evo_grpo.errors import RewardAbortError
-from evo_grpo.printable import cut
+from evo_grpo.printable import shorten
 
 GRACE_SECONDS = 5.0
 """Seconds between the interruption of a call and the end of the process, if the call continues."""
@@ -245,7 +245,7 @@ def _called(name: str, *arguments: object, **more: object) -> Any:  # noqa: ANN4
     calling.sort(key=lambda watch: watch.thread == threading.get_ident())
     if calling:
         first = [*arguments, *more.values()][:1]  # the others may hold secrets
-        calling[-1].exits(f"os.{name}({cut(', '.join(map(repr, first)))})")
+        calling[-1].exits(f"os.{name}({shorten(', '.join(map(repr, first)))})")
     return _REAL[name](*arguments, **more)
 
 

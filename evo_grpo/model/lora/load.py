@@ -133,11 +133,11 @@ def copy_slot(slots: AdapterSlots, source: str, target: str) -> None:
     The agents of a population differ in rank or modules after one of them has loaded a checkpoint
     with `merge_lora_configs`. A target that is rebuilt has new parameters.
     """
-    suit_slot(slots, target, slots.lora_config(source))
+    fit_slot(slots, target, slots.lora_config(source))
     slots.copy(source, target)
 
 
-def suit_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> None:
+def fit_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> None:
     """Rebuild a slot if its configuration differs; it then has new parameters."""
     if differences(config, slots.lora_config(name)):
         slots.rebuild(name, trainable(config))

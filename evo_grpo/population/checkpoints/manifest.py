@@ -13,7 +13,7 @@ from pydantic import AfterValidator, TypeAdapter
 from evo_grpo.errors import CheckpointError, RunDirError
 from evo_grpo.model.lora.files import CONFIG, WEIGHTS
 from evo_grpo.population.checkpoints.moments import OPTIMIZER
-from evo_grpo.record.plain import MOST_BYTES, check_relative, refuse_links
+from evo_grpo.record.plain import MAX_JSON_BYTES, check_relative, refuse_links
 from evo_grpo.record.records import score_from_json
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.validated import validated
@@ -68,7 +68,7 @@ def refuse_foreign_files(folder: Path) -> None:
     """
     try:
         for name in _OWN:
-            refuse_links(folder / name, MOST_BYTES)
+            refuse_links(folder / name, MAX_JSON_BYTES)
     except RunDirError as error:
         raise CheckpointError(f"checkpoint {error}") from error
 

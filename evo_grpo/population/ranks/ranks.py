@@ -31,8 +31,8 @@ from evo_grpo.population.ranks.heartbeat import (
     positive_from_environment,
 )
 from evo_grpo.population.ranks.lockstep import Lockstep
-from evo_grpo.population.ranks.team import Team, announced
-from evo_grpo.printable import raised
+from evo_grpo.population.ranks.team import Team, is_one_of_several
+from evo_grpo.printable import error_text
 
 #: Ranks wait for each other as long as a round takes; the heartbeat says when one is lost.
 PATIENCE = timedelta(days=365)
@@ -149,7 +149,7 @@ class Ranks(Team):
         """
         self._finish_passes(error)
         self._exchanges += 1
-        mine = _Message(kind, part, None if error is None else raised(error))
+        mine = _Message(kind, part, None if error is None else error_text(error))
         if self.rank == 0:
             messages: list[Any] = [None] * self.size
             self._meet(kind, lambda: dist.gather_object(mine, messages, group=self._group), error)
@@ -158,7 +158,7 @@ class Ranks(Team):
                 try:
                     answer[0] = decide([message.part for message in messages])
                 except BaseException as failed:  # Ctrl-C too: the others wait for an answer
-                    error, answer[1] = failed, self._failed(0, raised(failed))
+                    error, answer[1] = failed, self._failed(0, error_text(failed))
             self._meet(
                 kind, lambda: dist.broadcast_object_list(answer, src=0, group=self._group), error
             )
@@ -258,7 +258,7 @@ class Ranks(Team):
             raise error or self._other_ended(failure) from failure
 
     def _other_ended(self, failure: BaseException) -> LostRankError:
-        why = self._heartbeat.closed() or f"another rank has ended ({raised(failure)})"
+        why = self._heartbeat.closed() or f"another rank has ended ({error_text(failure)})"
         return self._lost(why)
 
     def _lost(self, why: str) -> LostRankError:
@@ -309,13 +309,17 @@ class _NotMetError(ConfigError):
 
 
 @contextmanager
-def telling_others() -> Generator[None]:
+def sharing_early_errors() -> Generator[None]:
     """Send an error to the other ranks that is raised before the ranks have met."""
     try:
         yield
     except EvoGrpoError as error:
         # Ranks that have not met in time are not waited for a second time.
-        if announced() and not dist.is_initialized() and not isinstance(error, _NotMetError):
+        if (
+            is_one_of_several()
+            and not dist.is_initialized()
+            and not isinstance(error, _NotMetError)
+        ):
             with suppress(ConfigError):  # the others have not started
                 _share(error)
         raise
@@ -346,7 +350,7 @@ def find_team(to_meet: timedelta | None = None) -> Team:
         ConfigError: The others do not start in time or cannot be reached, or an address or a number
             is missing.
     """
-    if not announced():
+    if not is_one_of_several():
         return Team()
     to_meet = to_meet or time_to_start()
     if not dist.is_initialized():
@@ -357,7 +361,7 @@ def find_team(to_meet: timedelta | None = None) -> Team:
                 f"ranks: expected {os.environ.get('WORLD_SIZE')} processes that reach each other "
                 f"at MASTER_ADDR={os.environ.get('MASTER_ADDR')} "
                 f"MASTER_PORT={os.environ.get('MASTER_PORT')} within "
-                f"{to_meet.total_seconds() / 60:g} minutes, got: {raised(error)}; start all of "
+                f"{to_meet.total_seconds() / 60:g} minutes, got: {error_text(error)}; start all of "
                 "them with one launcher (evo-grpo run --nproc, torchrun or accelerate launch), "
                 f"choose a free port, or set {START_VARIABLE} where they need longer to start"
             ) from error

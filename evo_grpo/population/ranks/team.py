@@ -16,14 +16,14 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def announced() -> bool:
+def is_one_of_several() -> bool:
     """Return whether this process was started as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def follows() -> bool:
+def is_silent_rank() -> bool:
     """Return whether this process is a rank that shows nothing: the first one shows the run."""
-    return announced() and int(os.environ.get("RANK", "0")) > 0
+    return is_one_of_several() and int(os.environ.get("RANK", "0")) > 0
 
 
 class Team:

@@ -16,7 +16,7 @@ import numpy as np
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.intervals import interval, interval_apart
-from evo_grpo.printable import cut
+from evo_grpo.printable import shorten
 from evo_grpo.readers.report.figures.style import GREY, graph_objects, look_of, new_figure
 from evo_grpo.readers.report.page.build import Page, Table, sortable, text
 from evo_grpo.readers.terminal.arms import difference_rows
@@ -35,7 +35,7 @@ from evo_grpo.record.replay import read_replay
 from evo_grpo.record.view import RunView, view_of
 from evo_grpo.record.wording import number, with_error
 from evo_grpo.schema.shown import shown_value
-from evo_grpo.training.inputs.made_of import DATA, flat, read_inputs_of
+from evo_grpo.training.inputs.recorded_inputs import DATA, flat, read_inputs_of
 from evo_grpo.types import Score
 
 if TYPE_CHECKING:
@@ -424,4 +424,4 @@ def _known(value: float) -> float | None:
 def _shown(value: object) -> str:
     if value is None:
         return "-"
-    return shown_value(value) if isinstance(value, float) else cut(str(value), VALUE)
+    return shown_value(value) if isinstance(value, float) else shorten(str(value), VALUE)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from evo_grpo.printable import cut
+from evo_grpo.printable import shorten
 from evo_grpo.readers.report.page.build import Table
 from evo_grpo.readers.terminal.result import SCORES, cell, columns
 from evo_grpo.record.view import RunView
@@ -69,8 +69,8 @@ def _completion(row: Mapping[str, Any]) -> dict[str, Any]:
         "reward": None if reward == -math.inf else reward,
         "tokens": row.get("tokens"),
         "end": row.get("error") or ("" if row.get("ended") else "cut"),
-        "prompt": cut(str(row.get("prompt", "")), CHARACTERS),
-        "completion": cut(str(row.get("completion", "")), CHARACTERS),
+        "prompt": shorten(str(row.get("prompt", "")), CHARACTERS),
+        "completion": shorten(str(row.get("completion", "")), CHARACTERS),
     }
 
 

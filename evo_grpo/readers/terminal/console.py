@@ -16,7 +16,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from evo_grpo.printable import cut, printable
+from evo_grpo.printable import printable, shorten
 
 WARNING_CHARACTERS = 1000
 """Longest warning; ours are shorter."""
@@ -98,7 +98,7 @@ def warnings_to(report: Callable[[str], None]) -> Generator[None]:
             line: str | None = None,
         ) -> None:
             if issubclass(category, UserWarning):
-                report(printable(cut(" ".join(str(message).split()), WARNING_CHARACTERS)))
+                report(printable(shorten(" ".join(str(message).split()), WARNING_CHARACTERS)))
             else:
                 usual(printable(str(message)), category, filename, lineno, file, line)
 

@@ -20,7 +20,7 @@ from evo_grpo.record.log import Entry
 from evo_grpo.record.names import TRACKERS
 from evo_grpo.record.plain import refuse_links
 from evo_grpo.settings.trackers import TrackerConfig, check_trackers
-from evo_grpo.training.inputs.made_of import flat
+from evo_grpo.training.inputs.recorded_inputs import flat
 
 if TYPE_CHECKING:
     from evo_grpo.readers.reader import Reader

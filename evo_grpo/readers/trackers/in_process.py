@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, final
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.printable import raised
+from evo_grpo.printable import error_text
 from evo_grpo.readers.trackers.base import flat_settings, open_tracker
 from evo_grpo.readers.trackers.values import values_of
 from evo_grpo.record.log import Entry, RoundDone, RunFinished, StepDone
@@ -178,7 +178,7 @@ class _Writing:
                 reader.read(entry)
             reader.close()
         except BaseException as error:  # any error of a tracker: training continues without it
-            self._failed = raised(error)
+            self._failed = error_text(error)
 
 
 @final

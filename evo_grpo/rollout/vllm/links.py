@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, final
 
 from evo_grpo.errors import EngineUnavailable, RunFailedError
-from evo_grpo.printable import cut, printable
+from evo_grpo.printable import printable, shorten
 from evo_grpo.rollout.vllm import server
 from evo_grpo.rollout.vllm.server import Session, receive, send
 
@@ -195,7 +195,7 @@ def failure(operation: str, what: str, log: Path | None) -> EngineUnavailable | 
 
     A failed `start` is an error of the input, since no round has been played.
     """
-    text = printable(cut(what, 1000))
+    text = printable(shorten(what, 1000))
     where = "" if log is None else f"; the last lines of its log {log} follow"
     if operation == "start":
         return EngineUnavailable(
@@ -222,7 +222,7 @@ def last_lines(log: Path, most: int = LAST_LINES) -> list[str]:
             text = file.read().decode(errors="replace")
     except OSError:
         return []
-    return [printable(cut(line)) for line in text.splitlines() if line.strip()][-most:]
+    return [printable(shorten(line)) for line in text.splitlines() if line.strip()][-most:]
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

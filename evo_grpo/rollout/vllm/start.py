@@ -14,7 +14,7 @@ import torch
 from evo_grpo.errors import ConfigError, EngineUnavailable, ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.slots import AdapterSlots
-from evo_grpo.printable import cut
+from evo_grpo.printable import shorten
 from evo_grpo.rollout.vllm import server
 from evo_grpo.rollout.vllm.adapters import rank_of
 from evo_grpo.settings import AgentSettings, VLLMSettings
@@ -61,7 +61,7 @@ def find_vllm(settings: VLLMSettings) -> str:
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         said = getattr(error, "stderr", None) or getattr(error, "strerror", None) or error
         raise EngineUnavailable(
-            f"engine.vllm.python: {python!r} cannot be run: {cut(str(said).strip())}; name the "
+            f"engine.vllm.python: {python!r} cannot be run: {shorten(str(said).strip())}; name the "
             "Python of an environment in which vLLM is installed"
         ) from error
     if not found["vllm"]:

@@ -20,7 +20,14 @@ from evo_grpo.schema.validation import shown
 from evo_grpo.settings import RunConfig, StopConfig
 from evo_grpo.settings.engine import ENGINES
 from evo_grpo.settings.yaml import from_dict
-from evo_grpo.training.inputs.made_of import DATA, ROUNDS, Inputs, flat, inputs_of, read_inputs_of
+from evo_grpo.training.inputs.recorded_inputs import (
+    DATA,
+    ROUNDS,
+    Inputs,
+    flat,
+    inputs_of,
+    read_inputs_of,
+)
 
 _HONOURED = (
     *("record.completions", "record.metrics", "record.checkpoints"),

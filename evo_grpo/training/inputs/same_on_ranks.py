@@ -14,7 +14,7 @@ from evo_grpo.population.ranks.team import Team
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.engine import ENGINES
-from evo_grpo.training.inputs.made_of import DATA, Inputs, inputs_of
+from evo_grpo.training.inputs.recorded_inputs import DATA, Inputs, inputs_of
 
 _OF_MACHINE = (
     *(f"engine.{name}.{own}" for name, kind in ENGINES.items() for own in kind.of_machine),

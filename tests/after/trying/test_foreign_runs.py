@@ -101,7 +101,7 @@ def vouch(folder):
 
     from evo_grpo.record.config import read_config
     from evo_grpo.record.files import seal
-    from evo_grpo.training.inputs.made_of import inputs_of
+    from evo_grpo.training.inputs.recorded_inputs import inputs_of
 
     (folder / "inputs.json").write_text(seal(asdict(inputs_of(read_config(folder)))))
 

@@ -14,7 +14,7 @@ from evo_grpo.after.verifying.verify import verify
 from evo_grpo.record.family import best_ever
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.training.inputs.made_of import read_inputs_of
+from evo_grpo.training.inputs.recorded_inputs import read_inputs_of
 from evo_grpo.training.writer import keep_best_of
 
 BEST = "checkpoints/best"

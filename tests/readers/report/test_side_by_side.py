@@ -27,7 +27,7 @@ from evo_grpo.record.names import CONFIG, SUMMARY
 from evo_grpo.record.replay import write_replay
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.settings import to_yaml
-from evo_grpo.training.inputs.made_of import inputs_of
+from evo_grpo.training.inputs.recorded_inputs import inputs_of
 
 EQUAL = "no significant difference"
 

@@ -14,7 +14,7 @@ from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.readers.trackers import in_process
 from evo_grpo.readers.trackers.in_process import Tracker
 from evo_grpo.record.folder import read_rounds
-from evo_grpo.record.observer import Several
+from evo_grpo.record.observer import ObserverList
 from evo_grpo.record.step_metrics import metric_rows
 from evo_grpo.settings.trackers import KINDS
 
@@ -121,7 +121,7 @@ def test_accelerates_own_class_is_one(tmp_path):
 def test_several_follow_one_run_and_change_nothing(tmp_path, plain):
     one, two = Object(), Object()
 
-    observer = Several([Tracker(one), evo_grpo.Observer(), Tracker(two)])
+    observer = ObserverList([Tracker(one), evo_grpo.Observer(), Tracker(two)])
     folder = run(CONFIG, out=tmp_path / "run", observer=observer)
     assert one.logged == two.logged
     assert outcome(folder) == plain
@@ -131,7 +131,7 @@ def test_one_that_fails_is_left_with_one_warning_and_the_run_goes_on(tmp_path, p
     broken, sound = Failing(), Object()
     with pytest.warns(UserWarning, match="tracker own") as told:
         folder = run(
-            CONFIG, out=tmp_path / "run", observer=Several([Tracker(broken), Tracker(sound)])
+            CONFIG, out=tmp_path / "run", observer=ObserverList([Tracker(broken), Tracker(sound)])
         )
     (warning,) = told
     assert str(warning.message) == (

@@ -14,7 +14,7 @@ from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.record.files import seal, unseal
 from evo_grpo.settings import from_dict, load, to_yaml
 from evo_grpo.training.inputs.differences import check_inputs
-from evo_grpo.training.inputs.made_of import inputs_of
+from evo_grpo.training.inputs.recorded_inputs import inputs_of
 
 REWARD = "def score(completion, answer):\n    return float(answer in completion)\n"
 
