@@ -133,7 +133,7 @@ def show_run(
         except (EvoGrpoError, OSError) as error:
             if progress.began:
                 error.add_note(
-                    f"fix the cause, then go on with: evo-grpo resume {progress.run_dir}{option}"
+                    f"fix the cause, then continue with: evo-grpo resume {progress.run_dir}{option}"
                 )
             raise
         except KeyboardInterrupt:
@@ -182,7 +182,7 @@ def _compare(audience: Audience, folder: Path, allow: Sequence[str]) -> None:
     from evo_grpo.record.names import COMPARISON
     from evo_grpo.record.story import guess_sentence
 
-    remedy = f"go on with: evo-grpo resume {folder} --compare"
+    remedy = f"continue with: evo-grpo resume {folder} --compare"
     stopped = printable(f"stopped in the comparison; {remedy}")
     if audience.person:
         say("")

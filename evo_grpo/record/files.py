@@ -56,7 +56,7 @@ def writing(path: Path, command: str = "resume") -> Generator[None]:
             raise
         raise RunFailedError(
             f"{path}: cannot be written ({error.strerror or error}); make room or give permission, "
-            f"then go on with: evo-grpo {command} RUN"
+            f"then continue with: evo-grpo {command} RUN"
         ) from error
 
 
@@ -73,7 +73,7 @@ def reading(path: Path, command: str = "resume RUN") -> Generator[None]:
     except OSError as error:
         if isinstance(error, EvoGrpoError):
             raise
-        after = f", then go on with: evo-grpo {command}" if command else ""
+        after = f", then continue with: evo-grpo {command}" if command else ""
         raise RunFailedError(
             f"{error.filename or path}: cannot be read ({error.strerror or error}); mend the disk "
             f"or give permission{after}"

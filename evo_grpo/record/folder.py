@@ -370,7 +370,7 @@ def refuse_run(folder: Path) -> None:
         )
     raise RunDirError(
         f"{folder}: expected a new or empty folder, found an unfinished run; "
-        f"go on with: evo-grpo resume {folder}, choose another --out, or replace it with --force"
+        f"continue with: evo-grpo resume {folder}, choose another --out, or replace it with --force"
     )
 
 

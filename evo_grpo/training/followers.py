@@ -89,7 +89,7 @@ class Followers(Observer):
         if not self._ended and not any(raised):
             warnings.warn(
                 f"readers are still at work after {seconds:g} s, in a process of their own; should "
-                f"it be ended before they are done, go on with: {self._command}",
+                f"it be ended before they are done, continue with: {self._command}",
                 UserWarning,
                 stacklevel=2,
             )
@@ -174,7 +174,7 @@ class Followers(Observer):
             self._process = None
             warnings.warn(
                 f"the process of readers ended with code {code}; the run goes on, and its log has "
-                f"everything; {READERS}/follow.log may say why; go on with: {self._command}",
+                f"everything; {READERS}/follow.log may say why; continue with: {self._command}",
                 UserWarning,
                 stacklevel=3,
             )

@@ -210,7 +210,7 @@ def _recorded_config(opened: RunDir) -> RunConfig:
         above = opened.path.parent.parent
         raise RunDirError(
             f"{opened.path}: it is part of the comparison of {above} and ends by tokens, not "
-            f"by rounds; go on with: evo-grpo resume {above} --compare"
+            f"by rounds; continue with: evo-grpo resume {above} --compare"
         )
     return read_config(opened.path)
 

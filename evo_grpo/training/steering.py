@@ -93,7 +93,7 @@ class RunSteering(Steerer):
         plan = self._look(plan)
         if plan.paused:
             text = (
-                f"paused after round {plan.record.round + 1}; go on with: evo-grpo steer "
+                f"paused after round {plan.record.round + 1}; continue with: evo-grpo steer "
                 f"{self.path} continue"
             )
             return self._noting(plan, text)

@@ -317,7 +317,7 @@ def test_a_disk_that_is_full_names_the_command(copy, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("evo_grpo.after.arms.save_agent", full)
-    with pytest.raises(RunFailedError, match=r"No space left.*go on with: evo-grpo replay RUN"):
+    with pytest.raises(RunFailedError, match=r"No space left.*continue with: evo-grpo replay RUN"):
         replay(copy, repeats=1)
 
 

@@ -100,7 +100,7 @@ def test_quiet_prints_errors_and_no_warnings(loop):
     result = evo("run", "a.yaml", "--out", "here", "--quiet", *warned)
     assert result.exit_code == 1
     assert result.stdout == ""
-    assert result.stderr.startswith("error: no agent is left\nfix the cause, then go on with: ")
+    assert result.stderr.startswith("error: no agent is left\nfix the cause, then continue with: ")
     assert "warning" not in result.stderr
 
 
@@ -174,14 +174,14 @@ def test_json_tells_warnings_errors_and_stops(loop):
     assert told[0]["text"].startswith("evolve.hyperparameters is empty")
     assert told[-1] == {
         **{"event": "error", "run": "here", "type": "RunFailedError", "code": 1},
-        "text": "no agent is left\nfix the cause, then go on with: evo-grpo resume here",
+        "text": "no agent is left\nfix the cause, then continue with: evo-grpo resume here",
     }
     loop.error = KeyboardInterrupt()
     result = evo("run", "a.yaml", "--out", "there", "--json")
     assert result.exit_code == 130
     assert events(result)[-1] == {
         **{"event": "stopped", "run": "there"},
-        "text": "stopped after round 1; go on with: evo-grpo resume there",
+        "text": "stopped after round 1; continue with: evo-grpo resume there",
     }
 
 

@@ -458,8 +458,8 @@ def test_run_prints_warnings_apart(loop: SimpleNamespace):
 @pytest.mark.parametrize(
     ("done", "message"),
     [
-        (1, "stopped after round 1; go on with: evo-grpo resume here\n"),
-        (0, "stopped before the first round was finished; go on with: evo-grpo resume here\n"),
+        (1, "stopped after round 1; continue with: evo-grpo resume here\n"),
+        (0, "stopped before the first round was finished; continue with: evo-grpo resume here\n"),
         (-1, "stopped before the run began\n"),
     ],
 )
@@ -490,7 +490,7 @@ def test_resume_goes_on_and_prints_the_result(loop: SimpleNamespace):
     loop.interrupt_after = -1
     stopped = evo("resume", "runs/one")
     assert stopped.exit_code == 130
-    assert "go on with: evo-grpo resume runs/one" in stopped.stderr
+    assert "continue with: evo-grpo resume runs/one" in stopped.stderr
 
 
 @pytest.mark.parametrize(
@@ -510,7 +510,7 @@ def test_errors_of_a_run_keep_their_codes(loop: SimpleNamespace, error: Exceptio
 def test_an_error_on_the_way_says_how_to_go_on(loop: SimpleNamespace, error: Exception):
     loop.error, loop.began = error, True
     result = evo("run", written(to_yaml(small_config())), "--out", "here")
-    assert result.stderr.endswith("\nfix the cause, then go on with: evo-grpo resume here\n")
+    assert result.stderr.endswith("\nfix the cause, then continue with: evo-grpo resume here\n")
     assert result.stderr.startswith("error: ")
 
 
@@ -545,7 +545,7 @@ def test_a_reward_function_that_raises_leaves_a_run_to_go_on_with(rewarded):
     assert result.exit_code == 2
     assert re.search(
         r"^error: reward function 'score', row \d+.* it raised SystemExit: 3\n"
-        r"fix the cause, then go on with: evo-grpo resume here\n\Z",
+        r"fix the cause, then continue with: evo-grpo resume here\n\Z",
         result.stderr,
         re.M,
     )
@@ -675,18 +675,18 @@ def test_a_comparison_that_stops_says_how_to_go_on(
     result = evo("run", name, "--out", "here", "--compare")
     assert result.exit_code == 130
     assert result.stderr == (
-        "stopped in the comparison; go on with: evo-grpo resume here --compare\n"
+        "stopped in the comparison; continue with: evo-grpo resume here --compare\n"
     )
     compared.error = RunFailedError("no agent is left")
     shutil.rmtree("here")
     result = evo("run", name, "--out", "here", "--compare")
     assert result.exit_code == 1
     assert result.stderr == (
-        "error: no agent is left\nfix the cause, then go on with: evo-grpo resume here --compare\n"
+        "error: no agent is left\nfix the cause, then continue with: evo-grpo resume here --compare\n"
     )
     loop.interrupt_after = 1
     result = evo("run", name, "--out", "there", "--compare")
-    assert result.stderr.endswith("go on with: evo-grpo resume there --compare\n")
+    assert result.stderr.endswith("continue with: evo-grpo resume there --compare\n")
 
 
 def test_a_run_that_cannot_be_compared_does_not_begin(loop: SimpleNamespace):

@@ -187,7 +187,7 @@ def test_a_reward_function_that_fails_with_a_value_of_its_row(body: str, expecte
     assert trace[0].startswith("Traceback")
     assert error.startswith("error: reward function")
     assert expected in error
-    assert remedy == f"fix the cause, then go on with: evo-grpo resume {SHOWN}"
+    assert remedy == f"fix the cause, then continue with: evo-grpo resume {SHOWN}"
 
 
 def test_a_column_with_such_a_name():

@@ -141,11 +141,13 @@ def test_a_run_is_paused_looked_at_and_ended():
     assert f"round {played + 1} begins" in told("steer", "run", "continue")
     told("steer", "run", "stop-after-round")
     said = ended(process)
-    assert said.count(f"paused after round {played}; go on with: evo-grpo steer run continue") == 1
+    assert (
+        said.count(f"paused after round {played}; continue with: evo-grpo steer run continue") == 1
+    )
     last = len(read_rounds(Path("run")))  # a slow machine may play one more before it is asked
     assert last > played
     assert f"the process ends after round {last}, as asked for" in said
-    assert f"stopped after round {last}; go on with: evo-grpo resume run" in said
+    assert f"stopped after round {last}; continue with: evo-grpo resume run" in said
     assert "no process trains it" in told("steer", "run")
     assert not Path("run/summary.json").exists()
 
@@ -162,7 +164,9 @@ def test_a_paused_run_is_interrupted_at_once(number: int, code: int):
     wait(lambda: "paused after round" in told("steer", "run"), process)
     played = len(read_rounds(Path("run")))
     process.send_signal(number)
-    assert f"stopped after round {played}; go on with: evo-grpo resume run" in ended(process, code)
+    assert f"stopped after round {played}; continue with: evo-grpo resume run" in ended(
+        process, code
+    )
 
 
 @pytest.mark.parametrize(

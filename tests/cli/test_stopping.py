@@ -23,7 +23,7 @@ WITHIN = """
 import atexit, hashlib, os, signal, sys, time
 from evo_grpo.cli import stopping
 stopping.install()
-with stopping.interruptible(lambda: "go on with: this") as begin:
+with stopping.interruptible(lambda: "continue with: this") as begin:
     begin()
 {work}
 stopping.leave()
@@ -89,7 +89,7 @@ def test_the_first_signal_lets_the_command_put_things_in_order(sent: signal.Sign
     """)
     process = started(script)
     process.send_signal(sent)
-    assert ended(process) == (CODES[sent], "tidied\n", "go on with: this\n")
+    assert ended(process) == (CODES[sent], "tidied\n", "continue with: this\n")
 
 
 @BOTH
@@ -107,7 +107,7 @@ def test_a_second_one_ends_at_once(first: signal.Signals, sent: signal.Signals):
     process.send_signal(first)
     assert process.stdout.readline() == b"tidying\n"
     process.send_signal(sent)
-    assert ended(process) == (CODES[sent], "", "go on with: this\n")
+    assert ended(process) == (CODES[sent], "", "continue with: this\n")
 
 
 @BOTH
@@ -123,7 +123,7 @@ def test_what_does_not_end_is_ended_with_the_same_words(hangs: str, sent: signal
     began = time.monotonic()
     process.send_signal(sent)
     code, _, err = ended(process)
-    assert (code, err) == (CODES[sent], "go on with: this\n")
+    assert (code, err) == (CODES[sent], "continue with: this\n")
     assert time.monotonic() - began >= 0.3
 
 
@@ -143,7 +143,7 @@ def test_a_second_one_ends_what_hangs_at_once(work: str, sent: signal.Signals):
     time.sleep(0.3)
     process.send_signal(sent)
     code, _, err = ended(process)
-    assert (code, err) == (CODES[sent], "go on with: this\n")
+    assert (code, err) == (CODES[sent], "continue with: this\n")
 
 
 def test_ten_seconds_are_not_used_up():
@@ -168,7 +168,7 @@ def test_an_interrupt_that_python_cannot_raise_comes_again(sent: signal.Signals)
     """)
     process = started(script)
     process.send_signal(sent)
-    assert ended(process) == (CODES[sent], "tidied\n", "go on with: this\n")
+    assert ended(process) == (CODES[sent], "tidied\n", "continue with: this\n")
 
 
 @BOTH
@@ -182,7 +182,7 @@ def test_an_error_that_was_made_of_it_counts_as_it(sent: signal.Signals):
     """)
     process = started(script)
     process.send_signal(sent)
-    assert ended(process) == (CODES[sent], "", "go on with: this\n")
+    assert ended(process) == (CODES[sent], "", "continue with: this\n")
 
 
 def test_the_error_of_a_command_that_nobody_stopped_passes():
@@ -230,7 +230,7 @@ def test_the_cursor_comes_back(sent: signal.Signals):
     while b"ready" not in seen:
         seen += os.read(ours, 100)
     process.send_signal(sent)
-    assert ended(process)[::2] == (CODES[sent], "go on with: this\n")
+    assert ended(process)[::2] == (CODES[sent], "continue with: this\n")
     while b"\x1b[?25h" not in seen:
         seen += os.read(ours, 100)
     for descriptor in (ours, theirs):
@@ -249,7 +249,7 @@ def test_before_the_work_begins_there_is_nothing_to_put_in_order(sent: signal.Si
     )
     process = started(script)
     process.send_signal(sent)
-    assert ended(process) == (CODES[sent], "", "go on with: this\n")
+    assert ended(process) == (CODES[sent], "", "continue with: this\n")
 
 
 @BOTH
@@ -351,7 +351,7 @@ def test_a_run_says_how_to_resume_and_can_be(sent: signal.Signals):
     code, _, err = ended(process, 20)
     assert code == CODES[sent]
     assert err.startswith("stopped after round ")
-    assert err.endswith("; go on with: evo-grpo resume one\n")
+    assert err.endswith("; continue with: evo-grpo resume one\n")
     told = Told(("done", int(err.split()[3].rstrip(";")) + 1))
     with pytest.raises(KeyboardInterrupt):
         resume("one", observer=told)
@@ -382,7 +382,7 @@ def test_a_reward_function_that_hangs_does_not_keep_a_run():
     process.send_signal(signal.SIGTERM)
     assert ended(process)[::2] == (
         TERMINATED,
-        "stopped before the first round was finished; go on with: evo-grpo resume one\n",
+        "stopped before the first round was finished; continue with: evo-grpo resume one\n",
     )
 
 

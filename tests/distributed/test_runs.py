@@ -148,7 +148,7 @@ def test_nproc_starts_the_ranks_and_passes_a_stop_on(tmp_path, number, expected)
     process.send_signal(number)
     out, said = process.communicate(timeout=60)
     assert process.returncode == expected, out + said
-    assert f"go on with: evo-grpo resume {tmp_path / 'run'}" in said
+    assert f"continue with: evo-grpo resume {tmp_path / 'run'}" in said
     assert "Traceback" not in said
     config = (tmp_path / "run" / "population.yaml").read_text()
     assert "shards: 2" in config
@@ -241,4 +241,4 @@ def test_nproc_names_the_rank_that_died_and_stops_the_others_gently(tmp_path):
     out, said = process.communicate(timeout=60)
     assert process.returncode == 143, out + said
     assert "rank 1 of 2 was ended by SIGKILL" in said
-    assert "go on with: evo-grpo resume run" in said
+    assert "continue with: evo-grpo resume run" in said

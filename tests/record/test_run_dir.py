@@ -130,7 +130,7 @@ def test_force_in_a_foreign_folder_deletes_nothing(tmp_path):
 def test_an_unfinished_run_is_refused_with_the_way_on(tmp_path, make_run):
     folder = filled(tmp_path / "run", make_run())
     before = tree(folder)
-    message = rf"found an unfinished run; go on with: evo-grpo resume {re.escape(str(folder))}"
+    message = rf"found an unfinished run; continue with: evo-grpo resume {re.escape(str(folder))}"
     with pytest.raises(RunDirError, match=message) as info:
         RunDir.create(folder, "population", "name: other\n")
     assert info.value.exit_code == 2

@@ -300,7 +300,7 @@ def test_a_paused_run_waits_does_what_it_is_asked_and_goes_on(tmp_path):
     observer = Pauses({("learn", 1): [("pause", {})]}, [OPERATIONS["set"], ("continue", {})])
     run(small(**ROUNDS), out=tmp_path / "run", observer=observer)
     assert observer.notes[0] == (
-        f"paused after round 2; go on with: evo-grpo steer {tmp_path / 'run'} continue"
+        f"paused after round 2; continue with: evo-grpo steer {tmp_path / 'run'} continue"
     )
     assert observer.notes[-1] == "round 3 begins, as asked for"
     assert sum(note.startswith("paused") for note in observer.notes) == 1

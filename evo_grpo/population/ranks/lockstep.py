@@ -85,7 +85,7 @@ class Lockstep:
         if self.broken:
             raise RunFailedError(
                 "engine.base: expected every pass over the sharded base to be finished by all "
-                "ranks, got an error in the middle of one; go on with: evo-grpo resume RUN"
+                "ranks, got an error in the middle of one; continue with: evo-grpo resume RUN"
             )
         self._whole = False
         yield

@@ -264,7 +264,7 @@ class Ranks(Team):
     def _lost(self, why: str) -> LostRankError:
         return LostRankError(
             f"rank {self.rank} of {self.size} ends, since {why}; finished rounds are in the run "
-            "folder; go on with: evo-grpo resume RUN"
+            "folder; continue with: evo-grpo resume RUN"
         )
 
 

@@ -127,10 +127,10 @@ class RunProgress(Observer):
         if self.run_dir is None:
             return "stopped before the run began"
         if not self.began:
-            return f"stopped before the run went on; go on with: evo-grpo resume {self.run_dir}"
+            return f"stopped before the run went on; continue with: evo-grpo resume {self.run_dir}"
         done = self.rounds_done
         when = f"after round {done}" if done else "before the first round was finished"
-        return f"stopped {when}; go on with: evo-grpo resume {self.run_dir}"
+        return f"stopped {when}; continue with: evo-grpo resume {self.run_dir}"
 
 
 def progress(

@@ -203,7 +203,7 @@ def failure(operation: str, what: str, log: Path | None) -> EngineUnavailable | 
             f"built-in engine{where}"
         )
     return RunFailedError(
-        f"engine.rollout: {text}; finished rounds are in the run folder; go on with: evo-grpo "
+        f"engine.rollout: {text}; finished rounds are in the run folder; continue with: evo-grpo "
         f"resume RUN{where}"
     )
 

@@ -98,7 +98,7 @@ def test_an_error_in_the_middle_of_a_pass_leaves_this_rank_out_for_good():
         raise ValueError("in the middle")
     assert lockstep.broken
     for use in (lockstep.forward, lockstep.backward):
-        with pytest.raises(RunFailedError, match="go on with: evo-grpo resume"), use():
+        with pytest.raises(RunFailedError, match="continue with: evo-grpo resume"), use():
             pass
     with pytest.raises(RunFailedError, match="in the middle of one"):
         lockstep.idle()

@@ -226,7 +226,7 @@ def test_progress_without_a_view_keeps_count_and_shows_nothing(capsys: pytest.Ca
         observer.started(Path("here"), 2, 0, small_config())
         observer.stage(0, "learn", 0, 1)
         observer.round_done(two_rounds()[0])
-        assert shown.how_to_resume() == "stopped after round 1; go on with: evo-grpo resume here"
+        assert shown.how_to_resume() == "stopped after round 1; continue with: evo-grpo resume here"
         observer.finished(SUMMARY)
     assert capsys.readouterr() == ("", "")
 

@@ -149,7 +149,7 @@ def test_a_dead_process_is_named_with_its_last_lines_and_its_log(pair, echo):
     message = str(caught.value)
     assert message.startswith(f"engine.rollout: vLLM's process {pid} (")
     assert "was ended by signal 9 (SIGKILL) while sampling; finished rounds are in" in message
-    assert "go on with: evo-grpo resume RUN" in message
+    assert "continue with: evo-grpo resume RUN" in message
     assert caught.value.exit_code == 1
     assert caught.value.__notes__ == ["  the double is about to be killed"]
     (log,) = logs(echo)

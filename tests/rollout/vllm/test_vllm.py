@@ -280,7 +280,7 @@ def test_a_whole_run_and_one_that_lost_vllm_and_was_resumed(file, tmp_path):
     assert process.returncode == 1, lines
     assert f"vLLM's process {vllm}" in errors
     assert "was ended by signal 9 (SIGKILL)" in errors
-    assert "go on with: evo-grpo resume" in errors
+    assert "continue with: evo-grpo resume" in errors
     assert "Traceback" not in errors
     (log,) = [path for path in scratch() - left if path.suffix == ".log"]
     assert str(log) in errors
