@@ -682,7 +682,8 @@ def test_a_comparison_that_stops_says_how_to_go_on(
     result = evo("run", name, "--out", "here", "--compare")
     assert result.exit_code == 1
     assert result.stderr == (
-        "error: no agent is left\nfix the cause, then continue with: evo-grpo resume here --compare\n"
+        "error: no agent is left\nfix the cause, then continue with: "
+        "evo-grpo resume here --compare\n"
     )
     loop.interrupt_after = 1
     result = evo("run", name, "--out", "there", "--compare")
