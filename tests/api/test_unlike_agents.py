@@ -147,8 +147,8 @@ def test_slots_of_equal_shapes_over_other_modules_are_told_apart(tmp_path):
     twin = agents[1].clone()
     keys = state.shapes(twin.state.adapter)
     assert all("k_proj" in key for key in keys)
-    assert not agents.cohort.alike(agents[0].slot, agents[1].slot)
-    assert agents.cohort.alike(twin.slot, agents[1].slot)
+    assert not agents.cohort.have_equal_shapes(agents[0].slot, agents[1].slot)
+    assert agents.cohort.have_equal_shapes(twin.slot, agents[1].slot)
 
 
 @pytest.mark.slow

@@ -72,7 +72,11 @@ def viewed(
         "rounds": rounds,
         "candidates": finalists,
     }
-    arms = [{"name": "guess", "test": score(256)}, {"name": "evolved", "test": test}]
+    spent = {"training": 1000, "evaluation": 100}
+    arms = [
+        {"name": "guess", "folder": "compare/guess", "tokens": spent, "test": score(256)},
+        {"name": "evolved", "folder": ".", "tokens": spent, "test": test},
+    ]
     comparison = {"agents": size, "split": "test", "arms": arms}
     return RunView("run", played, summary=summary, comparison=comparison, config=config)
 

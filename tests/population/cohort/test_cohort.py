@@ -167,6 +167,7 @@ def test_a_changed_hyperparameter_changes_the_samples(changed, same_count):
 RANGES = {
     "lr": (3e-2, 1e-3, 1e-1),
     "beta": (0.0, 0.0, 5.0),
+    "entropy_coef": (0.0, 0.0, 5.0),
     "clip_coef": (0.2, 0.1, 0.4),
     "clip_low": (0.8, 0.3, 0.9),
     "clip_high": (1.2, 1.1, 2.0),
