@@ -388,8 +388,7 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch
     if kl is not None:
         loss = loss + beta * kl
     bonus = _entropy_bonus(entropies, valid, _per_row(values.entropy_coef, logprobs), dtype)
-    if bonus is not None:
-        loss = loss - bonus
+    loss = loss if bonus is None else loss - bonus
     return TokenTerms(
         loss=torch.where(valid, loss, 0),
         ratio=ratio.detach(),
