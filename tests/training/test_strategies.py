@@ -163,7 +163,7 @@ def test_what_cannot_be_prepared_leaves_no_run_behind(folder, evolve, error, mes
 
 
 def test_a_plan_that_copies_what_it_overwrites_ends_the_run_by_the_name_of_its_class(folder):
-    with pytest.raises(ShapeError, match=r"^Swap.plan: position 0 copies position 1, expected a parent"):
+    with pytest.raises(ShapeError, match=r"^Swap.plan: position 0 copies position 1, expected"):
         run(small(evolve__selection="my_strategies:Swap"), out="run")
 
 
