@@ -83,7 +83,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _types(module: Any) -> dict[str | None, str]:  # noqa: ANN401 -- a rotary embedding of any model
-    """Return the types by layer type, None where all layers have one."""
+    """Return the types by layer type, None if all layers have one."""
     kept = vars(module).get(_KEPT, module.rope_type)
     return dict(kept) if isinstance(kept, dict) else {None: kept}
 

@@ -204,7 +204,7 @@ class Parsed(NamedTuple):
 
 
 def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> Parsed:
-    """Read rounds.jsonl from byte `start` on, where the line of round `first` begins.
+    """Read rounds.jsonl from byte `start`, the beginning of the line of round `first`.
 
     Raises:
         CheckpointError: A line is damaged; the error names it.

@@ -165,7 +165,7 @@ _REPLAY = TypeAdapter(Replay)
 
 
 def unmoved(schedule: Schedule) -> str:
-    """Return what a replay can show where no hyperparameter changed; empty where one did."""
+    """Return what a replay can show where no hyperparameter changed; empty if one did."""
     if schedule.moves:
         return ""
     plans = {plan.name: plan.prompts for plan in trainings(schedule)}
@@ -183,7 +183,7 @@ def unmoved(schedule: Schedule) -> str:
 
 
 def read_replay(run: str | Path, file: Path | None = None) -> Replay | None:
-    """Return the result of a replay, None where there is none or it was interrupted.
+    """Return the result of a replay, None if there is none or it was interrupted.
 
     Args:
         run: The run folder.

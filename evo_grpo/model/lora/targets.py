@@ -24,7 +24,7 @@ from evo_grpo.errors import ConfigError, ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.schema.patterns import ALL
 
-#: Under which name a base keeps what all-linear means for it.
+#: Key under which a base caches the modules of all-linear.
 _SETTLED = "all_linear"
 #: Weights of more than two dimensions that mix positions, and weights that adapters can go into.
 _NO_EXPERTS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.Embedding, Conv1D)
@@ -79,7 +79,7 @@ def _served(base: SharedBase, config: LoraConfig) -> frozenset[str] | None:
             f"model {base.name!r} ({type(base.model).__name__}): expected linear layers whose "
             f"rows can be told apart, got none among {len(linear)}; use another model"
         )
-    # What no token reaches would never learn, and is left out without a word.
+    # A layer that no token reaches would never learn, so it is left out silently.
     left_out = {name for name in linear - served if unserved.get(name) != "unseen"}
     converted = _is_converted(base, config, ALL)
     missing = [*_leaves(left_out), *_experts(expert_modules(base), converted=converted)]
@@ -97,7 +97,8 @@ def check_targets(base: SharedBase, adapted: Collection[str]) -> None:
     """Raise ModelError for the first layer whose inputs do not have the rows in a known order."""
     unserved = _unserved(base)
     for name in sorted(adapted):
-        # What no token reached is harmless: cross-attention of a decoder that runs alone.
+        # Layers that no token reaches are harmless, such as the cross-attention of a single
+        # decoder.
         if (kind := unserved.get(name, "rows")) not in ("rows", "unseen"):
             raise ModelError(
                 f"LoRA on {name!r} of {base.name!r}: expected inputs with one row per completion, "
@@ -160,8 +161,9 @@ def _leaves(names: Collection[str]) -> list[str]:
 def expert_modules(base: SharedBase) -> frozenset[str]:
     """Return the names of modules in the decoder layers that hold weights of experts themselves.
 
-    Either the class says so, or there is a router: a weight of the same layer with one row for each
-    matrix of a stack. The second sign tells them from stacks with a matrix for each head of a
+    Either the class name shows it, or there is a router: a weight of the same layer with one row
+    per matrix of a stack. The router distinguishes experts from stacks with one matrix per head of
+    a
     recurrence, which is no choice between experts. Layers that no token reaches, of a tower for
     images for example, are not looked at.
     """
