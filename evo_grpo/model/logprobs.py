@@ -10,7 +10,7 @@ p = softmax(z) and its entropy H:
     d lp / d z = onehot(y) - p        d H / d z = -p (log p + H)
 
 Recomputing z block by block there costs one more head matmul and saves the logits. The slope of H
-is computed only where a loss reads the entropies.
+is computed only if a loss reads the entropies.
 """
 
 from __future__ import annotations

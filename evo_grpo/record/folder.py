@@ -120,7 +120,7 @@ def expect_run(path: str | Path) -> Path:
 
 
 def read_rounds(path: str | Path) -> list[RoundRecord]:
-    """Return the finished rounds of a run, also while the run goes on.
+    """Return the finished rounds of a run, also while the run is in progress.
 
     Raises:
         RunNotFoundError: The path is no run folder.

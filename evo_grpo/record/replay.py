@@ -165,7 +165,7 @@ _REPLAY = TypeAdapter(Replay)
 
 
 def unmoved(schedule: Schedule) -> str:
-    """Return what a replay can show where no hyperparameter changed; empty if one did."""
+    """Return a sentence for a schedule without changes; empty if a hyperparameter changed."""
     if schedule.moves:
         return ""
     plans = {plan.name: plan.prompts for plan in trainings(schedule)}

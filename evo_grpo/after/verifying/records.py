@@ -30,7 +30,7 @@ class Records:
 
     `config` are the settings in force: those of population.yaml, with the group `record` of
     inputs.json, since population.yaml may have been changed for the next resume. `inputs` is None
-    where the run was stopped before it recorded them. `finished` is true where there is a summary,
+    where the run was stopped before it recorded them. `finished` is true if there is a summary,
     even a damaged one: a plain resume changes nothing then.
     """
 

@@ -83,7 +83,7 @@ class TokenObservationWrapper:
 
     Attributes:
         token_ids: The ids of the episode so far.
-        mask: One per id: True where the policy sampled it.
+        mask: One per id: True if the policy sampled it.
         logprobs: One per sampled id; None once a turn has unknown log-probs, such as after `step`
             with ids only.
         total_reward: Cumulative reward.

@@ -55,8 +55,7 @@ class AdapterSlots:
         self.layers: dict[str, LoraLayer] = {}
         #: The slots that train in one batch from now on; empty for all slots.
         self.together: tuple[str, ...] = ()
-        #: Slots that are no template for new ones, since an engine has added hooks to their
-        #: modules.
+        #: Slots that are no template for new ones: an engine has added hooks to their modules.
         self.reserved: set[str] = set()
         #: Caches derived from the slots' tensors, by name; emptied when slots are added or removed.
         self.derived: dict[str, Any] = {}
@@ -334,8 +333,8 @@ def _add_adapter(model: Any, config: LoraConfig, name: str) -> PeftModel:  # noq
                 )
                 # GPT-2's Conv1D layers: PEFT corrects the setting itself.
                 warnings.filterwarnings("ignore", "fan_in_fan_out is set to", category=UserWarning)
-                # Adapters are fp32 over any base: PEFT casts bf16/fp16 adapters up, the forward
-                # casts down.
+                # fp32 adapters over any base: PEFT casts 16-bit adapters up, the forward casts
+                # down.
                 if wrapped:
                     model.add_adapter(name, config)
                 else:
