@@ -112,9 +112,9 @@ class Difference:
 
     @property
     def sign(self) -> int:
-        """1 where the first arm is significantly ahead, -1 where it is behind, else 0."""
+        """1 if the first arm is significantly ahead, -1 if it is behind, else 0."""
         # Trainings with the same values differ by more than the prompts explain, and the exact
-        # test is the stricter one where a few prompts all have the same difference.
+        # test is the stricter one if a few prompts all have the same difference.
         if self.trainings < 2 or not self.p <= LEVEL:
             return 0
         return 1 if self.low > 0 else -1 if self.high < 0 else 0

@@ -190,7 +190,7 @@ def _known(value: float | None) -> float | None:
 def tied(winner: SelectedAgent | None, agent: AgentRecord) -> bool | None:
     """Return whether a paired test cannot separate the fitness of an agent from the winner's.
 
-    None for the winner, and where the two were not tested on the same prompts in the same round.
+    None for the winner, and if the two were not tested on the same prompts in the same round.
     """
     if winner is None or winner.fitness is None or agent.score is None:
         return None

@@ -87,9 +87,9 @@ class Replay:
         """Return how the schedule compares with its last values at a budget.
 
         Returns:
-            "ahead" or "behind" where both the interval and the p-value show it; "same" where both
+            "ahead" or "behind" if both the interval and the p-value show it; "same" where both
             had the same values in every step, and prompts that differ by at most one; "failed"
-            where a training ended without a finite reward; else "unclear".
+            if a training ended without a finite reward; else "unclear".
         """
         moving, constant = (self.training(f"{v}-{budget}") for v in ("schedule", "constant"))
         if not math.isfinite(moving.test.mean) or not math.isfinite(constant.test.mean):

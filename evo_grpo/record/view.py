@@ -75,7 +75,7 @@ class RunView:
 
     @cached_property
     def planned(self) -> int:
-        """Rounds of the whole run; those that are finished where the settings are not known."""
+        """Rounds of the whole run; the finished rounds if the settings are not known."""
         population = self.config.get("population")
         planned = population.get("rounds") if isinstance(population, dict) else None
         return planned if isinstance(planned, int) else len(self.rounds)
@@ -105,7 +105,7 @@ class RunView:
 
     @cached_property
     def rivals(self) -> tuple[SelectedAgent, ...]:
-        """The finalists that lost the final comparison; none where nothing was compared."""
+        """The finalists that lost the final comparison; none if nothing was compared."""
         return rivals_of(self.rounds, self.summary)
 
     @cached_property

@@ -90,7 +90,7 @@ def winner_of(
 def rivals_of(
     rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None
 ) -> tuple[SelectedAgent, ...]:
-    """Return the finalists that lost the final comparison; none where nothing was compared."""
+    """Return the finalists that lost the final comparison; none if nothing was compared."""
     if summary is None or not rounds:
         return ()
     # By kind: the best of the last round and the best ever may be one member at two times.
