@@ -129,7 +129,7 @@ class TokenObservationWrapper:
         self.end = "closed"
 
     def limit_context(self, max_context_length: int) -> None:
-        """Lower `max_model_len` to the context of a model.
+        """Set `max_model_len` to the context of a model, or to a lower constructor argument.
 
         Raises:
             ConfigError: One completion would fill it.

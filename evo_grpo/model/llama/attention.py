@@ -80,7 +80,7 @@ class Attention:
         mask = self._after
         assert mask is not None
         if q.device.type == "cuda" and self.heads != self.kv_heads:
-            # No kernel that takes a mask serves groups of heads on this device.
+            # On CUDA, no kernel that takes a mask serves groups of heads.
             k, v = (part.repeat_interleave(self.heads // self.kv_heads, 1) for part in (k, v))
         wide = mask if mask.ndim == 2 else mask[:, None]
         return nn.functional.scaled_dot_product_attention(

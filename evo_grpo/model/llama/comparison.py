@@ -38,7 +38,7 @@ from evo_grpo.model.probing import (
 )
 from evo_grpo.model.upcast import HALF, in_float32
 
-#: Minimum and maximum tokens of the row; in between, tokens times weights of the layers.
+#: Minimum and maximum tokens of the row, and tokens times weights of the layers in between.
 _LEAST, _MOST, _PRODUCTS = 24, 160, 1 << 26
 #: Number of weights in the layers up to which a model is small. A small model also compares the
 #: gradient of each layer, and the decoder; for larger models, only tests compare the decoder.
