@@ -1,1 +1,1 @@
-"""What is done with a finished run: export, sample, evaluate, verify, compare and replay it."""
+"""Tools for a finished run: export, sample, evaluate, verify, compare and replay."""

@@ -1,7 +1,7 @@
-"""compare(run) and replay(run): arms, trainings beside a finished run at equal tokens.
+"""compare(run) and replay(run): train arms for a finished run at equal tokens.
 
-All arms and the run's winner are judged on the same test prompts with the same draws, and
-`record/arms.py` takes paired differences between them.
+All arms and the run's winner are evaluated on the same test prompts with the same draws, and
+`record/arms.py` computes paired differences between them.
 
 compare   two populations without evolution, each in a run folder below RUN/compare, one after the
           other: all agents at the values of `algorithm`, then at values drawn from the ranges
@@ -75,8 +75,9 @@ ROOM = 2
 """Bound on the steps of a population without evolution, as a multiple of the steps that it is
 expected to need: its completions may be shorter than those of the run."""
 REPEATS = 3
-"""Trainings of each kind of a replay. Compared one with one, a third of the pairs with equal values
-pass for different by the test prompts alone; compared three with three, 3% do (docs/replay.md)."""
+"""Trainings of each kind of a replay. With one training each, a third of the pairs with equal
+values differ significantly on the test prompts; with three trainings each, 3% do
+(docs/replay.md)."""
 
 _log = logging.getLogger(__name__)
 
@@ -102,9 +103,9 @@ def compare(
 
     Args:
         run: Folder of a finished run.
-        force: Train again even if a result is there.
-        allow: Files of yours that may differ from those of the run, by the names that the error
-            gives which a difference raises without this.
+        force: Train again even if a result exists.
+        allow: Your files that may differ from those of the run, by their names in the error
+            that a difference raises.
         observer: Gets the progress of both populations, one after the other. The stage "learn"
             counts tokens of the budget.
 
@@ -112,7 +113,7 @@ def compare(
         The content of RUN/compare/compare.json: `arms`, of which the last is the run itself, each
         with its name, `tokens` by purpose, and mean, standard error and number of prompts of its
         `test`; and `differences`, the run minus each population with a paired interval of 95%.
-        There is no arm `random` where no hyperparameter may differ between agents.
+        There is no arm `random` if no hyperparameter may differ between agents.
 
     Raises:
         RunDirError: The run is not finished, or `Population.train` recorded it with objects that
@@ -297,12 +298,12 @@ def replay(
     Args:
         run: The run folder.
         repeats: Trainings of each kind, >= 1; None takes 3, or the number of a finished replay.
-            With one training no difference is reported as significant, because chance moves a
-            training more than a test shows.
-        force: Train again even if a finished replay is there.
-        allow: Files of yours that may differ from those of the run, by the names that the error
-            gives which a difference raises without this.
-        observer: Gets `note` with a sentence where no hyperparameter changed on the winner's line,
+            With one training no difference is reported as significant, because the test does not
+            cover the randomness of training.
+        force: Train again even if a finished replay exists.
+        allow: Your files that may differ from those of the run, by their names in the error
+            that a difference raises.
+        observer: Gets `note` with a sentence if no hyperparameter changed on the winner's line,
             `started`, and `stage` before each step and before the test. The stage "learn" counts
             the completions of the whole replay, those of the test by their share of the time.
 
@@ -342,7 +343,7 @@ def _replay(
     start = time.perf_counter()
     plans = [plan for plan in trainings(schedule) for _ in range(repeats)]
     seed = derive(config.seed, "replay")
-    # One process trains all arms, with stock AdamW even where the run divides its optimizer.
+    # One process trains all arms, with stock AdamW even if the run divides its optimizer.
     agents = config.agents().replace(seed=seed, engine=config.engine.replace(zero=None))
     cohort, env, adapter = build_parts(config, agents)
     slots = add_agents(cohort, len(plans), "same", adapter)
@@ -398,10 +399,10 @@ def train(
     *,
     to_test: int,
 ) -> list[Tally]:
-    """Carry out trainings of equal length side by side, with one batch per step for all of them.
+    """Carry out trainings of equal length together, with one batch per step for all of them.
 
     Each slot is a fresh agent for one training. `to_test` completions are sampled after the
-    training; they count as work that is left, by the share of a step that sampling takes.
+    training; they count as remaining work, by the share of sampling in a step.
 
     Returns:
         The tally of each agent over all rounds.

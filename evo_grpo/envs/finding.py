@@ -37,18 +37,18 @@ from evo_grpo.errors import ConfigError
 _MOST_IMPORTS = 5
 """Most modules through which `find_name` follows `from ... import`."""
 _MOST_STEPS = 64
-"""Most pairs of module and name that `defining_files` looks at; `a = a.b` would go on for ever."""
+"""Maximum pairs of module and name that `defining_files` follows; `a = a.b` would never end."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A function or class, as far as its source describes it.
+    """A function or class, as described by its source.
 
     Attributes:
         path: The name, "module:function".
         is_class: Whether it is a class.
-        signature: Its parameters, or None where only running the module would show them.
-        methods: The methods of a class, or None where only running the module would show them.
+        signature: Its parameters, or None if only running the module would show them.
+        methods: The methods of a class, or None if only running the module would show them.
     """
 
     path: str

@@ -30,7 +30,7 @@ class Experience:
 
     Attributes:
         trajectories: B = P * G trajectories, ordered by start, then within the group.
-        rewards: (B, K) float64, one column per reward function; NaN where a function abstained, and
+        rewards: (B, K) float64, one column per reward function; NaN if a function abstained, and
             in the rows of dropped episodes.
         metrics: Further metrics of the environment, by name.
     """

@@ -1,4 +1,4 @@
-"""Never import code from inside a run folder, whatever the current folder is.
+"""Never import code from inside a run folder, regardless of the current folder.
 
 A run folder may come from a stranger, together with the digests that would accept the stranger's
 module. Installed packages may be imported, also from an environment below a run folder.

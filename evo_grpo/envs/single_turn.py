@@ -222,7 +222,7 @@ class ReasoningGym:
 
         Returns:
             (B, K) float64 rewards without weights, rows in the order of groups, then completions;
-            NaN where a function abstains.
+            NaN if a function abstains.
 
         Raises:
             RewardError: A function raised, or returned anything but a finite number or None.

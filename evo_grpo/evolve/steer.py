@@ -1,4 +1,4 @@
-"""Carry out the requests of a person between two rounds on the plan of the next round. Pure."""
+"""Apply the requests of the user between two rounds to the plan of the next round. Pure."""
 
 from __future__ import annotations
 

@@ -31,14 +31,14 @@ from evo_grpo.model.rotary import hold_frequencies, switch_length
 from evo_grpo.model.sparse import beyond, remedy, selection_length
 from evo_grpo.sources import resolve
 
-#: Activations of one forward and backward on a CPU, in bytes, and how many tokens that may mean:
-#: fewer leave matmuls small and bring more passes, more gain nothing and leave the cache.
+#: Bytes of activations of one forward and backward on a CPU, and the range of tokens. With fewer
+#: tokens, matmuls are small and passes many; more tokens exceed the cache without being faster.
 ACTIVATION_BYTES = 1 << 29
 CPU_TOKENS = (2048, 8192)
 DEVICE_TOKENS = 4096
-#: How configs call the most positions of a row: of most models, GPT-J's, MPT's, Whisper's decoder.
+#: Names of the maximum number of positions in configs: most models, GPT-J, MPT, Whisper's decoder.
 _CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
-#: How configs call the bound of their logits.
+#: Names of the bound of the logits in configs.
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
@@ -80,18 +80,18 @@ class SharedBase:
         self.padding: tuple[int, str | None] | None = None
         #: Caches derived from the weights, such as other layouts of them, by name.
         self.derived: dict[str, Any] = {}
-        #: Whether a model of the Llama family runs by layers of its own, see `model.llama`; False
-        #: takes every model through its modules, which the others are compared with.
+        #: Whether a model of the Llama family uses the layers of `model.llama`; with False, every
+        #: model uses its own modules, the reference of comparisons.
         self.specialized = True
-        #: How the linear layers are quantised; None where they are not.
+        #: Quantisation of the linear layers; None without quantisation.
         self.quantization: Quantization | None = None
         #: Whether `compile` was called.
         self.compiled = False
-        #: Where the layers are divided among processes: how they make their passes together.
+        #: Contexts of the passes of a base that is divided among processes.
         self.passes: Passes | None = None
-        #: Runs the trunk with keywords and returns hidden states; an engine has a way of its own.
+        #: Runs the trunk with keywords and returns hidden states; an engine may replace it.
         self.entry: Callable[..., Tensor] = self._trunk_states
-        #: A context in which the weights are whole; None where one process cannot have them so.
+        #: A context in which the weights are whole; None if one process cannot gather them.
         self.gathered: Callable[[], AbstractContextManager[None]] | None = nullcontext
         with unchanged_if_refused(model):
             self._settle(model)
@@ -113,18 +113,18 @@ class SharedBase:
         self.softcap = next((float(v) for n in _SOFT_CAPS if (v := getattr(config, n, None))), 0.0)
         self.context_length = next((int(n) for c in _CONTEXTS if (n := getattr(config, c, 0))), 0)
         self.vocabulary = int(self.head.weight.shape[0])
-        #: Rows up to which sparse attention leaves no token out; None for any other attention.
+        #: Row length up to which sparse attention selects all tokens; None for other attention.
         self.selection = selection_length(self.trunk, self.name)
         self._positions = self.context_length
         if self.selection is not None:
             self.context_length = min(self.context_length or self.selection, self.selection)
         self._longest = self.context_length
-        #: Rows up to which the rotary frequencies stay as they are; None where they always do.
+        #: Row length up to which the rotary frequencies are constant; None without a limit.
         self.switch = switch_length(self.trunk)
         self.hold_context(None)
         self._features = _linear_features(self.trunk)
         self._check_ids()
-        #: How the linear layers see the rows of a batch, by name; see `watch_linear_inputs`.
+        #: Layout of the inputs of each linear layer, by name; see `watch_linear_inputs`.
         self.linear_inputs = self._check_forward()
 
     @property
@@ -428,7 +428,7 @@ def _head(model: Any, name: str) -> nn.Linear:  # noqa: ANN401 -- as for SharedB
             f"model {name!r}: expected a causal language model with a head, got {type(model)}"
         )
     if not isinstance(getattr(head, "weight", None), Tensor):
-        # A list of heads, one for each codebook of a model of sound.
+        # A list of heads, one per codebook of an audio model.
         raise ModelError(
             f"model {name!r} ({type(model).__name__}): expected a head with one matrix over its "
             f"vocabulary, got {type(head).__name__}; use a language model of text"
@@ -440,7 +440,7 @@ def _trunk(model: Any) -> nn.Module:  # noqa: ANN401 -- as for SharedBase
     prefix = getattr(model, "base_model_prefix", "")
     if not prefix or not hasattr(model, prefix):
         remedy = "use a decoder-only language model of text"
-        # Those of text and images name themselves after their whole in some releases.
+        # In some releases, text and image models have the type of the whole model.
         if isinstance(getattr(model, "model", None), nn.Module):
             remedy = f"set its base_model_prefix to 'model' where you build it, or {remedy}"
         raise ModelError(

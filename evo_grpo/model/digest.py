@@ -33,7 +33,7 @@ def base_digest(base: SharedBase) -> str:
             samples.append(numbers.to(torch.bfloat16))
         digest.update(torch.cat(samples).cpu().view(torch.int16).numpy().tobytes())
         kind = "float16" if base.dtype is torch.float16 else "bfloat16"
-        kind = base.quantization or kind  # whose numbers are those that it packs weights into
+        kind = base.quantization or kind  # quantised weights have their own kind
         base.derived[_KEY] = f"{kind}:{digest.hexdigest()}"
     return base.derived[_KEY]
 

@@ -29,7 +29,7 @@ _LOAD_ERRORS = (
     ImportError,
     RuntimeError,
     SafetensorError,
-    # Of a pytorch_model.bin, which torch reads without running anything in it.
+    # For a pytorch_model.bin, which torch reads without running its code.
     EOFError,
     pickle.UnpicklingError,
     RecursionError,
@@ -130,7 +130,7 @@ def from_pretrained(
                 f"{shorten(f'{type(error).__name__}: {error}', 3000)}"
             ) from error
     if missing := sorted(report["missing_keys"]):
-        # transformers fills them with random numbers, and reports this in its log only.
+        # transformers fills missing weights with random numbers, which only its log reports.
         raise ModelError(
             f"model {source.name!r}: {len(missing)} weights of its config.json are in no file of "
             f"{source.path!r} ({missing[0]}, ...); expected weights and config.json of one model"
@@ -146,7 +146,7 @@ def quiet() -> Generator[None]:
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    # For GGUF files it takes tqdm's own bar, which that switch does not reach.
+    # GGUF files use tqdm's own bar, which this switch does not change.
     bar: Any = getattr(gguf_files, "tqdm", None)
     if bar is not None:
         setattr(gguf_files, "tqdm", partial(bar, disable=True))  # noqa: B010 -- no name of its types

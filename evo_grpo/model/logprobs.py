@@ -10,7 +10,7 @@ p = softmax(z) and its entropy H:
     d lp / d z = onehot(y) - p        d H / d z = -p (log p + H)
 
 Recomputing z block by block there costs one more head matmul and saves the logits. The slope of H
-is computed only where a loss reads the entropies.
+is computed only if a loss reads the entropies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 #: Logits held at once, in fp32 elements: 2 MiB on a CPU, about its second cache; 64 MiB elsewhere.
 CPU_ELEMENTS = 1 << 19
 DEVICE_ELEMENTS = 1 << 24
-#: Columns of a block on a CPU: wide enough for its matmul, and leaving rows enough for it too.
+#: Columns of a block on a CPU: wide enough for an efficient matmul, with enough rows left.
 CPU_COLUMNS = 1 << 11
 #: exp() of a lower log-prob is 0 in float32, and 0 times -inf would be NaN.
 LEAST_LOGPROB = -200.0
@@ -62,7 +62,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 share = weights.sum(-1)
                 moment = weights.mul_(z).sum(-1)
                 if top is not None and total is not None and mean is not None:
-                    # What was summed relative to a lower maximum counts for less.
+                    # Rescale the sums that are relative to a lower maximum.
                     shift = top - higher
                     scale = shift.exp()
                     moment += scale * (mean + shift * total)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
 
-#: Attributes of an instance that would shadow what calls the forward of its class.
+#: Attributes of an instance that would shadow methods that call the forward of its class.
 _SHADOWS = frozenset({"forward", "_call_impl", "_wrapped_call_impl", "_slow_forward"})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: Hooks by module and name that change no number: transformers adds them to return hidden states,
@@ -40,8 +40,8 @@ def _folder(function: Any, levels: int) -> str:  # noqa: ANN401 -- any function
     return str(Path(function.__code__.co_filename).parents[levels]) + "/"
 
 
-#: Where the code of torch, transformers and the Python library lies. The names are those inside the
-#: compiled code, which are what it is compared with.
+#: Where the code of torch, transformers and the Python library lies. The paths are those in the
+#: compiled code, with which functions are compared.
 _LIBRARIES = (
     _folder(nn.Module.register_forward_hook, 2),
     _folder(PreTrainedModel.get_input_embeddings, 0),
@@ -55,7 +55,7 @@ def from_libraries(function: object) -> bool:
         if isinstance(function, BuiltinFunctionType):
             return True
         code = getattr(function, "__code__", None)
-        # By its code: functools.wraps gives a wrapper the module and the name of what it wraps.
+        # Check the code, since functools.wraps copies module and name of the wrapped function.
         if code is None or not code.co_filename.startswith(_LIBRARIES):
             return False
         function = getattr(function, "__wrapped__", None)
@@ -79,8 +79,8 @@ def foreign_functions(namespace: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of a module's functions that do not belong to torch or transformers."""
     for name, value in namespace.items():
         if name.startswith("__"):
-            # The module's own code calls none of that name: torch.compile keeps there what it has
-            # compiled of another model of the process.
+            # The module's own code calls no function of that name: torch.compile stores functions
+            # there that it compiled for another model of the process.
             continue
         if isinstance(value, FunctionType) and not from_libraries(value):
             yield name

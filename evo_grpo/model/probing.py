@@ -41,7 +41,7 @@ CANNOT_RUN = (
 #: Errors relative to the root mean square of the values. Rounding in bfloat16 reaches a few per
 #: cent; a wrong token or position gives tens of per cent.
 EXACT, _TENSOR_CORES, _HALF = 1e-4, 1e-2, 0.1
-#: Two ways to the same logits differ by less, since only the head differs.
+#: Tolerance for the logits of two heads on the same hidden states, which is smaller.
 _LOGITS = 1e-2
 
 
@@ -77,7 +77,7 @@ def probe_ids(
     wanted = rows * columns
     plain = [i for i in range(min(vocabulary, 4 * wanted + len(avoid))) if i not in avoid]
     plain = plain or [0]
-    # A stride that is coprime to most vocabularies, so that neighbours are no neighbours.
+    # A stride that is coprime to most vocabulary sizes, so that adjacent ids are not consecutive.
     picked = [plain[(7 * i + 3) % len(plain)] for i in range(wanted)]
     return torch.tensor(picked).view(rows, columns)
 
@@ -155,7 +155,7 @@ class _Inputs:
     def _note(self, name: str, module: nn.Module, args: tuple[Any, ...], result: object) -> None:
         x = args[0] if args else None
         shapes = self.shapes.setdefault(name, [])
-        # Some call themselves linear layers and return a tuple (a router), or multiply in groups.
+        # Some classes named Linear return a tuple (a router) or multiply in groups.
         if not isinstance(x, Tensor) or not isinstance(result, Tensor):
             shapes.append(())
             return
@@ -252,7 +252,7 @@ def check_forward(
 
 
 def _check_logits(what: str, own: Tensor, expected: Tensor, allowed: float) -> None:
-    # A cap of 30 moves logits of 1, as those of weights drawn at random, by 4e-4 alone.
+    # A cap of 30 changes logits of 1, as random weights give, by only 4e-4.
     near = min(_LOGITS, allowed)
     if own.shape != expected.shape or not torch.allclose(own, expected, atol=near, rtol=near):
         gap = (own - expected).abs().max().item() if own.shape == expected.shape else float("inf")

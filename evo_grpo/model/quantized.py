@@ -35,8 +35,8 @@ def quantization_keywords(
     """Return the keywords with which `from_pretrained` quantises while it loads.
 
     int8 has one scale per output feature, nf4 one per 64 weights; `dtype` is the compute dtype, and
-    that of what is not quantised. EngineUnavailable is raised where bitsandbytes is not installed,
-    ModelError where it does not run on the device, or for a GGUF file.
+    the dtype of weights that are not quantised. EngineUnavailable is raised if bitsandbytes is not
+    installed, ModelError if it does not run on the device, or for a GGUF file.
     """
     if source.gguf_file is not None:
         raise ModelError(
@@ -72,7 +72,7 @@ def quantization_keywords(
 def use_plain_products(model: nn.Module, kind: Quantization, name: str) -> None:
     """Let a model's quantised layers multiply by their weights in the compute dtype.
 
-    ModelError where a layer's width is no multiple of 64 under nf4: bitsandbytes 0.50 packs such
+    Raises ModelError if a layer's width is no multiple of 64 with nf4: bitsandbytes 0.50 packs such
     rows wrongly on the CPU, with errors as large as the weights.
     """
     for layer, module in model.named_modules():

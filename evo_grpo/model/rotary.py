@@ -45,7 +45,7 @@ def hold_frequencies(trunk: nn.Module, longest: int) -> None:
         for layer_type, rope_type in types.items():
             if _moves(rope_type):
                 arguments = {} if layer_type is None else {"layer_type": layer_type}
-                # A short row first: frequencies that a longer one has left only such a row resets.
+                # Run a short row first: only a short row resets the frequencies of a longer one.
                 for last in (0, longest - 1):
                     positions = torch.tensor([[last]], device=like.device)
                     module(like.view(1, 1, -1), position_ids=positions, **arguments)
@@ -64,11 +64,11 @@ def keep_frequencies(model: nn.Module) -> Callable[[], None]:
         for module, attributes, buffers in kept:
             device = next((b.device for _, b in _buffers(module)), None)
             for name in {name for name, _ in _buffers(module)} - set(buffers):
-                delattr(module, name)  # which older releases of transformers keep there
+                delattr(module, name)  # an attribute of older releases of transformers
             vars(module).clear()
             vars(module).update(attributes)
             for name, value in buffers.items():
-                # Not in place: in older releases two of them may have become one tensor.
+                # Not in place: in older releases two buffers may share one tensor.
                 setattr(module, name, value.to(device))
 
     return give_back
@@ -83,7 +83,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _types(module: Any) -> dict[str | None, str]:  # noqa: ANN401 -- a rotary embedding of any model
-    """Return the types by layer type, None where all layers have one."""
+    """Return the types by layer type, None if all layers have one."""
     kept = vars(module).get(_KEPT, module.rope_type)
     return dict(kept) if isinstance(kept, dict) else {None: kept}
 

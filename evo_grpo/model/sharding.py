@@ -28,7 +28,7 @@ from evo_grpo.model.digest import base_digest
 #: Communication backend by type of device; other devices do not support sharding.
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
-#: How long a layer waits for other processes, which are in the same pass.
+#: Time limit for a layer to wait for other processes, which are in the same pass.
 _PATIENCE = timedelta(minutes=10)
 
 
@@ -46,24 +46,24 @@ class ShardedLayers:
                 f"engine.base: expected engine.device cpu or cuda for sharded, got {device.type}; "
                 "set engine.base: replicated"
             )
-        base_digest(base)  # of the whole weights, once and for all
+        base_digest(base)  # while the weights are whole; computed once
         group = dist.new_group(backend=_BACKENDS[device.type], timeout=_PATIENCE)
         assert isinstance(group, dist.ProcessGroup), "every process is in it"
-        # By this name PEFT knows that the layers compute with their whole weights.
+        # PEFT reads this name and expects layers that compute with whole weights.
         mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("fsdp",))
         outside = set(base.trunk.parameters())
         for layer in layers:
             outside -= set(layer.parameters())
         self.layers = [_divide(layer, mesh, set()) for layer in layers]
         base.trunk.register_forward_hook(_own_storage)
-        # What is left of the trunk stays whole; at the top it lets layers be fetched early.
+        # The rest of the trunk stays whole; wrapping it lets FSDP2 prefetch layers.
         self.trunk = _divide(base.trunk, mesh, outside)
         for tensor in chain(base.model.parameters(), base.model.buffers()):
             if not isinstance(tensor, DTensor):
                 tensor.data = tensor.data.to(device)
         self.trunk.register_forward_hook(self._after_forward)
         self._first: int | None = None
-        base.specialized = False  # joined weights would be whole ones
+        base.specialized = False  # joined weights would need whole weights
         base.gathered = None
 
     def join_forward(self) -> None:
@@ -82,8 +82,9 @@ class ShardedLayers:
         if self._first is None:
             adapted = (any(isinstance(m, LoraLayer) for m in one.modules()) for one in self.layers)
             self._first = next((number for number, found in enumerate(adapted) if found), 0)
-            # In a backward each layer fetches early what ran before it. Before the first adapted
-            # one that is nothing to wait for: no adapters, or the last layer of another forward.
+            # In a backward each layer prefetches the layer that ran before it. The first adapted
+            # layer would prefetch one that is not needed: a layer without adapters, or the last
+            # layer of another forward.
             last = self.layers[self._first]
             last.set_modules_to_backward_prefetch([last])
         return self._first
@@ -95,14 +96,14 @@ class ShardedLayers:
 
     def _after_forward(self, *_: object) -> None:
         if torch.is_grad_enabled():
-            self._first_adapted()  # says what is fetched when, before the first backward
+            self._first_adapted()  # sets the prefetch order before the first backward
         else:
-            # FSDP2 keeps the order of each forward for its backward, and here there will be none.
+            # FSDP2 keeps the order of each forward for its backward; this forward has no backward.
             self.trunk.reset_iter_state()
 
 
 def _divide(module: nn.Module, mesh: DeviceMesh, left_whole: set[nn.Parameter]) -> Any:  # noqa: ANN401 -- FSDPModule and nn.Module in one
-    # True for the trunk too: by default what is at the top stays together after a forward.
+    # True for the trunk too: by default, FSDP2 does not reshard the root after a forward.
     return fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=left_whole)
 
 

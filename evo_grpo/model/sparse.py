@@ -15,7 +15,7 @@ from torch import nn
 
 from evo_grpo.errors import ModelError
 
-#: Tokens of the longest rows with which a model is checked: those of decoding.
+#: Tokens of the longest rows with which a model is checked, in decoding.
 LEAST = 9
 
 
@@ -54,11 +54,11 @@ def remedy(longest: int) -> str:
 
 def _taken(module: Any) -> int | None:  # noqa: ANN401 -- a layer of any model
     """Return how many tokens a layer selects, or None if it does not select."""
-    # Of entries that stand for several tokens each in DeepSeek-V4.
+    # In DeepSeek-V4, an entry stands for several tokens.
     one_by_one = _count(module, "index_topk")
     if one_by_one is not None:
         return one_by_one * (_count(module, "compress_rate") or 1)
-    # Whole blocks in MiniMax-M3, the one of the token itself among them.
+    # MiniMax-M3 selects whole blocks, including the block of the token itself.
     blocks, size = _count(module, "topk_blocks"), _count(module, "block_size")
     return None if blocks is None or size is None else blocks * size
 

@@ -48,10 +48,11 @@ def in_float32(trunk: nn.Module) -> Generator[None]:
 
 
 def _units(trunk: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """Yield modules, and whether with all that is inside of them.
+    """Yield modules, each with whether its submodules are included.
 
-    The layers of the outermost lists are taken whole: some read the weights of a part without
-    calling it. What is around them holds its own weights alone, for as long as it runs.
+    The layers of the outermost lists include their submodules, since some layers read the weights
+    of a submodule without calling it. Modules around these layers convert only their own weights
+    while they run.
     """
     for module in trunk.children():
         if isinstance(module, nn.ModuleList):
@@ -72,11 +73,11 @@ class _Widened:
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[Any, Any]:
             kept: list[tuple[Tensor, Tensor]] = []
-            # Known before it is filled: when memory ends in the middle, it is put back.
+            # Stored before it is filled, so that it is restored if memory runs out in the middle.
             self.kept.append(kept)
             for tensors in (module.parameters(recurse=whole), module.buffers(recurse=whole)):
                 for tensor in tensors:
-                    # A layer that is shared may be widened already.
+                    # A shared layer may be converted already.
                     if tensor.dtype in HALF:
                         own = tensor.data
                         tensor.data = own.float()
@@ -90,7 +91,7 @@ class _Widened:
             tensor.data = own
 
     def put_back_all(self) -> None:
-        # A forward that raised left its modules without leaving them.
+        # After an exception, the exit hooks of the modules have not run.
         while self.kept:
             self.leaving()
 

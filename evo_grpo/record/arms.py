@@ -112,9 +112,9 @@ class Difference:
 
     @property
     def sign(self) -> int:
-        """1 where the first arm is significantly ahead, -1 where it is behind, else 0."""
+        """1 if the first arm is significantly ahead, -1 if it is behind, else 0."""
         # Trainings with the same values differ by more than the prompts explain, and the exact
-        # test is the stricter one where a few prompts all have the same difference.
+        # test is the stricter one if a few prompts all have the same difference.
         if self.trainings < 2 or not self.p <= LEVEL:
             return 0
         return 1 if self.low > 0 else -1 if self.high < 0 else 0
@@ -136,7 +136,7 @@ class Arm:
 
     @property
     def test(self) -> Score:
-        """Mean over the trainings; NaN where one ended without a reward."""
+        """Mean over the trainings; NaN if one ended without a reward."""
         return pooled(self.tests)
 
     @property
@@ -176,7 +176,7 @@ def arm_label(name: str, agents: int) -> str:
 def pooled(scores: Sequence[Score]) -> Score:
     """Return the mean of several scores on the same prompts; its error is taken over the prompts.
 
-    NaN where a score has no reward at all.
+    NaN if a score has no reward at all.
     """
     if len(scores) == 1:
         return scores[0]
@@ -192,7 +192,7 @@ def pooled(scores: Sequence[Score]) -> Score:
 
 
 def summary_score(summary: Mapping[str, Any] | None, key: str = "best") -> Score:
-    """Return a score on the test split from summary.json, NaN where there is no summary.
+    """Return a score on the test split from summary.json, NaN if there is no summary.
 
     `key` is "best" for the winner, or "base".
     """

@@ -1,4 +1,4 @@
-"""Which agent of a run a command takes, as it was after which round: the winner, or a named one."""
+"""Choice of an agent of a run and of a round: the winner, or a named agent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOWN_ROUNDS = 8
 
 @dataclass(frozen=True)
 class ChosenAgent:
-    """An agent of a run that a command takes, as it was after a round.
+    """An agent of a run, as it was after a round, chosen for a command.
 
     Attributes:
         run: The run folder.
@@ -38,7 +38,7 @@ class ChosenAgent:
 
     @property
     def checkpoint(self) -> str:
-        """Its checkpoint, relative to the run folder; empty where none was saved."""
+        """Its checkpoint, relative to the run folder; empty if none was saved."""
         return self.agent.checkpoint
 
     @property
@@ -83,7 +83,7 @@ def choose_of(
     *,
     best_ever: bool = False,
 ) -> ChosenAgent:
-    """Find an agent of a run that has a checkpoint; the winner where no agent is named.
+    """Find an agent of a run that has a checkpoint; the winner if no agent is named.
 
     The winner of a finished run is that of its final comparison: the best agent of the last round,
     the best of all rounds, or the mean of two survivors. Before the end it is the best of the last

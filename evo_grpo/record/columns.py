@@ -23,7 +23,7 @@ def hyperparameters(rounds: Sequence[RoundRecord]) -> list[str]:
     """Return the hyperparameters with a column in the tables of a run.
 
     These are the columns of every table, then the other hyperparameters that mutate in this run or
-    that a person has set in it, in the order of the schema. The records name them, so all rounds of
+    that the user set in it, in the order of the schema. The records name them, so all rounds of
     a run have the same columns, from the first round on.
     """
     moving = {name for record in rounds for name in record.mutable} | set(steered(rounds))
@@ -31,7 +31,7 @@ def hyperparameters(rounds: Sequence[RoundRecord]) -> list[str]:
 
 
 def steered(rounds: Sequence[RoundRecord]) -> list[str]:
-    """Return the hyperparameters that a person has set in a run, in the order of the schema."""
+    """Return the hyperparameters that the user set in a run, in the order of the schema."""
     names = {
         name
         for record in rounds
@@ -57,19 +57,19 @@ def values(hparams: Hparams, names: Sequence[str]) -> dict[str, float | None]:
 
 
 def fitness(agent: AgentRecord) -> float:
-    """Return an agent's fitness, NaN where it failed."""
+    """Return an agent's fitness, NaN if it failed."""
     return agent.score.mean if agent.score is not None and agent.state == "ok" else math.nan
 
 
 def fitness_se(agent: AgentRecord) -> float:
-    """Return the standard error of an agent's fitness, NaN where it failed or took one sample."""
+    """Return the standard error of an agent's fitness, NaN if it failed or took one sample."""
     return math.nan if agent.score is None else agent.score.se
 
 
 def kl(agent: AgentRecord) -> float | None:
     """Return an agent's KL divergence from the reference in nats per token.
 
-    None where it was not computed: with beta 0 the learner records 0.
+    None if it was not computed: with beta 0 the learner records 0.
     """
     value = agent.metrics.get("kl")
     return value or None if agent.hparams.beta == 0 else value

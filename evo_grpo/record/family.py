@@ -26,7 +26,7 @@ class FamilyMember:
         agent: The number of its agent; None for the mean of two members.
         parent: Member id of its parent, None in the first population.
         born: Its first round (0-based); of a mean, the number of finished rounds.
-        fitness: Its mean evaluation reward in each round from `born` on, None where it failed; of a
+        fitness: Its mean evaluation reward in each round from `born` on, None if it failed; of a
             mean, its mean reward in the final comparison.
         alive: Whether it takes part in the last round.
         second_parent: Member id of the second parent of a mean.
@@ -93,7 +93,7 @@ def ancestry(rounds: Sequence[RoundRecord], member: int) -> list[AgentRecord]:
         if found is None and path:
             wanted = path[-1].parent
             if path[-1].mutation.restores and until is None:
-                # Its weights are those of the best agent ever, as it was when it was the best.
+                # Its weights are those of the best agent of all rounds, after its best round.
                 best = best_ever(rounds[: record.round + 1])
                 until = record.round if best is None else best.round
                 if record.round > until:
@@ -120,7 +120,7 @@ def order(agent: AgentRecord) -> tuple[float, int]:
 def best_agent(record: RoundRecord) -> AgentRecord | None:
     """Return the agent with the greatest fitness of a round, the lowest number of equal ones.
 
-    None where no agent has a finite fitness.
+    None if no agent has a finite fitness.
     """
     ranked = [agent for agent in record.agents if math.isfinite(fitness(agent))]
     return min(ranked, key=order, default=None)
@@ -129,7 +129,7 @@ def best_agent(record: RoundRecord) -> AgentRecord | None:
 def leading_agent(record: RoundRecord) -> AgentRecord | None:
     """Return the best agent of a round among those that play on.
 
-    An agent that collapsed is not one of them, even where another member took its number.
+    An agent that collapsed is not among them, even if another member took its number.
     """
     if not record.members:
         return best_agent(record)
@@ -143,7 +143,7 @@ def leading_agent(record: RoundRecord) -> AgentRecord | None:
 def best_ever(rounds: Sequence[RoundRecord]) -> AgentRecord | None:
     """Return the agent with the greatest fitness of all rounds, the first of equal ones.
 
-    It is its record in the round with that fitness; None where no agent has a finite fitness.
+    It is its record in the round with that fitness; None if no agent has a finite fitness.
     """
     best = [one for record in rounds if (one := best_agent(record)) is not None]
     return max(best, key=fitness, default=None)

@@ -120,7 +120,7 @@ def expect_run(path: str | Path) -> Path:
 
 
 def read_rounds(path: str | Path) -> list[RoundRecord]:
-    """Return the finished rounds of a run, also while the run goes on.
+    """Return the finished rounds of a run, also while the run is in progress.
 
     Raises:
         RunNotFoundError: The path is no run folder.
@@ -204,7 +204,7 @@ class Parsed(NamedTuple):
 
 
 def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> Parsed:
-    """Read rounds.jsonl from byte `start` on, where the line of round `first` begins.
+    """Read rounds.jsonl from byte `start`, the beginning of the line of round `first`.
 
     Raises:
         CheckpointError: A line is damaged; the error names it.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from evo_grpo.record.records import AgentRecord, RoundRecord
 
-#: Means over the GRPO steps of a round that get a column; NaN where an agent has none.
+#: Means over the GRPO steps of a round that get a column; NaN if an agent has none.
 METRICS = (
     "reward",
     "kl",
@@ -45,7 +45,7 @@ def history(run: str | Path | Sequence[RoundRecord]) -> pd.DataFrame:
           "continue" where the same member trains on; mutated has the names of the hyperparameters
           that changed, joined by commas
         - reward, kl, loss, entropy, zero_variance, clip_fraction, completion_length: means over the
-          round's steps, NaN where an agent has none
+          round's steps, NaN if an agent has none
         - tokens (sampled in training), wall_seconds
         - checkpoint (relative to the run folder), reason (why it failed, empty when it did not)
 

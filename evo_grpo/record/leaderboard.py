@@ -69,9 +69,9 @@ def from_records(
         - tie: whether a paired test cannot separate it from the first row; missing for the first
           row, and for agents that were not tested on the same prompts as the first
         - final and final_se: its score in the final comparison, on validation prompts with new
-          draws; missing where it was not compared
+          draws; missing if it was not compared
         - test and test_se: the score of the winner on the test prompts; missing for all others
-        - lr, beta, clip_coef (NaN where it is a pair of bounds), clip_low and clip_high (the
+        - lr, beta, clip_coef (NaN if it is a pair of bounds), clip_low and clip_high (the
           bounds, also those of a scalar), group_size, then what else mutates in this run; of a
           mean, those of its better parent
         - tokens (sampled in training) and wall_seconds: sums over all rounds of the agent; 0 for a
@@ -190,7 +190,7 @@ def _known(value: float | None) -> float | None:
 def tied(winner: SelectedAgent | None, agent: AgentRecord) -> bool | None:
     """Return whether a paired test cannot separate the fitness of an agent from the winner's.
 
-    None for the winner, and where the two were not tested on the same prompts in the same round.
+    None for the winner, and if the two were not tested on the same prompts in the same round.
     """
     if winner is None or winner.fitness is None or agent.score is None:
         return None

@@ -145,7 +145,7 @@ class Lineage:
         if own is not None:
             return own
         if agent.mutation.restores:
-            # The parent is the trial of the best agent ever, in the round when it was the best.
+            # The parent is the trial of the best agent of all rounds, in its best round.
             parent = self._best_before(agent.parent, agent.round)
         else:
             parent = self._by_member[agent.parent].get(agent.round - 1)

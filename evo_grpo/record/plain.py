@@ -80,7 +80,7 @@ def read_plain(path: Path, most: int = MAX_JSON_BYTES) -> bytes:
 
     Raises:
         RunDirError: It is a link, no regular file, or larger than `most`.
-        OSError: As `open` raises it, FileNotFoundError where there is none.
+        OSError: As `open` raises it, FileNotFoundError if there is none.
     """
     with os.fdopen(open_plain(path, os.O_RDONLY), "rb") as file:
         refuse_oversized(path, most)

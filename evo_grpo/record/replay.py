@@ -87,9 +87,9 @@ class Replay:
         """Return how the schedule compares with its last values at a budget.
 
         Returns:
-            "ahead" or "behind" where both the interval and the p-value show it; "same" where both
+            "ahead" or "behind" if both the interval and the p-value show it; "same" where both
             had the same values in every step, and prompts that differ by at most one; "failed"
-            where a training ended without a finite reward; else "unclear".
+            if a training ended without a finite reward; else "unclear".
         """
         moving, constant = (self.training(f"{v}-{budget}") for v in ("schedule", "constant"))
         if not math.isfinite(moving.test.mean) or not math.isfinite(constant.test.mean):
@@ -165,7 +165,7 @@ _REPLAY = TypeAdapter(Replay)
 
 
 def unmoved(schedule: Schedule) -> str:
-    """Return what a replay can show where no hyperparameter changed; empty where one did."""
+    """Return a sentence for a schedule without changes; empty if a hyperparameter changed."""
     if schedule.moves:
         return ""
     plans = {plan.name: plan.prompts for plan in trainings(schedule)}
@@ -183,7 +183,7 @@ def unmoved(schedule: Schedule) -> str:
 
 
 def read_replay(run: str | Path, file: Path | None = None) -> Replay | None:
-    """Return the result of a replay, None where there is none or it was interrupted.
+    """Return the result of a replay, None if there is none or it was interrupted.
 
     Args:
         run: The run folder.

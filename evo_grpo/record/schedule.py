@@ -59,8 +59,8 @@ class Schedule:
         member: Member id of the winner.
         checkpoint: Its checkpoint, relative to the run folder.
         steps: GRPO steps per round.
-        mutable: Hyperparameters that may change in the run: those that mutate, then those that a
-            person has set.
+        mutable: Hyperparameters that may change in the run: those that mutate, then those that the
+            user set.
         rounds: First to last. After a return to the best agent ever, the rounds between are
             missing.
         run_rows: Completions of all agents in all rounds of the run.

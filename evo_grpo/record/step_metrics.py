@@ -27,7 +27,7 @@ def metric_rows(run: str | Path) -> list[dict[str, Any]]:
 
     Returns:
         Rows as recorded, ordered by round, step and agent: `round`, `step`, `agent`, then a number
-        for each metric, None where it was not finite. A round whose metrics were not kept has no
+        for each metric, None if it was not finite. A round whose metrics were not kept has no
         rows.
 
     Raises:
@@ -54,7 +54,7 @@ def read_metrics(run: str | Path) -> pd.DataFrame:
     Returns:
         One row per step and agent, ordered by round, step and agent; no rows where metrics were not
         kept. The columns: round, step and agent (Int64), then a float64 for each metric that any
-        step has, NaN where it was not finite or is missing. docs/metrics.md defines them.
+        step has, NaN if it was not finite or is missing. docs/metrics.md defines them.
 
     Raises:
         RunNotFoundError: `run` is not a run folder.

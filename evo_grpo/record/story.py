@@ -1,4 +1,4 @@
-"""The story of a run in sentences: who won, from which agent it descends, and how sure that is."""
+"""The story of a run in sentences: the winner, its ancestors, and the significance of its lead."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VALUES_SHOWN = 5
 """The number of values of a hyperparameter up to which a schedule shows all of them."""
 CERTAIN = 2.0
 """Standard errors above zero from which a gain over the base model is called a gain."""
-#: How members are created without a request of a person.
+#: How members are created without a request of the user.
 _BY_ITSELF = ("init", "clone", "mutate", "restore", "mean")
 
 
@@ -62,9 +62,9 @@ def tell_story(
         rounds: The finished rounds, first to last.
         winner: The winner; before the end, the agent that would win now.
         rivals: The finalists that lost the final comparison.
-        summary: The content of summary.json; None where no agent was judged on test prompts.
+        summary: The content of summary.json; None if no agent was judged on test prompts.
         comparison: The content of compare.json, where there is one.
-        planned: Rounds of the whole run; None where they are not known.
+        planned: Rounds of the whole run; None if they are not known.
     """
     if winner is not None and summary is not None:
         return tuple(_finished(rounds, winner, rivals, summary, comparison))
@@ -91,7 +91,7 @@ def rivals_text(winner: SelectedAgent, rivals: Sequence[SelectedAgent]) -> str:
         mean = math.nan if rival.final is None else rival.final.mean
         note = ", a tie" if rival.tie else ""
         if winner.final is not None and mean > winner.final.mean:
-            note = ", not significantly ahead"  # the best ever has to be, to win
+            note = ", not significantly ahead"  # the archive must be, to win
         score = "no finite score" if math.isnan(mean) else number(mean, 2)
         parts.append(f"{score} ({rival.name}{note})")
     return " and ".join(parts)

@@ -90,8 +90,8 @@ def read_summary(path: str | Path) -> dict[str, Any] | None:
         - split, base, best, gain, gain_se, rounds, wall_seconds: see `judge.judge`
         - candidates: see `judge.candidates_summary`
         - final_tokens: tokens sampled to compare the candidates
-        - stopped: the rules of population.stop that ended the run, with their values; empty where
-          no rule did, missing where an earlier version wrote the file
+        - stopped: the rules of population.stop that ended the run, with their values; empty if
+          no rule did, missing if an earlier version wrote the file
         - files: SHA-256 by path of the files of a mean that won
         - earlier: the results of the run before it was extended to more rounds
     """

@@ -55,7 +55,7 @@ _SIGNS = {
         "{value:.0%} of the tokens of agent {agent} were clipped in round {round}",
         "lower its lr or algorithm.update_epochs, or raise clip_coef",
     ),
-    # Nats per token; what engines round otherwise is a hundredth of it.
+    # Nats per token; different rounding of engines gives a hundredth of it.
     "sampler_gap": _Sign(
         0.05,
         "the log-probs with which agent {agent} was sampled were {value:.2g} nats per token off "
@@ -75,7 +75,7 @@ class Trouble:
         text: The problem; rounds count from 1. Parts of it come from files: escape it.
         remedy: The remedy, in the imperative; settings by their path in population.yaml.
         round: The first round (0-based) with the problem.
-        agent: The agent that has it, None where it is not one agent.
+        agent: The agent with the problem, None if it does not concern one agent.
     """
 
     kind: str

@@ -60,7 +60,7 @@ class RunView:
         rounds: The finished rounds, first to last.
         folder: The run folder, None for rounds in memory.
         summary: The content of summary.json; None before the end of the run.
-        comparison: The content of compare.json; None where the run was not compared.
+        comparison: The content of compare.json; None if the run was not compared.
         config: The resolved settings by group; empty for rounds in memory.
         text: The same as YAML.
     """
@@ -75,7 +75,7 @@ class RunView:
 
     @cached_property
     def planned(self) -> int:
-        """Rounds of the whole run; those that are finished where the settings are not known."""
+        """Rounds of the whole run; the finished rounds if the settings are not known."""
         population = self.config.get("population")
         planned = population.get("rounds") if isinstance(population, dict) else None
         return planned if isinstance(planned, int) else len(self.rounds)
@@ -94,7 +94,7 @@ class RunView:
     def winner(self) -> SelectedAgent | None:
         """The winner; before the end, the agent that would win now.
 
-        None where no round is finished, or no agent of an unfinished run has a finite fitness.
+        None if no round is finished, or no agent of an unfinished run has a finite fitness.
         """
         return winner_of(self.rounds, self.summary)
 
@@ -105,7 +105,7 @@ class RunView:
 
     @cached_property
     def rivals(self) -> tuple[SelectedAgent, ...]:
-        """The finalists that lost the final comparison; none where nothing was compared."""
+        """The finalists that lost the final comparison; none if nothing was compared."""
         return rivals_of(self.rounds, self.summary)
 
     @cached_property
@@ -193,7 +193,7 @@ class RunView:
 
     @cached_property
     def mutable(self) -> tuple[str, ...]:
-        """Hyperparameters that may mutate, then those that a person has set.
+        """Hyperparameters that may mutate, then those that the user set.
 
         clip_low and clip_high, the ends of the clip range, stand for the range.
         """

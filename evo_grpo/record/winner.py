@@ -25,13 +25,13 @@ class SelectedAgent:
             rounds, asked for by the caller) or "named" (any other that the caller named).
         agent: The number of the agent, None for a mean.
         member: The member id.
-        checkpoint: Its checkpoint, relative to the run folder; empty where none was saved.
+        checkpoint: Its checkpoint, relative to the run folder; empty if none was saved.
         lines: The records that led to it, first round to last: one line, or two for a mean, with
             that of the better parent first.
         rounds: The number of finished rounds of the run.
-        final: Its score in the final comparison, on validation prompts with new draws; None where
+        final: Its score in the final comparison, on validation prompts with new draws; None if
             finalists were not compared.
-        test: Its score on the test prompts, NaN where its rewards were not finite; None where it
+        test: Its score on the test prompts, NaN if its rewards were not finite; None if it
             was not judged. **This is the score of the winner**: nothing was selected on these
             prompts.
         tie: Of a finalist that lost, whether a paired test cannot separate it from the winner.
@@ -49,7 +49,7 @@ class SelectedAgent:
 
     @property
     def record(self) -> AgentRecord:
-        """Its record in the round after which it is taken; of a mean, that of the better parent."""
+        """Its record in the round of the choice; for a mean, the record of the better parent."""
         return self.lines[0][-1]
 
     @property
@@ -73,7 +73,7 @@ def winner_of(
 ) -> SelectedAgent | None:
     """Return the winner of a finished run; before the end, the best agent of the last round.
 
-    None where no round is finished, or no agent of an unfinished run has a finite fitness.
+    None if no round is finished, or no agent of an unfinished run has a finite fitness.
     `summary` is the content of summary.json.
     """
     if not rounds:
@@ -90,7 +90,7 @@ def winner_of(
 def rivals_of(
     rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None
 ) -> tuple[SelectedAgent, ...]:
-    """Return the finalists that lost the final comparison; none where nothing was compared."""
+    """Return the finalists that lost the final comparison; none if nothing was compared."""
     if summary is None or not rounds:
         return ()
     # By kind: the best of the last round and the best ever may be one member at two times.

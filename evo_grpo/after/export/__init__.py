@@ -1,1 +1,1 @@
-"""An agent of a run as a folder that loads elsewhere, with its card."""
+"""Export of an agent of a run to a folder, with a model card."""

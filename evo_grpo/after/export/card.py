@@ -234,7 +234,7 @@ def _plain(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    """Return a string from outside as a code span, also where it contains backticks."""
+    """Return a string from outside as a code span, also if it contains backticks."""
     text = printable(text)
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence, space = "`" * (longest + 1), " " if longest or not text else ""

@@ -33,7 +33,7 @@ class BaseModel:
 
     Attributes:
         name: Its name in the settings of the run.
-        source: The argument of `from_pretrained`; None where it is not found on this machine.
+        source: The argument of `from_pretrained`; None if it is not found on this machine.
         reference: Its name in adapter_config.json.
         revision: The revision of a hub id, where the run named one.
         own_code: Whether it needs Python code of its own (trust_remote_code).
@@ -136,7 +136,7 @@ def find_base(choice: ChosenAgent, config: Mapping[str, Any], adapter: bytes) ->
 def adapter_contents(
     choice: ChosenAgent, base: BaseModel, adapter: Mapping[str, bytes]
 ) -> Contents:
-    """Return an adapter with its tokenizer, and with a base that is found nowhere else."""
+    """Return an adapter with its tokenizer, and with its base if it has no other source."""
     config = _json(adapter[ADAPTER], ADAPTER)
     config["base_model_name_or_path"] = base.reference
     if base.revision is not None:
@@ -233,7 +233,7 @@ def _checked(file: Path, expected: str, whose: str, remedy: str) -> bytes:
 
 
 def _attributes(choice: ChosenAgent) -> dict[str, Any]:
-    """Return attributes.json of the checkpoint; empty where the run recorded no such file."""
+    """Return attributes.json of the checkpoint; empty if the run recorded no such file."""
     expected = choice.files.get(_ATTRIBUTES)
     if expected is None:
         return {}

@@ -64,7 +64,7 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
         round: As it was after that round (0-based, as in all records), by default the last one;
             alone, the best agent of that round.
         best_ever: The agent with the greatest fitness of all rounds, as it was then.
-        merge: Write one ordinary model, base and adapter in one, in place of an adapter.
+        merge: Write one merged model instead of an adapter.
         push: A repository on the Hugging Face Hub, `owner/name`, to push it to; a new one is
             private. The token is read from HF_TOKEN.
         force: Replace the files of an earlier export.
@@ -79,11 +79,10 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
         ConfigError: There is no such agent, member or round, or `push` has no token.
         ModelError: The base cannot be loaded, or an adapter cannot be merged into it.
         EngineUnavailable: The base is in a package that is not installed.
-        RunDirError: When `out` is not empty and `force` is off, it holds a folder in the place of a
-            file, another version of this library wrote the run, or a file to export lies behind a
-            link.
-        RunFailedError: When `out` cannot be written, or the Hub not reached; in that case the
-            folder is there.
+        RunDirError: `out` is not empty and `force` is off, it has a folder with the name of a file,
+            another version of this library wrote the run, or a file to export is behind a link.
+        RunFailedError: `out` cannot be written, or the Hub cannot be reached; in that case the
+            folder exists.
     """
     choice = choose_of(run, agent, member, round, best_ever=best_ever)
     return export_choice(choice, Path(out), merge=merge, push=push, force=force)

@@ -53,7 +53,7 @@ class Push:
         """Push the files of an export in one commit.
 
         Files of an earlier export that this one does not have are removed from the repository.
-        `base` is the Hub id of the base, None where it has none: the Hub refuses other names.
+        `base` is the Hub id of the base, None if it has none: the Hub refuses other names.
         """
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, errors
 

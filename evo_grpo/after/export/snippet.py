@@ -32,7 +32,7 @@ class Use:
         row: An example row, which fills the columns of the template.
         tokens: The greatest number of tokens of an answer in the run.
         temperature: The temperature of the run's evaluations.
-        pushed: The repository on the Hub, None where the export is not pushed.
+        pushed: The repository on the Hub, None if the export is not pushed.
     """
 
     base: BaseModel
@@ -135,7 +135,7 @@ def vllm_snippet(use: Use) -> str:
 
 
 def _beginning(use: Use, imports: list[str]) -> list[str]:
-    """Return the imports, and for a repository of the Hub what brings it here."""
+    """Return the imports, and for a repository of the Hub its download."""
     if use.pushed is None:
         return [*imports, ""]
     return [
@@ -201,7 +201,7 @@ def _row(use: Use) -> dict[str, Any]:
 
 
 def _literal(text: str) -> str:
-    """Return a string as Python has it, in double quotes where it may be."""
+    """Return a string as a Python literal, in double quotes if possible."""
     written = repr(text)
     return f'"{written[1:-1]}"' if written[0] == "'" and '"' not in written else written
 

@@ -111,7 +111,7 @@ def write_export(
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of an export; None where there is no readable one."""
+    """Return the manifest of an export; None if there is no readable one."""
     try:
         found = json.loads(read_plain(folder / MANIFEST))
         for name in found["files"]:

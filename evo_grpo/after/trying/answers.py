@@ -120,8 +120,8 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
         base: Whether the base model is sampled too.
         seed: Seed of the draws.
         raw: Send prompts as they are, without the template.
-        allow: For rows, files of yours that may differ from those of the run, by the names that the
-            error gives which a difference raises without this.
+        allow: For rows, your files that may differ from those of the run, by their names in the
+            error that a difference raises.
 
     Returns:
         One entry per prompt, then one per row.

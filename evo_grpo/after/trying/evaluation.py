@@ -60,7 +60,7 @@ class Judged:
         samples: Completions, or episodes, per prompt.
         temperature: Sampling temperature.
         own: Mean reward of the adapter.
-        base: Mean reward of the base with the same draws, None where it was not evaluated.
+        base: Mean reward of the base with the same draws, None if it was not evaluated.
         gain: Adapter minus base, over the prompts that both answered.
         gain_se: Paired standard error of the gain, NaN from fewer than two prompts.
         interval: Interval of the gain with probability `LEVEL`, by Student's t over prompts.
@@ -91,7 +91,7 @@ def evaluate_adapter(
     base: bool = True,
     allow: Sequence[str] = (),
 ) -> Judged:
-    """Evaluate an adapter on a task as a run judges its winner: same prompts, samples and draws.
+    """Evaluate an adapter on a task as a run evaluates its winner: same prompts, samples and draws.
 
     Args:
         adapter: A PEFT folder over the base of the configuration, such as an export; or a run
@@ -102,8 +102,8 @@ def evaluate_adapter(
             finalists.
         prompts: Number of prompts; None takes as many as the run does.
         base: Whether the base is evaluated too, with the same draws.
-        allow: Without a `config`, files of yours that may differ from those of the run, by the
-            names that the error gives which a difference raises without this.
+        allow: Without a `config`, your files that may differ from those of the run, by their
+            names in the error that a difference raises.
 
     Raises:
         CheckpointError: `adapter` is neither a PEFT folder nor a run with a finished round, or a

@@ -27,7 +27,7 @@ from evo_grpo.types import Slot
 
 @dataclass(frozen=True)
 class Policy:
-    """A cohort of one agent, and the environment of its task, None where no task is needed."""
+    """A cohort of one agent, and the environment of its task, None if no task is needed."""
 
     cohort: Cohort
     env: Environment[Any] | None

@@ -33,7 +33,7 @@ from evo_grpo.record.summary import read_summary
 class _Place:
     """A folder of arms beside an end of the run, which is the current one or an earlier one.
 
-    `summary` is None where the summary of that end is missing or damaged.
+    `summary` is None if the summary of that end is missing or damaged.
     """
 
     path: Path
@@ -107,7 +107,7 @@ def _check_comparison(
 
 
 def _end(arm: Path) -> tuple[Sequence[RoundRecord], Mapping[str, Any]] | None:
-    """Return rounds and summary of an arm, None where it is unfinished or damaged."""
+    """Return rounds and summary of an arm, None if it is unfinished or damaged."""
     try:
         rounds, summary = read_rounds(arm), read_summary(arm)
     except EvoGrpoError:  # reported by the check of the arm

@@ -24,7 +24,7 @@ from evo_grpo.record.requests import read_requests
 from evo_grpo.record.retention import kept_throughout
 
 _STAY = (f"{COMPLETIONS}/", f"{METRICS}/")
-"""Beginnings of the names of files that no retention policy removes."""
+"""Prefixes of the names of files that no retention policy removes."""
 _ASIDES = (".best-new", ".best-old")
 """Temporary folders beside checkpoints/best, used while it is copied."""
 
@@ -82,10 +82,10 @@ def _is_earlier_best(records: Records, digests: Digests) -> bool:
 
 
 def _bests(rounds: Sequence[RoundRecord]) -> Iterator[AgentRecord]:
-    """Yield every agent that was the best ever after some round."""
+    """Yield every agent that was the best of all rounds so far after some round."""
     last: AgentRecord | None = None
     for record in rounds:
-        # The best so far comes first: of equal agents, the first is the best ever.
+        # The best so far comes first: of equal agents, the first is the best.
         so_far = best_ever([*([] if last is None else [rounds[last.round]]), record])
         if so_far is not None and so_far is not last:
             last = so_far

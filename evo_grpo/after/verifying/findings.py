@@ -33,7 +33,7 @@ class Findings:
     notes: list[str] = field(default_factory=list[str])
 
     def read(self, read: Callable[[], T]) -> T | None:
-        """Return the content of a file; None where reading it raises, which counts as damage."""
+        """Return the content of a file; None if reading it raises, which counts as damage."""
         self.files += 1
         try:
             return read()

@@ -30,7 +30,7 @@ class Records:
 
     `config` are the settings in force: those of population.yaml, with the group `record` of
     inputs.json, since population.yaml may have been changed for the next resume. `inputs` is None
-    where the run was stopped before it recorded them. `finished` is true where there is a summary,
+    where the run was stopped before it recorded them. `finished` is true if there is a summary,
     even a damaged one: a plain resume changes nothing then.
     """
 
@@ -51,7 +51,7 @@ class Records:
     def policies(self) -> list[tuple[int, Retention]]:
         """Retention policies, each with the number of rounds up to which it held."""
         changes = () if self.inputs is None else self.inputs.changes
-        # None where the run began with a version that kept every checkpoint.
+        # None if the run began with a version that kept every checkpoint.
         earlier = [
             (one["round"], one["from"])
             for one in changes
@@ -66,7 +66,7 @@ class Records:
 
 
 def read_records(folder: Path, found: Findings) -> Records | None:
-    """Read the records of a run folder; None where they are too damaged for further checks."""
+    """Read the records of a run folder; None if they are too damaged for further checks."""
     finished = os.path.lexists(folder / SUMMARY)
     summary = found.read(lambda: read_summary(folder))
     config = found.read(lambda: read_config(folder))

@@ -52,7 +52,7 @@ def entry_point(kind: str, spec: Any, package: str) -> Callable[..., Any]:  # no
     """Return the class or factory of a registered environment."""
     entry = spec.entry_point
     if not callable(entry):
-        # An environment's own imports may be missing while the package itself is there.
+        # An environment's own imports may be missing although the package is installed.
         remedy = "install what it imports, or choose another environment"
         load_package(kind, entry.partition(":")[0], package, remedy)
         entry = pkgutil.resolve_name(entry)

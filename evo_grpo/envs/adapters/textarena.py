@@ -211,7 +211,7 @@ class TextArenaEnv:
         return side, text
 
     def _counted(self, players: int | None) -> int:
-        """Return the number of sides, found by trial: games do not tell it otherwise."""
+        """Return the number of sides, found by trial, since games do not report it."""
         counts = [2, 1, *range(3, MOST_PLAYERS + 1)] if players is None else [players]
         refused: Exception | None = None
         for count in counts:

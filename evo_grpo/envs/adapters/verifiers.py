@@ -200,7 +200,7 @@ class _TaskEpisode:
         if question.done():
             return question.result()
         question.cancel()
-        self._episode.result()  # raises what the episode raised
+        self._episode.result()  # raises the exception of the episode
         return None
 
     def _driven(self, coroutine: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 -- what it returns
@@ -208,7 +208,7 @@ class _TaskEpisode:
             asyncio.get_running_loop()
         except RuntimeError:
             return self._loop.run_until_complete(coroutine)
-        # In a notebook, whose thread runs a loop of its own.
+        # In a notebook, the thread already runs a loop.
         return in_a_thread("verifiers", lambda: self._loop.run_until_complete(coroutine)).result()
 
 

@@ -43,7 +43,7 @@ def sums_task(
         high: Greatest summand, in [low, 99].
         train_size: Rows to learn from; None takes all that the other splits leave.
         validation_size: Rows for selection; None takes 5% of the pairs, at least one.
-        test_size: Rows judged at the end; None takes 5% of the pairs, at least one.
+        test_size: Rows of the final evaluation; None takes 5% of the pairs, at least one.
     """
     if not 0 <= low <= high <= 99:
         raise ConfigError(

@@ -134,7 +134,7 @@ def _read_file(path: Path, name: str) -> list[Any]:
     try:
         path = path.expanduser()
         there, is_folder = path.exists(), path.is_dir()
-    except (OSError, RuntimeError) as error:  # too long a name; the home of nobody
+    except (OSError, RuntimeError) as error:  # a name that is too long, or ~ without a home folder
         why = getattr(error, "strerror", error)
         raise DataError(f"{name}: no file {shorten(str(path))!r}: {why}") from error
     if not there:

@@ -171,7 +171,7 @@ class MultiTurnGym:
     def count_failures(self, episodes: Sequence[Trajectory], seeds: int) -> None:
         """Count the consecutive seeds in which every episode failed.
 
-        So a step whose episodes all fail does not end the run, but a broken environment does.
+        A step in which all episodes fail does not end the run, but a broken environment does.
 
         Args:
             episodes: The episodes of all agents in one play.
@@ -357,7 +357,7 @@ class EpisodePlay:
         try:
             watch.run(Call(title, make, {}))
         except (ConfigError, RewardAbortError, KeyboardInterrupt):
-            raise  # an error of the run and not of this episode
+            raise  # an error of the run, not of this episode
         except BaseException as error:  # user code may raise anything, SystemExit included
             episode.drop(error)
 

@@ -37,7 +37,7 @@ Step = tuple[str, float, bool, bool, dict[str, Any]]
 class MultiTurnEnv(Protocol):
     """Gymnasium's reset and step on text; `close()` is optional.
 
-    The same seed begins the same episode, whatever was played before.
+    The same seed gives the same episode, regardless of earlier episodes.
     """
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
@@ -83,14 +83,13 @@ class TokenObservationWrapper:
 
     Attributes:
         token_ids: The ids of the episode so far.
-        mask: One per id: True where the policy sampled it.
-        logprobs: One per sampled id; None from the first turn on whose log-probs are not known, as
-            where `step` was given ids alone.
+        mask: One per id: True if the policy sampled it.
+        logprobs: One per sampled id; None once a turn has unknown log-probs, such as after `step`
+            with ids only.
         total_reward: Cumulative reward.
         turns: Completions so far.
-        end: Empty while the episode goes on, else terminated, truncated, max_turns, context or
-            error.
-        error: What the environment raised, else empty.
+        end: Empty while the episode runs, else terminated, truncated, max_turns, context or error.
+        error: The exception of the environment, else empty.
     """
 
     def __init__(  # noqa: PLR0913 -- all but the first three have defaults
@@ -117,7 +116,7 @@ class TokenObservationWrapper:
         self.tokenizer = tokenizer
         self.max_turns = max_turns
         self.pad_id = pad_id
-        own: Any = tokenizer.eos_token_id  # typed as for any token; None where there is none
+        own: Any = tokenizer.eos_token_id  # typed as for any token; may be None
         self.end_ids = frozenset(end_ids) | (frozenset() if own is None else {own})
         self.max_output_tokens = max_output_tokens
         self.max_model_len: int | None = None
@@ -130,10 +129,10 @@ class TokenObservationWrapper:
         self.end = "closed"
 
     def limit_context(self, max_context_length: int) -> None:
-        """Set `max_model_len` to what a model can take, at most to what the constructor got.
+        """Set `max_model_len` to the context of a model, or to a lower constructor argument.
 
         Raises:
-            ConfigError: When one completion alone would fill it.
+            ConfigError: One completion would fill it.
         """
         room = self.max_output_tokens or 1
         if max_context_length <= room:
@@ -161,7 +160,7 @@ class TokenObservationWrapper:
 
         Raises:
             PromptTooLongError: The first prompt leaves no room for a completion.
-            DataError: The environment returns something else than text and info.
+            DataError: The environment does not return text and info.
         """
         self._clear()
         returned = self.env.reset() if seed is None else self.env.reset(seed=seed)
@@ -181,11 +180,11 @@ class TokenObservationWrapper:
         self,
         full_completion_ids: Any,  # noqa: ANN401 -- a tensor of any kind, or nested lists
     ) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Play a turn with what `agent.get_action` returned.
+        """Play a turn with the return value of `agent.get_action`.
 
         Args:
-            full_completion_ids: (1, T) or (T,) ids of the prompt and its completion. What follows
-                the first end token, and `pad_id` at the end, is dropped.
+            full_completion_ids: (1, T) or (T,) ids of the prompt and its completion. Tokens after
+                the first end token, and `pad_id` at the end, are dropped.
 
         Returns:
             Observation (empty when the episode is over), reward, terminated, truncated (by the
@@ -252,7 +251,7 @@ class TokenObservationWrapper:
         else:
             closed = completion.token_ids[-1] if completion.ended else None
             between = self._dialogue.reply(check_text(f"{self.name}.step", text), closed)
-            # An episode ends with a sampled token: a message that nothing answers is not appended.
+            # An episode ends with a sampled token, so the last message is not appended.
             if self._overflows(len(self.token_ids) + len(between)):
                 self.end = "context"
             else:
@@ -261,7 +260,7 @@ class TokenObservationWrapper:
         return reward, info
 
     def drop(self, error: BaseException) -> None:
-        """End the episode after an error of the environment; it counts for nothing."""
+        """End the episode after an error of the environment; it gets no reward."""
         self.end, self.error = "error", error_text(error)
 
     def close(self) -> None:

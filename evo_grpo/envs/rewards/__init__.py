@@ -1,1 +1,1 @@
-"""Reward functions: what they are given, what they may return, and how they are called."""
+"""Reward functions: their arguments, their return values, and their calls."""

@@ -116,7 +116,7 @@ def _one(watch: Watch, call: Call, keep_errors: bool) -> object:
 
 
 def _checked(watch: Watch, call: Call, result: object, keep_errors: bool) -> object:
-    """Return the result of an async call, or raise the error that stands in its place."""
+    """Return the result of an async call, or raise its error."""
     # By type(): a value may report another __class__, or raise.
     if issubclass(type(result), TimedOut):
         raise watch.too_long(call)

@@ -122,7 +122,7 @@ def as_rewards(
         ConfigError: There is none, or the number of weights differs from theirs.
     """
     one = isinstance(reward_fn, RewardFunction) or callable(reward_fn)
-    many = cast("object", [reward_fn] if one else reward_fn)  # what a caller really passes
+    many = cast("object", [reward_fn] if one else reward_fn)  # callers may pass anything
     if isinstance(many, str) or not isinstance(many, Sequence) or not many:
         raise ConfigError(
             f"reward_fn: expected a function or a list of at least one, got {many!r}; "

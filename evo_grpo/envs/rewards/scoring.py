@@ -43,7 +43,7 @@ class Scored:
     """Rewards of B completions.
 
     Attributes:
-        rewards: (B, K) float64 without weights; NaN where a function abstained or failed.
+        rewards: (B, K) float64 without weights; NaN if a function abstained or failed.
         failures: Failures that do not end the run.
     """
 
@@ -103,7 +103,7 @@ def reward_of_each(names: Sequence[str], rewards: Floats) -> dict[str, float]:
 
     Args:
         names: K names. For fewer than two the result is empty: the metric `reward` is the mean.
-        rewards: (B, K) float64, NaN where a function abstained or the group was set aside.
+        rewards: (B, K) float64, NaN if a function abstained or the group was set aside.
 
     Returns:
         `reward/<name>` -> mean; a function that always abstained is left out.
@@ -143,7 +143,7 @@ class SetAside:
 
         Args:
             groups: Whether each group was set aside.
-            reason: What failed in one of them, for messages.
+            reason: The error in one of them, for messages.
 
         Raises:
             RewardError: More of the latest groups were set aside than the share allows.

@@ -1,4 +1,4 @@
-"""Resampling: a copy draws some of its hyperparameters anew and moves the others."""
+"""Resampling: a copy draws some of its hyperparameters again and moves the others."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 

@@ -1,1 +1,1 @@
-"""Who survives a round, and whose copies fill the other places: one file per selection."""
+"""Selections: which agents survive a round, and which are copied; one file per selection."""

@@ -1,8 +1,8 @@
-"""How the rows of a layout are cut into equal chunks, so that batched matmuls serve ragged agents.
+"""Cutting of rows into equal chunks, so that batched matmuls serve agents with unequal row counts.
 
-A chunk holds rows of one agent. Where the counts have a common divisor no row is moved: a reshape
-cuts them, and an agent's A and B are repeated for each of its chunks. Else agents are padded to
-whole chunks with rows of their own, so that nothing reaches another agent, a NaN included.
+A chunk holds rows of one agent. If the counts have a common divisor, a reshape cuts the rows, and
+the A and B of an agent are repeated for each of its chunks. Otherwise each agent is padded to whole
+chunks with its own rows, so that no value, not even a NaN, reaches another agent.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Chunks:
-    """Chunks of equally many rows.
+    """Chunks with equal numbers of rows.
 
     Attributes:
         count: Number of chunks.
-        rows: Rows of each.
-        owners: (count,) agent of each chunk, or None when chunk i is all of agent i.
-        gather: (count * rows,) row at each place of a chunk, or None when no row moves.
-        scatter: (B,) place of each row, or None likewise.
+        rows: Rows of each chunk.
+        owners: (count,) agent of each chunk, or None if chunk i has all rows of agent i.
+        gather: (count * rows,) row at each place of a chunk, or None if no row moves.
+        scatter: (B,) place of each row, or None if no row moves.
     """
 
     count: int
@@ -34,20 +34,20 @@ class Chunks:
     scatter: Tensor | None = None
 
     def placed(self, places: Sequence[int], total: int, device: torch.device) -> Chunks:
-        """Name the owners by their places in a longer list of `total` agents."""
+        """Return the chunks with owners as indices into a longer list of `total` agents."""
         if self.owners is None and list(places) == list(range(total)):
             return self
         where = torch.tensor(places, device=device)
         return replace(self, owners=where if self.owners is None else where[self.owners])
 
     def split(self, x: Tensor) -> Tensor:
-        """Cut (B, ..., F) into (count, M, F); padding repeats a row of its own agent."""
+        """Cut (B, ..., F) into (count, M, F); padding repeats a row of the same agent."""
         if self.gather is not None:
             x = x.index_select(0, self.gather)
         return x.reshape(self.count, -1, x.shape[-1])
 
     def spread(self, x: Tensor) -> Tensor:
-        """Cut (B, ..., F) into (count, M, F) with zeros for padding, as a gradient needs it."""
+        """Cut (B, ..., F) into (count, M, F) with zeros as padding, for gradients."""
         if self.scatter is not None:
             places = x.new_zeros(self.count * self.rows, *x.shape[1:])
             x = places.index_copy_(0, self.scatter, x)
@@ -75,8 +75,8 @@ class Chunks:
 def make_chunks(counts: tuple[int, ...], columns: int, rank: int, device: torch.device) -> Chunks:
     """Choose the cheapest chunks for the rows of each agent, of `columns` tokens.
 
-    Small chunks repeat A and B often, large ones pad: both are memory traffic, counted here in rows
-    of activations. One chunk's A and B weigh as much as `rank` of them.
+    Small chunks repeat A and B often, and large chunks need padding. Both cost memory traffic,
+    measured in rows of activations; the A and B of one chunk count as `rank` rows.
     """
     if len(set(counts)) == 1:
         return Chunks(len(counts), counts[0])

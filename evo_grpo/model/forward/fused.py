@@ -29,18 +29,17 @@ from evo_grpo.model.forward.stacks import Stack, build_stack
 from evo_grpo.model.probing import by_rows
 from evo_grpo.seeding import derive
 
-#: What one chunk's A and B count as, in rows of activations, when rows are cut into chunks.
+#: Cost of the A and B of one chunk, in rows of activations, for the choice of chunks.
 _RANK = 16
-#: Attribute of a LoRA layer that says how it sees rows, see `probing.watch_linear_inputs`.
+#: Attribute of a LoRA layer with the layout of its inputs, see `probing.watch_linear_inputs`.
 INPUT_KIND = "evo_grpo_inputs"
 
 
 class FusedForward:
     """State that the patched layers read: the current layout, and the stacks.
 
-    With `frozen`, during a rollout, no gradient flows and the weights do not change, so every stack
-    is built once and results are added in place. Without it stacks are built per call, for
-    autograd.
+    With `frozen`, during a rollout, there is no gradient and weights do not change, so each stack
+    is built once and results are added in place. Otherwise stacks are built per call, for autograd.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class FusedForward:
         self.set_layout(layout)
 
     def set_layout(self, layout: RowLayout) -> None:
-        """Change the rows; adapters may leave, and the stacks that were built shrink with them."""
+        """Change the rows; if adapters are removed, the cached stacks shrink."""
         previous: RowLayout = getattr(self, "layout", layout)
         if previous.adapters != layout.adapters and self._stacks:
             kept = torch.tensor([previous.adapters.index(name) for name in layout.adapters])
@@ -87,8 +86,8 @@ class FusedForward:
     def add(self, x: Tensor, result: Tensor, stack: Stack) -> Tensor:
         """Add every agent's update to its own rows; returns (B, ..., out).
 
-        x (B, ..., in) are inputs with rows as in the layout; `result` (B, ..., out) is what the
-        base layer made of them, and overwritten when frozen.
+        x (B, ..., in) are inputs with rows as in the layout; `result` (B, ..., out) is the output
+        of the base layer, which is overwritten when frozen.
         """
         chunks = self._chunked(x)
         a, b = chunks.per_chunk(stack.a), chunks.per_chunk(stack.b)
@@ -117,7 +116,7 @@ def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
     layers = {
         name: m
         for name, m in model.named_modules()
-        # A module that only removed adapters had wrapped stays behind as an empty shell.
+        # A module that was wrapped only for removed adapters remains without adapters.
         if isinstance(m, LoraLayer) and (m.lora_A or m.lora_embedding_A)
     }
     for name, layer in layers.items():
@@ -169,7 +168,7 @@ def _forward(
 ) -> Tensor:
     """Replace `LoraLayer.forward`: x (B, ..., in) -> (B, ..., out), rows sorted by agent.
 
-    Layers that see all tokens one after another get x (B * T, in): rows stay in their order.
+    Layers with flattened inputs get x (B * T, in), in the order of the rows.
     """
     result: Tensor = layer.base_layer(x, *args, **kwargs)
     if not fused.adapts(name):
@@ -193,10 +192,10 @@ def _forward(
 def _drop_out(
     x: Tensor, seeds: Sequence[int], name: str, layer: LoraLayer, layout: RowLayout
 ) -> Tensor:
-    """Apply each adapter's own dropout rate to its rows; what is kept is scaled by 1 / (1 - rate).
+    """Apply each adapter's dropout rate to its rows; kept values are scaled by 1 / (1 - rate).
 
-    A row's mask depends on its own seed and the layer alone: not on the other rows, on how far they
-    are padded, or on the micro-batch it came in. A recomputed forward draws it again.
+    The mask of a row depends only on its seed and the layer, not on other rows, the padding or the
+    micro-batch. A recomputed forward draws the same mask.
     """
     parts: list[Tensor] = []
     split = x.split(layout.counts)

@@ -16,7 +16,7 @@ class RowLayout:
     Rows are sorted by agent: `counts[i]` rows of `adapters[i]`.
 
     Attributes:
-        adapters: PEFT adapter names, one per agent; None takes the base alone.
+        adapters: PEFT adapter names, one per agent; None is the base without an adapter.
         counts: Rows per agent, >= 0, not all 0.
     """
 
@@ -35,7 +35,7 @@ class RowLayout:
             )
 
     def joined(self) -> RowLayout:
-        """Return the layout with neighbours that share an adapter as one."""
+        """Return the layout with adjacent entries of the same adapter merged."""
         found: list[tuple[str | None, int]] = []
         for name, count in zip(self.adapters, self.counts, strict=True):
             before = found.pop()[1] if found and found[-1][0] == name else 0

@@ -1,8 +1,8 @@
 """Rows that share a prefix, which is computed once.
 
-The G completions of a prompt are G rows with one beginning. Causal attention makes its hidden
-states the same in each of them, so one copy serves all: their queries attend to its keys and
-values, and its gradient is the sum of theirs.
+The G completions of a prompt are G rows with the same prefix. With causal attention, the hidden
+states of the prefix are equal in all rows, so they are computed once: the queries of all rows
+attend to its keys and values, and its gradient is the sum over the rows.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-#: Least share of the padded tokens to save: two spans cost a few operations more than one.
+#: Minimum share of padded tokens to save, since two spans cost a few more operations than one.
 MIN_SAVED_SHARE = 0.05
 
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """Rows cut into distinct beginnings and the rest of each row.
+    """Rows split into distinct prefixes and the rest of each row.
 
     Attributes:
-        ids: (Q, Tp) int64 distinct beginnings, sorted by agent, padded on the right.
-        lengths: Their real lengths, >= 1.
-        counts: Beginnings per agent of the layout.
-        source: (B,) beginning of each row.
-        rest: (B, C) int64 what follows in each row, padded on the right.
-        where: (M,) positions of the wanted hidden states, in the Q * Tp of the beginnings and then
-            the B * C of the rest.
+        ids: (Q, Tp) int64 distinct prefixes, sorted by agent, padded on the right.
+        lengths: Lengths of the prefixes without padding, >= 1.
+        counts: Prefixes per agent of the layout.
+        source: (B,) prefix of each row.
+        rest: (B, C) int64 rest of each row, padded on the right.
+        where: (M,) positions of the wanted hidden states, in the Q * Tp of the prefixes followed by
+            the B * C of the rests.
     """
 
     ids: Tensor
@@ -40,7 +40,7 @@ class SharedPrefix:
     where: Tensor
 
     def lengths_of_rows(self, device: torch.device) -> Tensor:
-        """Return the length of every row's beginning (B,), or (1,) where all have one length."""
+        """Return the prefix length of every row (B,), or (1,) if all lengths are equal."""
         if len(set(self.lengths)) == 1:
             return torch.tensor(self.lengths[:1], device=device)
         return torch.tensor(self.lengths, device=device).index_select(0, self.source)
@@ -52,13 +52,13 @@ def find_shared_prefixes(
     masks: npt.NDArray[np.bool_],
     device: torch.device,
 ) -> SharedPrefix | None:
-    """Split rows at their first generated token; None where equal prefixes save too little.
+    """Split rows at their first generated token; None if shared prefixes save too little.
 
     Positions (B,) are those of each row's agent, ascending; ids (B, T) are padded, T >= 2; masks
     (B, T) are True at generated tokens, never in the first column.
     """
     rows, width = ids.shape
-    # A row without a generated token has an empty rest: nothing of it is predicted.
+    # A row without a generated token has an empty rest, since none of its tokens is predicted.
     starts = np.where(masks.any(axis=1), masks.argmax(axis=1), 1)
     # Neither the last token nor anything after the last generated one predicts a generated token.
     stops = np.where(masks.any(axis=1), width - 1 - masks[:, ::-1].argmax(axis=1), 1)

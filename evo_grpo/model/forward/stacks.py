@@ -1,4 +1,4 @@
-"""One layer's adapters side by side, so that one batched matmul serves all agents."""
+"""The stacked adapters of a layer, so that one batched matmul serves all agents."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Stack:
 def build_stack(
     layer: LoraLayer, adapters: Sequence[str | None], dtype: torch.dtype | None
 ) -> Stack:
-    """Stack adapters of one layer; differentiable, so that each keeps a gradient of its own.
+    """Stack adapters of one layer; differentiable, so that each adapter gets its gradient.
 
-    None among the adapters, of which one is not None, stacks zeros: the base alone. Smaller ranks
-    are padded with zeros to the largest. A dtype of None is the adapters' own.
+    At least one adapter is not None; None becomes zeros, for the base without an adapter. Smaller
+    ranks are padded with zeros to the largest. With dtype None, the adapters keep their dtype.
     """
     known = layer.lora_A
     # A slot may lack a module that another slot adapts: it adds nothing there.
@@ -73,7 +73,7 @@ def build_stack(
 def _alike(
     pairs: Sequence[tuple[Tensor, Tensor]], scales: Sequence[float], dtype: torch.dtype
 ) -> Stack:
-    """Stack adapters of one rank: two stacks and one product, however many they are."""
+    """Stack adapters of equal rank: two stacks and one product for any number of adapters."""
     if len(pairs) == 1:
         # One adapter needs no copy: unsqueeze keeps the floor (N = 1) free of stacking.
         a, b = pairs[0][0].unsqueeze(0), pairs[0][1].unsqueeze(0)

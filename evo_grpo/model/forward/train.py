@@ -20,7 +20,7 @@ from evo_grpo.model.lora.slots import AdapterSlots
 
 
 class TrainForward(Protocol):
-    """The base and some adapters for one optimizer step; weights do not change while it lasts."""
+    """The base and some adapters for one optimizer step, during which weights do not change."""
 
     def rows(
         self, layout: RowLayout, dropout: Sequence[int] | None = None
@@ -34,7 +34,7 @@ class TrainForward(Protocol):
     def hidden_at(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
         """Return the final hidden states (M, H) at flat positions `where` (M,) of ids (B, T).
 
-        `prefix` states the same rows and positions, cut into what they share and the rest.
+        `prefix` has the same rows and positions, split into shared prefixes and rests.
         """
         ...
 
@@ -45,7 +45,7 @@ class TrainForward(Protocol):
 
 @final
 class ModuleForward:
-    """Any architecture, through its own modules; `recompute` is gradient checkpointing."""
+    """Forward of any architecture, by its modules; `recompute` is gradient checkpointing."""
 
     def __init__(self, slots: AdapterSlots, *, recompute: bool = False) -> None:
         self.slots = slots
@@ -69,7 +69,7 @@ class ModuleForward:
 
     @contextmanager
     def _checkpointing(self) -> Generator[None]:
-        """Turn gradient checkpointing on for the layers alone.
+        """Turn on gradient checkpointing for the layers only.
 
         train() would also enable the base's dropout.
         """
@@ -94,8 +94,9 @@ def _recomputed(layer: nn.Module, forward: Callable[..., Any], *args: Any) -> An
     """Run a layer's own forward under a checkpoint.
 
     A layer checkpoints only while its `training` is set. Many layers read the same attribute for
-    their own dropout (OPT, XGLM, Falcon, the decoders of Bart and its kin), whose masks come from
-    the global generator and were in no rollout: it is cleared while the layer computes.
+    their own dropout (OPT, XGLM, Falcon, the decoders of the Bart family), whose masks would come
+    from the global generator and differ from the rollout. It is therefore cleared while the layer
+    computes.
     """
 
     def in_evaluation(*args: Any) -> Any:  # noqa: ANN401 -- as above
@@ -116,10 +117,10 @@ def open_forward(
     recompute: bool = False,
     plain: bool = False,
 ) -> TrainForward:
-    """Return the forward of one optimizer step: the joined Llama layers if possible, else modules.
+    """Return the forward of one optimizer step: the joined Llama layers, or modules.
 
-    `adapters` are those of the step, each once except None. `recompute` is gradient checkpointing;
-    `plain` always takes the modules.
+    `adapters` are those of the step; only None may occur several times. `recompute` is gradient
+    checkpointing; `plain` always uses the modules.
     """
     dropout = any(slots.lora_config(name).lora_dropout for name in adapters if name is not None)
     if not plain and not dropout and takes_fast_path(slots.base, slots.layers):

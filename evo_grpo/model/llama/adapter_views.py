@@ -1,10 +1,10 @@
-"""The adapters of a learn step side by side, as leaves of autograd.
+"""The adapters of a learn step, stacked as leaves of autograd.
 
 Weights do not change within an optimizer step, so A and B of all agents can be leaves that every
 micro-batch adds its gradient to: the number of autograd nodes does not depend on the number of
-agents. Where all trained slots have one shape, their parameters become views of these leaves, so
-that nothing is copied before a step and nothing after it: an agent costs its adapter, its gradient
-and its moments, and no more. Slots of different shapes are copied and padded instead.
+agents. If all trained slots have the same shapes, their parameters become views of these leaves, so
+nothing is copied before or after a step, and an agent needs memory only for its adapter, its
+gradient and its moments. Slots of different shapes are copied and padded instead.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from evo_grpo.model.forward.stacks import adapter_weights
 from evo_grpo.model.llama.weights import JoinedLinear, LlamaWeights
 from evo_grpo.model.lora.slots import AdapterSlots
 
-#: Block-diagonal B of joined layers up to this many elements is kept for a step: there, making it
-#: costs more than the memory. Larger ones would double what an agent costs.
+#: Number of elements up to which the block-diagonal B of joined layers is kept for a step, since
+#: building it is slow. Larger ones would double the memory of an agent.
 KEPT_ELEMENTS = 1 << 17
 
 
@@ -29,8 +29,8 @@ KEPT_ELEMENTS = 1 << 17
 class Part:
     """One adapted linear layer, by its module name, and its place in the joined layer.
 
-    It has `rank` rows of the joined rank from `row` on, where `rank` is the largest of all slots,
-    and `size` output features from `column` on.
+    It takes `rank` rows of the joined rank, starting at `row`, where `rank` is the largest of all
+    slots, and `size` output features, starting at `column`.
     """
 
     name: str
@@ -45,12 +45,12 @@ class JoinedAdapters:
     """The adapters of joined linear layers.
 
     Attributes:
-        a: (N, R, in) leaf, the parts' A one below the other.
+        a: (N, R, in) leaf, the A of all parts along the rank.
         b: (N, size, rank) leaf of each part.
         scale: (N, R) LoRA scaling of each row.
         parts: The parts.
-        width: Output features of all.
-        kept: Where B of all parts is kept for the length of a step, or None for nowhere.
+        width: Output features of all parts.
+        kept: Cache of B of all parts during a step; None keeps nothing.
     """
 
     a: Tensor
@@ -62,11 +62,11 @@ class JoinedAdapters:
 
     @property
     def _alone(self) -> bool:
-        """Whether the joined layer has one part only; other parts without an adapter have zeros."""
+        """Whether the joined layer has only one part; missing adapters of other parts are zeros."""
         return self.parts[0].size == self.width
 
     def up(self, b: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Return B of all parts as (N, R, width), block-diagonal; large ones are not kept."""
+        """Return B of all parts as (N, R, width), block-diagonal; a large B is not cached."""
         if self._alone:
             return b[0].to(dtype).transpose(1, 2)
         if self.kept is not None and dtype in self.kept:
@@ -80,7 +80,7 @@ class JoinedAdapters:
         return up
 
     def apart(self, grad: Tensor) -> tuple[Tensor, ...]:
-        """Return the parts' gradients (N, size, rank) of a joined one (N, width, R)."""
+        """Return the gradients (N, size, rank) of the parts of a joined gradient (N, width, R)."""
         if self._alone:
             return (grad,)
         return tuple(
@@ -91,8 +91,8 @@ class JoinedAdapters:
 class AdapterViews:
     """The adapters of all joined layers, and the parameters that are views of them.
 
-    Of N adapter names; None has zeros. `joined` is by the names of the joined modules, and None
-    where nothing is adapted.
+    It has N adapter names, where None stands for zeros. The keys of `joined` are the names of the
+    joined modules; a value is None if no part is adapted.
     """
 
     def __init__(

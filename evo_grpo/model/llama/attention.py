@@ -1,11 +1,11 @@
-"""Attention of the learn pass, chosen by length and device; every head of a key serves a group.
+"""Attention of the learn pass, chosen by length and device, with grouped query heads.
 
-For short rows on a CPU two batched matmuls and a softmax are faster than the blocked kernel, and
-what is then left to save are the passes between them: `ShortAttention` goes from the joined q, k, v
-to the heads' outputs in one function. Keys and values are written where the matmuls read them,
-behind those of a shared beginning, and gradients go straight into the joined tensor. The scores are
-kept for the backward and grow with the square of the length, so long rows and other devices take
-torch's own kernel.
+For short rows on a CPU, two batched matmuls and a softmax are faster than torch's blocked kernel.
+`ShortAttention` also saves the memory passes between them: one function computes the outputs of the
+heads from the joined q, k, v. Keys and values are written to the buffers of the matmuls, after
+those of a shared prefix, and gradients are written to the joined tensor. The scores are kept for
+the backward and grow with the square of the length, so long rows and other devices use torch's
+kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from evo_grpo.model.forward.prefix import SharedPrefix
 from evo_grpo.model.llama.kernels import Context, Rotate, Span, heads_of, rotate, rotate_back
 
-#: Rows whose queries times keys are at most the square of this are short.
+#: A row is short if its queries times keys are at most the square of this.
 SHORT = 128
 
 
@@ -28,9 +28,9 @@ class Attention:
     Args:
         heads: Query heads.
         kv_heads: Key and value heads; query head h reads kv head h * kv_heads // heads.
-        spans: Whole rows, or beginnings and then the rest of each row.
-        prefix: Where each row begins, with two spans.
-        like: Tells the dtype and device.
+        spans: Whole rows, or prefixes followed by the rest of each row.
+        prefix: The prefix of each row, with two spans.
+        like: A tensor with the dtype and device.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class Attention:
             lengths = prefix.lengths_of_rows(like.device)
             columns = prefix.ids.shape[1], prefix.rest.shape[1]
             self._after = after_prefix(lengths, *columns, like.dtype)
-        # What follows a beginning reads the keys of that too.
+        # The rest of a row reads the keys of its prefix too.
         keys = accumulate(span.columns for span in spans)
         scores = max(span.columns * seen for span, seen in zip(spans, keys, strict=True))
         fits = like.device.type == "cpu" and scores <= SHORT * SHORT
-        #: For short rows, what is added to the scores of each span's S keys, 0 or -inf: (G T, S)
-        #: for all rows or (B kv_heads, G T, S), with G = heads // kv_heads query heads one below
-        #: the other. Empty for long rows.
+        #: For short rows, the masks added to the scores of each span's S keys, 0 or -inf: (G T, S)
+        #: for all rows or (B kv_heads, G T, S), with G = heads // kv_heads query heads stacked
+        #: along the tokens. Empty for long rows.
         self.masks = self._masks(like) if fits else ()
 
     def __call__(self, joined: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Attention:
         if self.masks:
             return ShortAttention.apply(joined, self)
         q, k, v, *rest = Rotate.apply(joined, self.heads, self.kv_heads, self.spans)
-        # Rows are padded on the right, which causal attention never looks at.
+        # Rows are padded on the right, where causal attention does not look.
         mixed = [
             nn.functional.scaled_dot_product_attention(
                 q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
@@ -80,7 +80,7 @@ class Attention:
         mask = self._after
         assert mask is not None
         if q.device.type == "cuda" and self.heads != self.kv_heads:
-            # Of the kernels that take a mask, none there serves groups of heads.
+            # On CUDA, no kernel that takes a mask serves groups of heads.
             k, v = (part.repeat_interleave(self.heads // self.kv_heads, 1) for part in (k, v))
         wide = mask if mask.ndim == 2 else mask[:, None]
         return nn.functional.scaled_dot_product_attention(
@@ -88,7 +88,7 @@ class Attention:
         )
 
     def _masks(self, like: Tensor) -> tuple[Tensor, ...]:
-        """Lay the masks out for the query heads of one key head, one below the other."""
+        """Repeat the masks for the query heads of one key head."""
         columns = self.spans[0].columns
         never = torch.full((columns, columns), float("-inf"), dtype=like.dtype)
         masks = [never.triu_(1)] if self._after is None else [never.triu_(1), self._after]
@@ -98,7 +98,7 @@ class Attention:
 
 
 def after_prefix(lengths: Tensor, prefix: int, rest: int, dtype: torch.dtype) -> Tensor:
-    """Return the mask of tokens that follow a prefix: all of that, and causally themselves.
+    """Return the mask of tokens after a prefix: the whole prefix, and earlier tokens.
 
     From the real lengths (B,) of the rows' prefixes, or (1,) for one length of all, with Tp =
     `prefix` columns and C = `rest`: (C, Tp + C) for one length, else (B, C, Tp + C); 0 or -inf.
@@ -171,7 +171,7 @@ class ShortAttention(torch.autograd.Function):
                 d_keys, d_values = d_keys.add_(shared[0]), d_values.add_(shared[1])
             before = keys.shape[1] - span.columns
             if before and plan.source is not None:
-                # The gradient of a beginning is the sum over the rows that go on from it.
+                # The gradient of a prefix is the sum over its rows.
                 zeros = grad.new_zeros(plan.spans[0].rows, plan.kv_heads, before, size)
                 shared = (
                     zeros.index_add(0, plan.source, d_keys[:, :, :before]),

@@ -38,20 +38,20 @@ from evo_grpo.model.probing import (
 )
 from evo_grpo.model.upcast import HALF, in_float32
 
-#: Tokens of the row: at least and at most, and times the weights of the layers in between.
+#: Minimum and maximum tokens of the row, and tokens times weights of the layers in between.
 _LEAST, _MOST, _PRODUCTS = 24, 160, 1 << 26
-#: Weights of the layers up to which a model is small: then the gradient of each layer is compared
-#: too, and the decoder itself, which larger ones leave to be compared with the learn pass in tests.
+#: Number of weights in the layers up to which a model is small. A small model also compares the
+#: gradient of each layer, and the decoder; for larger models, only tests compare the decoder.
 _SMALL = 1 << 24
-#: Tokens of the row that a small model decodes one by one; larger ones one alone, whose weights are
-#: read from memory for each.
+#: Tokens that a small model decodes one by one. A larger model decodes one token, since each token
+#: reads all weights from memory.
 _STEPS = 3
-#: What a layer adds counts as no smaller than this share of what it is added to: below it, the
-#: rounding of the sum would count.
+#: Lower bound of a layer's update, as a share of its input, for relative errors: below it, the
+#: rounding of the sum dominates.
 _SHARE = 1e-2
 
 
-#: One row that goes past all adapters.
+#: One row without adapters.
 _ALONE = RowLayout((None,), (1,))
 
 
@@ -103,12 +103,12 @@ def _compare_whole(weights: LlamaWeights, ids: Tensor, steps: int, *, gradient: 
         _same(hidden[0, -len(cached) :], cached, "a forward with a cache")
 
     if base.dtype in HALF:
-        # Its rounding hides small differences.
+        # Rounding in half precision hides small differences.
         try:
             with in_float32(base.trunk):
                 return compare(gradient=False)
         except CANNOT_RUN as problem:
-            # Some kernels of attention know half precision alone.
+            # Some attention kernels support only half precision.
             if is_out_of_memory(problem):
                 raise
     return compare(gradient=gradient)
@@ -135,7 +135,7 @@ class _Layers:
             for number, layer in enumerate(layers_of(base)):
                 enter, leave = partial(self._enter, number), partial(self._leave, number)
                 hooks.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
-                # Before the weights of half precision are put back.
+                # Before the weights are restored to half precision.
                 hooks.append(layer.register_forward_hook(leave, prepend=True))
             hooks.append(self.weights.norm.register_forward_hook(self._norm, prepend=True))
             with torch.set_grad_enabled(self.gradient):
@@ -229,7 +229,7 @@ def _cached(base: SharedBase, ids: Tensor, steps: int) -> Tensor:
 
 
 def _decoded(decoder: LlamaDecoder, ids: Tensor, steps: int) -> Tensor:
-    """Return the same, of the fast decoder."""
+    """Return these hidden states from the fast decoder."""
     columns, device = ids.shape[1], ids.device
     first = columns - steps
     states = [decoder.prefill(ids[:, :first], torch.tensor([first], device=device))]

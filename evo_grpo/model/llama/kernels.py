@@ -1,4 +1,4 @@
-"""The parts of a decoder layer as autograd functions with few passes over memory.
+"""The operations of a decoder layer as autograd functions with few passes over memory.
 
 On small models and on CPUs the passes over activations cost more than the matmuls. Each function
 here computes what the model's own modules compute, keeps less for the backward, and writes its
@@ -154,8 +154,8 @@ class LoraLinear(torch.autograd.Function):
     ) -> Tensor:
         """Apply the frozen layer and every agent's adapter: x (M, in) to (M, out).
 
-        The residual is (M, out), the frozen weight (out, in) and bias (out,). Of `adapters`, a
-        (N, R, in) and b (N, size, rank) of each part are given too, for autograd.
+        The residual is (M, out), the frozen weight (out, in) and bias (out,). `adapters` has a (N,
+        R, in) and b (N, size, rank) of each part, which are also arguments, for autograd.
         """
         y = linear(x, residual, weight, bias)
         down, up = a.to(x.dtype), adapters.up(b, x.dtype)

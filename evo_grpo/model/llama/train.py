@@ -1,6 +1,6 @@
-"""The learn pass of the Llama family: the same numbers as the model's own modules, in fewer passes.
+"""The learn pass of the Llama family: the results of the modules in fewer passes.
 
-A and B of all agents lie side by side as leaves of autograd (see
+A and B of all agents are stacked leaves of autograd (see
 `evo_grpo.model.llama.adapter_views`), to which every micro-batch adds its gradient;
 `LlamaForward.collect_gradients` then gives each agent its slice.
 """
@@ -43,7 +43,7 @@ class LlamaForward:
         self.recompute = recompute
         self.weights = LlamaWeights.of(slots.base, slots.layers)
         self._views = adapter_views(slots, self.weights, self.adapters)
-        # The first place of a name serves all its rows; so does the first None.
+        # All rows of a name use its first index; so do all rows of None.
         held = reversed(list(enumerate(self._views.adapters)))
         self._places = {name: place for place, name in held}
         self._layout: RowLayout | None = None
@@ -77,14 +77,14 @@ class LlamaForward:
         return self._layers(x, (self._span(0, ids, self._current.counts, cos, sin),))
 
     def _run_shared(self, prefix: SharedPrefix) -> Tensor:
-        """Run shared beginnings and rests; return hidden states (Q * Tp + B * C, H)."""
+        """Run shared prefixes and rests; return hidden states (Q * Tp + B * C, H)."""
         x: Tensor = self.weights.embed(torch.cat([prefix.ids.flatten(), prefix.rest.flatten()]))
         cos, sin = self.weights.rotary(max(prefix.lengths) + prefix.rest.shape[1], x)
         columns = prefix.ids.shape[1]
         first = self._span(0, prefix.ids, prefix.counts, cos[:columns], sin[:columns])
         starts = prefix.lengths_of_rows(x.device)
         places = starts[:, None] + torch.arange(prefix.rest.shape[1], device=x.device)
-        # One table serves rows whose beginnings have one length.
+        # Rows with prefixes of equal length share one table.
         places = places[0] if len(starts) == 1 else places[:, None]
         then = self._span(first.stop, prefix.rest, self._current.counts, cos[places], sin[places])
         return self._layers(x, (first, then), prefix)

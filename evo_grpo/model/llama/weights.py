@@ -20,8 +20,8 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.stacks import Stack
 from evo_grpo.model.quantized import is_quantized
 
-#: transformers' model types whose layers are norm, rotary attention, norm, gated MLP, and no more;
-#: and how the names of their classes begin.
+#: Model types of transformers whose layers consist of norm, rotary attention, norm and gated MLP,
+#: with the prefixes of their class names.
 MODEL_TYPES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
 
 
@@ -110,7 +110,7 @@ class JoinedLayer:
 
 
 class LlamaWeights:
-    """Joined weights of a base that `is_llama_family`; built once, shared by all that run it."""
+    """Joined weights of a base of the Llama family; built once and shared by all forwards."""
 
     def __init__(self, base: SharedBase, adapted: Mapping[str, LoraLayer]) -> None:
         config = base.model.config
@@ -126,7 +126,7 @@ class LlamaWeights:
 
     @cached_property
     def layers(self) -> list[JoinedLayer]:
-        """The layers, whose weights are joined in place when they are first asked for."""
+        """The layers; the first access joins their weights in place."""
         return [JoinedLayer.join(x, self._names, in_place=True) for x in layers_of(self.base)]
 
     @classmethod
@@ -225,7 +225,7 @@ def _side_by_side(parts: Sequence[Tensor], in_place: bool) -> Tensor:
     total = sum(part.shape[0] for part in parts)
     room = first.untyped_storage().nbytes() // first.element_size() - first.storage_offset()
     if room >= total * first.stride(0) and _begins(first, parts):
-        # They have been joined before, for other adapters.
+        # The parameters were joined before, for other adapters.
         return first.as_strided((total, *first.shape[1:]), first.stride())
     joined = torch.cat([part.data for part in parts])
     start = 0

@@ -1,11 +1,11 @@
 """LoRA configurations: read, check, compare and merge them; no slot is touched.
 
-The population forward serves plain LoRA on linear layers. PEFT accepts every other setting, and its
-own forward honours it, so a setting that was ignored in silence would train something else than
-what is saved: all others are refused.
+The population forward serves plain LoRA on linear layers. PEFT's own forward applies all other
+settings too, so an ignored setting would make the trained adapter differ from the saved one. All
+other settings are therefore refused.
 
-Which modules a configuration adapts is compared by the modules' full names: a regular expression,
-a list and "all-linear" may say the same in different words.
+The adapted modules of two configurations are compared by their full names, since a regular
+expression, a list and "all-linear" may select the same modules.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from evo_grpo.schema.validation import (
     shown,
 )
 
-#: Settings beyond the two plain matrices of a linear layer, and starts that rewrite the base.
+#: Settings that need more than the two matrices of a linear layer, or that change the base.
 _LEFT_OUT = (
     "use_dora",
     "lora_bias",
@@ -57,7 +57,7 @@ _LEFT_OUT = (
     "kasa_config",
 )
 _STARTS = (True, False, "gaussian", "orthogonal")
-#: Fields that decide what an adapter computes, apart from rank and modules.
+#: Fields other than rank and modules that change the output of an adapter.
 _COMPARED = (
     "lora_alpha",
     "lora_dropout",
@@ -69,7 +69,7 @@ _COMPARED = (
     "fan_in_fan_out",
 )
 MAX_RANK = 65_536
-"""More than any layer has features: a larger rank is damage, or meant to fill the memory."""
+"""Largest accepted rank, above the features of any layer: a larger one is damage or an attack."""
 _RANK = Rule(
     lambda v: is_whole(v) and 1 <= v <= MAX_RANK, f"an integer from 1 to {MAX_RANK}", "8 is usual"
 )
@@ -79,7 +79,7 @@ _ALPHA = Rule(
     "an update scaled by 0 learns nothing; twice the rank is usual",
 )
 _DROPOUT = number(lambda v: 0 <= v < 1, "a number in [0, 1)", "0.0 drops nothing")
-#: Fields that narrow target_modules down; names written out in full need none of them.
+#: Fields that restrict target_modules; full names do not need them.
 _NARROWING = ("layers_to_transform", "layers_pattern", "exclude_modules")
 
 
@@ -88,10 +88,10 @@ _Alpha = int | Annotated[float, Field(allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class _Fields:
-    """Of adapter_config.json, what an adapter computes with, or what is compared here.
+    """The fields of adapter_config.json that affect an adapter's output or are compared.
 
-    Settings that are refused (`_LEFT_OUT`) are taken as they stand; what only serves to make a new
-    adapter, such as loftq_config, is not read.
+    Refused settings (`_LEFT_OUT`) are read without conversion. Fields that only serve to create an
+    adapter, such as loftq_config, are not read.
     """
 
     peft_type: str
@@ -119,7 +119,7 @@ class _Fields:
         """Return PEFT's own object; fields that contradict each other raise ValueError."""
         given = {name: getattr(self, name) for name in _FIELDS if name not in _SET_AFTERWARDS}
         for pattern in ("rank_pattern", "alpha_pattern"):
-            given[pattern] = given[pattern] or {}  # PEFT writes none as {} and fails on null
+            given[pattern] = given[pattern] or {}  # PEFT writes {} for no pattern and fails on null
         config = LoraConfig(**given)
         for name in _SET_AFTERWARDS:
             setattr(config, name, getattr(self, name))
@@ -127,28 +127,28 @@ class _Fields:
 
 
 _FIELDS = tuple(field.name for field in fields(_Fields))
-#: LoraConfig fills in the type by itself. A start from the base's own weights ("eva", "loftq")
-#: asks for settings and packages that an adapter which is there does not need.
+#: LoraConfig sets the type itself. Initialization from the base ("eva", "loftq") needs settings and
+#: packages that an existing adapter does not need.
 _SET_AFTERWARDS = ("peft_type", "init_lora_weights")
 _SCHEMA = TypeAdapter(_Fields)
 
 
 def read_config(folder: Path) -> LoraConfig:
-    """Read adapter_config.json; CheckpointError where it is missing, no JSON, or not LoRA's."""
+    """Read adapter_config.json; CheckpointError if it is missing, not JSON, or not of LoRA."""
     file = folder / CONFIG
     try:
         found = json.loads(file.read_text(encoding="utf-8"), parse_int=short_integer)
         if not isinstance(found, dict):
             raise ValueError(f"expected a mapping, got {shown(found)}")
         if "peft_type" not in found:
-            # PEFT would fill in every missing field, the rank too.
+            # PEFT would set defaults for all missing fields, even the rank.
             raise ValueError("it has no peft_type")
         given = cast("dict[str, Any]", found)
         if given["peft_type"] != "LORA":
             raise ValueError(f"expected peft_type LORA, got {shown(given['peft_type'])}")
         read = validated(_SCHEMA, given)
         if read.target_modules is None and not given.get("target_parameters"):
-            # PEFT writes what it adapted; for null it would guess by the model's type.
+            # PEFT writes the adapted modules; for null it would guess them from the model's type.
             raise ValueError("target_modules: expected names or a regular expression, got null")
         for setting, pattern in module_patterns(read).items():
             if why := why_no_pattern(pattern):
@@ -191,7 +191,7 @@ def check_lora_config(config: LoraConfig) -> None:
         try:
             json.dumps(list(value) if isinstance(value, set) else value)
         except (TypeError, ValueError):
-            # Found by the first checkpoint otherwise, with the training behind it lost.
+            # Otherwise the first checkpoint would fail, and the training until then would be lost.
             raise ConfigError(
                 f"lora.{field}={value!r}: expected what JSON can hold, since checkpoints write it "
                 f"to adapter_config.json, got {type(value).__name__}; give plain Python numbers "
@@ -213,7 +213,7 @@ def _check_numbers(config: LoraConfig) -> None:
 
 
 def _of(field: str, config: LoraConfig) -> dict[str, Any]:
-    """Return the entries of a pattern by the names that messages give them."""
+    """Return the entries of a pattern by their names in messages."""
     return {f"lora.{field}[{k!r}]": v for k, v in (getattr(config, field) or {}).items()}
 
 
@@ -230,7 +230,7 @@ def differences(theirs: LoraConfig, ours: LoraConfig) -> list[tuple[str, Any, An
 
 
 def only_names_modules(field: str) -> bool:
-    """Return whether a field only says which modules are adapted."""
+    """Return whether a field only selects the adapted modules."""
     return field == "target_modules" or field in _NARROWING
 
 
@@ -271,7 +271,7 @@ def merged_config(
     merged.r = max(theirs.r, ours.r)
     merged.inference_mode = False
     if not set(wanted) <= set(live):
-        # By full names, which say the same whatever words the two chose, and need no narrowing.
+        # Full names are comparable and need no fields that restrict them.
         merged.target_modules = {*wanted, *live}  # pyright: ignore[reportAttributeAccessIssue] -- typed as list, kept by PEFT as set
         for field in _NARROWING:
             setattr(merged, field, None)
@@ -303,12 +303,12 @@ def module_of(key: str) -> str:
 
 
 def _scaling(config: LoraConfig) -> float:
-    """What multiplies B A where no pattern says otherwise."""
+    """The factor of B A without a pattern."""
     return config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
 
 
 def _narrowing(config: LoraConfig, field: str) -> object:
-    """A field's value; left out and empty are the same to PEFT, while layer 0 is a layer."""
+    """A field's value; PEFT treats missing and empty as equal, but layer 0 is a value."""
     value = getattr(config, field, None)
     return value if value or value == 0 else None
 

@@ -56,7 +56,7 @@ class AdapterPlan:
     notes: tuple[str, ...]
 
     def apply(self) -> None:
-        """Overwrite the slot. A slot that is rebuilt has new parameters."""
+        """Overwrite the slot. A rebuilt slot has new parameters."""
         if self.config is not None:
             self.slots.rebuild(self.name, self.config)
         self.slots.put(self.name, self.state, self.origin)
@@ -131,7 +131,7 @@ def copy_slot(slots: AdapterSlots, source: str, target: str) -> None:
     """Copy weights and configuration of a slot over another slot.
 
     The agents of a population differ in rank or modules after one of them has loaded a checkpoint
-    with `merge_lora_configs`. A target that is rebuilt has new parameters.
+    with `merge_lora_configs`. A rebuilt target has new parameters.
     """
     fit_slot(slots, target, slots.lora_config(source))
     slots.copy(source, target)
@@ -156,7 +156,7 @@ def mix_slots(slots: AdapterSlots, sources: Sequence[str], target: str) -> None:
 
 
 def padded(value: Tensor, fresh: Tensor) -> Tensor:
-    """Put a smaller matrix into the top-left corner of a fresh one, whose B is zero."""
+    """Copy a smaller matrix to the top-left corner of an initial one, whose B is zero."""
     fits = value.ndim == fresh.ndim and all(
         a <= b for a, b in zip(value.shape, fresh.shape, strict=True)
     )

@@ -53,9 +53,9 @@ class AdapterSlots:
         self._versions: dict[str, int] = {}
         self._last_version = 0
         self.layers: dict[str, LoraLayer] = {}
-        #: The slots that train in one batch from now on; empty for all that there are.
+        #: The slots that train in one batch from now on; empty for all slots.
         self.together: tuple[str, ...] = ()
-        #: Slots that no new one is made like: an engine has put hooks on their modules.
+        #: Slots that are no template for new ones: an engine has added hooks to their modules.
         self.reserved: set[str] = set()
         #: Caches derived from the slots' tensors, by name; emptied when slots are added or removed.
         self.derived: dict[str, Any] = {}
@@ -84,7 +84,7 @@ class AdapterSlots:
                 f"{list(self._params)}"
             )
         settings = copy.deepcopy(config or self.config)
-        # A checkpoint's says by what name its base was loaded; PEFT warns where a path differs.
+        # The configuration of a checkpoint has the path of its base; PEFT warns if it differs.
         settings.base_model_name_or_path = None
         check_lora_config(settings)
         settings = settle_targets(self.base, settings)
@@ -102,7 +102,7 @@ class AdapterSlots:
     def _add_by_peft(self, name: str, settings: LoraConfig) -> None:
         check_ends(self.base.model, settings)
         check_targets(self.base, adapted_modules(self.base.model, settings))
-        asked = copy.deepcopy(settings)  # PEFT writes the modules that it found into its own
+        asked = copy.deepcopy(settings)  # PEFT writes found modules to it
         # PEFT draws the initial A from the global generator: fork it, so no other draw moves.
         devices = [self.base.device] if self.base.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
@@ -114,7 +114,7 @@ class AdapterSlots:
         self.layers = lora_layers(self._peft)
         for key, layer in self.layers.items():
             vars(layer)[INPUT_KIND] = self.base.linear_inputs.get(module_of(key), "rows")
-        # PEFT builds its modules in training mode, where its own forward drops out.
+        # PEFT builds modules in training mode, in which its forward applies dropout.
         self._peft.eval()
         suffixes = (f".lora_A.{name}.weight", f".lora_B.{name}.weight")
         self._params[name] = {
@@ -196,7 +196,7 @@ class AdapterSlots:
                 f"adapters: slots {source!r} and {target!r} differ in modules, shapes or scaling; "
                 "slots of one lora_alpha, rank and target_modules can be copied"
             )
-        # One launch for all tensors of a slot; torch has no public name for it.
+        # One kernel launch for all tensors of a slot; torch has no public function for it.
         torch._foreach_copy_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- see above
             [*self.parameters(target)], [*self.parameters(source)]
         )
@@ -218,7 +218,7 @@ class AdapterSlots:
                 f"adapters: {name!r} is the only slot; add another before removing it"
             )
         if name in self.peft.active_adapters:
-            # PEFT would choose another one itself, and warn.
+            # Otherwise PEFT activates another adapter and warns.
             self.activate(next(other for other in self._params if other != name))
         self.peft.delete_adapter(name)
         del self._params[name]
@@ -231,8 +231,8 @@ class AdapterSlots:
     def rebuild(self, name: str, config: LoraConfig) -> None:
         """Replace a slot by a new one with another configuration; no other slot changes."""
         trainable = self._trainable[self._known(name)]
-        # PEFT cannot be without an adapter, so a spare one bridges the gap. It has the new
-        # configuration: one that PEFT refuses is refused before the slot is gone.
+        # PEFT needs at least one adapter, so a temporary one is added first. It has the new
+        # configuration, so PEFT refuses a wrong configuration before the slot is removed.
         spare = f"{name}_spare"
         self.add(spare, config)
         self.activate(spare)
@@ -243,7 +243,7 @@ class AdapterSlots:
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Return detached CPU copies of a slot's tensors, by PEFT's file keys."""
-        # As get_peft_model_state_dict does, without its walk over the whole model for every slot.
+        # Same as get_peft_model_state_dict, without a pass over the whole model per slot.
         return {
             key: value.detach().to("cpu", copy=True).contiguous()
             for key, value in self._params[self._known(name)].items()
@@ -316,8 +316,8 @@ def check_adapter_state(
 def _add_adapter(model: Any, config: LoraConfig, name: str) -> PeftModel:  # noqa: ANN401 -- of any architecture
     """Add an adapter to a model, which is wrapped in place, or leave the model as it was.
 
-    Raises ConfigError where target_modules match nothing or the output head, and ModelError where
-    they match a layer that is not linear.
+    Raises ConfigError if target_modules match nothing or the output head, and ModelError if they
+    match a layer that is not linear.
     """
     wrapped = isinstance(model, PeftModel)
     inner: Any = model.get_base_model() if wrapped else model
@@ -325,7 +325,7 @@ def _add_adapter(model: Any, config: LoraConfig, name: str) -> PeftModel:  # noq
         undo.callback(_take_off, inner, name, known=set(vars(inner)))
         try:
             with warnings.catch_warnings():
-                # PEFT 0.21 asks transformers 5 by the old name; nothing a user can change.
+                # PEFT 0.21 uses a deprecated name of transformers 5, which the user cannot change.
                 warnings.filterwarnings(
                     "ignore",
                     message="`is_gradient_checkpointing` is deprecated",
@@ -333,7 +333,8 @@ def _add_adapter(model: Any, config: LoraConfig, name: str) -> PeftModel:  # noq
                 )
                 # GPT-2's Conv1D layers: PEFT corrects the setting itself.
                 warnings.filterwarnings("ignore", "fan_in_fan_out is set to", category=UserWarning)
-                # fp32 adapters over any base: PEFT casts bf16/fp16 ones up, the forward casts down.
+                # fp32 adapters over any base: PEFT casts 16-bit adapters up, the forward casts
+                # down.
                 if wrapped:
                     model.add_adapter(name, config)
                 else:
@@ -354,9 +355,9 @@ def _add_adapter(model: Any, config: LoraConfig, name: str) -> PeftModel:  # noq
 
 
 def _take_off(model: Any, name: str, known: set[str]) -> None:  # noqa: ANN401 -- as above
-    """Remove an adapter that was not added to the end: a layer without any other is plain again.
+    """Remove an adapter that was added incompletely; layers without other adapters are unwrapped.
 
-    Of the transformers model inside, which had the attributes that are known.
+    `known` has the names of the attributes that the transformers model had before.
     """
     for path, layer in list(model.named_modules()):
         if not isinstance(layer, BaseTunerLayer):

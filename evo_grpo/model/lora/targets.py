@@ -24,9 +24,9 @@ from evo_grpo.errors import ConfigError, ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.schema.patterns import ALL
 
-#: Under which name a base keeps what all-linear means for it.
+#: Key under which a base caches the modules of all-linear.
 _SETTLED = "all_linear"
-#: Weights of more than two dimensions that mix positions, and weights that adapters can go into.
+#: Weights with more than two dimensions that mix positions, and weights that accept adapters.
 _NO_EXPERTS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.Embedding, Conv1D)
 
 
@@ -79,7 +79,7 @@ def _served(base: SharedBase, config: LoraConfig) -> frozenset[str] | None:
             f"model {base.name!r} ({type(base.model).__name__}): expected linear layers whose "
             f"rows can be told apart, got none among {len(linear)}; use another model"
         )
-    # What no token reaches would never learn, and is left out without a word.
+    # A layer that no token reaches would never learn, so it is left out silently.
     left_out = {name for name in linear - served if unserved.get(name) != "unseen"}
     converted = _is_converted(base, config, ALL)
     missing = [*_leaves(left_out), *_experts(expert_modules(base), converted=converted)]
@@ -97,7 +97,7 @@ def check_targets(base: SharedBase, adapted: Collection[str]) -> None:
     """Raise ModelError for the first layer whose inputs do not have the rows in a known order."""
     unserved = _unserved(base)
     for name in sorted(adapted):
-        # What no token reached is harmless: cross-attention of a decoder that runs alone.
+        # Layers without tokens are harmless, such as the cross-attention of a decoder alone.
         if (kind := unserved.get(name, "rows")) not in ("rows", "unseen"):
             raise ModelError(
                 f"LoRA on {name!r} of {base.name!r}: expected inputs with one row per completion, "
@@ -128,7 +128,7 @@ def _is_converted(base: SharedBase, config: LoraConfig, names: set[str] | str) -
     before = set(trial.target_parameters or [])
     try:
         convert_peft_config_for_transformers(trial, model=base.model, conversions=None)
-    except ValueError:  # one of several that are fused
+    except ValueError:  # one of several fused names
         return True
     return set(trial.target_parameters or []) != before
 
@@ -160,10 +160,9 @@ def _leaves(names: Collection[str]) -> list[str]:
 def expert_modules(base: SharedBase) -> frozenset[str]:
     """Return the names of modules in the decoder layers that hold weights of experts themselves.
 
-    Either the class says so, or there is a router: a weight of the same layer with one row for each
-    matrix of a stack. The second sign tells them from stacks with a matrix for each head of a
-    recurrence, which is no choice between experts. Layers that no token reaches, of a tower for
-    images for example, are not looked at.
+    Experts are recognised by the class name, or by a router: a weight of the same layer with one
+    row per matrix of a stack. The router distinguishes experts from stacks with one matrix per head
+    of a recurrence. Layers that no token reaches, such as those of an image tower, are skipped.
     """
     return frozenset(
         name
@@ -196,7 +195,7 @@ def _layer_of(name: str) -> str:
 
 
 def _says_so(module: nn.Module) -> bool:
-    # A matrix is enough here: DBRX has the experts of a layer below one another.
+    # One matrix is enough: DBRX concatenates the experts of a layer along the rows.
     return "expert" in type(module).__name__.lower() and any(s[1:] for s in _shapes(module))
 
 

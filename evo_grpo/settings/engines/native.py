@@ -29,7 +29,7 @@ class NativeSettings(RolloutSettings):
         tensors = _DRAW_TENSORS + (_SORT_TENSORS if work.filtered else 0)
         tensors += 0 if element == 4 else 0.5
         return (
-            # One layer is there twice while finished rows are removed.
+            # One layer is copied while finished rows are removed.
             Part("keys and values", (shape.layers + 1) * layer, "engine.max_decode_rows"),
             Part(
                 "logits of a token",

@@ -1,4 +1,4 @@
-"""How far a finetune call is: a bar on a terminal, else a line per evaluation."""
+"""Progress of a finetune call: a bar on a terminal, else a line per evaluation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from evo_grpo.readers.terminal.console import say
 class Meter:
     """Shows a count and lines; use it in a `with` block.
 
-    `unit` is what is counted, in the plural; a `console` of None is standard output.
+    `unit` is the name of the counted items, in the plural; a `console` of None is standard output.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class Meter:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Leave the terminal as it was; the bar stays where it came to."""
-        if not self._bar.disable:  # older releases of rich end with an empty line all the same
+        """Restore the terminal; the bar keeps its last state."""
+        if not self._bar.disable:  # older releases of rich end with an empty line anyway
             self._bar.stop()
 
     def add(self, count: int) -> None:
-        """Move on by a count; beyond the total the bar is full."""
+        """Advance the bar by a count; beyond the total it stays full."""
         self.done += count
         self._bar.update(self._task, completed=min(self.done, self.total))
 

@@ -67,13 +67,13 @@ class Budget:
 
 @dataclass
 class Checkpoints(RunWriter):
-    """Writes all agents after every so many steps.
+    """Writes all agents every `every` steps.
 
     Attributes:
-        folder: Where to, None for nowhere.
-        every: GRPO steps between two.
-        budget: Knows the steps taken.
-        first: What the names of folders add to an agent's number.
+        folder: Folder of the checkpoints, None for no checkpoints.
+        every: GRPO steps between two checkpoints.
+        budget: Counts the steps taken.
+        first: Offset of the agent number in the names of folders.
         saved: Steps at the last checkpoint.
     """
 
@@ -84,7 +84,7 @@ class Checkpoints(RunWriter):
     saved: int = 0
 
     def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> SavedAgent:
-        """Write an agent when it is time; see `RunWriter`."""
+        """Write an agent if a checkpoint is due; see `RunWriter`."""
         del round
         taken = self.budget.taken
         if self.folder is None or taken // self.every <= self.saved // self.every:
@@ -93,7 +93,7 @@ class Checkpoints(RunWriter):
         return saved_agent(str(path), save_agent(cohort, slot, path))
 
     def round_over(self) -> None:
-        """Remember when agents were written last; see `RunWriter`."""
+        """Store the step of the last checkpoint; see `RunWriter`."""
         if self.budget.taken // self.every > self.saved // self.every:
             self.saved = self.budget.taken
 
@@ -102,7 +102,7 @@ def split_by_base(pop: object) -> list[Population[Any]]:
     """Return a population per base: agents of one base train together.
 
     Raises:
-        ConfigError: It is something else, or empty.
+        ConfigError: The argument is not a population, or it is empty.
     """
     if isinstance(pop, Population):
         return [pop]
@@ -133,7 +133,7 @@ def train(
 ) -> None:
     """Train and evolve agents that share a base until the budget is spent.
 
-    `first` is what the names of checkpoints add to an agent's number.
+    `first` is the offset of the agent number in the names of checkpoints.
     """
     cohort = population.cohort
     cohort.suit(env)
@@ -148,8 +148,8 @@ def train(
         budget,
         first,
     )
-    # Agents of a list come without the rounds that they played: steps are never fewer, so that a
-    # second call goes on with other prompts and other draws.
+    # Agents of a list have no record of their rounds. Their steps never decrease, so a second call
+    # continues with other prompts and other random numbers.
     states = [cohort.agents[slot] for slot in population.slots]
     left = left_out.find(cohort, population.slots)
     played = list(population.rounds or (left.rounds if left else ()))
@@ -198,7 +198,7 @@ def _round_settings(
     return RoundSettings(
         PopulationConfig(
             size=len(population),
-            # A last round is one after which nothing evolves.
+            # After the last round, no selection follows.
             rounds=number + (2 if due else 1),
             steps_per_round=interval,
             sizes="constant",
