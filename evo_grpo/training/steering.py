@@ -174,9 +174,9 @@ class RunSteering(Steerer):
 def resumed(
     folder: RunDir, rounds: Sequence[RoundRecord], hp_config: HyperparameterConfig
 ) -> RoundRecord:
-    """Return the last round with what was asked for while no process trained; nothing is written.
+    """Return the last round with the requests made while no process trained; nothing is written.
 
-    What was asked of a process, to pause or to stop, ended with that process.
+    A request to pause or stop a process that has ended since is recorded, but not carried out.
     """
     folder.announce_round(len(rounds))
     known = carried_out(rounds)

@@ -201,7 +201,7 @@ def _row(use: Use) -> dict[str, Any]:
 
 
 def _literal(text: str) -> str:
-    """Return a string as Python has it, in double quotes where it may be."""
+    """Return a string as a Python literal, in double quotes if possible."""
     written = repr(text)
     return f'"{written[1:-1]}"' if written[0] == "'" and '"' not in written else written
 
