@@ -65,10 +65,10 @@ class RunSteering(Steerer):
         self._reported: set[str] = set()
 
     def begin(self, rounds: Sequence[RoundRecord], before: int, observer: Observer) -> None:
-        """Begin with the rounds that are left.
+        """Begin before the first round that this process plays.
 
-        Records what `resumed` has carried out: `rounds` are those played so far, of whose last one
-        the first `before` requests were recorded earlier.
+        Record what `resumed` has carried out: the requests of the last of `rounds`, except the
+        first `before`, which were recorded earlier.
         """
         self.folder.announce_round(len(rounds))
         new = rounds[-1].steering[before:] if rounds else ()
