@@ -26,8 +26,8 @@ class LeftOut:
 
     Attributes:
         rounds: The rounds so far, first to last.
-        marks: For each agent of the last round, including those that left after it, the state at
-            the end of the call that a user may change, by name.
+        marks: State of each agent of the last round at the end of the call, by name, including
+            agents that left after the round. A user may have changed the state since.
     """
 
     rounds: Sequence[RoundRecord]

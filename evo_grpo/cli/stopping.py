@@ -43,7 +43,7 @@ _SHOW_CURSOR = b"\x1b[?25h\n"
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised by SIGTERM; a KeyboardInterrupt, so that the same handlers let it pass."""
+    """Raised by SIGTERM; a KeyboardInterrupt, so that it is handled like Ctrl-C everywhere."""
 
 
 def _stopped() -> str:

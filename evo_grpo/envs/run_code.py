@@ -49,7 +49,7 @@ def guard_imports() -> None:
 
 
 def is_guard(finder: object) -> bool:
-    """Return whether an entry of `sys.meta_path` is that of `guard_imports`."""
+    """Return whether an entry of `sys.meta_path` is the one that `guard_imports` adds."""
     return finder is _GUARD
 
 

@@ -38,7 +38,7 @@ _LOAD_ERRORS = (
 
 
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the torch dtype for a name or itself; "auto" is float32, and bfloat16 on CUDA."""
+    """Return the torch dtype for a name or dtype; "auto" is bfloat16 on CUDA, else float32."""
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     name = str(dtype).removeprefix("torch.")

@@ -21,10 +21,10 @@ def warn_without_signal(sentence: str) -> None:
 
 
 def without_signal(tallies: Sequence[Tally]) -> str:
-    """Return a sentence where all groups of all agents had equal rewards, else an empty string.
+    """Return a warning if all groups of all agents had equal rewards, else an empty string.
 
-    It is empty where every reward function abstained, or every episode was dropped: other warnings
-    name those.
+    The string is also empty if every reward function abstained or every episode was dropped; other
+    warnings report those.
     """
     steps = [m for tally in tallies for m in tally.metrics if not m.get("empty_steps")]
     means = [m["reward"] for m in steps if math.isfinite(m.get("reward", math.nan))]

@@ -28,7 +28,7 @@ from evo_grpo.types import Decision, Score, Slot
 
 @dataclass(frozen=True)
 class AgentReport:
-    """One agent after its steps and its evaluation, as the rank that has it reports it.
+    """What a rank reports about one of its agents after the steps and the evaluation.
 
     Attributes:
         score: Its fitness, None where its update or its evaluation was not finite.

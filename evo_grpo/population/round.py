@@ -149,10 +149,10 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
 def evaluate_more(
     this: Round, look: LookAgain, tallies: Mapping[Slot, Tally], results: Mapping[Slot, Evaluation]
 ) -> dict[Slot, Evaluation]:
-    """Evaluate the agents of this rank among those of a look.
+    """Evaluate the agents of a look that are on this rank.
 
     Returns:
-        The evaluation of each, merged with its earlier ones, `results`.
+        The evaluation of each agent, merged with its earlier one in `results`.
     """
     fitness, stream = this.settings.evolve.fitness, look.stream(this.number)
     with this.watch.phase("evaluate"):
@@ -167,7 +167,7 @@ def evaluate_more(
 
 
 def save(this: Round, look: LookAgain) -> dict[Slot, SavedAgent]:
-    """Save the agents of this rank among those of a look."""
+    """Save the agents of a look that are on this rank."""
     with this.watch.phase("checkpoint"):
         return {
             slot: this.writer.checkpoint(this.cohort, this.number, slot)

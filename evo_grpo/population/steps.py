@@ -29,7 +29,11 @@ class Limit(Protocol):
         ...
 
     def reached(self, scores: Sequence[Score | None]) -> bool:
-        """Return whether a round is the last one, from its scores; may be asked again."""
+        """Return whether a round is the last one, from its scores.
+
+        Called on the first rank when the round is planned, and on each rank when its plan is
+        carried out; so the limit also learns that the round is over.
+        """
         ...
 
 

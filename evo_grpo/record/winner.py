@@ -25,16 +25,17 @@ class SelectedAgent:
             rounds, asked for by the caller) or "named" (any other that the caller named).
         agent: The number of the agent, None for a mean.
         member: The member id.
-        checkpoint: Its checkpoint, relative to the run folder; empty if none was saved.
-        lines: The records that led to it, first round to last: one line, or two for a mean, with
-            that of the better parent first.
+        checkpoint: Its checkpoint, relative to the run folder; empty where none was saved.
+        lines: The records that led to it, each line from first round to last. A mean has two lines,
+            first that of the better parent; all others have one.
         rounds: The number of finished rounds of the run.
         final: Its score in the final comparison, on validation prompts with new draws; None if
             finalists were not compared.
         test: Its score on the test prompts, NaN if its rewards were not finite; None if it
             was not judged. **This is the score of the winner**: nothing was selected on these
             prompts.
-        tie: Of a finalist that lost, whether a paired test cannot separate it from the winner.
+        tie: Whether it is a finalist that lost although a paired test cannot separate it from the
+            winner.
     """
 
     kind: str

@@ -181,7 +181,7 @@ class Followers(Observer):
 
 
 def _read(process: subprocess.Popen[bytes], said: SimpleQueue[str | None]) -> None:
-    """Pass on the lines that a process says, then None."""
+    """Put each line of the output of a process into a queue, then None at its end."""
     assert process.stdout is not None, "it was asked for"
     with process.stdout as output:
         for line in output:

@@ -119,7 +119,7 @@ def _checkpoint(
 
 
 def _load(cohort: Cohort, checkpoints: Mapping[Slot, _Checkpoint]) -> None:
-    """Load the agents of this rank; the other ranks learn what the records do not hold."""
+    """Load the agents of this rank; send their counters, which records lack, to all ranks."""
     found: dict[Slot, tuple[int, int]] = {}
     for slot, checkpoint in checkpoints.items():
         if not cohort.here(slot):

@@ -335,7 +335,7 @@ class Past:
 
 
 def _past(config: RunConfig, folder: RunDir, prepared: Prepared, *, steers: bool) -> Past:
-    """Read the rounds of a folder, with what was asked for since the last one."""
+    """Read the recorded rounds of a run; add the requests made since to the last one."""
     with reading(folder.path):
         record_inputs(folder, config)
         rounds = folder.rounds()
@@ -392,8 +392,8 @@ def play_rounds(
 ) -> tuple[Slot, ...]:
     """Play the rounds that are left, or as many as a rule or a person allows.
 
-    The rounds that are played now are appended to `rounds`, those that were. With `outlines`, for
-    rounds that a folder has whole, only the outline of a round is kept once the next one is played.
+    `rounds` are the rounds so far; each new round is appended. With `outlines`, for a run in a
+    folder, each round in `rounds` is reduced to its outline once the next one has been played.
 
     Returns:
         The slots of the agents that are left.

@@ -65,10 +65,10 @@ class RunSteering(Steerer):
         self._reported: set[str] = set()
 
     def begin(self, rounds: Sequence[RoundRecord], before: int, observer: Observer) -> None:
-        """Begin with the rounds that are left.
+        """Begin before the first round that this process plays.
 
-        Records what `resumed` has carried out: `rounds` are those played so far, of whose last one
-        the first `before` requests were recorded earlier.
+        Record what `resumed` has carried out: the requests of the last of `rounds`, except the
+        first `before`, which were recorded earlier.
         """
         self.folder.announce_round(len(rounds))
         new = rounds[-1].steering[before:] if rounds else ()
@@ -174,9 +174,9 @@ class RunSteering(Steerer):
 def resumed(
     folder: RunDir, rounds: Sequence[RoundRecord], hp_config: HyperparameterConfig
 ) -> RoundRecord:
-    """Return the last round with what was asked for while no process trained; nothing is written.
+    """Return the last round with the requests made while no process trained; nothing is written.
 
-    What was asked of a process, to pause or to stop, ended with that process.
+    A request to pause or stop a process that has ended since is recorded, but not carried out.
     """
     folder.announce_round(len(rounds))
     known = carried_out(rounds)

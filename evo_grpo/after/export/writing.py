@@ -72,9 +72,10 @@ def check_target(out: Path, names: Iterable[str], *, force: bool) -> Path:
 def write_export(
     target: Path, contents: Mapping[str, bytes], fills: Sequence[Fill], about: Mapping[str, Any]
 ) -> list[str]:
-    """Write a folder completely, or nothing that loads; return the paths of its files.
+    """Write the folder of an export; return the paths of its files.
 
-    The files of an earlier export are replaced. After an error the written files are removed.
+    The files of an earlier export are replaced. After an error the written files are removed. Even
+    after a kill, the folder is either complete or cannot be loaded.
     `about` is the content of the manifest except the files.
     """
     there = target.is_dir()

@@ -31,9 +31,9 @@ from evo_grpo.record.summary import read_summary
 
 @dataclass(frozen=True)
 class _Place:
-    """A folder of arms beside an end of the run, which is the current one or an earlier one.
+    """The folder of a comparison or replay made after the current or an earlier end of the run.
 
-    `summary` is None if the summary of that end is missing or damaged.
+    `summary` is the summary of that end, None if it is missing or damaged.
     """
 
     path: Path

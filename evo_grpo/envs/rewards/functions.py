@@ -85,7 +85,7 @@ class RewardFunction:
         return self.fn.keywords.keys() if isinstance(self.fn, partial) else ()
 
     def required_columns(self) -> dict[str, str]:
-        """Return the columns without a default, each with the words that name the function."""
+        """Return the columns without a default, each with the name of the function for messages."""
         own = BATCH_NAMES if self.is_batch else ROW_NAMES
         return {
             p.name: f"the reward function {self.name!r}"

@@ -16,7 +16,7 @@ _folder = os.getcwd
 
 
 class Mode(NamedTuple):
-    """A mode: its name, a function of torch and a value that sets it, and a remedy."""
+    """A mode: its name, the function that sets it (given torch and a value), and a remedy."""
 
     name: str
     set: Callable[[Any, Any], object]

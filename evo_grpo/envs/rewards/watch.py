@@ -239,7 +239,7 @@ def _exits_refused(watch: Watch) -> Generator[None]:
 
 
 def _called(name: str, *arguments: object, **more: object) -> Any:  # noqa: ANN401 -- what the real one returns
-    """Raise in the call that uses a function of `_REAL`; outside of calls, use the real one."""
+    """Stand in for a function of `_REAL`: raise within a call, else call the real function."""
     # The watch of this thread; for a thread that a call has started, the latest watch.
     calling = [watch for watch in _watches if watch.is_calling]
     calling.sort(key=lambda watch: watch.thread == threading.get_ident())

@@ -36,7 +36,7 @@ class _Linear:
 
 
 class _Norm:
-    """A norm of the model in four operations: each counts when a few rows are decoded.
+    """A norm of the model in only four operations, as overhead dominates when few rows are decoded.
 
     x / hypot(|x|, sqrt(H eps)) * (sqrt(H) w) is x / sqrt(mean(x^2) + eps) * w.
     """

@@ -154,8 +154,9 @@ class LoraLinear(torch.autograd.Function):
     ) -> Tensor:
         """Apply the frozen layer and every agent's adapter: x (M, in) to (M, out).
 
-        The residual is (M, out), the frozen weight (out, in) and bias (out,). `adapters` has a (N,
-        R, in) and b (N, size, rank) of each part, which are also arguments, for autograd.
+        The residual is (M, out), the frozen weight (out, in) and bias (out,). `a` (N, R, in) and
+        `b`, a (N, size, rank) tensor for each part, also belong to `adapters`; they are separate
+        arguments because autograd only differentiates with respect to arguments.
         """
         y = linear(x, residual, weight, bias)
         down, up = a.to(x.dtype), adapters.up(b, x.dtype)

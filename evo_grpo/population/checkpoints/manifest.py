@@ -1,4 +1,4 @@
-"""attributes.json: what a checkpoint says of an agent beside its tensors."""
+"""attributes.json: what a checkpoint stores about an agent besides its tensors."""
 
 from __future__ import annotations
 

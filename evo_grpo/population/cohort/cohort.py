@@ -459,7 +459,7 @@ class Cohort:
         return metrics
 
     def lr_factor(self, slot: int) -> float:
-        """Return what the schedule multiplies an agent's lr by in its next step."""
+        """Return the factor by which the schedule multiplies an agent's lr in its next step."""
         schedule = self.settings.algorithm.lr_schedule
         return 1.0 if schedule is None else lr_factor(schedule, self.agents[slot].steps)
 

@@ -101,7 +101,7 @@ class ZeroEngine:
 
     @property
     def stepped(self) -> bool:
-        """Whether the last step was taken: none is with a gradient that is not finite."""
+        """Whether the last step was taken; a step with a non-finite gradient is skipped."""
         return bool(self.engine.was_step_applied())
 
     @property
@@ -208,7 +208,7 @@ class ZeroEngine:
         return [w[: math.prod(s)].view(s).clone() for w, s in zip(whole, shapes, strict=True)]
 
     def _cut(self, number: int, whole: Sequence[Tensor]) -> Tensor:
-        """Return this process's part of tensors; what `_joined` undoes."""
+        """Return this process's part of whole tensors; the inverse of `_joined`."""
         flat = [tensor.reshape(-1) for tensor in whole]
         if self.stage == 2:
             return _part(torch.cat(flat), len(self.flats[number]), self.rank)
@@ -257,10 +257,10 @@ def _matrices(layer: LoraLayer) -> tuple[nn.ModuleDict, nn.ModuleDict]:
 
 
 def _leaves(slots: AdapterSlots) -> list[nn.Module]:
-    """Return the modules with parameters of the decoder layers, without those of adapters.
+    """Return the modules of the decoder layers that own parameters, except those of adapters.
 
     Raises:
-        ModelError: The model has no layers that are known as such.
+        ModelError: The decoder layers of the model cannot be identified.
     """
     adapters = {
         id(module)

@@ -54,7 +54,7 @@ class DividedSampling(RolloutEngine):
         self.engine.close()
 
     def _first(self, number: int, rank: int) -> int:
-        """Return the first prompt of a request for a rank; other ranks begin with other agents."""
+        """Return the first prompt of a request that a rank samples; ranks take turns at 0."""
         return (rank + number) % self.team.size
 
     def _mine(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:

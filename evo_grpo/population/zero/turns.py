@@ -48,7 +48,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return {"state": self.engine.whole_moments(self.moments), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take moments as torch's AdamW has them; lr and the like stay as they are."""
+        """Load moments in the format of torch's AdamW; lr and other options are not loaded."""
         self.moments = self.engine.own_moments(state_dict["state"])
 
     def step(self, closure: Any = None) -> NoReturn:  # noqa: ANN401 -- torch's signature
@@ -170,7 +170,7 @@ class _EngineSteps:
         self.parts, self.plain = engine.ranks, True
 
     def share(self, bucket: Bucket, *, last: bool) -> tuple[Bucket, bool]:
-        """Return every so many-th row; without one the first row, which does not count."""
+        """Return this rank's rows and True, or, if it has none, the first row and False."""
         self.engine.micro_batch(last=last)
         mine = bucket[self.engine.rank :: self.parts]
         # Every process makes the same passes: gradients are added up in each of them.

@@ -166,7 +166,7 @@ class NativeEngine(RolloutEngine):
 
     @property
     def reduced(self) -> int | None:
-        """Rows decoded at once if that is below the setting, for lack of memory; else None."""
+        """Rows decoded at once if lack of memory has reduced them below the setting; else None."""
         return self.max_rows if self.max_rows < self._wanted_rows else None
 
     def _rollout(

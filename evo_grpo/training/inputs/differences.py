@@ -63,7 +63,7 @@ class Differences:
     software: list[Change]
 
     def new(self) -> list[tuple[str, Any]]:
-        """Return the settings that the record does not have, at what this version fills in."""
+        """Return the settings that the record lacks, with the values that this version fills in."""
         known = {*self.then.settings, *(name for name, _, _ in self.settings)}
         return [(name, value) for name, value in self.now.settings.items() if name not in known]
 
@@ -194,15 +194,15 @@ def record_inputs(folder: RunDir, config: RunConfig) -> None:
 
 @dataclass(frozen=True)
 class Changed:
-    """What a run goes on with in place of what it was begun with.
+    """The changed inputs with which a run continues.
 
     Attributes:
-        before: What it was made of.
-        now: What it is made of from now on, with all changes so far.
-        config: Its settings from now on.
-        extended: Whether their number of rounds was asked for, and population.yaml has another.
-        notes: A sentence for each thing with which the rounds that follow may differ from those of
-            a run that was never stopped.
+        before: The recorded inputs.
+        now: The inputs from now on, with all changes so far.
+        config: The settings from now on.
+        extended: Whether the caller asked for a number of rounds other than in population.yaml.
+        notes: A sentence for each change that may make the following rounds differ from those of an
+            uninterrupted run.
     """
 
     before: Inputs

@@ -31,8 +31,8 @@ Given = Mapping[str, Any]
 def check_same_run(team: Team, call: str, given: Given, config: RunConfig | None = None) -> None:
     """Refuse ranks that were started with different inputs; all ranks call this first.
 
-    They compare what each was asked to do, `call`, its arguments, and its settings and their files,
-    unless the first rank alone has those.
+    The ranks compare the name of the function that each was started with (`call`), its arguments
+    (`given`), and the settings with their files. `config` is None if only the first rank has them.
 
     Raises:
         ConfigError: Raised on all ranks; it names a rank and what differs.
@@ -64,7 +64,7 @@ def _made_of(config: RunConfig | None) -> Given:
 
 
 def _files(now: Inputs) -> Given:
-    """Return the digests of what a run reads, by the words of an error."""
+    """Return the digests of the files that a run reads, and the version, by name in errors."""
     found = {f"the file of {name}": digest for name, digest in now.files.items()}
     return {**found, "the version of evo-grpo": now.software["evo-grpo"]}
 
