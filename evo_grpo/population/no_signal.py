@@ -1,4 +1,4 @@
-"""A run that cannot learn says so after its first round: every group of it had equal rewards."""
+"""Warns after the first round if a run cannot learn because every group had equal rewards."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _log = logging.getLogger(__name__)
 
 
 def warn_without_signal(sentence: str) -> None:
-    """Warn, and log, that the first round had nothing to learn from; not with an empty sentence."""
+    """Warn and log that the first round had nothing to learn from, unless `sentence` is empty."""
     if sentence:
         _log.warning(sentence)
         warnings.warn(sentence, UserWarning, stacklevel=2)
 
 
 def without_signal(tallies: Sequence[Tally]) -> str:
-    """Return a sentence where all groups of all agents had equal rewards, else an empty string.
+    """Return a sentence if all groups of all agents had equal rewards, otherwise an empty string.
 
-    It is empty where every reward function abstained, or every episode was dropped: other warnings
-    name those.
+    The string is empty if every reward function abstained or every episode was dropped, which other
+    warnings report.
     """
     steps = [m for tally in tallies for m in tally.metrics if not m.get("empty_steps")]
     means = [m["reward"] for m in steps if math.isfinite(m.get("reward", math.nan))]
