@@ -26,19 +26,19 @@ SECONDS = 300.0
 """Default limit, long enough for a C function that holds the GIL and so prevents signs."""
 _EVERY = 1.0
 _RANKS_A_SECOND = 32
-"""Each look of a rank reads what all ranks have written, so that many ranks look less often."""
+"""Ranks per second between looks: each look reads the signs of all ranks, so large teams wait."""
 _LOOKS_TO_MISS = 3
-"""Looks without a sign that name the rank whose connection was closed."""
+"""Looks without a sign after which a rank with a closed connection counts as ended."""
 _LOOKS_AFTER_END = 10
-"""Looks after which a rank says which one it found silent, clear or not."""
+"""Looks after a closed connection after which a rank names the most silent rank in any case."""
 _DEADLOCKED = 0.2
-"""Share of the limit for which ranks have to wait for each other before they end with an error."""
+"""Share of the limit for which a deadlock of ranks must last before it is reported as an error."""
 _VERDICT = "verdict"
 
 THREAD = "heartbeat"
 """Name of the thread that writes signs."""
 Place = Sequence[Any]
-"""Where a rank waits: the kind of the exchange, its number, and for two ranks alone the other."""
+"""An exchange at which a rank waits: its kind, its number, and the partner if it has one."""
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Heartbeat:
 
         def stop() -> None:
             self._over.set()
-            thread.join(_EVERY)  # a thread that waits for the store cannot be interrupted
+            thread.join(_EVERY)  # bounded: it may wait for the store
 
         atexit.register(stop)
 
@@ -111,7 +111,7 @@ class Heartbeat:
         looks, stalled = self._looks, 0
         try:
             while not done(self.every):
-                # Count looks instead of reading a clock, which continues while this process is stopped.
+                # Count looks: a clock would continue while this process is stopped.
                 stalled = 0 if self._cut_off or self._looks != looks else stalled + 1
                 looks = self._looks
                 if self._verdict:
@@ -131,8 +131,8 @@ class Heartbeat:
         for looks in range(_LOOKS_AFTER_END):
             if self._verdict or self._cut_off:
                 break
-            # The first to be silent: those that noticed it have ended since, and on a busy machine
-            # another one may be late.
+            # Name the rank that was silent first: ranks that noticed it may have ended since, and
+            # on a busy machine another rank may be late.
             missed = [peer.missed for peer in self._peers]
             second, most = sorted(missed)[-2:]
             clear = most - second >= _LOOKS_TO_MISS - 1 or looks == _LOOKS_AFTER_END - 1
@@ -181,7 +181,7 @@ class Heartbeat:
             if peer.missed * self.every >= self.limit:
                 return silence(rank, self.size, peer.missed * self.every)
         places = [peer.place for peer in self._peers]
-        # Not sooner: the last bytes of a large message are on their way when others have left it.
+        # Wait this long because a large message may still arrive after other ranks have left.
         least = max(_LOOKS_TO_MISS - 1, _DEADLOCKED * self.limit / self.every)
         if all(peer.waited >= least for peer in self._peers) and is_deadlock(places):
             waits = ", ".join(f"rank {r} at {_in_words(p)}" for r, p in enumerate(places) if p)

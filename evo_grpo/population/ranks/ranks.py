@@ -34,20 +34,20 @@ from evo_grpo.population.ranks.lockstep import Lockstep
 from evo_grpo.population.ranks.team import Team, is_one_of_several
 from evo_grpo.printable import error_text
 
-#: Ranks wait for each other as long as a round takes; the heartbeat says when one is lost.
+#: Ranks wait for each other without a practical limit; the heartbeat reports a lost rank.
 PATIENCE = timedelta(days=365)
 START_VARIABLE = "EVO_GRPO_RANK_START_MINUTES"
-"""Environment variable with the minutes that all ranks have to start."""
+"""Environment variable with the minutes within which all ranks must start."""
 START_MINUTES = 10.0
-"""The same where the variable is not set."""
+"""Default if the variable is not set."""
 TO_SHARE = timedelta(minutes=1)
-"""How long a rank that failed before the ranks have met waits for the others, to send its error."""
+"""How long a rank that failed before the ranks connected waits to send its error to the others."""
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 _THREAD = "exchange between ranks"
-#: Of the process, as the group of torch.distributed is.
+#: One per process, like the process group of torch.distributed.
 _heartbeat: Heartbeat | None = None
 
 
