@@ -86,8 +86,8 @@ def _run_ranks(ranks: int, command: Sequence[str]) -> NoReturn:
             command,
             env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdin=None if rank == 0 else subprocess.DEVNULL,
-            # A process group of its own: Ctrl-C in a terminal reaches the rank only through
-            # `pass_on`, and so only once.
+            # Use a separate process group, so that Ctrl-C in a terminal reaches the rank only
+            # through `pass_on`, and therefore only once.
             process_group=0,
         )
         processes.append(process)

@@ -215,7 +215,7 @@ class Cohort:
         self._next_slot += 1
         if self._has(rank):
             self.slots.add(f"actor_{slot}")
-        if self.together and self._turns is None:  # like the first agent's, and before any pass
+        if self.together and self._turns is None:  # copies the first agent's shape; before any pass
             self._turns = make_turns(self.slots, self.settings, self.team, self.accelerator)
             self._turns.learner.loss = self.learner.loss
         optimizer = self.fresh_optimizer(slot, hparams, rank)
@@ -360,7 +360,7 @@ class Cohort:
                 state.optimizer = self.fresh_optimizer(slot, hparams)
             if before.rank == self.team.rank:
                 left.append(before)
-        # Last, since PEFT cannot be without an adapter: this rank has got its new agents by now.
+        # Free slots last: PEFT needs an adapter, and this rank has received its new agents by now.
         for state in left:
             self._free(state)
 

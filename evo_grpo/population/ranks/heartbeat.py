@@ -124,7 +124,7 @@ class Heartbeat:
             self.place = None
 
     def closed(self) -> str:
-        """Return a sentence that names the rank whose closed connection means that it has ended.
+        """Return a sentence that names the rank that has ended, after a connection was closed.
 
         The sentence has no full stop, and is empty if all ranks are alive.
         """

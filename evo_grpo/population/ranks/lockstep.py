@@ -27,7 +27,7 @@ class Pass(IntEnum):
     FORWARD = 2
 
 
-#: A rank that wants no pass.
+#: Sent by a rank that requests no pass.
 IDLE = 0
 
 

@@ -227,7 +227,7 @@ class Ranks(Team):
             except BaseException as error:
                 result.set_exception(error)
 
-        broken, self._broken = self._broken, True  # by Ctrl-C too: half a message was exchanged
+        broken, self._broken = self._broken, True  # also after Ctrl-C: a message may be half sent
         threading.Thread(target=run, name=_THREAD, daemon=True).start()
         place = (kind, self._exchanges, other)
         why = self._heartbeat.wait(lambda s: bool(wait_for([result], s).done), place)
@@ -370,13 +370,13 @@ def find_team(to_meet: timedelta | None = None) -> Team:
     global _heartbeat
     begins = _heartbeat is None
     if _heartbeat is None:
-        # The one over which the ranks have met: no other port, and it has no public name. A client
-        # of its own, since torch holds the other one while it waits for a rank.
+        # Use the store over which the ranks connected: it needs no further port. It has no public
+        # name. Clone the client, because torch locks the original while it waits for a rank.
         store: Any = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage] -- no public one
         store = distributed_c10d.PrefixStore("evo-grpo", store.clone())
         rank, size = dist.get_rank(), dist.get_world_size()
         _heartbeat = Heartbeat(rank, size, store, limit_of_silence())
-    # All ranks have written their first sign once they have this group.
+    # Every rank has written its first sign before it can create this group.
     group = dist.new_group(backend="gloo", timeout=PATIENCE)
     if begins:
         _heartbeat.start()
@@ -386,6 +386,6 @@ def find_team(to_meet: timedelta | None = None) -> Team:
 def _join(to_meet: timedelta) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    # Not by accelerate's PartialState, which looks for MPI first on a CPU and sets the threads; it
-    # takes over a group that is there. Nothing goes from device to device, so there is no NCCL.
+    # Do not use accelerate's PartialState, which tries MPI first on a CPU and sets the number of
+    # threads; it adopts an existing group. No data moves between devices, so NCCL is not needed.
     dist.init_process_group("gloo", timeout=to_meet)

@@ -79,7 +79,7 @@ class ZeroEngine:
         slots.add(TURN)
         slots.reserved.add(TURN)
         self.parameters = slots.parameters(TURN)
-        self._shapes = [p.shape for p in self.parameters]  # stage 3 keeps none in the parameters
+        self._shapes = [p.shape for p in self.parameters]  # in stage 3 parameters lose their shapes
         own = [pair[TURN] for layer in slots.layers.values() for pair in _matrices(layer)]
         trunk: Any = base.trunk
         parts = _Parts(

@@ -27,8 +27,8 @@ _SETTINGS: dict[str, Any] = {
 }
 _PARTITIONING: dict[str, Any] = {
     "overlap_comm": False,
-    # Layers are fetched when they are needed: passes to sample, to learn and for a reference
-    # alternate, so what comes next cannot be guessed from what came last.
+    # Fetch layers only when they are needed: passes for sampling, learning and the reference
+    # alternate, so the next layer cannot be predicted from the previous pass.
     "stage3_prefetch_bucket_size": 0,
     "stage3_max_reuse_distance": 0,
     "stage3_param_persistence_threshold": 0,

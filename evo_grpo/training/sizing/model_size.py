@@ -20,8 +20,8 @@ from evo_grpo.settings.engines.memory import Shape
 from evo_grpo.sources import Source, resolve
 from evo_grpo.training.sizing.gguf_header import GgufHeader, read_header
 
-# Architecture -> biases of (q, k, v), of o, and whether q and k have norms of their own. True and
-# False are fixed by the architecture; a string names the key of config.json that decides.
+# Architecture -> biases of (q, k, v), of o, and whether q and k have separate norms. True and False
+# are fixed by the architecture; a string names the key of config.json with the value.
 LAYOUTS: dict[str, tuple[bool | str, bool | str, bool]] = {
     "llama": ("attention_bias", "attention_bias", False),
     "mistral": (False, False, False),
