@@ -21,7 +21,7 @@ RUNS = "runs"
 def complete_run(incomplete: str) -> list[str]:
     """Return the run folders that match, in runs/ and in the folder that was typed.
 
-    If there is none, the shell completes folder names itself.
+    If there are none, the shell completes folder names.
     """
     from evo_grpo.record.folder import is_run
 

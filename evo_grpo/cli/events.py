@@ -1,4 +1,4 @@
-"""`--json`: a run as events for a program, one JSON object per line of standard output.
+"""Implements `--json`: writes a run as events, one JSON object per line of standard output.
 
 Rounds are 0-based, as in rounds.jsonl. docs/command_line.md lists the keys.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from evo_grpo.record.view import RunView
 
 METRICS = ("reward", "zero_variance", "loss", "entropy")
-"""Training means in the event of a round, beside the KL; rounds.jsonl has all of them."""
+"""Training means in the event of a round, besides the KL; rounds.jsonl has all means."""
 
 
 @final
@@ -104,7 +104,7 @@ class Events(Observer):
         """Write one event with its keys."""
         if not is_silent_rank():  # the first rank writes for all
             line = {"event": event, "run": self.run, **values}
-            # In ASCII: no text of a model or a file can control a terminal.
+            # ASCII, so that text of a model or a file cannot control a terminal.
             write(to_line(line, ensure_ascii=True) + "\n")
 
 

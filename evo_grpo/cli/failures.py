@@ -1,4 +1,4 @@
-"""Conversion of errors into a message and an exit code; the traceback is shown with --debug."""
+"""Converts errors into a message and an exit code; --debug adds the traceback."""
 
 from __future__ import annotations
 

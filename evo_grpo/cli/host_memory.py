@@ -1,4 +1,4 @@
-"""Setting of glibc's allocator to keep freed memory.
+"""Configures glibc's allocator to keep freed memory.
 
 Each learn pass allocates and frees its activations. By default, glibc returns the free end of its
 heap to the system each time and gets zeroed pages again, which takes several per cent of a learn

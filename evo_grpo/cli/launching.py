@@ -1,7 +1,7 @@
-"""`--nproc`: start the command once for each rank, and end the ranks together.
+"""Implements `--nproc`: starts the command once for each rank, and ends the ranks together.
 
 torchrun is not used: it prints a page about each stop, and after Ctrl-C it sends a SIGTERM, which a
-run takes for the second signal and ends without cleaning up.
+run treats as the second signal, so that it ends without cleaning up.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def reporting_early_errors() -> Generator[None]:
 def launch_ranks(ranks: int | None, arguments: Sequence[str]) -> None:
     """Start the ranks of a run on this machine, wait for them, and exit with their exit code.
 
-    In a process that is a rank already, return.
+    In a process that is already a rank, return.
 
     Raises:
-        ConfigError: This process is one of another number of ranks.
+        ConfigError: This process is a rank of a run with another number of ranks.
     """
     if is_one_of_several():
         # No C++ traces of connections to a rank that has ended; evo-grpo prints a sentence.
@@ -86,8 +86,8 @@ def _run_ranks(ranks: int, command: Sequence[str]) -> NoReturn:
             command,
             env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdin=None if rank == 0 else subprocess.DEVNULL,
-            # A process group of its own: Ctrl-C in a terminal reaches the rank only through
-            # `pass_on`, and so only once.
+            # Use a separate process group, so that Ctrl-C in a terminal reaches the rank only
+            # through `pass_on`, and therefore only once.
             process_group=0,
         )
         processes.append(process)
@@ -105,7 +105,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
             first = next((rank for rank, code in enumerate(codes) if code), None)
             deadline = time.monotonic() + SECONDS_TO_END
         if first is not None and time.monotonic() > deadline:
-            # A rank that is within a round does not notice that another rank has ended.
+            # A rank in the middle of a round does not notice that another rank has ended.
             number = next(ends, signal.SIGKILL)
             for process in processes:
                 if process.poll() is None:

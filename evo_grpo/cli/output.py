@@ -1,4 +1,4 @@
-"""Lines that the commands print for people, and files and text for programs."""
+"""Prints lines for people, and writes files and text for programs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def warn(text: str) -> None:
 
 
 def coloured(text: str, colour: str) -> str:
-    """Return a word for standard error, in a colour where that is a terminal with colours."""
+    """Return a word for standard error, coloured if that is a terminal with colours."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
     if plain or sys.stderr is None or not sys.stderr.isatty():
         return text
@@ -77,7 +77,7 @@ def coloured(text: str, colour: str) -> str:
 
 
 def wrapped(line: str, *, err: bool = False) -> str:
-    """Return a printable line wrapped between words where it is wider than the terminal."""
+    """Return a printable line, wrapped between words if it is wider than the terminal."""
     stream = sys.stderr if err else sys.stdout
     if stream is None or not stream.isatty():
         return line
@@ -91,7 +91,7 @@ def write(text: str) -> None:
     """Print JSON, CSV or Markdown: unchanged into a pipe, escaped on a terminal."""
     if sys.stdout is None:  # as after `>&-`
         return
-    # Not by typer, which removes colour codes from a pipe.
+    # Do not use typer here: it removes colour codes in a pipe.
     sys.stdout.write(printable_lines(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
@@ -100,7 +100,8 @@ def write_file(path: Path, text: str) -> None:
     """Write a text file; a new file that cannot be written completely is removed.
 
     Raises:
-        OSError: It cannot be written. Names the file, which Python does not where a disk is full.
+        OSError: The file cannot be written. The error names the file even if the disk is full,
+            which Python's error does not.
     """
     new = not path.exists()
     try:
@@ -112,9 +113,10 @@ def write_file(path: Path, text: str) -> None:
 
 
 def flush_standard_output() -> OSError | None:
-    """Write the buffered output; return the error where that fails.
+    """Flush the buffered output; return the error if this fails.
 
-    After an error the rest is discarded: Python would write it again at exit, and print an error.
+    After an error the rest is discarded; otherwise Python would write it at exit and print an
+    error.
     """
     if sys.stdout is None:  # as after `>&-`
         return None

@@ -1,4 +1,4 @@
-"""The output of the command `follow`, and the end of its process."""
+"""Prints the output of the command `follow`, and ends its process."""
 
 from __future__ import annotations
 

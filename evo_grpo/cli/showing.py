@@ -1,4 +1,4 @@
-"""The output of a run, for a person or a program, while it trains and at its end."""
+"""Shows a run to a person or a program, while it trains and at its end."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 @final
 class Audience:
-    """The output that a run has: for a person, for a program that reads events, or only errors.
+    """The audience of a run's output: a person, a program that reads events, or errors only.
 
     Args:
         quiet: Print only errors, and the run folder as the last line.
         as_json: Print one event per line of standard output.
 
     Raises:
-        typer.BadParameter: Both were asked for.
+        typer.BadParameter: Both arguments are true.
     """
 
     def __init__(self, *, quiet: bool = False, as_json: bool = False) -> None:
@@ -51,22 +51,22 @@ class Audience:
         self.person = not (quiet or as_json or is_silent_rank())
         self.console: Console = standard_output()
         if not self.person:
-            # The bar of a download is for a person.
+            # Download progress bars are shown only to a person.
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
     def errors(self) -> AbstractContextManager[None]:
-        """Write an error that passes through as an event, where events are written."""
+        """Write an error that passes through as an event, if events are written."""
         return nullcontext() if self.events is None else self.events.errors()
 
     def warn(self, text: str) -> None:
-        """Write a warning; of several ranks, only the first writes."""
+        """Write a warning; with several ranks, only the first writes."""
         if self.events is not None:
             self.events.write("warning", text=text)
         elif self.person:
             warn(text)
 
     def progress(self, *, arm: bool = False) -> RunProgress:
-        """Return the progress of a run, or with `arm` of a population of a comparison."""
+        """Return the progress of a run, or, with `arm`, of a population of a comparison."""
         from evo_grpo.readers.terminal.progress import RunProgress, view_for
 
         return RunProgress(view_for(self.console) if self.person else None, limited=arm)
@@ -85,7 +85,7 @@ class Audience:
             self.events.write("loading", what=what)
 
     def stopped(self, text: str) -> None:
-        """Write that the run was stopped, as an event; a person reads it on standard error."""
+        """Write an event that the run was stopped; for a person, standard error has a message."""
         if self.events is not None:
             self.events.write("stopped", text=text)
 
@@ -107,9 +107,9 @@ def show_run(
         audience: The output.
         loading: The name of the model or run folder that is loaded first.
         compare: Train the populations of a comparison afterwards.
-        folder: The run folder, where it exists already.
+        folder: The run folder, if it already exists.
         allow: Files of the comparison that may have changed since the run began.
-        report: The run has a page, which gets the comparison too.
+        report: Add the comparison to the HTML report of the run.
     """
     from evo_grpo.readers.terminal.console import warnings_to
 
@@ -174,7 +174,7 @@ def _show_end(
 
 
 def _compare(audience: Audience, folder: Path, allow: Sequence[str]) -> None:
-    """Train the populations of a comparison with a finished run, then show all as bars."""
+    """Train the populations of a comparison with a finished run, then show the results as bars."""
     from evo_grpo.readers.terminal.arms import show_arms
     from evo_grpo.readers.terminal.console import say as say_to
     from evo_grpo.readers.terminal.console import warnings_to

@@ -1,4 +1,4 @@
-"""N agents over one base: their shared state, their rounds, and the processes that share them.
+"""N agents over one base: their shared state, their rounds, and the processes that train them.
 
-`round` plays a round and is to be read second, after `evo_grpo.training.run`.
+`round` plays a round; read it second, after `evo_grpo.training.run`.
 """

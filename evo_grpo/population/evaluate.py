@@ -1,8 +1,8 @@
-"""Fitness of every agent on shared prompts, with shared draws, in one generation call.
+"""Evaluates every agent on shared prompts, with shared draws, in one generation call.
 
-Racing evaluates again only those agents that the first look cannot separate (`undecided`). It is
-the idea of Maron and Moore (1997) and Birattari et al. (2002) with the paired test of
-`evolve.compare`: where all agents answer the same prompts, few of them need a second look.
+Racing evaluates only those agents again that the first look cannot separate (`undecided`). It
+follows Maron and Moore (1997) and Birattari et al. (2002), with the paired test of
+`evolve.compare`: since all agents answer the same prompts, few agents need a second look.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from evo_grpo.settings import FitnessConfig
 from evo_grpo.types import Score, Slot
 
 RACE_LEVEL = 0.1
-"""p-value from which on two agents count as separated."""
+"""Two agents count as separated if the p-value of a paired test is at most this level."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation measured for one policy.
+    """The result of an evaluation of one policy.
 
     Attributes:
         score: Its fitness.
-        experience: The completions or episodes behind it; for an agent of another rank without
-            their tokens.
-        rewards: (B,) weighted reward of each, NaN where every reward function abstained, or the
-            episode was dropped; all NaN when the policy's log-probs are no longer finite.
+        experience: Its completions or episodes; for an agent of another rank, without their tokens.
+        rewards: (B,) weighted rewards, NaN where every reward function abstained or the episode was
+            dropped; all NaN if a log-prob of the policy is not finite.
         tokens: Tokens sampled.
-        looks: Evaluations that are merged in it.
+        looks: Number of merged evaluations.
     """
 
     score: Score
@@ -59,8 +58,8 @@ def evaluate(
     """Evaluate many policies on the same P starts with the same draws.
 
     Starts are prompts, or seeds of episodes; a slot of None is the base model without an adapter.
-    The temperature is the same for all, whatever the agents train with, without top-k or top-p;
-    `stream` is the path of the random stream that all policies share.
+    All policies sample with `temperature`, whatever the agents train with, and without top-k or
+    top-p. `stream` is the path of the random stream that all policies share.
 
     Returns:
         One evaluation per entry of `slots`, of `samples` completions or episodes per start.
@@ -75,7 +74,7 @@ def evaluate(
     for experience in play.experiences():
         rewards = weighted(experience.rewards, env.weights)
         if any(math.isnan(value) for t in experience.trajectories for value in t.logprobs or ()):
-            # NaN logits choose no token: these completions are not the policy's.
+            # NaN logits cannot select a token, so these completions do not come from the policy.
             rewards = np.full_like(rewards, np.nan)
         score = summarise(rewards, len(prompts))
         results.append(Evaluation(score, experience, rewards, experience.tokens))
@@ -91,7 +90,7 @@ def evaluate_here(
     *,
     stream: Sequence[str | int],
 ) -> dict[Slot, Evaluation]:
-    """Evaluate those of some agents that this rank has, each shard in a call of its own."""
+    """Evaluate the agents in `slots` that this rank has, with one call per shard."""
     found: dict[Slot, Evaluation] = {}
     for shard in cohort.shards_here(slots):
         results = evaluate(
@@ -108,7 +107,7 @@ def evaluate_here(
 
 
 def without_texts(result: Evaluation) -> Evaluation:
-    """Return what other ranks need of an evaluation: a few bytes per completion."""
+    """Remove texts and tokens from an evaluation, for sending: a few bytes per completion stay."""
     light = tuple(
         replace(t, prompt="", text="", token_ids=(), mask=(True,) * t.sampled, logprobs=())
         for t in result.experience.trajectories
@@ -117,9 +116,10 @@ def without_texts(result: Evaluation) -> Evaluation:
 
 
 def undecided(results: Mapping[Slot, Evaluation], keep: int) -> list[Slot]:
-    """Return the agents that a paired test cannot separate from one at the border, and those there.
+    """Return the agents at the border, and those that a paired test cannot separate from them.
 
-    The border is beside the last of the `keep` agents that the next round has room for.
+    The border lies between the last of the `keep` agents that the next round has room for and the
+    agent ranked after it.
     """
     scores = {slot: r.score for slot, r in results.items() if np.isfinite(r.score.mean)}
     ranked = sorted(scores, key=lambda slot: (-scores[slot].mean, slot))
@@ -133,9 +133,9 @@ def _level(first: Score, second: Score) -> bool:
 
 
 def merged(first: Evaluation, more: Evaluation, prompts: int) -> Evaluation:
-    """Return an evaluation over the samples of two on the same P prompts.
+    """Merge two evaluations on the same P prompts into one over the samples of both.
 
-    The experience of the first is kept, for it explains failures.
+    The experience of the first is kept, because it explains failures.
     """
     tables = [e.rewards.reshape(prompts, -1) for e in (first, more)]
     rewards = np.concatenate(tables, axis=1).reshape(-1)
@@ -149,7 +149,7 @@ def merged(first: Evaluation, more: Evaluation, prompts: int) -> Evaluation:
 
 
 def why_unranked(name: str, results: Sequence[Evaluation]) -> str:
-    """Return what environment `name` raised where no agent can be ranked, or what to look at."""
+    """Explain why no agent can be ranked: the error of environment `name`, or what to check."""
     errors = Counter(t.error for result in results for t in result.experience.trajectories)
     if errors and not errors[""]:
         reason, times = errors.most_common(1)[0]
@@ -167,10 +167,10 @@ def why_unranked(name: str, results: Sequence[Evaluation]) -> str:
 
 
 def weighted(rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Sum reward functions.
+    """Return the weighted sum of reward functions.
 
     Takes rewards (B, K), NaN where a function abstained, and weights (K,); returns (B,) float64,
-    NaN where all abstained.
+    NaN where all functions abstained.
     """
     total = np.nansum(rewards * weights, axis=1)
     total[np.isnan(rewards).all(axis=1)] = np.nan
@@ -180,9 +180,9 @@ def weighted(rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
 def summarise(rewards: np.ndarray, prompts: int) -> Score:
     """Return the mean over P prompts and the standard error of that mean.
 
-    Takes rewards (P * G,) in prompt order, NaN where all abstained. Samples of one prompt are
-    averaged before the error is taken, since they are not independent. With a single prompt the
-    error is taken over its samples. One sample alone has no error: it is NaN.
+    Takes rewards (P * G,) in prompt order, NaN where all functions abstained. Samples of one prompt
+    are averaged before the error is computed, since they are not independent. With a single prompt
+    the error is computed over its samples. With a single sample the error is NaN.
     """
     table = rewards.reshape(prompts, -1)
     known = ~np.isnan(table)

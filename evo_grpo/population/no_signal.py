@@ -1,4 +1,4 @@
-"""A run that cannot learn says so after its first round: every group of it had equal rewards."""
+"""Warns after the first round if a run cannot learn because every group had equal rewards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 def warn_without_signal(sentence: str) -> None:
-    """Warn, and log, that the first round had nothing to learn from; not with an empty sentence."""
+    """Warn and log that the first round had nothing to learn from, unless `sentence` is empty."""
     if sentence:
         _log.warning(sentence)
         warnings.warn(sentence, UserWarning, stacklevel=2)

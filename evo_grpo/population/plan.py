@@ -1,7 +1,7 @@
-"""From what the ranks report of a round to the plan that all of them carry out. Pure.
+"""Computes the plan that all ranks carry out after a round, from the reports of the ranks.
 
-Values come in and values go out, so a plan is tested without a model: `next_look` says which agents
-are evaluated once more, `next_round` makes the record of the round and the agents of the next one.
+All functions are pure, so plans are tested without a model. `next_look` returns the agents that are
+evaluated again; `next_round` creates the record of the round and the agents of the next one.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class AgentReport:
     """What a rank reports about one of its agents after the steps and the evaluation.
 
     Attributes:
-        score: Its fitness, None where its update or its evaluation was not finite.
-        tally: What it did in the steps of the round.
-        evaluation: What its evaluation measured.
+        score: Its fitness, None if its update or its evaluation was not finite.
+        tally: Its metrics and counts in the steps of the round.
+        evaluation: The result of its evaluation.
         saved: Its checkpoint.
         steps: GRPO steps that its slot has taken so far.
         dead_steps: Latest steps in a row in which all its groups had equal rewards.
@@ -49,11 +49,11 @@ class AgentReport:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank sends to the first one at the exchange of a round.
+    """The message of one rank to the first rank at the exchange of a round.
 
     Attributes:
-        agents: Its agents, by slot.
-        reduced: Settings of the engine that were lowered for want of memory, and their values.
+        agents: The reports of its agents, by slot.
+        reduced: Engine settings that were lowered to save memory, with their present values.
         files: The files of its checkpoints.
     """
 
@@ -68,7 +68,7 @@ class LookAgain:
 
     Attributes:
         slots: The agents.
-        number: Which look this is; 0 is the first one, at all agents.
+        number: Number of the look; 0 is the first look, at all agents.
     """
 
     slots: tuple[Slot, ...]
@@ -81,16 +81,15 @@ class LookAgain:
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """What follows from a round: made on the first rank, carried out by all.
+    """The outcome of a round, created on the first rank and carried out by all ranks.
 
     Attributes:
-        record: The round as it is recorded, with the agents of the next one, their hyperparameters,
-            the decisions with their reasons, the rules that end the run, and what a person asked
-            for.
+        record: The record of the round, with the agents of the next one, their hyperparameters, the
+            decisions with their reasons, the rules that end the run, and the requests.
         steps: GRPO steps that the slot of each agent of the round has taken so far.
         last: Whether no round follows.
-        notes: Sentences for the person who watches the run.
-        warning: Why the first round had nothing to learn from; empty where it had.
+        notes: Sentences for the observers of the run.
+        warning: Why the first round had nothing to learn from; empty otherwise.
     """
 
     record: RoundRecord
@@ -107,14 +106,14 @@ class RoundPlan:
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What a plan follows from besides the reports of its round.
+    """The inputs of a plan besides the reports of its round.
 
     Attributes:
-        settings: How the rounds are played.
-        hp_config: Which hyperparameters may change, within which bounds.
+        settings: Settings of the rounds.
+        hp_config: The hyperparameters that may change, with their bounds.
         seed: Seed of the run.
-        past: The rounds before this one, as far as they are known.
-        archive: The best agent before this round, None where none is kept.
+        past: Records of the known rounds before this one.
+        archive: The best agent before this round, None without an archive.
         next_id: A member id that no member of the run has had.
         task: Name of the environment, for errors.
     """
@@ -131,7 +130,7 @@ class PlanInputs:
 def agents_of(reports: Sequence[RankReport], slots: Sequence[Slot]) -> dict[Slot, AgentReport]:
     """Return the reports of all agents, by slot, in the order of the slots.
 
-    Where several ranks have an agent, the first one counts: it has its files.
+    If several ranks report an agent, the report of the first one is used, which has the files.
     """
     found = {slot: one for report in reversed(reports) for slot, one in report.agents.items()}
     return {slot: found[slot] for slot in slots}
@@ -140,9 +139,9 @@ def agents_of(reports: Sequence[RankReport], slots: Sequence[Slot]) -> dict[Slot
 def next_look(
     agents: Mapping[Slot, AgentReport], settings: RoundSettings, look: LookAgain, round: int
 ) -> LookAgain | None:
-    """Return which agents are evaluated once more; None where the round can be planned.
+    """Return the agents that are evaluated again; None if the round can be planned.
 
-    Further looks may cost a share `evolve.fitness.racing` of the completions of the first.
+    Further looks may cost a share `evolve.fitness.racing` of the completions of the first look.
     """
     results = {slot: agent.evaluation for slot, agent in agents.items()}
     left = settings.evolve.fitness.racing * len(agents)
@@ -164,20 +163,20 @@ def next_round(
     reduced: Mapping[str, int] | None = None,
     limited: bool = False,
 ) -> RoundPlan:
-    """Plan what follows a round, and record it.
+    """Return the plan of a round, which contains its record.
 
     Args:
-        inputs: What the plan follows from besides.
+        inputs: The other inputs of the plan.
         agents: The reports of all agents of the round, in the order of their positions.
         standings: The same agents; the history of each ends with its score of the round.
         round: The round (0-based).
         seconds: Wall seconds of the round so far.
-        starts: Training prompts, or episode seeds, that were handed out up to its end.
-        reduced: Settings of the engine that were lowered; see `RankReport`.
+        starts: Training prompts, or episode seeds, used up to the end of the round.
+        reduced: Engine settings that were lowered; see `RankReport`.
         limited: Whether a limit ends the training with this round.
 
     Raises:
-        RunFailedError: No agent can be ranked, and no archive is there to go on from.
+        RunFailedError: No agent can be ranked, and there is no archive to continue from.
         ShapeError: The selector's plan cannot be carried out.
     """
     settings, reports = inputs.settings, list(agents.values())
@@ -220,7 +219,7 @@ def _next_generation(
     *,
     last: bool,
 ) -> tuple[Generation, tuple[Decision, ...]]:
-    """Return the agents of the next round, or after the last one those that stay."""
+    """Return the agents of the next round, or those that stay after the last round."""
     settings, scores = inputs.settings, [report.score for report in reports]
     archive = inputs.archive if settings.evolve.archive else None
     standings = find_collapsed(
@@ -233,7 +232,7 @@ def _next_generation(
         last=last,
     )
     if last:
-        # Nothing trains after the last round: a selection would only overwrite evaluated agents.
+        # No training follows the last round: a selection would only overwrite evaluated agents.
         drop = settings.evolve.dead_steps is not None
         return keep_all(standings, inputs.next_id, drop=drop)
     return next_agents(
@@ -252,7 +251,7 @@ def _next_generation(
 def _rules_that_hold(
     inputs: PlanInputs, reports: Sequence[AgentReport], seconds: float
 ) -> tuple[str, ...]:
-    """Return the rules of population.stop by which a run ends with a round."""
+    """Return the rules of population.stop that end the run after this round."""
     stop = inputs.settings.population.stop
     if stop.is_empty:
         return ()
@@ -268,7 +267,7 @@ def ends_by_request(record: RoundRecord) -> bool:
 
 
 def least_reduced(reports: Sequence[RankReport]) -> dict[str, int]:
-    """Return the settings of the engine that were lowered on some rank, each with its least value.
+    """Return the engine settings that were lowered on some rank, each with its lowest value.
 
     The names are in alphabetical order.
     """
@@ -293,8 +292,9 @@ def next_agents(  # noqa: PLR0913 -- a plan is made of all that a round has foun
 ) -> tuple[Generation, tuple[Decision, ...]]:
     """Return the agents of the round after `round`, which is not the last.
 
-    All draws are from the round's own stream. Standings and scores are by position, a score is None
-    for an agent that failed; `past` are the rounds before. For the other arguments see `decide`.
+    All draws come from the random stream of the round. Standings and scores are by position; the
+    score of a failed agent is None. `past` are the earlier rounds. For the other arguments see
+    `decide`.
     """
     played = [(a.hparams, a.score, record.round) for record in past for a in record.agents]
     played += [(s.hparams, score, round) for s, score in zip(standings, scores, strict=True)]
@@ -329,10 +329,11 @@ def find_collapsed(
     *,
     last: bool,
 ) -> Sequence[Standing]:
-    """Return the standings, with the reason where an agent can no longer learn.
+    """Return the standings, with a reason for each agent that can no longer learn.
 
-    `scores` are None for agents that failed, `kls` nats per token, `dead_steps` the latest steps in
-    a row in which all groups of an agent had equal rewards; `archive` is the best agent ever.
+    `scores` are None for failed agents. `kls` are in nats per token. `dead_steps` counts the latest
+    steps in a row in which all groups of an agent had equal rewards. `archive` is the best agent so
+    far.
     """
     if not settings.evolve.dead_steps:
         return standings
@@ -379,13 +380,13 @@ def agent_record(standing: Standing, report: AgentReport, round: int, seed: int)
 def timed(
     record: RoundRecord, phases: Mapping[str, float], started: float, seconds: float
 ) -> RoundRecord:
-    """Return a record with its times; the wall time is divided among agents by their tokens.
+    """Return a record with its times; agents share the wall time in proportion to their tokens.
 
     Args:
         record: The round.
         phases: Wall seconds of each phase.
-        started: When it began, in seconds since 1970 (UTC).
-        seconds: How long it took. The wall clock may have been set back since it began.
+        started: Start of the round, in seconds since 1970 (UTC).
+        seconds: Elapsed time. Use it for the end, since the wall clock may have been set back.
     """
     total = max(1, sum(agent.tokens for agent in record.agents))
     agents = tuple(replace(a, wall_seconds=seconds * a.tokens / total) for a in record.agents)

@@ -1,8 +1,8 @@
-"""One round: agents train, are evaluated, saved and selected; the next ones are copied and mutated.
+"""Plays one round: agents train, are evaluated, saved, selected, copied and mutated.
 
-Read `play_round` from top to bottom; each stage is one call. The ranks of a run make one exchange a
-round, and one more for each further look of racing: every rank sends its report, the first one
-plans and records the round, and all of them carry the plan out.
+Read `play_round` from top to bottom; each stage is one call. Ranks exchange one message per round,
+and one more for each further look of racing: every rank sends its report, the first rank plans and
+records the round, and all ranks carry out the plan.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from evo_grpo.types import KEPT_SCORES, Member, Score, Slot
 
 
 class Steerer:
-    """Carries out what a person asks of a run between two rounds; this class receives no requests.
+    """Carries out a person's requests between two rounds; this base class receives no requests.
 
     Both methods are called on the first rank only.
     """
 
     def steer(self, plan: RoundPlan, *, next_id: int) -> RoundPlan:
-        """Return the plan of a round that is not recorded yet, with the requests carried out.
+        """Carry out the requests in the plan of a round that is not recorded yet; return the plan.
 
         `next_id` is a member id that no member of the run has had.
         """
@@ -56,29 +56,29 @@ class Steerer:
         return plan
 
     def listen(self, plan: RoundPlan) -> RoundPlan:
-        """Wait a while in a paused run, and carry out and record what is asked for meanwhile."""
+        """Wait briefly in a paused run; carry out and record the requests that arrive."""
         return plan
 
 
 @dataclass(frozen=True)
 class Round:
-    """A round that is played, with the parts of the run that take part in it.
+    """The state of a round while it is played.
 
     Attributes:
-        cohort: The agents and what they share.
-        env: Where prompts and rewards come from.
-        settings: How rounds are played.
+        cohort: The agents and the parts that they share.
+        env: Provides prompts and rewards.
+        settings: Settings of the rounds.
         slots: The agents that play.
-        number: The round (0-based).
+        number: Number of the round (0-based).
         writer: Writes the round.
-        observer: Follows the run.
-        limit: Ends training early; None where nothing does.
-        past: The rounds before it, as far as they are known.
-        steering: Carries out what a person asks for.
+        observer: Receives the progress of the run.
+        limit: Ends training early; None for no limit.
+        past: Records of the known rounds before this one.
+        steering: Carries out requests.
         watch: Measures the phases.
-        began: When the round began, in seconds since 1970 (UTC).
-        start: The same by `time.perf_counter`.
-        histories: Scores that each agent had before the round.
+        began: Start of the round, in seconds since 1970 (UTC).
+        start: Start of the round by `time.perf_counter`.
+        histories: Scores of each agent before the round.
     """
 
     cohort: Cohort
@@ -113,11 +113,11 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
     """Train, evaluate, save, plan, record and apply; see `Round` for the arguments.
 
     Returns:
-        The round as recorded. The cohort already holds the next generation, whose slots are
+        The record of the round. The cohort then holds the next generation, whose slots are
         `next_slots(record)`.
 
     Raises:
-        RunFailedError: When no agent is left that can be ranked.
+        RunFailedError: No agent can be ranked.
     """
     histories = {slot: tuple(cohort.agents[slot].history) for slot in slots}
     this = Round(
@@ -132,7 +132,7 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
         observer.stage(round, "evaluate", 0, 1)
         results, saved = dict[Slot, Evaluation](), dict[Slot, SavedAgent]()
         plan: RoundPlan | LookAgain = LookAgain(tuple(slots), 0)
-        while isinstance(plan, LookAgain):  # once, and once more for each further look of racing
+        while isinstance(plan, LookAgain):  # one pass, and another for each further look of racing
             results |= evaluate_more(this, plan, tallies, results)
             saved |= save(this, plan)
             report = report_of(this, tallies, results, saved)
@@ -140,7 +140,7 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
         writer.round_over()
         observer.round_done(plan.record)
         plan = wait_while_paused(this, plan)
-        # After the round is recorded: should a crash come in between, a resume applies the record.
+        # Carry out the plan after the round is recorded; after a crash, a resume carries it out.
         carry_out(this, plan)
         warn_without_signal(plan.warning)
     return plan.record
@@ -182,7 +182,7 @@ def report_of(
     results: Mapping[Slot, Evaluation],
     saved: Mapping[Slot, SavedAgent],
 ) -> RankReport:
-    """Return what this rank reports to the first one."""
+    """Return the report of this rank to the first rank."""
     cohort = this.cohort
     agents = {
         slot: AgentReport(
@@ -201,7 +201,7 @@ def report_of(
 def plan_and_record(
     this: Round, look: LookAgain, starts: int, reports: Sequence[RankReport]
 ) -> RoundPlan | LookAgain:
-    """Plan and record a round from the reports of all ranks; on the first rank only."""
+    """Plan and record a round from the reports of all ranks; called on the first rank only."""
     this.writer.receive([report.files for report in reports])
     agents = agents_of(reports, this.slots)
     if (again := next_look(agents, this.settings, look, this.number)) is not None:
@@ -241,9 +241,9 @@ def plan_and_record(
 
 
 def wait_while_paused(this: Round, plan: RoundPlan) -> RoundPlan:
-    """Return the plan as it is once the run goes on, with what was asked for in a pause.
+    """Wait until the run is not paused; return the plan, with requests of the pause carried out.
 
-    The ranks make an exchange a second, so that a signal ends all of them.
+    The ranks exchange a message every second, so that a signal ends all of them.
     """
     while True:
         for note in plan.notes:
@@ -254,7 +254,7 @@ def wait_while_paused(this: Round, plan: RoundPlan) -> RoundPlan:
 
 
 def carry_out(this: Round, plan: RoundPlan) -> None:
-    """Make the cohort what a plan says: on every rank, with the agents of all ranks."""
+    """Apply a plan to the cohort; called on every rank, for the agents of all ranks."""
     cohort, evolve, record = this.cohort, this.settings.evolve, plan.record
     scores = {agent.agent: agent.score for agent in record.agents}
     if this.limit is not None:
@@ -271,24 +271,24 @@ def carry_out(this: Round, plan: RoundPlan) -> None:
 
 
 def set_scores(this: Round, scores: Mapping[Slot, Score | None]) -> None:
-    """Give agents their scores of a round; one without a score loses its history."""
+    """Append the scores of a round to the histories of agents; None clears a history."""
     for slot, score in scores.items():
         history = [] if score is None else [*this.histories[slot], score]
         this.cohort.agents[slot].history = history
 
 
 def _score(tally: Tally, result: Evaluation) -> Score | None:
-    """Return a fitness, None where the agent's update or its evaluation was not finite."""
+    """Return a fitness, None if the agent's update or its evaluation was not finite."""
     return result.score if not tally.failed and np.isfinite(result.score.mean) else None
 
 
 def next_member(cohort: Cohort, record: RoundRecord) -> int:
-    """Return a member id that no member has had, nor any of the next round."""
+    """Return a member id that no member of the run or of the next round has."""
     return max([cohort.next_member, record.next_member, *(m.id + 1 for m in record.members)])
 
 
 def recorded_generation(cohort: Cohort, slots: Sequence[Slot], record: RoundRecord) -> Generation:
-    """Return the agents of the next round as the record of a round of `slots` has them."""
+    """Return the generation after a round of `slots`, as its record describes it."""
     previous = [cohort.agents[slot].member for slot in slots]
     archive = None if cohort.archive is None else cohort.archive.slot
     parents = recorded_parents(record, previous, archive)
@@ -303,14 +303,14 @@ def apply(
     inherit_optimizer: bool,
     free: bool = True,
 ) -> None:
-    """Make the cohort, of which `slots` played, the next generation.
+    """Replace the agents of a cohort, of which `slots` played, by the next generation.
 
-    Parents are copied over children, with their AdamW moments where `inherit_optimizer` is true,
-    each agent gets its hyperparameters and its member and keeps its latest `KEPT_SCORES` scores. A
-    slot that is both copied and overwritten, as only a person asks for, is copied first.
+    Parents are copied over children, including their AdamW moments if `inherit_optimizer` is true.
+    Each agent gets its hyperparameters and its member, and keeps its latest `KEPT_SCORES` scores. A
+    slot that is both copied and overwritten, which only a request can cause, is copied first.
 
-    With `free` the agents that leave are removed with their memory. Those that leave after the last
-    round stay, since a call that plays more rounds selects among them too.
+    With `free`, the agents that leave are removed and their memory is freed. After the last round
+    they are kept, because a call that plays more rounds also selects among them.
     """
     for parent, slot in copies_in_order(generation):
         cohort.copy(parent, slot, inherit_optimizer=inherit_optimizer)
@@ -318,7 +318,7 @@ def apply(
     for member, hparams in zip(generation.members, generation.hparams, strict=True):
         cohort.set_hparams(member.agent, hparams)
         cohort.set_member(member.agent, member)
-        # Here and not where a score is added: a restored cohort comes by here too.
+        # Truncate here rather than where scores are added, so that restored cohorts are covered.
         del cohort.agents[member.agent].history[:-KEPT_SCORES]
     remaining = set(generation.slots)
     leaving = [slot for slot in slots if slot not in remaining] if free else []
@@ -328,10 +328,10 @@ def apply(
 
 
 def copies_in_order(generation: Generation) -> Iterator[tuple[Slot, Slot]]:
-    """Yield source and target of each copy so that no source has been overwritten before.
+    """Yield the source and target of each copy, in an order that never overwrites a source first.
 
     Raises:
-        ShapeError: Some copies follow each other in a circle.
+        ShapeError: The copies form a cycle.
     """
     pairs = zip(generation.parents, generation.slots, strict=True)
     waiting = [(parent, slot) for parent, slot in pairs if parent != slot]
@@ -348,12 +348,12 @@ def copies_in_order(generation: Generation) -> Iterator[tuple[Slot, Slot]]:
 
 
 def next_slots(record: RoundRecord) -> tuple[Slot, ...]:
-    """Return the agents that play the round after a recorded one."""
+    """Return the slots of the agents that play the round after a recorded one."""
     return tuple(member.agent for member in record.members)
 
 
 def _archive_best(cohort: Cohort, scores: Mapping[Slot, Score | None]) -> None:
-    """Keep the best agent of a round where no earlier one was as good."""
+    """Copy the best agent of a round into the archive if it is better than all earlier agents."""
     ranked = [(slot, score) for slot, score in scores.items() if score is not None]
     for slot, score in sorted(ranked, key=lambda pair: -pair[1].mean)[:1]:
         if cohort.archive is None or score.mean > cohort.archive.history[-1].mean:
@@ -363,10 +363,10 @@ def _archive_best(cohort: Cohort, scores: Mapping[Slot, Score | None]) -> None:
 def recorded_parents(
     record: RoundRecord, previous: Sequence[Member], archive: Slot | None = None
 ) -> tuple[Slot, ...]:
-    """Return the slot that the weights of each agent of the next round come from, as recorded.
+    """Return the recorded source slot of the weights of each agent of the next round.
 
-    It is its own for a survivor. `previous` are the members that played the round, `archive` is the
-    slot of the best agent ever, where one is kept.
+    A survivor's source is its own slot. `previous` are the members that played the round; `archive`
+    is the slot of the best agent so far, if the run keeps one.
     """
     slots: dict[int | None, Slot] = {member.id: member.agent for member in previous}
     return tuple(

@@ -1,4 +1,4 @@
-"""Settings of the rounds of a run, with the strategies that they name."""
+"""Defines the settings of the rounds of a run, with the strategies that they name."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from evo_grpo.settings import EvolveConfig, PopulationConfig, RecordConfig
 
 @dataclass(frozen=True)
 class RoundSettings:
-    """How the rounds of a run are played.
+    """The settings of the rounds of a run.
 
     Attributes:
-        population: How many agents play how many rounds of how many steps.
-        evolve: What happens between them, and how fitness is measured; the two strategies below
-            act in place of its `selection` and `exploration`.
-        record: What is kept of them.
-        selector: Plans which agents survive, and which are copied.
+        population: Number of agents, rounds and steps.
+        evolve: Settings of evolution and fitness; `selector` and `explorer` below replace its
+            `selection` and `exploration`.
+        record: Which files are recorded.
+        selector: Plans which agents survive and which are copied.
         explorer: Varies the hyperparameters of the agents of the next round.
-        prompts_per_step: P, the same prompts or episode seeds for every agent.
-        rows_per_step: Completions that all agents together sample in a step: each agent takes as
-            many prompts as make up its equal share, so that the others take over the share of
-            agents that leave. None gives every agent `prompts_per_step` prompts, whatever its group
-            size.
+        prompts_per_step: P, the number of prompts or episode seeds, the same for every agent.
+        rows_per_step: Completions that all agents together sample in a step. Each agent takes as
+            many prompts as fill its equal share; when agents leave, the others share their
+            completions. None gives every agent `prompts_per_step` prompts, whatever its group size.
 
     Raises:
-        ConfigError: A sequence of places grows, or leaves no place.
+        ConfigError: The numbers of places increase, or one of them is below 1.
     """
 
     population: PopulationConfig
@@ -53,20 +52,20 @@ class RoundSettings:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Agents that each round has room for; the last number repeats."""
+        """Number of agents that each round has room for; the last number repeats."""
         selects = self.evolve.selection.kind != "none"
         return places_by_round(self.population.size, self.population.sizes, selects=selects)
 
     def room(self, round: int, agents: int) -> int:
         """Return how many of `agents` agents a round has places for.
 
-        Where a round has fewer places than agents, agents leave.
+        If a round has fewer places than agents, agents leave.
         """
         places = self.places
         return min(places[min(round, len(places) - 1)], agents)
 
     def prompts_of(self, group_sizes: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Return for each step of a round P_i of each agent, given its group size."""
+        """Return the number of prompts P_i of each agent in each step of a round."""
         steps = self.population.steps_per_round
         if self.rows_per_step is None:
             return [[self.prompts_per_step] * len(group_sizes)] * steps

@@ -1,4 +1,4 @@
-"""What is counted during a round."""
+"""Collects the metrics, counts and times of a round."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from evo_grpo.types import Slot, Trajectory
 
 @dataclass
 class Tally:
-    """What one agent did during a round's training steps.
+    """Metrics and counts of one agent in the training steps of a round.
 
     Attributes:
         metrics: One mapping per step.
         tokens: Tokens sampled.
-        completions: Completions sampled: one per turn of an episode.
+        completions: Completions sampled, one per turn of an episode.
         samples: Trajectories of the first start of the latest step, with their rewards.
     """
 
@@ -35,20 +35,20 @@ class Tally:
 
     @property
     def step_rewards(self) -> tuple[float | None, ...]:
-        """The mean reward of each step, None for one without."""
+        """The mean reward of each step, None for a step without rewards."""
         rewards = (step.get("reward", math.nan) for step in self.metrics)
         return tuple(reward if math.isfinite(reward) else None for reward in rewards)
 
     @property
     def failed(self) -> str:
-        """Why the agent cannot be ranked, or an empty string."""
+        """The reason why the agent cannot be ranked, or an empty string."""
         broken = sum(m["failed"] for m in self.metrics)
         return f"the gradient of {int(broken)} step(s) was not finite" if broken else ""
 
     def means(self) -> dict[str, float]:
-        """Return what the steps come to in a round: means, sums or maxima, as the vocabulary says.
+        """Aggregate the metrics of all steps: means, sums or maxima, as the vocabulary defines.
 
-        Steps without an episode count as such and are in no mean, unless there are no others.
+        Steps without an episode are excluded from means and maxima, unless all steps are such.
         """
         full = [m for m in self.metrics if not m.get("empty_steps")] or self.metrics
         out: dict[str, float] = {}
@@ -80,20 +80,20 @@ class Stopwatch:
 def reward_metrics(
     experience: Experience, totals: np.ndarray, group_size: int, weights: np.ndarray
 ) -> dict[str, float]:
-    """Return the metrics of a step that need only an agent's experience, not its adapter.
+    """Return the metrics of a step that depend only on an agent's experience, not on its adapter.
 
-    Takes its B = P * G completions or episodes, their weighted rewards (B,), NaN where every
-    function abstained or the episode was dropped, and the weight of each reward function (K,).
+    Takes B = P * G completions or episodes, their weighted rewards (B,), NaN where every function
+    abstained or the episode was dropped, and the weight of each reward function (K,).
 
     Returns:
-        reward (mean), zero_variance (share of groups whose rewards are all equal, and whose
-        advantages are therefore 0; see `zero_variance_groups`; a group that was set aside says
-        nothing about the task and is in no share), completion_length (mean tokens sampled), ended
-        (share that sampled the end token), and what the environment counts.
+        reward (mean), zero_variance (share of groups with equal rewards, whose advantages are
+        therefore 0; see `zero_variance_groups`; groups that were set aside are not counted),
+        completion_length (mean tokens sampled), ended (share of completions that sampled the end
+        token), and the metrics of the environment.
     """
     table = totals.reshape(-1, group_size)
     known = np.isfinite(table)
-    # Those that were set aside have no rewards, so they are among the dead.
+    # Groups that were set aside have no rewards, so `dead` includes them.
     aside = int(experience.metrics.get("set_aside", 0))
     dead = int(zero_variance_groups(experience.rewards, group_size, weights=weights).sum())
     kept = [t for t in experience.trajectories if not t.error]

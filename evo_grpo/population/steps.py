@@ -1,4 +1,4 @@
-"""The steps of a round: every agent generates, is rewarded and learns."""
+"""Takes the steps of a round, in which every agent generates, is rewarded and learns."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from evo_grpo.types import Score, Slot
 
 
 class Limit(Protocol):
-    """Ends training before all rounds are played; every rank of the run has all its agents."""
+    """Ends training before all rounds are played; requires that every rank has all agents."""
 
     def spent(self, tallies: Sequence[Tally]) -> bool:
-        """Return whether a step was the last one, from the round's tallies so far."""
+        """Return whether the latest step was the last one, given the tallies of the round."""
         ...
 
     def reached(self, scores: Sequence[Score | None]) -> bool:
@@ -43,8 +43,7 @@ class CheckpointFiles:
 
     Attributes:
         written: SHA-256 of each file on disk, by its path in the run folder.
-        unwritten: The agents whose files the first rank has to write, by the paths of their
-            checkpoints.
+        unwritten: The agents whose files the first rank has to write, by checkpoint path.
     """
 
     written: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -52,12 +51,11 @@ class CheckpointFiles:
 
 
 class RunWriter:
-    """Writes rounds; this class writes nothing, for rounds that stay in memory.
+    """Writes rounds; this base class writes nothing, for rounds that stay in memory.
 
-    `evo_grpo.training.writer.FolderWriter` writes into a run folder, where it appends to the log
-    that trackers read. The observer beside it is the screen or the user's own.
+    `evo_grpo.training.writer.FolderWriter` writes into a run folder, whose log the trackers read.
 
-    A context manager, which on exit waits until everything is written.
+    A writer is a context manager; on exit it waits until everything is written.
     """
 
     def __enter__(self) -> Self:
@@ -67,14 +65,14 @@ class RunWriter:
         pass
 
     def step(self, round: int, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the metrics of a step, a row per agent, so that readers see them during the round.
+        """Write the metrics of a step, one row per agent, so that readers see them immediately.
 
-        Steps are 0-based in their round; step 0 begins the round anew. The caller does not change
-        the rows afterwards.
+        Steps are 0-based in their round; step 0 discards earlier rows of the round. The caller must
+        not change the rows afterwards.
         """
 
     def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> SavedAgent:
-        """Save an agent as it was evaluated; return where, and the digests of its files.
+        """Save an agent after its evaluation; return its path and the digests of its files.
 
         An agent that is evaluated again is saved again, with the same weights.
         """
@@ -86,19 +84,19 @@ class RunWriter:
         return CheckpointFiles()
 
     def receive(self, files: Sequence[CheckpointFiles]) -> None:
-        """Take, on the first rank, what all ranks have handed over."""
+        """Receive, on the first rank, the files that all ranks have handed over."""
 
     def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
-        """Write, on the first rank, a finished round with a row per sample completion.
+        """Write, on the first rank, a finished round with one row per sample completion.
 
-        The round is written wholly or not at all.
+        The write is atomic: the round is recorded completely or not at all.
         """
 
     def amend(self, record: RoundRecord) -> None:
-        """Write what a person asked for once its round had been written."""
+        """Update the record of a written round with requests that came later."""
 
     def round_over(self) -> None:
-        """Forget the checkpoints of a round; called on every rank once the round is committed."""
+        """Drop the copies of a round; called on every rank after the round is committed."""
 
 
 def train(  # noqa: PLR0913 -- a round meets all parts of a run
@@ -116,15 +114,15 @@ def train(  # noqa: PLR0913 -- a round meets all parts of a run
 ) -> tuple[dict[Slot, Tally], int]:
     """Take the steps of a round with the agents of this rank.
 
-    Where other ranks have agents, the steps are reported once all ranks have taken theirs; see
+    If other ranks have agents, the steps are reported after all ranks have finished; see
     `report_steps`.
 
     Returns:
-        What each agent of this rank did, and the starts that were handed out up to the end of the
+        The tally of each agent of this rank, and the number of starts used up to the end of the
         round.
     """
     counts = settings.prompts_of([cohort.agents[slot].hparams.group_size for slot in slots])
-    # Starts are handed out in one sequence, without gaps however many a step takes.
+    # All steps take their starts from one sequence without gaps.
     starts = past[-1].starts if past else round * sum(map(max, counts))
     tallies = {slot: Tally() for slot in slots if cohort.here(slot)}
     for step, prompts_of_step in enumerate(counts):
@@ -181,11 +179,11 @@ def train_step(
 ) -> None:
     """Take one GRPO step with every agent: generate, score, learn.
 
-    One generation call per turn, one scoring, one fused forward and backward. `prompts` are P
-    starts, one list for all agents: prompts, or seeds of episodes. Agent i takes the first P_i in
-    [1, P] of them by `prompts_per_agent`, all where that is None. Agents are in the order of
-    `tallies`, which get metrics, token counts and sample completions; `watch` gets the seconds of
-    generate, reward and learn. An environment's own time counts as reward.
+    A step makes one generation call per turn, one scoring, and one fused forward and backward.
+    `prompts` are the P starts of all agents: prompts, or seeds of episodes. Agent i takes the first
+    P_i in [1, P] of them, given by `prompts_per_agent`, or all if that is None. `tallies`, in the
+    order of `slots`, receive metrics, token counts and sample completions. `watch` receives the
+    seconds of generate, reward and learn; the time of environments counts as reward.
     """
     counts = prompts_per_agent or [len(prompts)] * len(slots)
     starts = [prompts[:count] for count in counts]
@@ -225,9 +223,9 @@ def train_step(
 
 
 def starts_from(env: Environment[StartT], first: int, count: int) -> list[StartT]:
-    """Return `count` training starts from the first on, in the sequence that all batches cut.
+    """Return the training starts `first` to `first + count - 1` of an environment.
 
-    Batch `k` of size `n` of an environment begins at start `k * n`.
+    All batches are slices of one sequence: batch `k` of size `n` begins at start `k * n`.
     """
     size = math.gcd(first, count)
     steps = range(first // size, (first + count) // size)

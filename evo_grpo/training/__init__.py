@@ -1,4 +1,4 @@
-"""A run from its settings to its summary: `run` is to be read first, then `assemble` and `judge`.
+"""Trains a run from its settings to its summary; read `run` first, then `assemble` and `judge`.
 
-Called training, not run: `evo_grpo.run` is the function.
+The package is called training because `evo_grpo.run` is the function.
 """

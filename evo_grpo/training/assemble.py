@@ -60,14 +60,14 @@ class Objects:
     """Objects given from Python, in place of settings that name them.
 
     Attributes:
-        model: A transformers causal language model, or a PeftModel around one, which is taken
-            apart in place; None loads the model that the settings name.
-        tokenizer: Instead of the model's own.
-        lora: Instead of the settings' `lora`.
-        padding: Id written into padding, and the token as a string where the tokenizer has none;
-            None takes the model's own.
-        accelerator: An accelerate.Accelerator with the DeepSpeed that the settings ask for; None
-            makes one.
+        model: A transformers causal language model, or a PeftModel, whose adapter is removed in
+            place; None loads the model that the settings name.
+        tokenizer: Replaces the model's tokenizer.
+        lora: Replaces `lora` of the settings.
+        padding: Id of the padding token, and the token as a string if the tokenizer has none; None
+            uses the model's padding token.
+        accelerator: An accelerate.Accelerator with the DeepSpeed stage of the settings; None
+            creates one.
     """
 
     model: Any = None
@@ -99,17 +99,17 @@ class Prepared:
 
 
 def prepare(config: RunConfig, task: Task | None = None, team: Team | None = None) -> Prepared:
-    """Build what a config describes: shared base, agents, environment and round settings.
+    """Build the shared base, the agents, the environment and the round settings of a config.
 
-    `task` is the single-turn task of `config.env` where it was built already; without a team, this
-    process is alone.
+    `task` is the single-turn task of `config.env`, if it is already built. Without a team, the run
+    has one process.
     """
     team = team or Team()
     rounds = settings_of_rounds(config)
     check_explorer(rounds.explorer, config.agents())
     task = task or task_of(config)
     check_memory(config, task, team.size)
-    team.wait_for_all()  # all bad input is found before a model is loaded
+    team.wait_for_all()  # every rank checks its input before any rank loads a model
     cohort, env, start = build_parts(config, config.agents(), task, team)
     slots = add_agents(cohort, config.population.size, config.population.init, start)
     cohort.open_engine()
@@ -118,7 +118,7 @@ def prepare(config: RunConfig, task: Task | None = None, team: Team | None = Non
 
 
 def task_of(config: RunConfig) -> Task | None:
-    """Build the single-turn task of a run; None where episodes have several turns."""
+    """Build the single-turn task of a run; return None if its episodes have several turns."""
     return None if is_multi_turn(config.env.kind) else build_task(config.env, config.seed)
 
 
@@ -136,7 +136,7 @@ def check_memory(config: RunConfig, task: Task | None, processes: int) -> None:
         output = config.algorithm.max_output_tokens or hint
         plan = plan_memory(config, size, output, dtype=dtype, device=on, processes=processes)
     except EvoGrpoError:
-        return  # loading the model reports what is wrong with it
+        return  # loading the model reports the error
     check_fits(plan, there, "this machine" if on == "cpu" else str(where))
 
 
@@ -147,9 +147,9 @@ def check_found(config: RunConfig) -> None:
 
 
 def with_shards(config: RunConfig, team: Team) -> RunConfig:
-    """Return the settings of a run with its number of shards, which is fixed from the start on.
+    """Return the settings of a run with its number of shards, which never changes afterwards.
 
-    A run that begins in one process has one shard unless the settings say otherwise.
+    A run that starts in one process has one shard unless the settings say otherwise.
     """
     if config.engine.shards is None and config.engine.zero is None and team.size > 1:
         config = config.replace(engine=config.engine.replace(shards=team.size))
@@ -158,7 +158,7 @@ def with_shards(config: RunConfig, team: Team) -> RunConfig:
 
 
 def check_ranks(config: RunConfig, team: Team) -> None:
-    """Refuse more processes than a run has shards, or than its base can be divided among."""
+    """Refuse more processes than shards, and several processes for a base that cannot be split."""
     if team.size > 1 and (why := divides_quantized(config.engine)):
         raise ConfigError(why)
     shards = config.engine.shards or 1
@@ -175,15 +175,15 @@ def build_parts(
     task: Task | None = None,
     team: Team | None = None,
 ) -> tuple[Cohort, Environment[Any], AdapterCopy | None]:
-    """Build the base and the environment of a run; no agent yet.
+    """Build the base and the environment of a run, without agents.
 
-    `agents` is `config.agents()`, or the same with another seed; `task` as in `prepare`.
+    `agents` is `config.agents()`, possibly with another seed; for `task` see `prepare`.
 
     Returns:
-        The cohort, its environment, and the adapter that agents start from; None is the base.
+        The cohort, its environment, and the adapter that agents start from; None means the base.
     """
     tokens = config.algorithm.max_output_tokens or DEFAULT_OUTPUT_TOKENS
-    # Whatever does not need the base comes first, so that bad input shows before a model loads.
+    # Build everything that does not need the base first, to report bad input before a model loads.
     make = environment_of(config.env, config.seed, _prompts(config), tokens, task)
     cohort, start = build_cohort(agents, team=team)
     env = make(cohort.base.tokenizer)
@@ -194,20 +194,20 @@ def build_parts(
 def build_cohort(
     settings: AgentSettings, objects: Objects | None = None, team: Team | None = None
 ) -> tuple[Cohort, AdapterCopy | None]:
-    """Build the base and the parts that agents share; no agent yet.
+    """Build the base and the parts that agents share, without agents.
 
     Returns:
-        The cohort, and the adapter that its agents start from; None starts them from the base.
+        The cohort, and the adapter that its agents start from; None means the base.
 
     Raises:
         ConfigError: The model is given twice or not at all.
-        EngineUnavailable: The engine that generates is not installed.
+        EngineUnavailable: The rollout engine is not installed.
         ModelError: The base cannot be loaded.
-        CheckpointError: `adapter` is no PEFT folder.
+        CheckpointError: `adapter` is not a PEFT folder.
     """
     given = objects or Objects()
     if team is None:
-        # A run passes its ranks; with DeepSpeed a script may run in several processes too.
+        # A run passes its team; a script that uses DeepSpeed may also run in several processes.
         team = Team() if settings.engine.zero is None else find_team()
     with team.sharing_errors():
         base, start = _base(settings, given, team)
@@ -235,7 +235,7 @@ def build_cohort(
 def build_agents(
     settings: AgentSettings, objects: Objects, size: int, init: Start
 ) -> tuple[Cohort, tuple[Slot, ...]]:
-    """Build a base and N agents from objects; a model that is refused is left unchanged."""
+    """Build a base and N agents from objects; if a model is refused, leave it unchanged."""
     with unchanged_if_refused(objects.model):
         cohort, start = build_cohort(settings, objects)
         return cohort, add_agents(cohort, size, init, start)
@@ -247,7 +247,7 @@ def add_agents(
     """Add the first population; without `start`, actors and references start from the base.
 
     Raises:
-        ConfigError: A list of other length, or with values that no agent could train with.
+        ConfigError: `init` is a list of another length, or has values that no agent can train with.
     """
     first = cohort.settings.algorithm.hparams()
     begin = start_hparams(first, cohort.hp_config, size, init, cohort.seed)
@@ -259,7 +259,7 @@ def add_agents(
 
 
 def lora_config(lora: LoraSettings) -> LoraConfig:
-    """Return the settings of an adapter as PEFT takes them."""
+    """Convert the settings of an adapter into a LoraConfig of PEFT."""
     alpha = lora.alpha if lora.alpha is not None else 2 * lora.r
     return LoraConfig(
         r=lora.r,
@@ -280,12 +280,12 @@ def _base(
     check_engine(settings.engine, ranks=is_one_of_several())
     if settings.engine.threads is not None:
         torch.set_num_threads(settings.engine.threads)
-    # Dividing a base brings it to the device, a layer at a time.
+    # Dividing a base moves it to the device one layer at a time.
     on_host = _divided(settings, team) or settings.engine.zero == 3
     base, start = _whole_base(settings, given, on_host=on_host)
     check_same_base(team, base, start)
     if settings.engine.base == "sharded" or settings.engine.zero == 3:
-        # In one process too, so that the result is the same on any number of them.
+        # Also set in one process, so that results do not depend on the number of processes.
         base.specialized = False
     agree_on_path(team, base, native=settings.engine.rollout_settings.shares_base)
     if _divided(settings, team):
@@ -331,11 +331,11 @@ def _whole_base(
 
 
 def _start_with(cohort: Cohort, slots: Sequence[Slot], start: AdapterCopy) -> None:
-    """Give actors and references an adapter, to which the KL term holds them from then on."""
+    """Copy an adapter into actors and references; the KL term then refers to this adapter."""
     states = [cohort.agents[slot] for slot in slots if cohort.here(slot)]
     names = [s.adapter for s in states] + [s.reference for s in states if s.has_reference]
     if not cohort.settings.algorithm.separate_reference:
-        names.append(cohort.references.add_start())  # one for all, since all start from it
+        names.append(cohort.references.add_start())  # all agents share this reference
     try:
         plans = [plan_copy(cohort.slots, n, start, Path("adapter")) for n in names]
     except CheckpointError as error:
@@ -351,7 +351,7 @@ def _start_with(cohort: Cohort, slots: Sequence[Slot], start: AdapterCopy) -> No
 
 
 def settings_of_rounds(config: RunConfig) -> RoundSettings:
-    """Return how the rounds of a run are played."""
+    """Return the settings of the rounds of a run."""
     return round_settings(
         config.population,
         config.evolve,
@@ -362,7 +362,7 @@ def settings_of_rounds(config: RunConfig) -> RoundSettings:
 
 
 def _prompts(config: RunConfig) -> int:
-    """Return P, prompts or episode seeds of a GRPO step."""
+    """Return P, the number of prompts or episode seeds of a GRPO step."""
     return config.algorithm.prompts_per_step or DEFAULT_PROMPTS
 
 
@@ -373,12 +373,13 @@ def round_settings(
     prompts: int,
     group_size: int,
 ) -> RoundSettings:
-    """Return how rounds are played.
+    """Return the settings of rounds in which a step has `prompts` prompts of `group_size` samples.
 
-    An agent begins with P `prompts`, or episode seeds, and G completions of each in a GRPO step.
+    `prompts` is P, the prompts or episode seeds of a GRPO step of one agent; `group_size` is G, the
+    completions of each. Agents that change their group size keep an equal share of P * G.
 
     Raises:
-        ConfigError: A selection or exploration of the user's own cannot be loaded.
+        ConfigError: A custom selection or exploration cannot be loaded.
     """
     return RoundSettings(
         population,

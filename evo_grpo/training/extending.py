@@ -1,8 +1,8 @@
-"""Makes the plan that the last round of a finished run left out, so that more rounds can follow.
+"""Plans the generation after the last round of a finished run, so that more rounds can follow.
 
-A run does not select after its last round, since nothing trains any more. Where a person asks for
-more rounds, this module makes the selection with the random stream of the round, so that the longer
-run equals one that had as many rounds from the start.
+A run does not select after its last round, because no training follows. When a finished run is
+extended, this module makes the selection with the random stream of that round. The extended run
+therefore equals a run that had as many rounds from the start.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from evo_grpo.training.assemble import settings_of_rounds
 from evo_grpo.types import Member, Score, Slot
 
 _ARCHIVE = Slot(-1)
-"""In place of the slot of the best agent ever, which records do not hold."""
+"""Stands for the slot of the best agent so far, which records do not contain."""
 
 
 def check_rounds(rounds: int, played: int, planned: int) -> None:
-    """Refuse a number of rounds that is neither above those played nor the planned number."""
+    """Refuse a number of rounds unless it exceeds `played` or equals `planned`."""
     whole(1).check("rounds", rounds)
     if rounds <= played and rounds != planned:
         raise ConfigError(
@@ -37,7 +37,7 @@ def check_rounds(rounds: int, played: int, planned: int) -> None:
 
 
 def with_plan(config: RunConfig, rounds: Sequence[RoundRecord]) -> RoundRecord:
-    """Return the last round as it would be if more rounds followed."""
+    """Return the record of the last round, with a plan for a further round."""
     return planned(
         settings_of_rounds(config),
         rounds,
@@ -55,10 +55,10 @@ def planned(
     archive: bool = True,
     past: Sequence[RoundRecord] | None = None,
 ) -> RoundRecord:
-    """Return the last of all rounds with the plan it would have if more rounds followed.
+    """Return the record of the last round, with a plan for a further round.
 
-    `archive` says whether the best agent ever is kept, where the settings ask for it. `past` are
-    the rounds that an exploration learns from; None takes all before the last one.
+    `archive` is False to ignore the archive even if the settings enable it. `past` are the rounds
+    that an exploration learns from; None means all rounds before the last one.
     """
     *earlier, last = rounds
     members = members_of(rounds)
@@ -67,7 +67,7 @@ def planned(
         for a in last.agents
     ]
     scores = [a.score for a in last.agents]
-    # A round selects before its own best agent may take the archive's place.
+    # A round selects before its best agent replaces the archive.
     best = best_ever(earlier) if settings.evolve.archive and archive else None
     kept = None
     if best is not None and best.score is not None:
@@ -90,7 +90,7 @@ def planned(
         round=last.round,
         hp_config=hp_config,
         seed=seed,
-        # After a kill the last round may have its plan already: leave out the members of that plan.
+        # After a kill the last record may already have a plan: ignore the members of that plan.
         next_id=next_member_id([*earlier, replace(last, members=())]),
     )
     return replace(

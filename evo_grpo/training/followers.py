@@ -1,9 +1,8 @@
-"""The process beside a run in which readers follow it: `evo-grpo follow RUN --to ...`.
+"""Starts the process in which readers follow a run: `evo-grpo follow RUN --to ...`.
 
-A process, because the packages of trackers keep global state, print, read the environment when they
-are imported, and take processor time that training would wait for in one interpreter. The run never
-waits for it before its end: the log is the queue, and what a reader has not read by then it reads
-whenever the same command is run.
+Readers have a separate process because tracker packages keep global state, print, read the
+environment on import, and would compete with training for the interpreter. The run waits for the
+process only at its end. The log is the queue: the same command later sends the rest.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ if TYPE_CHECKING:
     from evo_grpo.record.records import RoundRecord
 
 SECONDS_TO_FINISH = 60.0
-"""How long the end of a run waits for readers."""
+"""How long a run waits for readers at its end."""
 SECONDS_TO_STOP = 4.0
-"""How long a run that is stopped waits, which has to be over within nine seconds."""
+"""How long a stopped run waits for readers; it has to exit within nine seconds."""
 SECONDS_TO_EXIT = 2.0
-"""How long it waits for the process to end once readers are done: a package may take its time."""
+"""How long a run waits for the process to exit after readers are done; packages may be slow."""
 NICENESS = 10
-"""How far the priority of the process is below that of the run, as in nice(1)."""
+"""Niceness of the process relative to the run, as in nice(1)."""
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What a launcher says of the ranks of a run, of which the process is none."""
+"""Environment variables of a launcher, removed because the process is not a rank of the run."""
 
 _left_alone: list[subprocess.Popen[bytes]] = []
-"""Processes that outlive the wait for them."""
+"""Processes that are still running after the wait for them."""
 
 
 @atexit.register
 def _forget() -> None:
-    """Keep Python from warning at its end that they still run, as they may."""
+    """Prevent Python's warning at exit about processes that are still running."""
     for process in _left_alone:
         process.returncode = process.poll() or 0
 
@@ -55,11 +54,11 @@ def _forget() -> None:
 class Followers(Observer):
     """Starts the readers that the settings of a run name, and waits for them at its end.
 
-    A context manager, to be left once the run folder is released: readers end when no process
-    trains the run any more.
+    Use it as a context manager and exit it after the run folder is released: readers end once no
+    process trains the run.
 
     Args:
-        report: Keep a page of the run up to date too.
+        report: Also keep an HTML report of the run up to date.
         trackers: Start the trackers of the settings.
     """
 
@@ -76,7 +75,7 @@ class Followers(Observer):
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Wait for the readers within bounds; they go on by themselves."""
+        """Wait a limited time for the readers, which keep running afterwards."""
         process = self._process
         if process is None:
             return
@@ -125,14 +124,14 @@ class Followers(Observer):
             folder.mkdir(exist_ok=True)
             with (folder / "follow.log").open("ab") as log:
                 self._process = subprocess.Popen(
-                    # -P: what lies in the current folder is not imported in place of a package.
+                    # -P keeps files in the current folder from shadowing packages.
                     [sys.executable, "-P", "-m", "evo_grpo", *command],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
-                    bufsize=0,  # a buffer has a lock, which the thread would hold at the end
+                    bufsize=0,  # a buffer has a lock, which the thread would hold at exit
                     stderr=log,
                     env=_environment(),
-                    # Ctrl-C reaches all processes of a session: the run decides when it is over.
+                    # A new session, because Ctrl-C reaches all processes of the run's session.
                     start_new_session=True,
                 )
         except OSError as error:
@@ -144,13 +143,13 @@ class Followers(Observer):
             )
             return
         _step_back(self._process.pid)
-        # It ends with the output of the process, which may outlive the run.
+        # The thread ends when the process closes its output, possibly after the end of the run.
         Thread(target=_read, args=(self._process, self._said), name="readers", daemon=True).start()
 
     def _listen(self, seconds: float = 0.0) -> None:
-        """Warn of what the process has said, and of one that has ended before the run; once.
+        """Warn of each line that the process printed, and once if it exited before the run.
 
-        Waits so long for readers to be done: the process closes its output then.
+        Waits up to `seconds` for readers to finish; the process then closes its output.
         """
         until = time.monotonic() + seconds
         while self._process is not None and not self._ended:
@@ -168,7 +167,7 @@ class Followers(Observer):
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(SECONDS_TO_EXIT if seconds else 0)
         code = self._process.poll()
-        # Readers end after the run; one that could not read all has said so by then.
+        # Readers end after the run; with exit code 1 or 2 they have printed the reason.
         early = not self._over and code is not None
         if early or (code and not (self._spoke and code in (1, 2))):
             self._process = None
@@ -190,7 +189,7 @@ def _read(process: subprocess.Popen[bytes], said: SimpleQueue[str | None]) -> No
 
 
 def _environment() -> dict[str, str]:
-    """Return an environment in which this package is found."""
+    """Return an environment in which this package can be imported."""
     found = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
     here = str(Path(__file__).resolve().parents[2])
     paths = [path for path in found.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -200,11 +199,12 @@ def _environment() -> dict[str, str]:
 
 
 def _step_back(process: int) -> None:
-    """Leave the processor to what trains, while packages are imported above all.
+    """Lower the priority of a process, so that it does not slow down training.
 
-    Linux shares it out by sessions first (autogroups), and the process has one of its own.
+    Linux first divides processor time between sessions (autogroups), and the process has a separate
+    session.
     """
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, process, os.nice(0) + NICENESS)
-    with suppress(OSError):  # no Linux, a kernel without them, or not permitted
+    with suppress(OSError):  # not Linux, a kernel without autogroups, or not permitted
         Path(f"/proc/{process}/autogroup").write_text(str(NICENESS), encoding="ascii")

@@ -1,4 +1,4 @@
-"""Finds the best agent of a run at its end, and how much better than the base it is."""
+"""Chooses the best agent of a finished run and compares it with the base."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Finalist:
     """A candidate for the best of a run.
 
     Attributes:
-        kind: "last" (the best agent of the last round), "archive" (the best ever) or "mean" (of the
-            adapters of two survivors that descend from one agent).
-        slot: Where its weights are.
+        kind: "last" (the best agent of the last round), "archive" (the best agent of the run) or
+            "mean" (the mean of the adapters of two survivors that descend from one agent).
+        slot: Slot that holds its weights.
         member: Its member.
-        agent: The agent's number, None for a mean, which never was one.
+        agent: Number of the agent; None for a mean, which was never an agent.
         fitness: Its last fitness in a round, NaN for a mean.
-        checkpoint: Its checkpoint, relative to the run folder; a mean is saved if it wins.
+        checkpoint: Its checkpoint, relative to the run folder; a mean is saved only if it wins.
     """
 
     kind: str
@@ -44,14 +44,14 @@ class Finalist:
 
 
 def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
-    """Return the candidates for the best of a run; a mean gets a slot of its own.
+    """Return the candidates for the best agent of a run; a mean gets a new slot.
 
     Raises:
         RunFailedError: No agent of the last round has a fitness, and there is no archive.
     """
     last = rounds[-1]
     found: list[Finalist] = []
-    # A collapsed agent has left and has no weights any more, however good it had been.
+    # A collapsed agent has left the cohort, so its weights no longer exist.
     left = tuple(record for record in last.agents if record.agent in cohort.agents)
     best = best_agent(replace(last, agents=left))
     if best is not None:
@@ -73,7 +73,7 @@ def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
         born, mutation = last.round + 1, Mutation("mean")
         slot = cohort.add_spare_like(first.agent)
         member = Member(cohort.next_member, slot, first.member, born, mutation, second.member)
-        # Its id is not taken: more rounds go on with the ids that they would have had without it.
+        # Do not reserve the id: an extension of the run uses the same ids with or without a mean.
         cohort.agents[slot].member = member
         names = [cohort.agents[agent].adapter for agent in (first.agent, second.agent)]
         if cohort.here(slot):
@@ -92,7 +92,7 @@ def _finalist(
 def _relatives(
     cohort: Cohort, rounds: Sequence[RoundRecord]
 ) -> tuple[AgentRecord, AgentRecord] | None:
-    """Return the two best survivors that descend from one agent and have equal adapters."""
+    """Return the two best survivors that descend from one agent and have equal adapter shapes."""
     staying = {member.agent for member in rounds[-1].members}
     ranked = sorted(
         (
@@ -116,8 +116,8 @@ class Choice:
 
     Attributes:
         best: The finalist that won.
-        scores: Score of each finalist; None where there was nothing to compare.
-        tokens: Tokens sampled for them.
+        scores: Score of each finalist; None if the finalists were not evaluated.
+        tokens: Tokens sampled for the comparison.
     """
 
     best: Finalist
@@ -126,7 +126,7 @@ class Choice:
 
 
 def choose(prepared: Prepared, candidates: Sequence[Finalist]) -> Choice:
-    """Compare the finalists on validation prompts with draws of their own."""
+    """Compare the finalists on validation prompts, with a separate random stream."""
     fitness = prepared.round_settings.evolve.fitness
     if len(candidates) == 1 or fitness.final_samples == 0:
         return Choice(candidates[0], [None] * len(candidates))
@@ -148,11 +148,11 @@ def choose(prepared: Prepared, candidates: Sequence[Finalist]) -> Choice:
 def best_finalist(
     candidates: Sequence[Finalist], scores: Sequence[Score], level: float | None
 ) -> int:
-    """Return the index of the finalist that is taken, the first of equal ones.
+    """Return the index of the winning finalist; of equal finalists, the first wins.
 
-    The archive is taken only where it is significantly better than the others: it has trained less,
-    and owes its place to the luckiest of many evaluations. A difference counts up to the p-value
-    `level`; with None any difference counts.
+    The archive wins only if it is significantly better than the others, because it has trained less
+    and was selected as the maximum of many noisy evaluations. A difference is significant if its
+    p-value is at most `level`; with None any difference is significant.
     """
     means = [score.mean if math.isfinite(score.mean) else -math.inf for score in scores]
     order = sorted(range(len(means)), key=lambda i: (-means[i], i))
@@ -166,12 +166,12 @@ def best_finalist(
 def judge(
     prepared: Prepared, rounds: Sequence[RoundRecord], best: Finalist, seconds: float
 ) -> dict[str, Any]:
-    """Compare the base with the best agent on the test split, which nothing was selected on.
+    """Compare the base with the best agent on the test split, which no selection has used.
 
     Returns:
-        What summary.json holds, without the candidates. `gain` is the mean reward of the best agent
-        minus that of the base; `gain_se` is its paired standard error, since both answer the same
-        prompts: NaN, and null in the file, from fewer than two prompts.
+        The content of summary.json, without the candidates. `gain` is the mean reward of the best
+        agent minus that of the base. `gain_se` is its paired standard error, since both answer the
+        same prompts; with fewer than two prompts it is NaN, which the file stores as null.
     """
     fitness = prepared.round_settings.evolve.fitness
     base, tested = (
@@ -207,10 +207,10 @@ def judge(
 
 
 def candidates_summary(candidates: Sequence[Finalist], choice: Choice) -> list[dict[str, Any]]:
-    """Return the finalists as summary.json holds them.
+    """Return the entries of the finalists in summary.json.
 
-    `tie` is true where a paired test cannot separate a finalist from the winner. It is None for the
-    winner itself, and where nothing was compared.
+    `tie` is true if a paired test cannot separate a finalist from the winner. It is None for the
+    winner, and if the finalists were not evaluated.
     """
     won = choice.scores[candidates.index(choice.best)]
 

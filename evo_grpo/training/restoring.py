@@ -1,4 +1,4 @@
-"""Brings a cohort to the state after the last round that its run recorded."""
+"""Restores a cohort to its state after the last recorded round of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from evo_grpo.types import Slot
 
 
 def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> tuple[Slot, ...]:
-    """Bring a cohort to its state after the last whole round: load, then evolve as recorded.
+    """Restore a cohort to its state after the last complete round: load, then evolve as recorded.
 
     Returns:
         The slots of the agents that play the next round.
@@ -33,7 +33,7 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
     Raises:
         RunDirError: Ranks that train together do not all see the folder.
         CheckpointError: The population had another size, or a checkpoint of the last round is
-            missing or was changed since.
+            missing or was modified.
     """
     first, last, cohort = rounds[0], rounds[-1], prepared.cohort
     if len(first.agents) != len(prepared.slots):
@@ -42,7 +42,7 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
             f"were played by {len(first.agents)}; put population.size back"
         )
     slots = tuple(record.agent for record in last.agents)
-    # Where a rank does not see the checkpoints, the first one loads and sends them.
+    # If some rank does not see the checkpoints, the first rank loads and sends them.
     apart = not sees_folder(folder, cohort.team)
     if apart and cohort.together:
         raise RunDirError(
@@ -66,7 +66,7 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
         checkpoints[cohort.archive.slot] = place
     _load(cohort, checkpoints)
     for record in last.agents:
-        # A new member begins without a history, so the member comes first.
+        # Set the member before the history: a new member clears the history.
         cohort.set_member(record.agent, members[record.member])
         state = cohort.agents[record.agent]
         state.history = history_of(rounds, record.member)
@@ -83,7 +83,7 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
 
 
 def _warn_of_reference(prepared: Prepared, last: RoundRecord, folder: Path) -> None:
-    """Warn where the reference was the base so far, and is the start adapter from now on."""
+    """Warn if the reference was the base in earlier rounds and is the start adapter from now on."""
     cohort, name = prepared.cohort, last.agents[0].checkpoint
     held = "beta" in cohort.hp_config.names() or any(h.beta > 0 for h in last.next_hparams)
     if held and name is not None and "reference" not in read_attributes(inside(folder, name)):

@@ -1,8 +1,8 @@
-"""run(config) and resume(folder): from a YAML file to a leaderboard. Read this file first.
+"""Defines run(config) and resume(folder), which train a population. Read this file first.
 
 prepare     assemble.py: the shared base, N agents, the environment, the settings of a round
 play_round  population/round.py: train, evaluate, checkpoint, select, mutate, record, apply
-judge       judge.py: the best of the run, compared with the base on the test split, once
+judge       judge.py: compare the best agent of the run with the base, once, on the test split
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def run(
 ) -> Path:
     """Train and evolve a population from its first round to its last; see `evo_grpo.run`.
 
-    With `report`, a page of the run is kept up to date while it trains.
+    With `report`, a reader keeps an HTML report of the run up to date while it trains.
     """
     with sharing_early_errors():
         config = as_config(config)
@@ -94,7 +94,7 @@ def run(
         check_trackers(config.record.trackers)
         check_found(config)
         task = task_of(config)
-        team.wait_for_all()  # before there is a folder: each rank finds its own code and data
+        team.wait_for_all()  # every rank finds its code and data before the folder is created
         fresh, folder = where is None or not where.exists(), None
         if team.rank == 0:
             text = configuration.to_yaml(config)
@@ -107,7 +107,7 @@ def run(
 
 
 def check_place(where: Path | None, config: RunConfig, *, force: bool) -> None:
-    """Refuse a folder or a storage in which a run cannot be recorded; called on the first rank."""
+    """Refuse a folder or a storage that cannot record the run; called on the first rank."""
     refuse_own_code(config, where)
     if where is not None and not force:
         refuse_taken(where)
@@ -135,7 +135,7 @@ def resume(
     observer: Observer | None = None,
     report: bool = False,
 ) -> Path:
-    """Continue a stopped run after its last whole round; see `evo_grpo.resume` and `run`."""
+    """Continue a stopped run after its last complete round; see `evo_grpo.resume` and `run`."""
     observer = observer or Observer()
     check_observer(observer)
     team = find_team()
@@ -150,12 +150,12 @@ def resume(
         if config is None:
             if opened is not None and (summary := read_summary(opened.path)) is not None:
                 observer.finished(summary)
-                # Readers may lack the end of the run, or all of it.
+                # Readers may not have read the end of the run, or any of it.
                 followers.started(Path(folder), summary["rounds"], 0, read_config(Path(folder)))
             return Path(folder)
         check_trackers(config.record.trackers)
         check_same_files(team, config)
-        team.wait_for_all()  # before anything is recorded
+        team.wait_for_all()  # all ranks pass their checks before anything is recorded
         if opened is not None and changed is not None:
             _record(opened, changed)
         prepared = stack.enter_context(prepare(config, None, team))
@@ -165,12 +165,12 @@ def resume(
 
 
 def _watching(observer: Observer, followers: Followers, folder: RunDir | None) -> Observer:
-    """Return who follows a run; readers follow the rank that has its folder."""
+    """Return the observer of a run; on the rank that has the folder, it includes the followers."""
     return observer if folder is None else ObserverList((observer, followers))
 
 
 def _go_on(opened: RunDir, rounds: int | None, allow: Sequence[str], team: Team) -> Changed | None:
-    """Return what a run goes on with, None if it is over; nothing is recorded yet."""
+    """Return the inputs that a run continues with, None if it is finished; record nothing."""
     summary, begun = read_summary(opened.path), begun_extension(opened)
     if summary is not None and begun is None and rounds in (None, summary["rounds"]):
         return None
@@ -190,8 +190,8 @@ def _go_on(opened: RunDir, rounds: int | None, allow: Sequence[str], team: Team)
 
 
 def _record(opened: RunDir, changed: Changed) -> None:
-    """Record what a run goes on with."""
-    # First what is to come: stopped in between, a resume goes on with it.
+    """Record the inputs that a run continues with."""
+    # Record the inputs first: if the process stops after this call, a resume continues with them.
     record_changes(opened, changed)
     if changed.extended:
         opened.write_config(configuration.to_yaml(changed.config))
@@ -200,7 +200,7 @@ def _record(opened: RunDir, changed: Changed) -> None:
 
 
 def _recorded_config(opened: RunDir) -> RunConfig:
-    """Return the settings of a run folder, where a resume can follow them."""
+    """Return the settings of a run folder; refuse a folder that cannot be resumed."""
     refuse_objects(
         opened.path,
         "so it cannot be resumed from here; in Python, make the population again, or load its "
@@ -224,20 +224,20 @@ def play_and_judge(
     *,
     limit: Limit | None = None,
 ) -> tuple[Slot, ...]:
-    """Play the rounds that a run folder lacks, compare best agent and base, write the summary.
+    """Play the missing rounds of a run, compare the best agent with the base, write the summary.
 
-    The first rank has the folder open; on the others it is None. A limit ends the training of a
-    round before all its steps.
+    The first rank has the folder open; on the other ranks `folder` is None. `limit` may end the
+    training of a round before its last step.
 
     Returns:
-        The slots of the agents that are left.
+        The slots of the remaining agents.
     """
     start, team = time.perf_counter(), prepared.cohort.team
-    # Code of the user's runs from here on, and may change the working folder.
+    # The user's code runs from this point on and may change the working directory.
     place = path.absolute()
     if folder is not None:
         folder.path = place
-    steers = limit is None  # a population that is compared trains by itself
+    steers = limit is None  # a comparison, which has a limit, takes no requests
     past = team.first(None if folder is None else _past(config, folder, prepared, steers=steers))
     assert past is not None, "the first rank has the folder"
     rounds, slots = past.rounds, prepared.slots
@@ -265,7 +265,7 @@ def play_and_judge(
             steering=steering,
             outlines=True,
         )
-    if not _goes_on(prepared, rounds):  # else a person has asked that the process ends
+    if not _goes_on(prepared, rounds):  # otherwise a request ended the process early
         observer.stage(len(rounds) - 1, "test", 0, 1)
         summary = _finish(folder, prepared, past, study, start)
         _log.info("%s: finished after %.1f s", path, summary["wall_seconds"])
@@ -281,7 +281,7 @@ def _finish(
     study: FolderStudy | None,
     start: float,
 ) -> dict[str, Any]:
-    """Judge the best agent on the ranks that have the finalists; return the summary on all."""
+    """Judge the best agent on the ranks that hold the finalists; every rank returns the summary."""
     cohort, summary = prepared.cohort, None
     candidates = finalists(cohort, past.rounds)
     if cohort.here(candidates[0].slot):
@@ -298,11 +298,11 @@ def _finish(
 def _writer(
     config: RunConfig, path: Path, folder: RunDir | None, prepared: Prepared
 ) -> tuple[RunWriter, FolderStudy | None]:
-    """Return the writer of rounds and the study in the folder; called once all is restored."""
+    """Return the writer of rounds and the folder's study; called after the run is restored."""
     shared = sees_folder(path, prepared.cohort.team)
     if folder is None:
         return RankWriter(path, shared=shared, idle=prepared.cohort.together), None
-    # Only now: what is dropped may be all there is where what was recorded cannot be restored.
+    # Drop only after restoring: if restoring fails, the unfinished files may be all that is left.
     folder.drop_unfinished()
     study = None
     if config.record.optuna and not is_url(config.record.storage):
@@ -315,18 +315,18 @@ def _writer(
         keep_best=_keeps_best(config),
     )
     if folder.rounds():
-        writer.follow_up(folder.rounds())  # whole, as Optuna gets them
+        writer.follow_up(folder.rounds())  # read again: Optuna needs whole records, not outlines
     return writer, study
 
 
 @dataclass(frozen=True)
 class Past:
-    """What a run folder holds of a run that goes on, read on the first rank.
+    """The recorded past of a run, read on the first rank.
 
     Attributes:
-        rounds: The finished rounds, whole; those that are played now are appended.
-        earlier: The ends that the run had before it was given more rounds.
-        steered: How many requests the last round has recorded; those after them are new.
+        rounds: The whole records of the finished rounds; later rounds are appended.
+        earlier: Summaries of the run from before it was extended by more rounds.
+        steered: Number of requests that the last round has recorded; later requests are new.
     """
 
     rounds: list[RoundRecord]
@@ -359,7 +359,7 @@ def _judged(
     study: FolderStudy | None,
     start: float,
 ) -> dict[str, Any]:
-    """Choose among the finalists, and judge the best; returns what summary.json holds."""
+    """Choose the best finalist and judge it; return the content of summary.json."""
     choice = choose(prepared, candidates)
     best, files = choice.best, dict[str, str]()
     if best.kind == "mean":
@@ -390,13 +390,13 @@ def play_rounds(
     steering: Steerer | None = None,
     outlines: bool = False,
 ) -> tuple[Slot, ...]:
-    """Play the rounds that are left, or as many as a rule or a person allows.
+    """Play the remaining rounds, until a rule or a request ends the run.
 
     `rounds` are the rounds so far; each new round is appended. With `outlines`, for a run in a
     folder, each round in `rounds` is reduced to its outline once the next one has been played.
 
     Returns:
-        The slots of the agents that are left.
+        The slots of the remaining agents.
     """
     while _goes_on(prepared, rounds):
         record = play_round(
@@ -426,10 +426,10 @@ def _goes_on(prepared: Prepared, rounds: Sequence[RoundRecord]) -> bool:
 
 
 def as_config(config: RunConfig | str | Path | Mapping[str, Any]) -> RunConfig:
-    """Return the settings of a run, from a YAML file or a mapping too.
+    """Return the settings of a run, given as a RunConfig, the path of a YAML file or a mapping.
 
     Raises:
-        ConfigError: They are no such thing, or a setting is wrong.
+        ConfigError: The argument has another type, or a setting is wrong.
     """
     if isinstance(config, RunConfig):
         return config

@@ -1,8 +1,8 @@
-"""Carries out what a person asks of a run while it trains: between two rounds, and in its record.
+"""Carries out a person's requests to a running run between two rounds, and records them.
 
-The first rank reads the requests and changes the plan of the next round; all ranks receive the plan
-and carry it out like any other. A request is done once the record of its round holds what became of
-it, and a resume repeats it from there.
+The first rank reads the requests and changes the plan of the next round; all ranks receive and
+carry out the plan. A request is done once the record of its round contains its outcome; a resume
+repeats it from the record.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ SECONDS_BETWEEN_LOOKS = 0.25
 SECONDS_BETWEEN_EXCHANGES = 1.0
 """How often the ranks of a paused run exchange a message.
 
-They must not wait for days in one exchange, nor longer for a signal than a process has to end.
+A single exchange must not last for days, or delay a signal longer than a process has to exit.
 """
 
 
 @final
 class RunSteering(Steerer):
-    """Carries out the requests in a run folder; see `round.Steerer`. Made on the first rank only.
+    """Carries out the requests in a run folder; see `round.Steerer`. Used on the first rank only.
 
     Args:
-        path: The folder as it was given, for messages.
+        path: The folder as the user gave it, for messages.
         folder: The open folder.
-        hp_config: Which hyperparameters may change, within which bounds.
-        amend: Records what was asked for once its round had been recorded.
+        hp_config: The hyperparameters that may change, with their bounds.
+        amend: Records the outcome of requests that came after their round was recorded.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RunSteering(Steerer):
         self.folder.announce_round(len(rounds))
         new = rounds[-1].steering[before:] if rounds else ()
         self._done |= carried_out(rounds)
-        # Those that are not recorded yet are removed once they are.
+        # New requests are removed only after they are recorded.
         done = (self._done | self._of_earlier_processes()) - {one.request.id for one in new}
         remove_requests(self._place, done)
         if new:
@@ -124,13 +124,13 @@ class RunSteering(Steerer):
         return self._noting(plan, text)
 
     def _noting(self, plan: RoundPlan, text: str) -> RoundPlan:
-        """Add a sentence to the log, and to those that the observers receive."""
+        """Add a sentence to the log and to the notes that observers receive."""
         self.folder.note(text)
         return replace(plan, notes=(*plan.notes, text))
 
     def _look(self, plan: RoundPlan) -> RoundPlan:
-        """Carry out the requests that are there."""
-        # First: what is asked for from now on names the next round, and waits for its end.
+        """Carry out the requests in the folder."""
+        # Announce first: requests made from now on name the next round and wait for its end.
         self.folder.announce_round(plan.record.round + 1)
         found = read_requests(self._place)
         for name, text in found.unread.items():
@@ -195,10 +195,10 @@ def resumed(
 def with_agents_steered(
     plan: RoundPlan, requests: Sequence[Request], hp_config: HyperparameterConfig, next_id: int
 ) -> tuple[RoundPlan, list[RequestOutcome], int]:
-    """Carry out, in order, what is asked of agents between a round and the next one.
+    """Carry out, in order, the requests about agents between a round and the next one.
 
     Returns:
-        The plan, what became of each request, and a member id that no member of the plan has.
+        The plan, the outcome of each request, and a member id that no member of the plan has.
     """
     record, done = plan.record, list[RequestOutcome]()
     steered = Membership(record.members, record.next_hparams, record.decisions)
@@ -221,7 +221,7 @@ def with_agents_steered(
 
 
 def with_steering(plan: RoundPlan, done: Sequence[RequestOutcome], next_id: int) -> RoundPlan:
-    """Return a plan that records what became of some requests."""
+    """Return the plan with the outcomes of requests added to its record."""
     if not done:
         return plan
     steering = (*plan.record.steering, *sorted(done, key=lambda one: one.request.id))
@@ -229,12 +229,12 @@ def with_steering(plan: RoundPlan, done: Sequence[RequestOutcome], next_id: int)
 
 
 def is_new(request: Request, folder: RunDir) -> bool:
-    """Return whether something was asked for since this process has the run."""
+    """Return whether a request was made after this process opened the run."""
     return number_of(request.id) > folder.last_request
 
 
 def _refused(request: Request, *, paused: bool, last: bool) -> str:
-    """Return why a request to the process is not carried out, an empty string where it is."""
+    """Return why a request to the process is refused, or an empty string if it is not."""
     if last:
         return "no round follows"
     if request.op == "pause" and paused:

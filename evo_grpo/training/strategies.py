@@ -1,4 +1,4 @@
-"""Makes the selection and the exploration that settings name; loads no torch."""
+"""Creates the selection and the exploration that settings name, without importing torch."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def explorer(exploration: Exploration) -> Explorer:
 
 
 def check_strategies(evolve: EvolveConfig) -> None:
-    """Check the classes that a run file names without importing them.
+    """Check the classes that a run file names, by their source and without importing them.
 
     Raises:
-        ConfigError: The module or the class is missing, refuses its arguments, or cannot plan or
-            explore, as far as its source says.
+        ConfigError: The module or the class is missing, does not accept its arguments, or lacks the
+            method `plan` or `explore`.
     """
     chosen = (
         ("selection", "plan", evolve.selection),
@@ -58,10 +58,10 @@ def check_strategies(evolve: EvolveConfig) -> None:
 
 
 def check_explorer(explorer: Explorer, settings: AgentSettings) -> None:
-    """Try an exploration before a run, for errors that show only when it proposes values.
+    """Let an exploration propose values before a run, to find errors early.
 
     Raises:
-        ConfigError: Optuna's sampler refuses its arguments, or cannot propose in these ranges.
+        ConfigError: Optuna's sampler rejects its arguments, or cannot propose within the ranges.
         EngineUnavailable: It needs a package that is not installed.
     """
     if isinstance(explorer, OptunaExploration):
@@ -69,7 +69,7 @@ def check_explorer(explorer: Explorer, settings: AgentSettings) -> None:
 
 
 def from_object(name: str, method: str, given: object) -> Selector | Explorer:
-    """Return a strategy that was given as an object, with a check of all that it returns."""
+    """Wrap a strategy given as an object, so that its return values are checked."""
     if isinstance(given, type):
         call = f"{name}={given.__name__}()"
         raise ConfigError(

@@ -1,12 +1,11 @@
-"""Writes rounds into a run folder while the next round already trains.
+"""Writes rounds into a run folder while the next round trains.
 
-The training thread copies an agent's tensors to the CPU, turns them into the bytes of their files
-and takes the digests, so that a record has them from the start. The metrics of each step, which are
-appended as the step ends, the files of a round, its line in rounds.jsonl and the Optuna trials are
-left to one writer thread, in order. A round counts once its line is there, so a crash loses at most
-the round that was being written. An error of the writer surfaces at the next call, or when the
-writer is closed. After an error nothing more is written, since later rounds would rest on a round
-that is not recorded.
+The training thread copies an agent's tensors to the CPU, serialises them and computes the digests,
+so that the record contains them. One writer thread then writes everything in order: the metrics of
+each step, the files of a round, its line in rounds.jsonl, and the Optuna trials. A round is
+recorded once its line is written, so a crash loses at most the rounds that were not yet written. An
+error of the writer is raised at the next call, or when the writer is closed. After an error nothing
+more is written, because later rounds would depend on a round that is not recorded.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ from evo_grpo.record.study import FolderStudy
 from evo_grpo.types import Slot
 
 WAITING = 2
-"""Rounds that may wait for the writer; training waits for it where disks are slower than that."""
+"""Maximum number of rounds queued for the writer; on a slower disk, training waits."""
 
 _log = logging.getLogger(__name__)
 
 
 @final
 class FolderWriter(RunWriter):
-    """Writes the rounds of a run; a context manager, which waits for its thread on exit.
+    """Writes the rounds of a run; a context manager that waits for its thread on exit.
 
     Args:
-        folder: The open run folder; only the writer writes to it until it is closed.
+        folder: The open run folder; until the writer is closed, only the writer writes to it.
         study: The Optuna study in the folder, or None.
-        keep: Which checkpoints stay once the next round is whole.
-        keep_best: Keep a copy of the best agent ever in checkpoints/best.
+        keep: Which checkpoints are kept after the next round is complete.
+        keep_best: Keep a copy of the best agent of the run in checkpoints/best.
     """
 
     def __init__(
@@ -75,17 +74,17 @@ class FolderWriter(RunWriter):
             self._raise_errors()
 
     def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> SavedAgent:
-        """Copy one agent and take its digests; its files follow when the round is committed."""
+        """Copy one agent and compute its digests; `commit` writes its files."""
         path = checkpoint_name(round, slot)
-        # Written after all agents are copied: two threads at once would slow down the copies.
+        # Write only after all agents are copied: a second thread would slow down the copies.
         self._unwritten[path] = snapshot_again(cohort, slot, self._unwritten.get(path))
         return saved_agent(path, self._unwritten[path].digests)
 
     def receive(self, files: Sequence[CheckpointFiles]) -> None:
-        """Take the files of other ranks, once the rounds before are on disk.
+        """Receive the files of other ranks, after the earlier rounds are on disk.
 
-        A rank writes the files of a round before this exchange, so the folder never has files of
-        more than two rounds that are not recorded.
+        A rank writes the files of a round before this exchange, so the folder never contains files
+        of more than two unrecorded rounds.
         """
         if len(files) > 1:
             for future in self._pending:
@@ -96,35 +95,35 @@ class FolderWriter(RunWriter):
             self._unwritten |= part.unwritten
 
     def step(self, round: int, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Queue the rows of a step; its lines are made and appended by the writer thread."""
+        """Queue the rows of a step; the writer thread serialises and appends them."""
         self._raise_errors()
         self._submit(lambda: self.folder.append_step(round, step, rows))
 
     def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
-        """Queue the round's files, last the line in rounds.jsonl that makes the round count."""
+        """Queue the files of a round; its line in rounds.jsonl, written last, records the round."""
         record = replace(record, files={**record.files, **self._written})
         agents, self._unwritten, self._written = self._unwritten, {}, {}
         samples = [dict(row) for row in completions]
-        if len(self._pending) >= WAITING:  # each of them holds the bytes of all its checkpoints
+        if len(self._pending) >= WAITING:  # each pending round holds the bytes of its checkpoints
             self._pending[0].result()
         self._raise_errors()
         self._pending.append(self._submit(lambda: self._write_round(record, agents, samples)))
 
     def amend(self, record: RoundRecord) -> None:
-        """Queue the requests that came after their round had been recorded."""
+        """Queue the requests that came after their round was recorded."""
         self._raise_errors()
         self._pending.append(self._submit(lambda: self._amend_round(record)))
 
     def follow_up(self, rounds: Sequence[RoundRecord]) -> None:
-        """Update all files that are made from finished rounds; a second call changes nothing.
+        """Update all files that are derived from finished rounds; a second call changes nothing.
 
-        A run that was stopped in the middle of this does it again when it is resumed.
+        If a run is stopped during this update, a resume repeats it.
         """
         if self.study is not None:
             self.study.record(rounds)
         recorded = self.folder.rounds()
         write_csv(recorded, self.folder.path)
-        # Before anything is deleted: the best agent may be one of an earlier round.
+        # Copy the best agent before deleting checkpoints: it may be from an earlier round.
         if self.keep_best:
             keep_best_of(self.folder, recorded)
         if self.keep != "all":
@@ -168,16 +167,16 @@ class FolderWriter(RunWriter):
     def _amend_round(self, record: RoundRecord) -> None:
         self.folder.amend_round(record)
         self._drop_requests(record)
-        write_csv(self.folder.rounds(), self.folder.path)  # it says which agents left
+        write_csv(self.folder.rounds(), self.folder.path)  # the table shows which agents left
 
     def _drop_requests(self, record: RoundRecord) -> None:
-        """Remove the requests whose outcome is recorded; a pause stays until it is over."""
+        """Remove the requests whose outcome is recorded; keep a pause until it ends."""
         ids = {one.request.id for one in record.steering} - {record.paused_by}
         remove_requests(self.folder.path, ids)
 
 
 def sees_folder(path: Path, team: Team) -> bool:
-    """Return whether all ranks see the run folder, by a file that the first one puts there."""
+    """Return whether all ranks see the run folder; the first rank creates a file to test this."""
     if team.size == 1:
         return True
     name = f".{uuid4().hex}.tmp"
@@ -192,12 +191,12 @@ def sees_folder(path: Path, team: Team) -> bool:
 
 @final
 class RankWriter(RunWriter):
-    """Writes the checkpoints of the agents of a rank that is not the first.
+    """Writes the checkpoints of the agents of a rank other than the first.
 
     Args:
         folder: The run folder, which the first rank has locked.
-        shared: Whether this rank sees the folder; else the first one gets the bytes.
-        idle: Whether the first rank has all agents too, and writes them.
+        shared: Whether all ranks see the folder; otherwise the first rank receives the bytes.
+        idle: Whether the first rank also has all agents, and writes them.
     """
 
     def __init__(self, folder: Path, *, shared: bool, idle: bool = False) -> None:
@@ -208,7 +207,7 @@ class RankWriter(RunWriter):
         self._new: set[str] = set()
 
     def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> SavedAgent:
-        """Copy one agent and take its digests; see `RunWriter`."""
+        """Copy one agent and compute its digests; see `RunWriter`."""
         path = checkpoint_name(round, slot)
         self._copies[path] = snapshot_again(cohort, slot, self._copies.get(path))
         self._new.add(path)
@@ -229,7 +228,7 @@ class RankWriter(RunWriter):
         return CheckpointFiles(files)
 
     def round_over(self) -> None:
-        """Forget the copies; see `RunWriter`."""
+        """Drop the copies; see `RunWriter`."""
         self._copies.clear()
 
 
@@ -240,7 +239,7 @@ def _written(folder: Path, name: str, agent: Snapshot) -> dict[str, str]:
 
 
 def keep_best_of(folder: RunDir, rounds: Sequence[RoundRecord]) -> None:
-    """Bring checkpoints/best up to the finished rounds."""
+    """Update checkpoints/best from the finished rounds."""
     best = best_ever(rounds)
     if best is not None and best.checkpoint is not None:
         folder.keep_best(best.checkpoint)

@@ -162,7 +162,7 @@ def _options(
 
 
 def from_zero(round: int | None) -> int | None:
-    """Convert a round counted from 1 into one counted from 0; raise ConfigError below 1."""
+    """Convert a 1-based round number into a 0-based one; raise ConfigError below 1."""
     if round is not None and round < 1:
         raise ConfigError(f"--round: expected a number >= 1, got {round}")
     return None if round is None else round - 1

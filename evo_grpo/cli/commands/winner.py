@@ -86,7 +86,7 @@ def export(  # noqa: PLR0913 -- each is an option of the command
 
 
 def _offer_best_ever(choice: ChosenAgent) -> None:
-    """Print a hint where an agent of an earlier round was better than the winner."""
+    """Print a hint if an agent of an earlier round was better than the winner."""
     ever = choice.better_ever
     if ever is not None and ever.score is not None:
         say(

@@ -1,4 +1,4 @@
-"""A plan as one JSON document, for programs: `evo-grpo check --json`."""
+"""Converts a plan into one JSON document, for `evo-grpo check --json`."""
 
 from __future__ import annotations
 

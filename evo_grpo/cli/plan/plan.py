@@ -1,4 +1,4 @@
-"""The plan of a run before it starts: rows, tokens and bytes."""
+"""Makes the plan of a run before it starts: rows, tokens and bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan as text for the terminal."""
+"""Renders a plan as text for the terminal."""
 
 from __future__ import annotations
 

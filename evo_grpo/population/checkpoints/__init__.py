@@ -1,1 +1,1 @@
-"""An agent on disk: PEFT folders, attributes.json, optimizer.safetensors."""
+"""Saves and loads agents: PEFT folders, attributes.json, optimizer.safetensors."""

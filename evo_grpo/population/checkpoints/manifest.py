@@ -21,19 +21,19 @@ from evo_grpo.schema.validation import short_integer
 from evo_grpo.types import Score
 
 FORMAT = 3
-"""Version of attributes.json; 1 was that of evo-grpo 0.1."""
+"""Version of attributes.json; evo-grpo 0.1 wrote version 1."""
 ATTRIBUTES = "attributes.json"
 _OWN = (ATTRIBUTES, OPTIMIZER, CONFIG, WEIGHTS, "actor", "reference", "base")
-"""All of a checkpoint or a PEFT folder that is ever read."""
+"""All entries of a checkpoint or a PEFT folder that are ever read."""
 
 
 @dataclass(frozen=True)
 class _Attributes:
-    """What attributes.json holds.
+    """The content of attributes.json.
 
-    `files` has the SHA-256 of every other file of the checkpoint, by its name below the folder,
-    without those of a base that was saved too. `reference` is "own", "start" (the adapter that the
-    agents started from) or "base"; before it was written a start adapter was no reference.
+    `files` has the SHA-256 of every other file of the checkpoint except those of a saved base, by
+    its path in the folder. `reference` is "own", "start" (the adapter that the agents started from)
+    or "base"; versions that did not write it never used a start adapter as the reference.
     """
 
     format: int
@@ -59,12 +59,12 @@ _SCHEMA = TypeAdapter(_Attributes)
 
 
 def refuse_foreign_files(folder: Path) -> None:
-    """Refuse a checkpoint or a PEFT folder in which a link, a pipe or a device stands for a file.
+    """Refuse a checkpoint or a PEFT folder if a file in it is a link, a pipe or a device.
 
-    Whatever else lies in the folder is not looked at. The folder itself may be reached by a link.
+    Other entries of the folder are ignored. The folder itself may be a link.
 
     Raises:
-        CheckpointError: It names the file; or that of a file of JSON which is too long to be read.
+        CheckpointError: A file is of such a kind, or a JSON file is too long; the error names it.
     """
     try:
         for name in _OWN:
@@ -74,12 +74,13 @@ def refuse_foreign_files(folder: Path) -> None:
 
 
 def peft_folder(folder: Path) -> Path | None:
-    """Return where the adapter of a PEFT folder lies, flat or under actor/; None for a checkpoint.
+    """Return the adapter folder of a PEFT folder, itself or its actor/; None for a checkpoint.
 
-    A folder that holds other parts of a checkpoint lost its attributes: that is no PEFT folder.
+    A folder with other parts of a checkpoint is not a PEFT folder, but a checkpoint without its
+    attributes.
 
     Raises:
-        CheckpointError: As `refuse_foreign_files`.
+        CheckpointError: See `refuse_foreign_files`.
     """
     refuse_foreign_files(folder)
     parts = (ATTRIBUTES, "attributes.pt", OPTIMIZER)
@@ -93,8 +94,8 @@ def read_attributes(folder: Path) -> dict[str, Any]:
     """Read attributes.json.
 
     Raises:
-        CheckpointError: When the folder or file is missing, not JSON, or another tool's pickle; or
-            as `refuse_foreign_files`.
+        CheckpointError: The folder or file is missing, not JSON, or a pickle of another tool; see
+            also `refuse_foreign_files`.
     """
     refuse_foreign_files(folder)
     file = folder / ATTRIBUTES
@@ -128,7 +129,7 @@ def read_state(attributes: Mapping[str, Any], folder: Path) -> tuple[Hparams, li
     """Return hyperparameters, history and steps of attributes.json.
 
     Raises:
-        CheckpointError: When they are not what `save_checkpoint` writes.
+        CheckpointError: The values differ from those that `save_checkpoint` writes.
     """
     try:
         history = [score_from_json(score) for score in attributes["history"]]
@@ -160,7 +161,7 @@ def _remedy(folder: Path) -> str:
 
 
 def _pickled(folder: Path) -> str | None:
-    """Return what in a folder is a pickle, as DeepSpeed's engine writes it; None for nothing."""
+    """Describe the pickle in a folder, for instance one of DeepSpeed; return None without one."""
     patterns = ("save_checkpoint", "zero_to_fp32.py", "*_states.pt", "*/*_states.pt")
     found = (place for pattern in patterns for place in sorted(folder.glob(pattern)))
     if (deepspeeds := next(found, None)) is not None:

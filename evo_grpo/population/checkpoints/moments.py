@@ -1,4 +1,4 @@
-"""optimizer.safetensors: AdamW's moments, by the names of the adapter's tensors."""
+"""Reads and copies AdamW's moments, stored in optimizer.safetensors by the adapter's names."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from evo_grpo.errors import CheckpointError
 from evo_grpo.model.lora.load import AdapterPlan, padded
 
 OPTIMIZER = "optimizer.safetensors"
-#: What AdamW keeps of a parameter.
+#: AdamW's state of a parameter.
 _MOMENTS = {"exp_avg", "exp_avg_sq", "step"}
 _AFRESH = "load it without load_optimizer to start AdamW afresh"
 
 
 def copy_moments(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Return the moments of AdamW over one slot by file key, copied to the CPU.
+    """Copy AdamW's moments of one slot to the CPU, by file key.
 
-    `names` are the slot's parameters by PEFT's file keys, in their order.
+    `names` are PEFT's file keys of the slot's parameters, in their order.
     """
     named = list(names)
     state = optimizer.state_dict()["state"]
@@ -36,11 +36,11 @@ def copy_moments(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> dict
 def read_moments(folder: Path, plan: AdapterPlan) -> dict[int, dict[str, torch.Tensor]]:
     """Read AdamW's moments by parameter position in a planned slot.
 
-    They are padded as their parameters are. A parameter that the checkpoint's configuration does
-    not have gets none.
+    Moments are padded to the shapes of their parameters. A parameter that the checkpoint's
+    configuration does not have gets no moments.
 
     Raises:
-        CheckpointError: The file is damaged, incomplete, or not of this adapter's parameters.
+        CheckpointError: The file is damaged or incomplete, or does not fit the adapter.
     """
     file = folder / OPTIMIZER
     try:

@@ -1,4 +1,4 @@
-"""Reading an agent into a slot: from a checkpoint, see `write`, or from a plain PEFT folder."""
+"""Loads an agent into a slot, from a checkpoint (see `write`) or a plain PEFT folder."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ def load_agent(
     overwrite_reference_adapter: bool = False,
     merge_lora_configs: bool = False,
 ) -> dict[str, Any]:
-    """Read an agent into a slot: weights, hyperparameters and, if asked, AdamW's moments.
+    """Load an agent into a slot: weights, hyperparameters and optionally AdamW's moments.
 
-    Everything is read and checked before the slot is touched; no other slot changes. The folder is
-    one of `save_agent`, or a plain PEFT folder (flat, or under actor/), whose weights become the
-    actor and the reference. `overwrite_reference_adapter` takes the checkpoint's actor as the
-    reference even when it carries one, `merge_lora_configs` reconciles a LoRA configuration that
-    differs from the live one.
+    All files are read and checked before the slot changes; no other slot changes. The folder was
+    written by `save_agent`, or is a plain PEFT folder (itself or its actor/), whose weights become
+    the actor and the reference. `load_optimizer` loads the moments. `overwrite_reference_adapter`
+    uses the checkpoint's actor as the reference even if the checkpoint contains a reference.
+    `merge_lora_configs` accepts a LoRA configuration that differs from the slot's.
 
     Returns:
-        The attributes as written; none of a PEFT folder.
+        The attributes as written; an empty mapping for a PEFT folder.
 
     Raises:
-        CheckpointError: When files are missing, truncated, or belong to another model.
-        ConfigError: With engine.zero, when the agent would get other ranks or modules.
+        CheckpointError: Files are missing, truncated, or belong to another model.
+        ConfigError: With engine.zero, the agent would get other LoRA ranks or modules.
     """
     folder = Path(path)
     state = cohort.check_slot(slot)
     plain = peft_folder(folder)
-    # All is read and checked here; from `apply` on, nothing is refused any more.
+    # Read and check everything before `apply`, which changes the slot and cannot be refused.
     attributes = read_attributes(folder) if plain is None else {}
     notes = _check_base(attributes, folder, cohort.base) if plain is None else []
     read = read_state(attributes, folder) if plain is None else None
@@ -77,7 +77,7 @@ def load_agent(
         moments = _read_moments(attributes, folder, actor, notes)
     if plain is None:
         _check_digests(attributes, folder, overwrite_reference_adapter)
-    # The actor and its reference often give the same notes.
+    # The actor and the reference often produce the same notes.
     for note in dict.fromkeys([*notes, *(note for plan in plans for note in plan.notes)]):
         warnings.warn(note, UserWarning, stacklevel=3)
     for plan in plans:
@@ -98,7 +98,7 @@ def load_agent(
 def _about_reference(
     cohort: Cohort, folder: Path, attributes: Mapping[str, Any], *, own: bool
 ) -> list[str]:
-    """Say which reference of a checkpoint an agent does not get that keeps none of its own."""
+    """Return notes about a checkpoint's reference, for an agent that has no reference slot."""
     here = (
         "the adapter that it started from"
         if cohort.references.start
@@ -129,7 +129,7 @@ def _is_start(cohort: Cohort, reference: Mapping[str, torch.Tensor]) -> bool:
 
 
 def _check_turns(cohort: Cohort, actor: AdapterPlan) -> None:
-    """Refuse other ranks or modules where all agents train through one adapter of DeepSpeed's."""
+    """Refuse other LoRA ranks or modules if all agents train through one DeepSpeed adapter."""
     if cohort.together and actor.config is not None:
         raise ConfigError(
             f"checkpoint {actor.origin}: expected the ranks and modules of this population's "
@@ -139,10 +139,10 @@ def _check_turns(cohort: Cohort, actor: AdapterPlan) -> None:
 
 
 def _check_base(attributes: Mapping[str, Any], folder: Path, base: SharedBase) -> list[str]:
-    """Compare a checkpoint's base with the live one; returns what to warn of.
+    """Compare a checkpoint's base with the loaded one; return the warnings.
 
-    The weights decide, by a digest: a folder may have been moved. Where there is none of the same
-    kind, the names do.
+    The digests of the weights are compared, since a folder may have been moved. If the digests are
+    not comparable, the names are compared.
     """
     if attributes["vocabulary"] != base.vocabulary:
         raise CheckpointError(
@@ -168,7 +168,7 @@ def _check_base(attributes: Mapping[str, Any], folder: Path, base: SharedBase) -
 
 
 def _check_digests(attributes: Mapping[str, Any], folder: Path, without_reference: bool) -> None:
-    """Compare the adapters that were read with what attributes.json says of them."""
+    """Compare the loaded adapters with their digests in attributes.json."""
     read = {
         name: digest
         for name, digest in attributes["files"].items()
@@ -184,9 +184,9 @@ def _check_digests(attributes: Mapping[str, Any], folder: Path, without_referenc
 
 
 def _about_peft(folder: Path, config: LoraConfig, base: SharedBase) -> str:
-    """Say what a PEFT folder lacks, and which base it belongs to where that differs."""
+    """Return a note about the state that a PEFT folder lacks, and about its base if it differs."""
     named = str(config.base_model_name_or_path or "")
-    # Paths of one model differ from machine to machine, and an embedded one is known by its name.
+    # Compare last components: the path of a model differs between machines.
     other = named and Path(named).name != Path(base.name).name
     return (
         f"checkpoint {folder}: a PEFT folder, so its weights are taken alone: hyperparameters, "
@@ -202,7 +202,7 @@ def _about_peft(folder: Path, config: LoraConfig, base: SharedBase) -> str:
 def _read_moments(
     attributes: Mapping[str, Any], folder: Path, actor: AdapterPlan, notes: list[str]
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """Read the moments that a checkpoint should have; add a note where it has none."""
+    """Read the moments of a checkpoint; add a note if it was saved without them."""
     if OPTIMIZER in attributes["files"]:
         remedy = "or load without load_optimizer to start AdamW afresh"
         own = {OPTIMIZER: attributes["files"][OPTIMIZER]}

@@ -1,4 +1,4 @@
-"""From a checkpoint to what an agent is built of: its settings, its adapter's, and its base."""
+"""Derives from a checkpoint the settings, the adapter configuration and the base of an agent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_a
 #: Keywords of `from_pretrained` that a checkpoint may name. transformers has others that fetch code
 #: (kernels, a revision of the code) or unpickle weights, and gets more with each release.
 _KEYWORDS: dict[str, Rule] = {
-    # Any other name is that of a repository, whose kernels would be fetched and imported.
+    # Any other name refers to a repository, whose kernels would be downloaded and imported.
     "attn_implementation": Rule(
         lambda value: isinstance(value, str) and value in _ATTENTION, ", ".join(_ATTENTION)
     ),
@@ -50,13 +50,13 @@ _KEYWORDS: dict[str, Rule] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """What an agent is built of.
+    """The parts from which an agent is built.
 
     Attributes:
-        settings: Its settings; `model` is None where `model` below holds the base.
-        lora: Its adapter's configuration.
-        model: The base, where it can only be built as an object.
-        padding: What the base's `set_padding` was given, None where it was not called.
+        settings: Its settings; `settings.model` is None if `model` below holds the base.
+        lora: The configuration of its adapter.
+        model: The base, if it can only be built as an object.
+        padding: The arguments of the base's `set_padding`, None if it was not called.
     """
 
     settings: AgentSettings
@@ -74,16 +74,16 @@ def recipe(
     trust_remote_code: bool = False,
     zero: int | None = None,
 ) -> Recipe:
-    """Return what to build a checkpoint's agent of; warns of what was not saved.
+    """Return the recipe for a checkpoint's agent; warn of parts that were not saved.
 
-    Only the caller says whether Python that comes with the base may run: a checkpoint is data, and
-    what it says of it itself is left out. `kind` is the algorithm that the caller builds: grpo,
-    gspo or cispo; `zero` is the stage of DeepSpeed with which the agent goes on, None for stock
-    AdamW.
+    Only the caller decides with `trust_remote_code` whether Python code of the base may run: a
+    checkpoint is data, and its own value is ignored. `kind` is the algorithm that the caller
+    builds: grpo, gspo or cispo. `zero` is the DeepSpeed stage with which the agent continues, None
+    for stock AdamW.
 
     Raises:
-        CheckpointError: The settings are not what `save_checkpoint` writes, or name a keyword for
-            loading that no checkpoint may.
+        CheckpointError: The settings differ from those that `save_checkpoint` writes, or name a
+            forbidden keyword for loading.
         ConfigError: The checkpoint is of another algorithm.
     """
     flag().check("trust_remote_code", trust_remote_code)
@@ -96,22 +96,22 @@ def recipe(
             f"{own}.load(path), or build {wanted}(...) and call load_checkpoint(path) for its "
             "weights and hyperparameters"
         )
-    # Also one that set_reference_policy gave to an agent built without.
+    # The agent may have received its reference from set_reference_policy after it was built.
     algorithm = algorithm.replace(separate_reference=(folder / "reference").is_dir())
-    # How it was trained is no part of an agent: a checkpoint of DeepSpeed's loads without it. What
-    # generates belongs to the machine; a program that a checkpoint names is never started.
+    # The training engine is not part of an agent: a checkpoint written with DeepSpeed loads without
+    # it. The rollout engine depends on the machine, and a checkpoint must not start a program.
     engine = settings.engine.with_default_rollout(device=device, zero=zero)
     base = folder / "base"
     name = str(base) if base.is_dir() else str(attributes["base"])
     model = settings.model or ModelConfig(name=name)
     _check_keywords(model.config, folder)
     model = model.replace(trust_remote_code=trust_remote_code)
-    # A base that came as an object, or whose weights are here, is of the dtype it was saved in.
+    # A base given as an object, or saved in the checkpoint, keeps the dtype it was saved in.
     if (settings.model is None or base.is_dir()) and attributes["dtype"] in DTYPES:
         engine = engine.replace(dtype=attributes["dtype"])
     network = None
     if base.is_dir() and not (base / "tokenizer_config.json").is_file():
-        # Saved without a tokenizer: built as it was then, from a model alone.
+        # The base was saved without a tokenizer, so build it from the model alone.
         network = _network(base, model, engine.dtype)
     elif "tokenizer" in attributes["objects"] and not base.is_dir():
         warnings.warn(
@@ -120,7 +120,7 @@ def recipe(
             UserWarning,
             stacklevel=3,
         )
-    # The adapter to start from was the first step's; the checkpoint brings its own.
+    # The start adapter only matters for the first step; the checkpoint has a trained adapter.
     model = None if network is not None else model.replace(name=name, adapter=None)
     settings = settings.replace(model=model, algorithm=algorithm, engine=engine)
     padding = None if attributes["padding"] is None else tuple(attributes["padding"])
@@ -138,7 +138,7 @@ def _settings(attributes: Mapping[str, Any], folder: Path) -> AgentSettings:
 
 
 def _check_keywords(config: Mapping[str, Any], folder: Path) -> None:
-    """Refuse keywords for `from_pretrained` that are not on the list."""
+    """Refuse keywords for `from_pretrained` that are not in `_KEYWORDS`."""
     for name, value in config.items():
         rule = _KEYWORDS.get(name)
         if rule is None or not rule.good(value):

@@ -1,7 +1,7 @@
-"""Writing an agent: a copy of it as it was at one moment, and its files.
+"""Writes an agent: copies its state at one moment, and writes the files of a checkpoint.
 
 <path>/actor/adapter_model.safetensors + adapter_config.json
-<path>/reference/...                     where its reference is an adapter; in a run, its own alone
+<path>/reference/...                     if its reference is an adapter; in a run, only its own
 <path>/attributes.json                   settings, hyperparameters, member, history, base model
 <path>/optimizer.safetensors             AdamW's moments, by the names of actor/'s tensors
 
@@ -34,13 +34,13 @@ _ACTOR_WEIGHTS = f"actor/{WEIGHTS}"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """An agent as it was at one moment: copies on the CPU, so it can be written while others train.
+    """The state of an agent at one moment, copied to the CPU so that training can continue.
 
     Attributes:
         actor: The trained slot.
-        reference: The frozen reference slot, where the agent keeps one.
-        optimizer: AdamW's moments by file key; empty to leave them out.
-        attributes: What attributes.json holds, apart from the digests.
+        reference: The frozen reference slot, if the checkpoint contains one.
+        optimizer: AdamW's moments by file key; empty to omit them.
+        attributes: The content of attributes.json, without the digests.
     """
 
     actor: AdapterCopy
@@ -49,36 +49,36 @@ class Snapshot:
     attributes: dict[str, Any]
 
     def with_history(self, history: Sequence[Score]) -> Snapshot:
-        """Return the same agent with other scores; tensors and digests are shared."""
+        """Return a copy with another history; tensors and digests are shared."""
         attributes = {**self.attributes, "history": [asdict(score) for score in history]}
         again = replace(self, attributes=attributes)
-        # What is cached of the tensors holds for both.
+        # The cached properties depend only on the tensors, so the copy shares them.
         vars(again).update(tensors=self.tensors, digests=self.digests)
         return again
 
     @cached_property
     def tensors(self) -> dict[str, bytes]:
-        """Contents of the actor's safetensors and, unless left out, of optimizer.safetensors."""
+        """Contents of the actor's safetensors and, unless omitted, of optimizer.safetensors."""
         moments = {OPTIMIZER: serialise(self.optimizer)} if self.optimizer else {}
         return {_ACTOR_WEIGHTS: self.actor.serialise(), **moments}
 
     @cached_property
     def digests(self) -> dict[str, str]:
-        """SHA-256 of each of `tensors`, known before anything is written."""
+        """SHA-256 of each file of `tensors`, computed before anything is written."""
         return {name: _sha256(data) for name, data in self.tensors.items()}
 
     def write(self, path: str | Path) -> dict[str, str]:
-        """Write the files; those of an earlier checkpoint in the folder are replaced.
+        """Write the files, and replace those of an earlier checkpoint in the folder.
 
         Returns:
-            The SHA-256 of each file, by its name below the folder.
+            The SHA-256 of each file, by its path in the folder.
         """
         contents = {**self.tensors, f"actor/{CONFIG}": self.actor.config_json()}
         if self.reference is not None:
             contents[f"reference/{WEIGHTS}"] = self.reference.serialise()
             contents[f"reference/{CONFIG}"] = self.reference.config_json()
         files = {name: self.digests.get(name) or _sha256(data) for name, data in contents.items()}
-        # Made before a file is touched: what JSON cannot hold is an error.
+        # Serialise before any file is written: a value that JSON cannot represent is an error.
         attributes = {**self.attributes, "files": dict(sorted(files.items()))}
         vouching = json.dumps(attributes, indent=1).encode() + b"\n"
         folder = Path(path)
@@ -89,7 +89,7 @@ class Snapshot:
         for name, data in contents.items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(data)
-        (folder / ATTRIBUTES).write_bytes(vouching)  # last, for it vouches for the others
+        (folder / ATTRIBUTES).write_bytes(vouching)  # last: it has the digests of the others
         return {**files, ATTRIBUTES: _sha256(vouching)}
 
 
@@ -98,7 +98,7 @@ def _sha256(data: bytes) -> str:
 
 
 def saved_agent(path: str, digests: Mapping[str, str]) -> SavedAgent:
-    """Return a checkpoint as records name it, by its path and the digests of its `Snapshot`."""
+    """Return the entry of a checkpoint in records: its path and the digests of its `Snapshot`."""
     return SavedAgent(path, digests[_ACTOR_WEIGHTS], digests.get(OPTIMIZER))
 
 
@@ -110,13 +110,13 @@ def save_agent(
     lora_only: bool = True,
     save_optimizer: bool = True,
 ) -> dict[str, str]:
-    """Write an agent to a folder, in which the files of an earlier checkpoint are replaced.
+    """Write an agent to a folder, and replace the files of an earlier checkpoint in it.
 
-    Without `lora_only` the base, which all agents share, goes to `base/`. Ranks that train together
-    all call it, and the first one writes.
+    Without `lora_only`, the base, which all agents share, is saved in `base/`. Ranks that train
+    together all call this function, and the first one writes.
 
     Returns:
-        The SHA-256 of each file, by its name below the folder; without those of the base.
+        The SHA-256 of each file except those of the base, by its path in the folder.
     """
     snapshot = snapshot_agent(
         cohort, slot, lora_only=lora_only, save_optimizer=save_optimizer, start=True
@@ -133,9 +133,9 @@ def save_agent(
 
 
 def snapshot_again(cohort: Cohort, slot: int, earlier: Snapshot | None) -> Snapshot:
-    """Copy an agent, or bring an earlier copy up to the agent's scores.
+    """Return an earlier copy of an agent with its present scores; copy the agent if it is None.
 
-    The weights have not changed since the earlier copy; None copies all.
+    The weights must not have changed since the earlier copy.
     """
     if earlier is None:
         return snapshot_agent(cohort, slot)
@@ -150,10 +150,10 @@ def snapshot_agent(
     save_optimizer: bool = True,
     start: bool = False,
 ) -> Snapshot:
-    """Copy what a checkpoint holds; see `save_agent` for the arguments.
+    """Copy the state that a checkpoint contains; see `save_agent` for the arguments.
 
-    `start` writes the reference also where it is the adapter that all agents started from; a run,
-    which has that adapter among its inputs, leaves it out.
+    With `start`, the reference is included even if it is the adapter that all agents started from.
+    A run omits it, because that adapter is one of its inputs.
     """
     state = cohort.check_slot(slot)
     names = cohort.slots.shapes(state.adapter)

@@ -1,1 +1,1 @@
-"""N agents over one base: what they share, and each agent's own state."""
+"""N agents over one base: the parts that they share, and the state of each agent."""

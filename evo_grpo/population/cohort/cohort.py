@@ -1,7 +1,7 @@
-"""What the agents of a population share, and each agent's own state.
+"""Defines the cohort: the parts that the agents of a population share, and the agents' states.
 
-They share the base, the slots, the engine and the learner. The classes a user sees (GRPO,
-Population) are thin handles on a cohort; the round loop drives the cohort itself.
+Agents share the base, the slots, the engine and the learner. The classes of the API (GRPO,
+Population) are thin handles on a cohort; the round loop uses the cohort directly.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ class Cohort:
     Args:
         base: The shared base.
         lora: LoRA settings of every slot.
-        settings: What the agents are made of; all but the hyperparameters holds for every agent.
-        objects: Names of what was given as an object instead of a setting: model, tokenizer, lora.
-        engine: Makes the rollout engine at its first use; None takes the one that the settings
+        settings: Settings of the agents; all agents share them except for the hyperparameters.
+        objects: Names of the parts given as objects instead of settings: model, tokenizer, lora.
+        engine: Creates the rollout engine at its first use; None uses the engine that the settings
             name.
-        team: The ranks among which the agents are divided; None for this process alone.
-        accelerator: The user's own, with the DeepSpeed that the settings ask for; None makes one.
+        team: The ranks among which the agents are divided; None for a single process.
+        accelerator: The user's accelerator, with the DeepSpeed stage of the settings; None creates
+            one.
     """
 
     def __init__(
@@ -75,19 +76,19 @@ class Cohort:
         self._turns: Turns | None = None
         self.agents: dict[int, AgentState] = {}
         self.archive: AgentState | None = None
-        #: Selections that the last rounds of calls have left out; see `api.left_out`.
+        #: Selections that were skipped after the last rounds of calls; see `api.left_out`.
         self.left_out: list[object] = []
         self._make_engine = engine or make_engine
         self._engine: RolloutEngine | None = None
         self._next_slot = 0
-        #: The member id the next life will get.
+        #: Id of the next new member.
         self.next_member = 0
         self._calls = 0
         self._hint: int | None = None
 
     @property
     def shards(self) -> int:
-        """Number of parts in which agents generate and learn, each in batches of its own."""
+        """Number of shards; the agents of a shard generate and learn in one batch."""
         return 1 if self.together else self.settings.engine.shards or self.team.size
 
     @property
@@ -98,16 +99,16 @@ class Cohort:
     def begin(
         self, env: Environment[StartT], starts: Sequence[Sequence[StartT]], sizes: Sequence[int]
     ) -> Play:
-        """Begin a play, with a list of starts and G per policy.
+        """Begin a play, with a list of starts and a group size G per policy.
 
-        Where all ranks train together, the first one plays for all.
+        If all ranks train together, only the first rank plays.
         """
         if self.together and self.team.size > 1:
             return LedPlay(lambda: env.begin(starts, sizes), self.team)
         return env.begin(starts, sizes)
 
     def shards_here(self, slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
-        """Return the agents of this rank among some, by shard; each shard is a batch of its own."""
+        """Return those of `slots` that this rank has, by shard; each shard is a separate batch."""
         by_shard: dict[int, list[Slot]] = {}
         for slot in slots:
             if self.here(slot):
@@ -115,7 +116,7 @@ class Cohort:
         return [tuple(by_shard[shard]) for shard in sorted(by_shard)]
 
     def place(self, slots: Sequence[Slot], *, weights: bool = True) -> None:
-        """Deal the agents that play the next round to shards, and bring each to its rank.
+        """Distribute the agents of the next round among shards, and move each to its rank.
 
         With fewer agents than shards, some shards are empty. All ranks call this with equal
         arguments. Without `weights`, agents that change their rank lose their weights.
@@ -128,7 +129,7 @@ class Cohort:
         self.move(ranks, weights=weights)
 
     def have_equal_shapes(self, first: int, second: int) -> bool:
-        """Return whether two agents have adapters of equal shapes; with several ranks all have."""
+        """Return whether two agents have adapters of equal shapes; always true on several ranks."""
         if self.team.size > 1:
             return True
         shapes = [self.slots.shapes(self.agents[slot].adapter) for slot in (first, second)]
@@ -143,7 +144,7 @@ class Cohort:
 
     @property
     def max_output_tokens(self) -> int:
-        """Longest completion in force."""
+        """Longest completion, in tokens, that is in force."""
         return self.settings.algorithm.max_output_tokens or self._hint or DEFAULT_OUTPUT_TOKENS
 
     @property
@@ -154,7 +155,7 @@ class Cohort:
         return engine
 
     def open_engine(self) -> RolloutEngine:
-        """Make the rollout engine where there is none."""
+        """Create the rollout engine if there is none."""
         if self._engine is None:
             engine = self._make_engine(self.slots, self.settings)
             divided = self.together and self.team.size > 1
@@ -162,30 +163,30 @@ class Cohort:
         return self._engine
 
     def close_engine(self) -> None:
-        """Free the resources of the engine outside this process; its next use makes another one."""
+        """Free the resources of the engine outside this process; its next use creates a new one."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
 
     def reduced(self) -> dict[str, int]:
-        """Return the bounds that were lowered for want of memory, with their present values."""
+        """Return the bounds that were lowered to save memory, with their present values."""
         decoded: int | None = getattr(self._engine, "reduced", None)
         found = {"max_tokens_per_microbatch": self.learner.reduced, "max_decode_rows": decoded}
         return {name: value for name, value in found.items() if value is not None}
 
     @property
     def context_length(self) -> int | None:
-        """Longest prompt plus completion, None when neither the model nor the settings say one."""
+        """Longest prompt plus completion, None if neither the model nor the settings limit it."""
         lengths = [self.settings.algorithm.max_model_len, self.base.context_length]
         return min((length for length in lengths if length), default=None)
 
     def suit(self, env: Environment[Any]) -> None:
-        """Take from an environment what was left open, and check that its prompts fit the context.
+        """Adopt the defaults of an environment, and check that its prompts fit the context.
 
-        It gives the tokenizer where the base has none, and how long completions may be.
+        The environment provides the tokenizer if the base has none, and the completion length.
 
         Raises:
-            PromptTooLongError: Naming split, row and limit.
+            PromptTooLongError: A prompt does not fit; the error names split, row and limit.
         """
         if self.base.tokenizer is None:
             self.base.tokenizer = env.tokenizer
@@ -196,12 +197,12 @@ class Cohort:
             env.limit_context(self.context_length)
 
     def next_call(self) -> int:
-        """Count calls that are not part of a round, so that each has a stream of its own."""
+        """Count calls that are not part of a round, so that each has a separate random stream."""
         self._calls += 1
         return self._calls
 
     def add(self, hparams: Hparams, shard: int = 0) -> AgentState:
-        """Add an agent that acts as the base does, on the rank that computes a shard."""
+        """Add an agent with the policy of the base, on the rank that computes a shard."""
         member = Member(id=self.next_member, agent=Slot(self._next_slot))
         self.next_member += 1
         state = self.add_spare(member, hparams, rank_of(shard, self.shards, self.team.size))
@@ -209,12 +210,12 @@ class Cohort:
         return state
 
     def add_spare(self, member: Member, hparams: Hparams, rank: int = 0) -> AgentState:
-        """Add a slot that plays no round, for weights that are kept or compared."""
+        """Add a slot that plays no rounds, for weights that are kept or compared."""
         slot = Slot(self._next_slot)
         self._next_slot += 1
         if self._has(rank):
             self.slots.add(f"actor_{slot}")
-        if self.together and self._turns is None:  # like the first agent's, and before any pass
+        if self.together and self._turns is None:  # copies the first agent's shape; before any pass
             self._turns = make_turns(self.slots, self.settings, self.team, self.accelerator)
             self._turns.learner.loss = self.learner.loss
         optimizer = self.fresh_optimizer(slot, hparams, rank)
@@ -224,7 +225,7 @@ class Cohort:
         return self.agents[slot]
 
     def add_spare_like(self, slot: int) -> Slot:
-        """Add a slot that plays no round as a copy of an agent; returns it."""
+        """Add a slot that plays no rounds, as a copy of an agent; return the slot."""
         state = self.agents[slot]
         spare = self.add_spare(state.member, state.hparams, state.rank)
         self.copy(slot, spare.slot)
@@ -246,7 +247,7 @@ class Cohort:
         """Drop an agent and free its slot's memory.
 
         Raises:
-            ConfigError: When it is the only one: PEFT needs an adapter.
+            ConfigError: The agent is the only one: PEFT needs an adapter.
         """
         if len(self.agents) == 1:
             raise ConfigError(f"agent {slot}: is the only one; add another before removing it")
@@ -257,7 +258,7 @@ class Cohort:
     def _free(self, state: AgentState) -> None:
         names = [state.adapter, *([state.reference] if state.has_reference else ())]
         for name in names:
-            if len(self.slots.names) > 1:  # a rank that has no agent any more keeps its last slot
+            if len(self.slots.names) > 1:  # a rank without agents keeps its last slot
                 self.slots.remove(name)
 
     def add_reference(self, slot: int) -> None:
@@ -277,7 +278,7 @@ class Cohort:
     def fresh_optimizer(
         self, slot: int, hparams: Hparams, rank: int | None = None
     ) -> torch.optim.Optimizer:
-        """Return a stock AdamW over one slot, without moments; None is the rank that it is on."""
+        """Return a stock AdamW over one slot, without moments; None means the slot's own rank."""
         here = self.here(slot) if rank is None else self._has(rank)
         # "agent" tells `update_lr` that learn sets this group's lr.
         nothing = torch.nn.Parameter(torch.empty(0))
@@ -288,13 +289,13 @@ class Cohort:
         return torch.optim.AdamW([group], lr=hparams.lr, weight_decay=0.0, fused=True)
 
     def set_hparams(self, slot: int, hparams: Hparams) -> None:
-        """Give an agent other hyperparameters; the optimizer keeps its moments and takes the lr."""
+        """Set an agent's hyperparameters; the optimizer keeps its moments and gets the new lr."""
         self.agents[slot].hparams = hparams
 
     def copy(self, source: int, target: int, *, inherit_optimizer: bool = True) -> None:
-        """Copy weights (and moments) of one agent over another, on the device or from its rank.
+        """Copy weights (and moments) of one agent over another, possibly from another rank.
 
-        The caller sets the hyperparameters. With several ranks all of them make this call.
+        The caller sets the hyperparameters. With several ranks, all ranks make this call.
         """
         parent, child = self.agents[source], self.agents[target]
         hparams = child.hparams
@@ -326,7 +327,7 @@ class Cohort:
             inherit(parent.optimizer, child.optimizer)
 
     def _send(self, source: AgentState, target: AgentState, *, moments: bool) -> None:
-        """Bring weights (and moments) from a slot of one rank to a slot of another."""
+        """Send weights (and moments) from a slot of one rank to a slot of another."""
         if source.rank == self.team.rank:
             self.team.send(packed(self.slots, source, moments=moments), target.rank)
         elif target.rank == self.team.rank:
@@ -335,10 +336,10 @@ class Cohort:
             unpack(self.slots, target, values)
 
     def move(self, ranks: Mapping[Slot, int], *, weights: bool = True) -> None:
-        """Bring agents to other ranks, with weights and moments; all ranks make the same call.
+        """Move agents to other ranks, with weights and moments; all ranks make the same call.
 
-        Agents that are on their rank already stay. Without `weights` none are sent, for agents that
-        are overwritten next.
+        Agents that are already on their rank stay. Without `weights` no tensors are sent; use this
+        for agents that are overwritten next.
         """
         left: list[AgentState] = []
         for slot, rank in ranks.items():
@@ -359,7 +360,7 @@ class Cohort:
                 state.optimizer = self.fresh_optimizer(slot, hparams)
             if before.rank == self.team.rank:
                 left.append(before)
-        # Last, since PEFT cannot be without an adapter: this rank has got its new agents by now.
+        # Free slots last: PEFT needs an adapter, and this rank has received its new agents by now.
         for state in left:
             self._free(state)
 
@@ -375,7 +376,7 @@ class Cohort:
             self.mutated(slot)
 
     def reserve_members(self, first_free: int) -> None:
-        """Use no member id below this one; for a run that is resumed."""
+        """Use no member id below this one; called when a run is resumed."""
         self.next_member = max(self.next_member, first_free)
 
     def generate(
@@ -387,10 +388,10 @@ class Cohort:
         samples: int | None = None,
         sampling: Sampling | None = None,
     ) -> list[list[CompletionGroup]]:
-        """Sample for many agents in one generation call, the same prompts for all.
+        """Sample for many agents in one generation call, with the same prompts for all agents.
 
-        `stream` is the path of the random stream, to which the slot is appended. None takes each
-        agent's own group_size and sampling.
+        `stream` is the path of the random stream, to which the slot is appended. None uses the
+        group_size and the sampling of each agent.
 
         Returns:
             Per agent, one group per prompt.
@@ -409,7 +410,7 @@ class Cohort:
         samples: int | None = None,
         sampling: Sampling | None = None,
     ) -> RolloutRequest:
-        """Return the request for an agent to sample, without prompts; see `generate`."""
+        """Return the sampling request of an agent, without prompts; see `generate`."""
         state = self.agents[slot]
         return RolloutRequest(
             agent=slot,
@@ -421,7 +422,7 @@ class Cohort:
         )
 
     def sampling(self, hparams: Hparams) -> Sampling:
-        """Return how an agent samples in training."""
+        """Return the sampling parameters of an agent in training."""
         return Sampling.of(
             hparams,
             max_output_tokens=self.max_output_tokens,
@@ -433,7 +434,7 @@ class Cohort:
     ) -> list[dict[str, float]]:
         """Take one GRPO step for the agents that have a batch.
 
-        One forward and backward serves all.
+        All agents share one forward and one backward.
         """
         states = [self.agents[batch.agent] for batch in batches]
         learning: list[AgentTraining] = []
@@ -472,7 +473,7 @@ class Cohort:
         """Return an agent's state.
 
         Raises:
-            ConfigError: When there is no such agent.
+            ConfigError: The agent does not exist.
         """
         if slot not in self.agents:
             raise ConfigError(f"agent {slot}: expected one of {sorted(self.agents)}")

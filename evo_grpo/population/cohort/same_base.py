@@ -1,4 +1,4 @@
-"""Checks that all ranks have loaded the same base, and run it by the same path."""
+"""Checks that all ranks have loaded the same base, and run it through the same code path."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from evo_grpo.rollout.native.ability import ability_of
 
 
 def check_same_base(team: Team, base: SharedBase, start: AdapterCopy | None) -> None:
-    """Refuse ranks with different bases or start adapters, before a base is divided; all call it.
+    """Refuse ranks with different bases or start adapters; all ranks call this before dividing.
 
     Raises:
-        ConfigError: A rank has another base; raised on all ranks, it names the rank and the part.
+        ConfigError: A rank has another base. Raised on all ranks; it names the rank and the part.
     """
     if team.size == 1:
         return
@@ -41,18 +41,18 @@ def check_same_base(team: Team, base: SharedBase, start: AdapterCopy | None) -> 
 
 
 def agree_on_path(team: Team, base: SharedBase, *, native: bool) -> None:
-    """Find out whether the base can be run, and by which path; all ranks take the same one.
+    """Determine whether the base can be run, and by which path; all ranks use the same path.
 
-    Call this before the base is divided among ranks: an operation that the model lacks would end a
-    pass in the middle. With the native engine its abilities are probed too. vLLM reads the files of
-    the model and does not see changes to the object.
+    Call this before the base is divided among ranks: an operation that the model lacks would
+    interrupt a pass. With the native engine, the abilities of the base are probed too. vLLM reads
+    the files of the model and ignores changes to the object.
 
     Raises:
         ModelError: The base cannot be run.
     """
     if native:
         ability_of(base, {})
-    # The comparison is one of rounded numbers, which need not be the same on all machines.
+    # The probe compares rounded numbers, so its result may differ between machines.
     answers = team.gather(takes_fast_path(base, {}))
     if not native and base.specialized and is_llama_family(base):
         departure = departure_of(base, {})

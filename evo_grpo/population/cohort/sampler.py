@@ -1,4 +1,4 @@
-"""PopulationSampler: what a play asks for, sampled from all agents in one generation call."""
+"""Defines PopulationSampler, which samples from all agents in one generation call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from evo_grpo.types import CompletionGroup
 
 @final
 class PopulationSampler:
-    """Samples for N policies, agents or the bare base, in one generation call for all.
+    """Samples for N policies, agents or the bare base, in one generation call.
 
     Its requests, one per policy, have no prompts.
     """
@@ -29,7 +29,7 @@ class PopulationSampler:
     def in_training(
         cls, cohort: Cohort, slots: Sequence[int], *, stream: Sequence[str | int]
     ) -> PopulationSampler:
-        """Return agents as they train: each its own group size, sampling and draws.
+        """Return a sampler for training, with the group size, sampling and draws of each agent.
 
         The slot is appended to `stream`, the path of the random stream.
         """
@@ -45,10 +45,10 @@ class PopulationSampler:
         temperature: float,
         stream: Sequence[str | int],
     ) -> PopulationSampler:
-        """Return policies under equal conditions: one sampling and the same draws for all.
+        """Return a sampler for comparisons, in which all policies sample with the same draws.
 
-        A slot of None is the base model without an adapter. There is no top-k or top-p; `stream` is
-        the path of the random stream that all share.
+        A slot of None is the base model without an adapter. Sampling uses no top-k or top-p;
+        `stream` is the path of the random stream that all policies share.
         """
         sampling = Sampling(
             temperature=temperature,
@@ -73,15 +73,15 @@ class PopulationSampler:
 
     @property
     def group_sizes(self) -> list[int]:
-        """G of each policy, as `Environment.begin` takes them."""
+        """Group size G of each policy, for `Environment.begin`."""
         return [request.samples for request in self._requests]
 
     def sample(self, ask: Ask) -> list[list[CompletionGroup]]:
-        """Sample what a play asks for, in one generation call for all policies.
+        """Sample the completions that a play requests, in one generation call for all policies.
 
         Returns:
-            Per policy one group for each of its prompts; none for a policy without prompts, which
-            is left out of the call.
+            For each policy, one group per prompt; policies without prompts are omitted from the
+            call and get no groups.
         """
         requests = [
             replace(

@@ -1,4 +1,4 @@
-"""What a cohort keeps of each agent, how copies inherit it, and how it goes to another rank."""
+"""Defines the state of an agent in a cohort, how copies inherit it, and how ranks exchange it."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Member, Score, Slot
 
 START = "start"
-"""The slot of the adapter that all agents started from, where there is one."""
+"""Name of the slot of the adapter that all agents started from, if there is one."""
 Packed: TypeAlias = tuple[dict[str, Tensor], dict[str, Tensor], dict[int, dict[str, Tensor]]]
-"""An agent on its way to another rank: actor, reference, AdamW's moments by parameter position."""
+"""The tensors of an agent sent between ranks: actor, reference, AdamW's moments by position."""
 
 
 @dataclass
 class AgentState:
-    """One agent: its slot, its optimizer, what it trains with, and its own history.
+    """State of one agent: its slot, optimizer, hyperparameters, member and history.
 
     Attributes:
         slot: Index within the cohort, >= 0, never reused.
-        optimizer: AdamW over its own slot alone. `initial_lr` of its group is torch's name for the
-            lr before any schedule, and the one place where an agent's lr is kept. For an agent of
-            another rank it is over nothing.
-        member: Its lineage since it was last replaced.
-        history: The present member's own scores, latest last; the latest `KEPT_SCORES` go on into
+        optimizer: AdamW over its slot only. `initial_lr` of its group, torch's name for the lr
+            before any schedule, is the only place that stores an agent's lr. For an agent of
+            another rank, the optimizer has no parameters.
+        member: Its member, which changes when the agent is replaced.
+        history: Scores of the present member, latest last; the latest `KEPT_SCORES` are kept for
             the next round.
         steps: GRPO steps taken by this slot.
         dead_steps: Latest steps in a row in which all its groups had equal rewards.
         last: Metrics of the last learn call.
-        reference_updates: What `set_reference_policy` was last called with.
-        has_reference: Whether it keeps a frozen reference slot of its own; else its reference is
-            the adapter that all agents started from, or the base with adapters off.
-        hooks: Called after one of its hyperparameters mutated.
-        rank: The rank that has its weights and trains it; the others know all else about it.
+        reference_updates: Argument of the last call of `set_reference_policy`.
+        has_reference: Whether it has its own frozen reference slot; otherwise its reference is the
+            adapter that all agents started from, or the base with adapters off.
+        hooks: Called after a mutation of one of its hyperparameters.
+        rank: The rank that has its weights and trains it; all ranks have the rest of its state.
         shard: Agents of one shard generate and learn in one batch.
     """
 
@@ -61,7 +61,7 @@ class AgentState:
 
     @property
     def hparams(self) -> Hparams:
-        """What it trains with. Its lr is that of the optimizer, which `update_lr` may have set."""
+        """Its hyperparameters. The lr is that of the optimizer, which `update_lr` may have set."""
         lr = self.optimizer.param_groups[0]["initial_lr"]
         if lr != self._hparams.lr:
             self._hparams = self._hparams.replace(lr=lr)
@@ -74,7 +74,7 @@ class AgentState:
             group["lr"] = group["initial_lr"] = value.lr
 
     def standing(self) -> Standing:
-        """Return the agent as evolution sees it."""
+        """Return the standing of the agent, the view of it that evolution uses."""
         return Standing(self.slot, self.member, self.hparams, self.history)
 
     @property
@@ -84,16 +84,16 @@ class AgentState:
 
     @property
     def reference(self) -> str:
-        """Name of the frozen reference adapter, where there is one."""
+        """Name of the frozen reference adapter, if there is one."""
         return f"reference_{self.slot}"
 
 
 @final
 class References:
-    """The frozen adapters that the KL term holds a cohort's agents to.
+    """The frozen adapters to which the KL term compares the agents of a cohort.
 
-    An agent's reference is an adapter of its own; else the adapter that all agents started from, in
-    one slot for all; else the base with adapters off.
+    An agent's reference is its own reference adapter if it has one; otherwise the adapter that all
+    agents started from, in one shared slot; otherwise the base with adapters off.
 
     Attributes:
         start: Whether the slot `START` holds the adapter that all agents started from.
@@ -109,18 +109,18 @@ class References:
         return state.reference if state.has_reference else shared
 
     def add_start(self) -> str:
-        """Add the slot that is the reference of all agents without one of their own."""
+        """Add the slot that is the reference of all agents without their own reference."""
         self.start = True
         self.slots.add(START, trainable=False)
         return START
 
     def add(self, state: AgentState) -> None:
-        """Add the slot of an agent's own reference, which acts as the base does."""
+        """Add the slot of an agent's own reference, with the policy of the base."""
         self.slots.add(state.reference, self.slots.lora_config(state.adapter), trainable=False)
 
 
 def inherit(parent: torch.optim.Optimizer, child: torch.optim.Optimizer) -> None:
-    """Give a fresh optimizer the moments of another, so that the two share no tensor."""
+    """Copy the moments of an optimizer into a fresh one, so that the two share no tensor."""
     if isinstance(parent, ZeroOptimizer) and isinstance(child, ZeroOptimizer):
         child.moments = _cloned(parent.moments)
         return
@@ -129,9 +129,9 @@ def inherit(parent: torch.optim.Optimizer, child: torch.optim.Optimizer) -> None
 
 
 def packed(slots: AdapterSlots, state: AgentState, *, moments: bool) -> Packed:
-    """Return copies of an agent's tensors on the CPU, with or without AdamW's moments.
+    """Copy an agent's tensors to the CPU, with or without AdamW's moments.
 
-    They are 4 bytes per parameter, 12 with moments, 16 with a reference too.
+    The copies take 4 bytes per parameter, 12 with moments, 16 with moments and a reference.
     """
     reference = slots.state(state.reference) if state.has_reference else {}
     found = state.optimizer.state_dict()["state"] if moments else {}
@@ -143,7 +143,7 @@ def packed(slots: AdapterSlots, state: AgentState, *, moments: bool) -> Packed:
 
 
 def unpack(slots: AdapterSlots, state: AgentState, values: Packed) -> None:
-    """Give a slot and its fresh optimizer the tensors that `packed` made of another's."""
+    """Load tensors made by `packed` into a slot and its fresh optimizer."""
     actor, reference, moments = values
     origin = Path(state.adapter)
     slots.put(state.adapter, actor, origin)

@@ -1,1 +1,1 @@
-"""Ranks: processes that share the agents of one run between them."""
+"""Ranks: the processes of a run, among which its agents are divided."""

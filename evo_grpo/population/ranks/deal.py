@@ -1,7 +1,7 @@
-"""Which agents are computed together, and on which rank.
+"""Distributes agents among shards, and shards among ranks.
 
-A shard is a part of the population that generates and learns in batches of its own. The composition
-of a batch decides how sums are rounded, so the number of shards is fixed for a run, like its seed.
+A shard is a part of the population whose agents generate and learn in one batch. The composition of
+a batch affects how sums are rounded, so the number of shards is fixed for a run, like its seed.
 Ranks only compute shards, and any number of ranks gives the same result.
 """
 
@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 def deal(agents: Sequence[T], shards: int) -> tuple[tuple[T, ...], ...]:
-    """Deal agents to S >= 1 shards: neighbours together, as evenly as possible.
+    """Distribute agents among S >= 1 shards: neighbours together, as evenly as possible.
 
-    The first shards are larger; the last ones are empty where there are fewer agents.
+    The first shards are larger; with fewer agents than shards, the last shards are empty.
     """
     least, more = divmod(len(agents), shards)
     ends = accumulate((least + (number < more) for number in range(shards)), initial=0)
@@ -25,7 +25,7 @@ def deal(agents: Sequence[T], shards: int) -> tuple[tuple[T, ...], ...]:
 
 
 def rank_of(shard: int, shards: int, ranks: int) -> int:
-    """Return the rank that computes a shard: neighbours together, each rank at least one.
+    """Return the rank that computes a shard: neighbours together, at least one shard per rank.
 
     There are at least as many shards as ranks.
     """

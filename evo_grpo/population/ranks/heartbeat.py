@@ -1,9 +1,9 @@
-"""Signs of life of ranks: which rank is lost, and which ranks wait for each other without end.
+"""Detects lost ranks, and ranks that wait for each other forever, by heartbeats.
 
-A rank that waits for others cannot know from the wait itself whether one of them is slow or dead: a
-round may take hours, and a process that is stopped keeps its connections. So a thread of each rank
-writes into the store of torch.distributed, every second or so, that the rank is alive and at which
-exchange it waits, and reads the same of all others.
+A rank that waits for others cannot tell from the wait whether one of them is slow or dead: a round
+may take hours, and a stopped process keeps its connections. Therefore a thread of each rank writes
+a sign into the store of torch.distributed about every second, with the exchange at which the rank
+waits, and reads the signs of all other ranks.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from evo_grpo.schema.validation import shown
 VARIABLE = "EVO_GRPO_RANK_TIMEOUT"
 """Environment variable with the seconds of silence after which a rank counts as lost."""
 SECONDS = 300.0
-"""The default: long enough for a call in C that holds Python's lock, which is silent too."""
+"""Default limit, long enough for a C function that holds the GIL and so prevents signs."""
 _EVERY = 1.0
 _RANKS_A_SECOND = 32
-"""Each look of a rank reads what all ranks have written, so that many ranks look less often."""
+"""Ranks per second between looks: each look reads the signs of all ranks, so large teams wait."""
 _LOOKS_TO_MISS = 3
-"""Looks without a sign that name the rank whose connection was closed."""
+"""Looks without a sign after which a rank with a closed connection counts as ended."""
 _LOOKS_AFTER_END = 10
-"""Looks after which a rank says which one it found silent, clear or not."""
+"""Looks after a closed connection after which a rank names the most silent rank in any case."""
 _DEADLOCKED = 0.2
-"""Share of the limit for which ranks have to wait for each other before they end with an error."""
+"""Share of the limit for which a deadlock of ranks must last before it is reported as an error."""
 _VERDICT = "verdict"
 
 THREAD = "heartbeat"
 """Name of the thread that writes signs."""
 Place = Sequence[Any]
-"""Where a rank waits: the kind of the exchange, its number, and for two ranks alone the other."""
+"""An exchange at which a rank waits: its kind, its number, and the partner if it has one."""
 
 
 @dataclass
 class _Peer:
-    """The signs of another rank, as this rank has seen them.
+    """The signs of another rank that this rank has read.
 
     Attributes:
-        count: Number of the sign that was seen last.
-        place: Where it waits; None where it works.
-        missed: Looks since then that found no new sign.
-        waited: Signs of the rank in a row with this place.
+        count: Number of the last sign.
+        place: Exchange at which the rank waits; None while it works.
+        missed: Looks since the last sign.
+        waited: Number of consecutive signs with this place.
     """
 
     count: int = 0
@@ -67,12 +67,12 @@ class _Peer:
 
 @final
 class Heartbeat:
-    """Writes the signs of one rank into a shared store, and reads those of the others there.
+    """Writes the signs of one rank into a shared store, and reads those of the other ranks.
 
     Attributes:
         limit: Seconds of silence after which a rank counts as lost.
         every: Seconds between two looks.
-        place: Where this rank waits; None while it works.
+        place: Exchange at which this rank waits; None while it works.
     """
 
     def __init__(self, rank: int, size: int, store: Any, limit: float) -> None:  # noqa: ANN401 -- torch exports no Store
@@ -89,50 +89,50 @@ class Heartbeat:
         self._write_sign()
 
     def start(self) -> None:
-        """Begin to write signs and to look, in a thread that ends with the process."""
+        """Start the daemon thread that writes and reads signs."""
         thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
         thread.start()
 
         def stop() -> None:
             self._over.set()
-            thread.join(_EVERY)  # one that waits for the store cannot be called back
+            thread.join(_EVERY)  # bounded: it may wait for the store
 
         atexit.register(stop)
 
     def wait(self, done: Callable[[float], bool], place: Place) -> str:
-        """Wait at a place for other ranks, however long they take, unless one of them is lost.
+        """Wait at a place for other ranks, without a time limit, unless one of them is lost.
 
-        `done` waits for so many seconds, and returns whether there is nothing to wait for.
+        `done` waits up to the given number of seconds, and returns whether the wait is over.
 
         Returns:
-            Why the wait has no end, a sentence without its full stop; empty once it is done.
+            Why the wait cannot end, as a sentence without a full stop; empty once it is over.
         """
         self.place = place
         looks, stalled = self._looks, 0
         try:
             while not done(self.every):
-                # Counted and not read from a clock, which goes on while this process is stopped.
+                # Count looks: a clock would continue while this process is stopped.
                 stalled = 0 if self._cut_off or self._looks != looks else stalled + 1
                 looks = self._looks
                 if self._verdict:
                     return self._last_word()
                 if stalled * self.every >= self.limit:
-                    # A store that does not answer holds up the thread that looks.
+                    # A store that does not answer blocks the thread that reads signs.
                     return silence(0, self.size, stalled * self.every)
             return ""
         finally:
             self.place = None
 
     def closed(self) -> str:
-        """Return which rank has ended after its connection was closed, without a full stop.
+        """Return a sentence that names the rank that has ended, after a connection was closed.
 
-        The sentence is empty where all ranks are alive.
+        The sentence has no full stop, and is empty if all ranks are alive.
         """
         for looks in range(_LOOKS_AFTER_END):
             if self._verdict or self._cut_off:
                 break
-            # The first to be silent: those that noticed it have ended since, and on a busy machine
-            # another one may be late.
+            # Name the rank that was silent first: ranks that noticed it may have ended since, and
+            # on a busy machine another rank may be late.
             missed = [peer.missed for peer in self._peers]
             second, most = sorted(missed)[-2:]
             clear = most - second >= _LOOKS_TO_MISS - 1 or looks == _LOOKS_AFTER_END - 1
@@ -143,18 +143,18 @@ class Heartbeat:
         return self._last_word()
 
     def _last_word(self) -> str:
-        """Return the verdict, once the other ranks can have read it too."""
+        """Return the verdict after a delay in which the other ranks can read it too."""
         if not self._verdict:
             return f"rank 0 of {self.size} has ended" if self._cut_off else ""
         if self.rank == 0:
-            time.sleep(2 * self.every)  # with this process the store ends, where it keeps it
+            time.sleep(2 * self.every)  # the store may end with this process
         return self._verdict
 
     def _run(self) -> None:
         while not (self._cut_off or self._over.wait(self.every)):
             try:
                 self._look()
-            except RuntimeError:  # the store is gone, with the process that kept it
+            except RuntimeError:  # the process that kept the store has ended
                 self._cut_off = True
 
     def _write_sign(self) -> None:
@@ -170,7 +170,7 @@ class Heartbeat:
         self._judge(self._found())
 
     def _judge(self, found: str) -> None:
-        """Write a verdict for all ranks, unless another rank has written one before."""
+        """Write a verdict for all ranks, unless another rank has already written one."""
         try:
             self._verdict = self._store.compare_set(_VERDICT, "", found).decode()
         except RuntimeError:
@@ -181,7 +181,7 @@ class Heartbeat:
             if peer.missed * self.every >= self.limit:
                 return silence(rank, self.size, peer.missed * self.every)
         places = [peer.place for peer in self._peers]
-        # Not sooner: the last bytes of a large message are on their way when others have left it.
+        # Wait this long because a large message may still arrive after other ranks have left.
         least = max(_LOOKS_TO_MISS - 1, _DEADLOCKED * self.limit / self.every)
         if all(peer.waited >= least for peer in self._peers) and is_deadlock(places):
             waits = ", ".join(f"rank {r} at {_in_words(p)}" for r, p in enumerate(places) if p)
@@ -190,7 +190,7 @@ class Heartbeat:
 
 
 def silence(rank: int, size: int, seconds: float) -> str:
-    """Return the sentence that a rank is lost."""
+    """Return a sentence that reports a rank as lost."""
     return (
         f"rank {rank} of {size} has given no sign of life for {seconds:.0f} s: its process is "
         "stopped, or its machine is out of reach"
@@ -198,7 +198,7 @@ def silence(rank: int, size: int, seconds: float) -> str:
 
 
 def is_deadlock(places: Sequence[Place | None]) -> bool:
-    """Return whether no rank can continue, from the places at which all of them wait."""
+    """Return whether no rank can continue, given the places at which all ranks wait."""
     if None in places:
         return False
     if all(place == places[0] for place in places):
@@ -216,19 +216,19 @@ def _in_words(place: Place) -> str:
 
 
 def limit_of_silence() -> float:
-    """Return after how many seconds of silence a rank counts as lost.
+    """Return the seconds of silence after which a rank counts as lost.
 
     Raises:
-        ConfigError: The environment variable holds something else than a positive number.
+        ConfigError: The environment variable is not a positive number.
     """
     return positive_from_environment(VARIABLE, SECONDS, "seconds")
 
 
 def positive_from_environment(name: str, default: float, unit: str) -> float:
-    """Return the positive number that an environment variable holds, or the default.
+    """Return the positive number in an environment variable, or the default.
 
     Raises:
-        ConfigError: It holds something else.
+        ConfigError: The environment variable is not a positive number.
     """
     text = os.environ.get(name, str(default))
     try:

@@ -1,9 +1,9 @@
-"""Passes over a base that is divided among ranks: all ranks take part in each of them.
+"""Coordinates passes over a divided base, so that all ranks take part in every pass.
 
-A base that is divided among ranks is put together layer by layer in every pass, which no rank can
-do without the others. Ranks have unequally many passes, since their completions differ in length,
-their rows in number, and one of them may be alone in an evaluation. So before a pass the ranks
-agree on which one comes next. Ranks that want it compute; the others only provide their part.
+A divided base is assembled layer by layer in every pass, which requires all ranks. Ranks have
+different numbers of passes, because their completions differ in length and their rows in number,
+and a single rank may evaluate alone. So before a pass the ranks agree on its kind. Ranks that
+requested this kind compute; the others only provide their part of the base.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from evo_grpo.errors import RunFailedError
 
 
 class Pass(IntEnum):
-    """The kinds of passes; of two that are wanted, the higher one comes first.
+    """The kinds of passes; if ranks request different kinds, the higher one runs first.
 
-    A forward goes before a backward: a rank with many forwards then meets the others in their
-    backward, which costs the most.
+    A forward runs before a backward, so that a rank with many forwards then joins the others in
+    their backward, which costs the most.
     """
 
     BACKWARD = 1
     FORWARD = 2
 
 
-#: A rank that wants no pass.
+#: Sent by a rank that requests no pass.
 IDLE = 0
 
 
 @final
 class Lockstep:
-    """The passes of one rank, in step with those of the others.
+    """Runs the passes of one rank in lockstep with those of the other ranks.
 
     Args:
-        highest: Sends a number to all ranks, and returns the highest number of all.
+        highest: Sends a number to all ranks, and returns the highest number of all ranks.
         join_forward: Takes part in a forward of other ranks without computing anything.
-        join_backward: The same for a backward.
+        join_backward: Takes part in a backward of other ranks without computing anything.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class Lockstep:
 
     @contextmanager
     def forward(self) -> Generator[None]:
-        """Take part in passes of other ranks until a forward comes, which runs in the context."""
+        """Take part in passes of other ranks until a forward is due, which the context runs."""
         with self._unbroken():
             self._until(Pass.FORWARD)
             yield
 
     @contextmanager
     def backward(self) -> Generator[None]:
-        """Take part in passes of other ranks until a backward comes, which runs in the context."""
+        """Take part in passes of other ranks until a backward is due, which the context runs."""
         with self._unbroken():
             self._until(Pass.BACKWARD)
             yield

@@ -1,8 +1,8 @@
 """Ranks over torch.distributed, started by accelerate, torchrun, Slurm or `evo-grpo run --nproc`.
 
-Messages go through a gloo group of their own, on the CPU, whatever the devices talk with: they are
-kilobytes, and gloo notices at once when a process is gone. A thread waits for each of them, so that
-the rank can leave when `evo_grpo.population.ranks.heartbeat` finds another one lost.
+Messages are sent over a separate gloo group on the CPU, independent of the devices' backend:
+messages have kilobytes, and gloo detects at once that a process has ended. A thread waits for each
+message, so that the rank can stop when `evo_grpo.population.ranks.heartbeat` reports a lost rank.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from evo_grpo.population.ranks.lockstep import Lockstep
 from evo_grpo.population.ranks.team import Team, is_one_of_several
 from evo_grpo.printable import error_text
 
-#: Ranks wait for each other as long as a round takes; the heartbeat says when one is lost.
+#: Ranks wait for each other without a practical limit; the heartbeat reports a lost rank.
 PATIENCE = timedelta(days=365)
 START_VARIABLE = "EVO_GRPO_RANK_START_MINUTES"
-"""Environment variable with the minutes that all ranks have to start."""
+"""Environment variable with the minutes within which all ranks must start."""
 START_MINUTES = 10.0
-"""The same where the variable is not set."""
+"""Default if the variable is not set."""
 TO_SHARE = timedelta(minutes=1)
-"""How long a rank that failed before the ranks have met waits for the others, to send its error."""
+"""How long a rank that failed before the ranks connected waits to send its error to the others."""
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 _THREAD = "exchange between ranks"
-#: Of the process, as the group of torch.distributed is.
+#: One per process, like the process group of torch.distributed.
 _heartbeat: Heartbeat | None = None
 
 
 @dataclass(frozen=True)
 class _Message:
-    """What a rank sends at an exchange: its kind, the rank's part, and its error in words."""
+    """The message of a rank at an exchange: kind of the exchange, the rank's part, its error."""
 
     kind: str
     part: Any
@@ -62,7 +62,7 @@ class _Message:
 
 @final
 class Ranks(Team):
-    """The ranks of a run in several processes, which talk over a gloo group; see `Team`."""
+    """The ranks of a run in several processes, which communicate over a gloo group; see `Team`."""
 
     def __init__(self, rank: int, size: int, group: Any, heartbeat: Heartbeat) -> None:  # noqa: ANN401 -- torch's group
         self.rank = rank
@@ -145,7 +145,7 @@ class Ranks(Team):
         """Send a part and receive the decision; with an error, send the error and raise it.
 
         Raises:
-            OtherRankError: On the ranks that did not fail themselves, naming the one that did.
+            OtherRankError: Another rank failed; the error names the rank.
         """
         self._finish_passes(error)
         self._exchanges += 1
@@ -178,7 +178,7 @@ class Ranks(Team):
         return answer[0]
 
     def _failure(self, messages: Sequence[_Message]) -> str:
-        """Return which rank failed, or which ones are at different exchanges; a sentence."""
+        """Return a sentence that names the failed rank, or the ranks at different exchanges."""
         for rank, message in enumerate(messages):
             if message.error is not None:
                 return self._failed(rank, message.error)
@@ -213,10 +213,11 @@ class Ranks(Team):
         *,
         other: int | None = None,
     ) -> None:
-        """Exchange a message with other ranks, which may come late, unless one of them is lost.
+        """Exchange a message with other ranks, without a time limit, unless a rank is lost.
 
-        All ranks that take part come to the same `kind`; `other` is the one rank with which it is,
-        None for all. An error of this rank's own is raised where the message does not arrive.
+        All participating ranks use the same `kind`; `other` is the partner of an exchange between
+        two ranks, None for an exchange of all ranks. If the message does not arrive and this rank
+        has an error, that error is raised.
         """
         result: Future[object] = Future()
 
@@ -226,7 +227,7 @@ class Ranks(Team):
             except BaseException as error:
                 result.set_exception(error)
 
-        broken, self._broken = self._broken, True  # by Ctrl-C too: half a message was exchanged
+        broken, self._broken = self._broken, True  # also after Ctrl-C: a message may be half sent
         threading.Thread(target=run, name=_THREAD, daemon=True).start()
         place = (kind, self._exchanges, other)
         why = self._heartbeat.wait(lambda s: bool(wait_for([result], s).done), place)
@@ -237,9 +238,10 @@ class Ranks(Team):
         self._broken = broken
 
     def _finish_passes(self, error: BaseException | None) -> None:
-        """Take part in the passes of ranks that still work, before an exchange.
+        """Take part in the remaining passes of other ranks before an exchange.
 
-        After an error in the middle of a pass this rank cannot: it ends, and the others notice.
+        After an error in the middle of a pass this is impossible: this rank ends, and the others
+        detect it.
         """
         broken = self._broken or (self._lockstep is not None and self._lockstep.broken)
         if error is not None and broken:
@@ -249,7 +251,7 @@ class Ranks(Team):
 
     @contextmanager
     def _naming_the_lost_rank(self, error: BaseException | None) -> Generator[None]:
-        """Raise an error that names the lost rank where a message does not arrive."""
+        """Raise an error that names the lost rank if a message does not arrive."""
         try:
             yield
         except (OtherRankError, torch.OutOfMemoryError):
@@ -276,10 +278,10 @@ def _of_exchange(error: BaseException) -> bool:
 
 
 def end_process(code: int) -> None:
-    """End this process now with an exit code, where a thread of it may still wait for other ranks.
+    """End this process now with an exit code, although a thread may still wait for other ranks.
 
-    The thread comes back when those end. If Python takes itself apart at that moment, the process
-    aborts, and its exit code is lost. That of the heartbeat may wait for the store, too.
+    The wait returns when the other ranks end. If Python is shutting down at that moment, the
+    process aborts and its exit code is lost. The heartbeat thread may likewise wait for the store.
     """
     if _is_waiting():
         atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] -- os._exit leaves them out
@@ -288,7 +290,7 @@ def end_process(code: int) -> None:
 
 @atexit.register
 def _end_failed() -> None:
-    """Do the same at the end of a script that ends with an error."""
+    """End this process with `end_process` if a script ends with an error."""
     if _is_waiting() and hasattr(sys, "last_type"):
         _flush_and_exit(1)
 
@@ -305,16 +307,16 @@ def _flush_and_exit(code: int) -> NoReturn:
 
 
 class _NotMetError(ConfigError):
-    """The ranks have not met in time."""
+    """Raised if the ranks have not connected in time."""
 
 
 @contextmanager
 def sharing_early_errors() -> Generator[None]:
-    """Send an error to the other ranks that is raised before the ranks have met."""
+    """Send an error that is raised before the ranks have connected to the other ranks."""
     try:
         yield
     except EvoGrpoError as error:
-        # Ranks that have not met in time are not waited for a second time.
+        # Do not wait a second time for ranks that have not connected in time.
         if (
             is_one_of_several()
             and not dist.is_initialized()
@@ -331,24 +333,24 @@ def _share(error: EvoGrpoError) -> None:
 
 
 def time_to_start() -> timedelta:
-    """Return how long the ranks may take to start.
+    """Return the time that ranks may take to start.
 
     Raises:
-        ConfigError: The environment variable holds something else than a positive number.
+        ConfigError: The environment variable is not a positive number.
     """
     minutes = positive_from_environment(START_VARIABLE, START_MINUTES, "minutes")
     return timedelta(minutes=minutes)
 
 
 def find_team(to_meet: timedelta | None = None) -> Team:
-    """Return the ranks that this process was started with; joins them at the first call.
+    """Return the ranks of the run that this process belongs to; connect them at the first call.
 
     Args:
-        to_meet: How long the others may take to start; None takes `time_to_start`.
+        to_meet: Time that the other ranks may take to start; None uses `time_to_start`.
 
     Raises:
-        ConfigError: The others do not start in time or cannot be reached, or an address or a number
-            is missing.
+        ConfigError: The other ranks do not start in time or cannot be reached, or an environment
+            variable with an address or a number is missing.
     """
     if not is_one_of_several():
         return Team()
@@ -368,13 +370,13 @@ def find_team(to_meet: timedelta | None = None) -> Team:
     global _heartbeat
     begins = _heartbeat is None
     if _heartbeat is None:
-        # The one over which the ranks have met: no other port, and it has no public name. A client
-        # of its own, since torch holds the other one while it waits for a rank.
+        # Use the store over which the ranks connected: it needs no further port. It has no public
+        # name. Clone the client, because torch locks the original while it waits for a rank.
         store: Any = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage] -- no public one
         store = distributed_c10d.PrefixStore("evo-grpo", store.clone())
         rank, size = dist.get_rank(), dist.get_world_size()
         _heartbeat = Heartbeat(rank, size, store, limit_of_silence())
-    # All ranks have written their first sign once they have this group.
+    # Every rank has written its first sign before it can create this group.
     group = dist.new_group(backend="gloo", timeout=PATIENCE)
     if begins:
         _heartbeat.start()
@@ -384,6 +386,6 @@ def find_team(to_meet: timedelta | None = None) -> Team:
 def _join(to_meet: timedelta) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    # Not by accelerate's PartialState, which looks for MPI first on a CPU and sets the threads; it
-    # takes over a group that is there. Nothing goes from device to device, so there is no NCCL.
+    # Do not use accelerate's PartialState, which tries MPI first on a CPU and sets the number of
+    # threads; it adopts an existing group. No data moves between devices, so NCCL is not needed.
     dist.init_process_group("gloo", timeout=to_meet)

@@ -1,6 +1,6 @@
-"""The processes of a run, called ranks, and how they exchange values; here for a single process.
+"""Defines the team of ranks, the processes of a run, for the case of a single process.
 
-Torch is not imported here, so that the command line can ask whether it is one of several ranks.
+This module does not import torch, so that the command line can call `is_one_of_several`.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ R = TypeVar("R")
 
 
 def is_one_of_several() -> bool:
-    """Return whether this process was started as one of several."""
+    """Return whether this process was started as one of several ranks."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def is_silent_rank() -> bool:
-    """Return whether this process is a rank that shows nothing: the first one shows the run."""
+    """Return whether this process is a rank without output; only the first rank has output."""
     return is_one_of_several() and int(os.environ.get("RANK", "0")) > 0
 
 
 class Team:
     """The ranks of a run: this class for a single process, `Ranks` for several.
 
-    All ranks make the same exchanges in the same order. Between two exchanges each rank works by
-    itself, and may run any number of passes over a base that is divided among ranks.
+    All ranks make the same exchanges in the same order. Between two exchanges each rank works
+    independently, and may run any number of passes over a divided base.
 
     Attributes:
-        rank: Number of this process, from 0 on.
+        rank: Number of this process (0-based).
         size: Number of processes.
     """
 
@@ -41,17 +41,17 @@ class Team:
     size: int = 1
 
     def agree(self, part: T, decide: Callable[[list[T]], R]) -> R:
-        """Return, on every rank, what the first rank decides from the parts of all ranks.
+        """Return, on every rank, the decision of the first rank from the parts of all ranks.
 
         Args:
-            part: What this rank contributes; it is pickled.
+            part: Contribution of this rank; it is pickled.
             decide: Called on the first rank only, with all parts in the order of the ranks; its
                 result is pickled. It must not run passes over a divided base, since the other ranks
                 wait.
 
         Raises:
             OtherRankError: Another rank failed before the exchange or in `decide`, or died.
-            BaseException: What `decide` raised, on the first rank.
+            BaseException: Raised by `decide`, on the first rank.
         """
         return decide([part])
 
@@ -60,11 +60,11 @@ class Team:
         return [part]
 
     def first(self, value: T) -> T:
-        """Return the value of the first rank on every rank; the other ranks' are ignored."""
+        """Return the value of the first rank on every rank; ignore the values of other ranks."""
         return value
 
     def wait_for_all(self) -> None:
-        """Wait until every rank has come here without an error."""
+        """Wait until every rank has made this call without an error."""
 
     def sharing_errors(self) -> AbstractContextManager[None]:
         """Return a context that sends an error of this rank to the others before it is raised.
@@ -74,26 +74,26 @@ class Team:
         return nullcontext()
 
     def send(self, values: object, to: int) -> None:
-        """Send what can be pickled, tensors on the CPU, to a rank, which has to `receive` it."""
+        """Send a value, pickled and with tensors on the CPU, to a rank that calls `receive`."""
         raise AssertionError(f"rank {to} is not the only one of this run")
 
     def receive(self, source: int) -> Any:  # noqa: ANN401 -- what was sent
-        """Return what a rank sends."""
+        """Return the value that a rank sends."""
         raise AssertionError(f"rank {source} is not the only one of this run")
 
     def in_lockstep(
         self, join_forward: Callable[[], None], join_backward: Callable[[], None]
     ) -> Lockstep:
-        """Return the object through which all passes of this rank go from now on.
+        """Return the object that runs all later passes of this rank.
 
         All ranks call this with equal arguments. A rank that waits at an exchange takes part in the
-        passes of the others by `join_forward` and `join_backward`, which compute nothing.
+        passes of other ranks with `join_forward` and `join_backward`, which compute nothing.
         """
         return Lockstep(lambda number: number, join_forward, join_backward)
 
     def exchange(self) -> AbstractContextManager[None]:
-        """Return a context in which something else exchanges tensors between all ranks.
+        """Return a context in which other code exchanges tensors between all ranks.
 
-        An error inside it ends this rank, since the others wait for its tensors.
+        An error in the context ends this rank, because the other ranks wait for its tensors.
         """
         return nullcontext()

@@ -1,1 +1,1 @@
-"""DeepSpeed's ZeRO through accelerate: one engine, on which the agents take turns."""
+"""Trains with DeepSpeed's ZeRO through accelerate: one engine, on which agents take turns."""

@@ -1,8 +1,8 @@
-"""One DeepSpeed engine over a shared base, for an adapter of its own on which agents take turns.
+"""Defines one DeepSpeed engine over a shared base; agents take turns on the engine's adapter.
 
-The engine's adapter is a slot that no agent has. An agent's turn begins by copying its weights
-there and handing its moments to the engine, and ends by taking both back. So agents are born,
-copied and removed without DeepSpeed, whose engines take none of it well, and an agent costs its
+The engine's adapter is a slot that belongs to no agent. A turn begins by copying an agent's weights
+and moments into the engine, and ends by copying both back. Agents are therefore added, copied and
+removed without DeepSpeed, whose engines do not support this, and the memory of an agent is its
 adapter and its part of the moments.
 """
 
@@ -28,14 +28,14 @@ from evo_grpo.population.zero.setup import import_deepspeed, prepare
 #: AdamW's state of the parts of a flat partition, by the number of its sub-group.
 LocalMoments: TypeAlias = dict[int, dict[str, Tensor]]
 """Of each flat partition of this process: `exp_avg` and `exp_avg_sq` (its size), `step` ()."""
-#: The slot that is DeepSpeed's.
+#: The slot of DeepSpeed's adapter.
 TURN = "turn"
 
 
 class _Parts(nn.Module):
-    """What DeepSpeed divides; called, it runs the trunk, which is no part of it.
+    """The modules that DeepSpeed divides; a call runs the trunk, which is not among them.
 
-    Its parts are the modules that own the parameters.
+    Its submodules are the modules that own the parameters.
     """
 
     def __init__(self, parts: Sequence[nn.Module], run: Callable[..., Tensor]) -> None:
@@ -49,18 +49,18 @@ class _Parts(nn.Module):
 
 @final
 class ZeroEngine:
-    """DeepSpeed's engine for one adapter over a base; all processes make an equal one.
+    """DeepSpeed's engine for one adapter over a base; all processes create an equal engine.
 
     Args:
-        slots: The adapters; at least one, like which the engine's is made.
+        slots: The adapters; at least one, whose shape the engine's adapter copies.
         stage: 2 divides moments and gradients of the engine's adapter among the processes; 3 also
-            its weights, and the decoder layers of the base, whose head and embedding stay whole.
-        accelerator: Whose DeepSpeed plugin is in force.
-        device: Where the base goes.
+            divides its weights and the decoder layers of the base; head and embedding stay whole.
+        accelerator: The accelerator with the active DeepSpeed plugin.
+        device: Device of the base.
 
     Attributes:
         rank: Number of this process.
-        ranks: How many there are.
+        ranks: Number of processes.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class ZeroEngine:
         self.slots, self.stage = slots, stage
         self.rank, self.ranks = accelerator.process_index, accelerator.num_processes
         base = slots.base
-        base_digest(base)  # of the whole weights, once and for all
+        base_digest(base)  # cache the digest of the whole weights
         slots.add(TURN)
         slots.reserved.add(TURN)
         self.parameters = slots.parameters(TURN)
-        self._shapes = [p.shape for p in self.parameters]  # stage 3 keeps none in the parameters
+        self._shapes = [p.shape for p in self.parameters]  # in stage 3 parameters lose their shapes
         own = [pair[TURN] for layer in slots.layers.values() for pair in _matrices(layer)]
         trunk: Any = base.trunk
         parts = _Parts(
@@ -106,19 +106,19 @@ class ZeroEngine:
 
     @property
     def grad_norm(self) -> float:
-        """Norm of the gradient of the last step, before it was clipped; inf where not finite."""
+        """Norm of the gradient of the last step before clipping; inf if it was not finite."""
         return float(self.engine.get_global_grad_norm())
 
     def begin(self, weights_of: str, moments: LocalMoments, group: dict[str, Any]) -> None:
         """Begin an agent's turn.
 
-        `weights_of` is its slot; its moments are the engine's until `end`. Of `group`, its AdamW's,
-        lr and weight_decay count.
+        `weights_of` is the agent's slot; the engine holds the agent's moments until `end`. Only lr
+        and weight_decay of `group`, the parameter group of the agent's AdamW, are used.
         """
         with self._writing():
             self.slots.copy(weights_of, TURN)
         zero, adamw = self.engine.optimizer, self.engine.optimizer.optimizer
-        zero.refresh_fp32_params()  # what AdamW steps is a copy of its own
+        zero.refresh_fp32_params()  # AdamW steps a separate float32 copy
         self._make_whole()
         adamw.state.clear()
         for number, flat in enumerate(self.flats):
@@ -136,16 +136,16 @@ class ZeroEngine:
         return moments
 
     def micro_batch(self, *, last: bool) -> None:
-        """Say before a forward whether a step follows upon its backward."""
+        """Set, before a forward, whether a step follows its backward."""
         self.engine.set_gradient_accumulation_boundary(last)
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward of this process's part of a loss; gradients are summed over all."""
-        # DeepSpeed takes the mean.
+        """Run the backward of this process's part of a loss; gradients of all parts are summed."""
+        # DeepSpeed averages the gradients.
         self.engine.backward(loss * self.ranks, scale_wrt_gas=False)
 
     def step(self, most: float | None) -> None:
-        """Take AdamW's step with a gradient of at most a norm; None does not clip."""
+        """Take a step of AdamW with the gradient clipped to a norm; None does not clip."""
         self.engine.optimizer.clip_grad = most or 0.0
         self.engine.step()
         self._make_whole()
@@ -161,7 +161,7 @@ class ZeroEngine:
         )
 
     def whole_moments(self, moments: LocalMoments) -> dict[int, dict[str, Tensor]]:
-        """Put an agent's moments together, by parameter position; all processes call this."""
+        """Gather an agent's moments, by parameter position; all processes call this."""
         found: dict[int, dict[str, Tensor]] = {}
         for number, state in sorted(moments.items()):
             for name, part in state.items():
@@ -174,7 +174,7 @@ class ZeroEngine:
         return found
 
     def own_moments(self, moments: dict[int, dict[str, Tensor]]) -> LocalMoments:
-        """Return this process's part of moments by parameter position; empty without any."""
+        """Return this process's part of moments by parameter position; empty without moments."""
         found: LocalMoments = {}
         for number, flat in enumerate(self.flats if moments else ()):
             members = self._members(number)
@@ -197,12 +197,12 @@ class ZeroEngine:
         return parts
 
     def _joined(self, number: int, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors, in the shapes of the parameters, of which these are the parts."""
+        """Join parts into tensors with the shapes of the parameters."""
         shapes = [self._shapes[index] for index, _ in self._members(number)]
         if self.stage == 2:  # one flat tensor of all parameters was cut
             pieces = torch.cat(list(parts)).split([*map(math.prod, shapes), self._padding])[:-1]
             return [piece.view(shape).clone() for piece, shape in zip(pieces, shapes, strict=True)]
-        # Every parameter was cut.
+        # Every parameter was cut separately.
         by_rank = [part.split(self._cuts(number)) for part in parts]
         whole = [torch.cat(pieces) for pieces in zip(*by_rank, strict=True)]
         return [w[: math.prod(s)].view(s).clone() for w, s in zip(whole, shapes, strict=True)]
@@ -228,13 +228,13 @@ class ZeroEngine:
         return (self.engine if torch.is_grad_enabled() else self._parts)(**inputs)
 
     def _writing(self) -> AbstractContextManager[None]:
-        """Return a context in which the engine's adapter may be written to."""
+        """Return a context in which the engine's adapter is writable."""
         if self.stage == 2:
             return nullcontext()
         return self._deepspeed.zero.GatheredParameters(self.parameters, modifier_rank=0)
 
     def _make_whole(self) -> None:
-        """Put the engine's adapter together, which is read without a call of its modules."""
+        """Gather the engine's adapter, because it is read without calling its modules."""
         if self.stage == 3:
             first: Any = self.parameters[0]
             first.all_gather(self.parameters)
@@ -247,7 +247,7 @@ class ZeroEngine:
     def idle_forward(self) -> None:
         """Take part in a forward of other processes, with a row of one token."""
         ids = torch.zeros(1, 1, dtype=torch.long, device=self.slots.base.device)
-        # Through the base alone: adapters are no part of what is put together.
+        # Run the base only: adapters are not gathered in a forward.
         with torch.no_grad(), population_forward(self.slots.layers, RowLayout((None,), (1,))):
             self._parts(input_ids=ids, use_cache=False)
 

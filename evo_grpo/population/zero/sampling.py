@@ -1,6 +1,7 @@
 """Sampling and plays of processes that train each agent together.
 
-Each process samples a part of the prompts and gets all completions; the first one asks and rewards.
+Each process samples a part of the prompts and receives all completions; the first process runs the
+environment and the rewards.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ T = TypeVar("T")
 
 @final
 class DividedSampling(RolloutEngine):
-    """Samples every so many-th prompt of each agent on this process; see `RolloutEngine`.
+    """Samples every n-th prompt of each agent on this one of n processes; see `RolloutEngine`.
 
-    All processes give it the same requests.
+    All processes pass the same requests.
     """
 
     def __init__(self, engine: RolloutEngine, team: Team) -> None:
@@ -75,9 +76,9 @@ class DividedSampling(RolloutEngine):
 class LedPlay:
     """A play that runs on the first rank, which sends its requests and experiences; see `Play`.
 
-    Rewards and environments of the user's own need not give the same result twice, and ranks that
-    train an agent together need equal ones. All ranks make the same calls; `begin` is called on the
-    first rank only.
+    The user's rewards and environments may be nondeterministic, but ranks that train an agent
+    together need equal results. All ranks make the same calls; `begin` is called on the first rank
+    only.
     """
 
     def __init__(self, begin: Callable[[], Play], team: Team) -> None:

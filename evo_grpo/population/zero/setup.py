@@ -1,4 +1,4 @@
-"""DeepSpeed made ready: its environment, the process group, and accelerate's plugin for a stage."""
+"""Sets up DeepSpeed: its environment, the process group, and accelerate's plugin for a stage."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from evo_grpo.schema.validation import shown
 
 STAGES = (2, 3)
 _SETTINGS: dict[str, Any] = {
-    # Rows are divided before DeepSpeed sees them, and the learner says when a step is whole.
+    # Rows are divided before they reach DeepSpeed, and the learner decides when a step is complete.
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 1,
-    # Every agent has a bound of its own, which is set before each step.
+    # Every agent has its own bound, which is set before each step.
     "gradient_clipping": 0.0,
-    # Stock AdamW; DeepSpeed's own for the CPU would be compiled for minutes.
+    # Stock AdamW; DeepSpeed's AdamW for the CPU would be compiled for minutes.
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
 }
 _PARTITIONING: dict[str, Any] = {
     "overlap_comm": False,
-    # Layers are fetched when they are needed: passes to sample, to learn and for a reference
-    # alternate, so what comes next cannot be guessed from what came last.
+    # Fetch layers only when they are needed: passes for sampling, learning and the reference
+    # alternate, so the next layer cannot be predicted from the previous pass.
     "stage3_prefetch_bucket_size": 0,
     "stage3_max_reuse_distance": 0,
     "stage3_param_persistence_threshold": 0,
@@ -40,7 +40,7 @@ def own_accelerator(stage: int, device: torch.device) -> Any:  # noqa: ANN401 --
 
     Raises:
         EngineUnavailable: DeepSpeed is not installed, or does not run on the device.
-        ConfigError: This process has an accelerator without that plugin already.
+        ConfigError: This process already has an accelerator without that plugin.
     """
     import_deepspeed(device)
     from accelerate import Accelerator, DeepSpeedPlugin
@@ -49,7 +49,7 @@ def own_accelerator(stage: int, device: torch.device) -> Any:  # noqa: ANN401 --
 
     if not is_initialized():
         _join_alone(device)
-        # Both at once: accelerate takes no other plugin once there is a first accelerator.
+        # Pass both plugins at once: accelerate accepts none after the first accelerator exists.
         plugins = {
             _key(one): DeepSpeedPlugin(zero_stage=one, zero3_init_flag=False) for one in STAGES
         }
@@ -68,10 +68,10 @@ def own_accelerator(stage: int, device: torch.device) -> Any:  # noqa: ANN401 --
 
 
 def stage_of(accelerator: Any) -> int | None:  # noqa: ANN401 -- whatever the user gives
-    """Return the ZeRO stage of an accelerator of the user's; None for one without DeepSpeed.
+    """Return the ZeRO stage of the user's accelerator; None for one without DeepSpeed.
 
     Raises:
-        ConfigError: It is none, or its settings cannot act here.
+        ConfigError: The object is not an accelerator, or its settings are not supported.
     """
     from accelerate import Accelerator
     from accelerate.utils import DistributedType
@@ -116,39 +116,39 @@ def prepare(
     module: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
 ) -> Any:  # noqa: ANN401 -- DeepSpeed's engine, which is untyped
-    """Return DeepSpeed's engine for a module and the optimizer of what it trains in it.
+    """Return DeepSpeed's engine for a module, with the optimizer of its trained parameters.
 
-    DeepSpeed divides the parameters of the module to train, and at stage 3 the others.
+    DeepSpeed divides the trained parameters of the module, and at stage 3 also the others.
     """
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     config.update(_SETTINGS)
     config["zero_optimization"].update(_PARTITIONING)
-    # Of an engine that was made with the same accelerator before.
+    # An earlier engine with the same accelerator may have set this.
     config.pop("train_batch_size", None)
     accelerator.deepspeed_engine_wrapped = None
     engine, _ = accelerator.prepare(module, optimizer)
-    # Else transformers would divide every model that this process loads from now on.
+    # Otherwise transformers would divide every model that this process loads later.
     unset_hf_deepspeed_config()
     return engine
 
 
 def import_deepspeed(device: torch.device) -> Any:  # noqa: ANN401 -- a module
-    """Import DeepSpeed for a device, without its words and its compiler.
+    """Import DeepSpeed for a device, without its log output and its compiler.
 
     Raises:
-        EngineUnavailable: It is not installed, or does not run on the device.
+        EngineUnavailable: DeepSpeed is not installed, or does not run on the device.
     """
     if device.type not in ("cpu", "cuda"):
         raise EngineUnavailable(
             f"engine.zero: expected engine.device cpu or cuda, got {device.type}; set zero to null"
         )
-    # It would look for devices, and warn where it finds none.
+    # DeepSpeed would search for devices, and warn if it finds none.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", "0")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
-    # torch 2.13 gave collectives that DeepSpeed 0.19 calls other names.
+    # torch 2.13 renamed collectives that DeepSpeed 0.19 calls.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     try:
         deepspeed: Any = import_module("deepspeed")
@@ -157,9 +157,9 @@ def import_deepspeed(device: torch.device) -> Any:  # noqa: ANN401 -- a module
             "engine.zero: DeepSpeed is not installed; install it with: pip install "
             "'evo-grpo[deepspeed]', or set engine.zero to null"
         ) from error
-    # A step that is not taken is in the metrics of its agent.
+    # The metrics of an agent already report a skipped step.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # Messages through shared memory, which it would compile for a minute; gloo does as well.
+    # DeepSpeed would compile a shared-memory backend for a minute; gloo is sufficient.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
@@ -169,7 +169,7 @@ def _key(stage: int) -> str:
 
 
 def _join_alone(device: torch.device) -> None:
-    """Make the process group of a single process, which no launcher has started."""
+    """Create the process group of a single process that no launcher has started."""
     if not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         alone: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] -- documented there

@@ -1,7 +1,8 @@
-"""Agents that take turns on one engine: their optimizers, and how a step of theirs is taken.
+"""Trains agents that take turns on one engine: their optimizers and their steps.
 
-Every process has all agents and all rows, and takes the same decisions. The rows of a micro-batch
-are divided, gradients are added up by DeepSpeed, and metrics at the end of a learn call.
+Every process has all agents and all rows, and makes the same decisions. The rows of a micro-batch
+are divided among processes. DeepSpeed sums the gradients; metrics are summed at the end of a learn
+call.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from evo_grpo.settings.engine import EngineConfig
 
 @final
 class ZeroOptimizer(torch.optim.Optimizer):
-    """AdamW of one agent: its lr, and this process's part of its moments; the engine steps it.
+    """AdamW of one agent: its lr and this process's part of its moments; the engine takes steps.
 
-    It has one group of parameters, with lr and weight_decay.
+    It has one parameter group, with lr and weight_decay.
     """
 
     def __init__(self, group: dict[str, Any], engine: ZeroEngine) -> None:
@@ -43,7 +44,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.moments: LocalMoments = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole moments as torch's AdamW has them; all processes call this."""
+        """Return the whole moments in the format of torch's AdamW; all processes call this."""
         groups = super().state_dict()["param_groups"]
         return {"state": self.engine.whole_moments(self.moments), "param_groups": groups}
 
@@ -52,7 +53,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.moments = self.engine.own_moments(state_dict["state"])
 
     def step(self, closure: Any = None) -> NoReturn:  # noqa: ANN401 -- torch's signature
-        """Refuse: gradients are with the engine."""
+        """Raise an error, because the engine holds the gradients."""
         del closure
         raise RunFailedError(
             "optimizer.step: expected the steps to be taken by learn, which gives DeepSpeed the "
@@ -83,7 +84,7 @@ class Turns:
         All processes call this with equal arguments.
 
         Raises:
-            RunFailedError: They have other rows.
+            RunFailedError: The processes have different rows.
         """
         self._check_equal(batches)
         metrics: list[dict[str, float]] = []
@@ -115,13 +116,13 @@ def make_turns(
 ) -> Turns:
     """Build the engine of a cohort of at least one agent; all processes call this.
 
-    `accelerator` is the user's, with DeepSpeed's plugin for the stage `engine.zero`; None makes
-    one.
+    `accelerator` is the user's accelerator, with DeepSpeed's plugin for the stage `engine.zero`;
+    None creates one.
 
     Raises:
         EngineUnavailable: DeepSpeed is not installed, or does not run on the device.
-        ConfigError: There is another accelerator already, or it knows of other processes; or the
-            base is in float16.
+        ConfigError: There is already another accelerator, or its processes differ; or the base is
+            in float16.
     """
     stage, device = settings.engine.zero, pick_device(settings.engine.device)
     assert stage is not None, "engine.zero"
@@ -139,19 +140,19 @@ def make_turns(
             "accelerate launch or evo-grpo run --nproc"
         )
     if stage == 3:
-        slots.base.specialized = False  # joined weights would be whole ones
+        slots.base.specialized = False  # stage 3 has no whole weights to join
     engine = ZeroEngine(slots, stage, made, device)
     if stage == 3 and team.size > 1:
-        # Completions differ in length, so that one process decodes when another is done.
+        # Completions differ in length, so one process may decode when another has finished.
         slots.base.passes = team.in_lockstep(engine.idle_forward, _never)
     return Turns(engine, settings.algorithm, settings.engine, team)
 
 
 def check_equal(team: Team, digest: str, call: str) -> None:
-    """Check that all processes that train each agent together give `call` the same, by a digest.
+    """Check by a digest that all processes that train together pass equal data to `call`.
 
     Raises:
-        RunFailedError: Another process gives something else.
+        RunFailedError: The processes pass different data.
     """
     if team.size > 1 and len(set(team.gather(digest))) > 1:
         raise RunFailedError(
@@ -173,7 +174,7 @@ class _EngineSteps:
         """Return this rank's rows and True, or, if it has none, the first row and False."""
         self.engine.micro_batch(last=last)
         mine = bucket[self.engine.rank :: self.parts]
-        # Every process makes the same passes: gradients are added up in each of them.
+        # Every process makes the same passes, because each pass sums gradients.
         return (mine, True) if mine else (bucket[:1], False)
 
     def backward(self, loss: Tensor) -> None:
@@ -218,7 +219,7 @@ def _merged(
     merge: Callable[[Tensor, Tensor], Tensor],
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Merge what processes have summed; one whose rows did not count has summed nothing."""
+    """Merge the sums of all processes; a process without counted rows has summed nothing."""
     names = dict.fromkeys(name for part in parts for name in part)
     found = {name: [part[name] for part in parts if name in part] for name in names}
     return {name: reduce(merge, values).to(device) for name, values in found.items()}

@@ -1,6 +1,6 @@
-"""What a run was made of: its settings, the files that it reads, and the software that played it.
+"""Records and compares the inputs of a run: its settings, the files it reads, and the software.
 
-A folder records it when its run begins. A resume compares: what has changed is refused by name, or
-honoured and recorded by name where the rounds that are left can follow it. So does what trains
-beside a finished run, but it records nothing there.
+A run folder records the inputs when the run begins. A resume compares them with the present ones:
+it refuses a change by name, or records it by name if the remaining rounds can use it. Commands that
+train beside a finished run make the same comparison and record nothing.
 """

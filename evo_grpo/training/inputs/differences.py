@@ -1,4 +1,4 @@
-"""What of a run is not as it was, which of it may be so, and what a run goes on with."""
+"""Compares the present inputs of a run with the recorded ones, and records permitted changes."""
 
 from __future__ import annotations
 
@@ -36,23 +36,26 @@ _HONOURED = (
     *("env.reward_timeout", "env.reward_failures", "env.reward_errors", "env.isolate"),
     *(f"population.stop.{rule}" for rule in StopConfig.model_fields),
 )
-"""Settings that may change between two rounds, and change nothing in those that were played."""
+"""Settings that may change between two rounds without an effect on the results."""
 ROUNDING = (
     *("engine.threads", "engine.device", "engine.compile"),
     *("engine.max_tokens_per_microbatch", "engine.max_rows_per_microbatch"),
     *("engine.max_decode_rows", "engine.base", "engine.zero"),
 )
-"""Settings that may change, and change the rounding of the rounds that follow."""
+"""Settings that may change between two rounds and affect the rounding of later rounds."""
 FILLED_IN = "filled_in"
-"""What marks a change that is none: a setting of a later evo-grpo, at what that fills in."""
+"""Key that marks a setting added by a newer evo-grpo at its default, which is not a change."""
 
 Change = tuple[str, Any, Any]
-"""Name of what has changed, what it was, what it is."""
+"""Name of a setting, file or package, its recorded value, and its present value."""
 
 
 @dataclass(frozen=True)
 class Differences:
-    """What is not as it was; `unknown` are settings of the run that this version lacks."""
+    """Differences between recorded and present inputs.
+
+    `unknown` are settings of the run that this version does not have.
+    """
 
     folder: Path
     then: Inputs
@@ -70,13 +73,14 @@ class Differences:
     def refuse(
         self, command: str, allow: Iterable[str], *, rounds: bool = False, files: bool = True
     ) -> None:
-        """Refuse what has changed and may not, all of it by name.
+        """Refuse all changes that are not permitted, each by name.
 
-        `command` is the one that asks, for the remedy. Files named in `allow` may have changed,
-        files at all only count with `files`, and population.rounds may have changed with `rounds`.
+        The remedy in the message repeats `command`. Files named in `allow` may have changed;
+        without `files`, all files may. With `rounds`, population.rounds may have changed.
 
         Raises:
-            ConfigError: Something has, or there is no file of such a name.
+            ConfigError: An input has a forbidden change, or `allow` names a file that the run does
+                not read.
         """
         allowed = set(allow)
         _check_allowed(allowed, self.then)
@@ -90,7 +94,7 @@ class Differences:
         changed = {
             name: after
             for name, _, after in self.files
-            # One that is read only since another one changed goes with that one.
+            # A file that is read only because another file changed is covered by that file.
             if files and name not in allowed and name in self.then.files and name in self.now.files
         }
         there = {name for name, after in changed.items() if after is not None}
@@ -103,10 +107,10 @@ class Differences:
             )
 
     def _is_moved(self, name: str, before: object, after: object) -> bool:
-        """Return whether a setting names a data set at another path, whose content is compared."""
+        """Return whether a setting names a data set at a new path; its content is compared."""
         if name not in DATA or not isinstance(before, str) or not isinstance(after, str):
             return False
-        # By its ending a file is read as what it is.
+        # The suffix determines the format in which a file is read.
         same_ending = Path(before).suffix.lower() == Path(after).suffix.lower()
         return same_ending and self.then.files.get(name) is not None
 
@@ -124,14 +128,14 @@ class Differences:
 
 
 def differences(folder: Path, config: RunConfig) -> Differences:
-    """Return what is not as it was.
+    """Return the differences between the recorded inputs of a run and its present ones.
 
     Raises:
-        ConfigError: population.yaml has lost a part.
-        CheckpointError: The record is gone or damaged.
+        ConfigError: population.yaml lacks a setting.
+        CheckpointError: The record is missing or damaged.
     """
     then, now = read_inputs_of(folder), inputs_of(config)
-    # Another version may have had other settings; where this one refuses none, it knows them all.
+    # Another version may have had other settings; if this version accepts them, all are known.
     known = _filled_in(then.settings) is not None
     unknown = set[str]() if known else set(then.settings) - set(now.settings)
     check_whole(folder, then, unknown)
@@ -147,26 +151,26 @@ def differences(folder: Path, config: RunConfig) -> Differences:
 
 
 def changed_settings(then: Inputs, now: Inputs) -> list[Change]:
-    """Return the settings that are not as recorded: name, what it was, what it is.
+    """Return the settings that differ from the record: name, recorded value, present value.
 
-    A setting that the evo-grpo of the record did not have counts as unchanged where it is at what
-    this one fills in.
+    A setting that the recording version of evo-grpo did not have counts as unchanged if it has this
+    version's default.
     """
     return list(_changed(_filled_in(then.settings) or then.settings, now.settings))
 
 
 def may_change(name: str) -> bool:
-    """Return whether a setting may change between two rounds, which a resume records."""
+    """Return whether a setting may change between two rounds; a resume records such a change."""
     return name in _HONOURED or name in ROUNDING
 
 
 def check_whole(folder: Path, then: Inputs, unknown: Iterable[str] = ()) -> None:
-    """Refuse a population.yaml that lost a setting, which would count as its default.
+    """Refuse a population.yaml that lacks a setting, which would silently take its default.
 
-    Those that this version does not know, `unknown`, may be missing.
+    The settings in `unknown`, which this version does not have, may be missing.
     """
     left = dict(flat(read_settings(folder)))
-    # Those that a later version filled in were never written there.
+    # A setting that a newer version filled in was never written to population.yaml.
     later = {one["name"] for one in then.changes if FILLED_IN in one}
     missing = [name for name in then.settings if name not in {*left, *unknown, *later}]
     if missing:
@@ -177,10 +181,10 @@ def check_whole(folder: Path, then: Inputs, unknown: Iterable[str] = ()) -> None
 
 
 def record_inputs(folder: RunDir, config: RunConfig) -> None:
-    """Record what a run is made of, where its folder does not know it yet.
+    """Record the inputs of a run if its folder has no record yet.
 
     Raises:
-        CheckpointError: The record is gone although rounds were played.
+        CheckpointError: The record is missing although rounds were played.
     """
     if os.path.lexists(folder.path / INPUTS):
         return
@@ -215,15 +219,16 @@ class Changed:
 def compare_inputs(
     folder: RunDir, config: RunConfig, *, rounds: int | None, allow: Iterable[str] = ()
 ) -> Changed:
-    """Compare what a run was made of with what it would go on with; nothing is written.
+    """Compare the recorded inputs of a run with those it would continue with.
 
-    The settings are those of population.yaml, with `rounds`, what the caller asks for, in place of
-    population.rounds, which may change by this alone. Files named in `allow` may have changed.
+    The settings are those of population.yaml, with the caller's `rounds` as population.rounds;
+    population.rounds cannot change in any other way. Files named in `allow` may have changed.
+    Nothing is written, except the record of a run that has none yet.
 
     Raises:
-        ConfigError: Something else has changed; it names all of it. Before the first round is
-            finished, files may.
-        CheckpointError: The record is gone or damaged.
+        ConfigError: Other inputs have changed; the message names all of them. Files may change
+            before the first round is finished.
+        CheckpointError: The record is missing or damaged.
     """
     record_inputs(folder, config)
     found, played = differences(folder.path, config), len(folder.rounds())
@@ -231,7 +236,7 @@ def compare_inputs(
         f"resume {folder.path}",
         allow,
         rounds=rounds is not None,
-        files=played > 0,  # before the first round, nothing was made with a file as it was
+        files=played > 0,  # before the first round is finished, no result depends on a file
     )
     changes = [
         {"round": played, "name": name, "from": before, "to": after}
@@ -243,7 +248,7 @@ def compare_inputs(
     ]
     ended = any(record.is_end for record in folder.rounds()[-1:])
     if rounds is not None and ended and all(one["name"] != ROUNDS for one in changes):
-        # A rule ended it before the rounds that it was to have from the start: it gets those.
+        # A rule ended the run before its planned number of rounds: play the remaining ones.
         changes.append({"round": played, "name": ROUNDS, "from": rounds, "to": rounds})
     inexact = [one for one in found.settings if one[0] in ROUNDING] + found.software
     notes = [
@@ -258,26 +263,25 @@ def compare_inputs(
 def check_inputs(
     folder: Path, config: RunConfig, *, command: str, allow: Iterable[str] = ()
 ) -> None:
-    """Refuse to train beside a run with something else than it was made of.
+    """Refuse to train beside a run with inputs other than the recorded ones.
 
-    The folder is only read. What a resume may change may be different here too, and is not
-    recorded.
+    The folder is only read. Changes that a resume permits are permitted too, and are not recorded.
 
     Raises:
-        ConfigError: Something else has changed; it names all of it.
-        CheckpointError: The record is gone or damaged.
+        ConfigError: Other inputs have changed; the message names all of them.
+        CheckpointError: The record is missing or damaged.
     """
     differences(folder, config).refuse(command, allow)
 
 
 def record_changes(folder: RunDir, changed: Changed) -> None:
-    """Record what a run is made of from now on, where something has changed."""
+    """Record the inputs that a run has from now on, if any has changed."""
     if changed.now != changed.before:
         folder.write_inputs(asdict(changed.now))
 
 
 def begun_extension(folder: RunDir) -> int | None:
-    """Return for how many rounds a run was extended, None where it has played one since."""
+    """Return the number of rounds that a run was extended to, None if it has played one since."""
     if not os.path.lexists(folder.path / INPUTS):
         return None
     changes = read_inputs_of(folder.path).changes_of_rounds(len(folder.rounds()))
@@ -285,9 +289,9 @@ def begun_extension(folder: RunDir) -> int | None:
 
 
 def was_the_end(folder: RunDir) -> bool:
-    """Return whether the last round was played as the last one of a run that has more by now."""
+    """Return whether the run was extended after its last round was played as the final one."""
     rounds = folder.rounds()
-    # What a person asks of agents is carried out on a plan: one was made before a kill.
+    # Requests about agents change a plan, so a round that records one already has a plan.
     steered = rounds and any(
         one.request.op in ON_AGENTS and not one.refused for one in rounds[-1].steering
     )
@@ -322,19 +326,19 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Ch
 
 
 def _canonical(value: object) -> str:
-    """Return a value as JSON, in which `true`, 1 and 1.0 are three things."""
+    """Return a value as JSON, which distinguishes `true`, 1 and 1.0."""
     return to_line(value, sort_keys=True)
 
 
 def _filled_in(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return recorded settings with what this version fills in, None where it refuses them."""
+    """Return recorded settings with this version's defaults, None if this version refuses them."""
     nested: dict[str, Any] = {}
     for name, value in settings.items():
         *groups, last = name.split(".")
         place = nested
         for group in groups:
             place = place.setdefault(group, {})
-            if not isinstance(place, dict):  # keys of the user's with dots in them
+            if not isinstance(place, dict):  # a key chosen by the user contains a dot
                 return dict(settings)
         place[last] = value
     try:

@@ -1,4 +1,4 @@
-"""What a run is made of, as it is now and as its folder records it."""
+"""Finds the present inputs of a run, and reads those that its folder records."""
 
 from __future__ import annotations
 
@@ -30,27 +30,26 @@ DATA = ("env.train", "env.validation", "env.test")
 """Settings that name a data set."""
 _PACKAGES = ("evo-grpo", "torch", "transformers", "peft", "numpy")
 _CODE = ("gem", "textarena", "reasoning_gym", "verifiers")
-"""Families whose names are those of a package's own environments."""
+"""Environment families whose names refer to environments of a package, not to the user's code."""
 _ADAPTER = ("adapter_model.safetensors", "adapter_config.json")
 """The files of a PEFT folder."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run was made of.
+    """The inputs of a run.
 
     Attributes:
-        settings: The resolved settings by dotted path, as JSON has them.
-        files: SHA-256 of each file of the user's that it reads, by the setting that names it: data
-            sets, the adapter that agents start from, and the modules of rewards, environments and
-            strategies, with those that they import them from; None where the file could not be
+        settings: The resolved settings by dotted path, as JSON values.
+        files: SHA-256 of each file of the user that the run reads, by the setting that names it:
+            data sets, the adapter that agents start from, the modules of rewards, environments and
+            strategies, and the modules from which these import them; None if the file was not
             found.
-        software: Versions of what computes, the processor, and the number of threads.
-        changes: What has changed since, each with the round from which on it acts; `filled_in`
-            marks a setting that the evo-grpo of before did not have.
+        software: Versions of Python and of the packages, the processor, and the number of threads.
+        changes: Changes since the start of the run, each with the round from which it applies;
+            `filled_in` marks a setting that the recording version of evo-grpo did not have.
         format: Version of this record.
-        id: Of the run, by which it is known outside of its folder; empty where an earlier version
-            wrote the record.
+        id: Identifies the run outside of its folder; empty if an earlier version wrote the record.
     """
 
     settings: Mapping[str, Any]
@@ -61,11 +60,11 @@ class Inputs:
     id: str = ""
 
     def changes_of_rounds(self, played: int) -> list[Mapping[str, Any]]:
-        """Return the changes of the number of rounds since the last of `played` rounds."""
+        """Return the changes of the number of rounds that were made after `played` rounds."""
         return [one for one in self.changes if one["name"] == ROUNDS and one["round"] == played]
 
     def is_extended(self, rounds: Sequence[RoundRecord]) -> bool:
-        """Return whether the run was given more rounds after the last of these, which ended it."""
+        """Return whether the run was extended after the last of `rounds`, which had ended it."""
         ended = bool(rounds) and bool(rounds[-1].stopped)
         changes = self.changes_of_rounds(len(rounds))
         return any(ended or one["from"] == len(rounds) for one in changes)
@@ -75,17 +74,17 @@ _SCHEMA = TypeAdapter(Inputs)
 
 
 def inputs_of(config: RunConfig) -> Inputs:
-    """Return what a run is made of, as it is now; no code of the user's runs."""
+    """Return the present inputs of a run, without running the user's code."""
     files = {name: None if file is None else sha256_of(file) for name, file in _files(config)}
     return Inputs(dict(flat(config.model_dump(mode="json"))), files, _software(config))
 
 
 def read_inputs_of(folder: Path) -> Inputs:
-    """Return what a folder records of what its run was made of.
+    """Read the inputs that a run folder records.
 
     Raises:
-        CheckpointError: There is no such record, or it is damaged.
-        RunFailedError: The disk refuses to be read.
+        CheckpointError: The record is missing or damaged.
+        RunFailedError: The disk cannot be read.
     """
     file = folder / INPUTS
     try:
@@ -106,7 +105,7 @@ def read_inputs_of(folder: Path) -> Inputs:
 
 
 def flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield settings, as JSON has them, by their dotted paths, which begin with `above`."""
+    """Yield the dotted path, with `above` as its prefix, and the value of each setting."""
     for name, value in settings.items():
         path = f"{above}{name}"
         if isinstance(value, Mapping) and value:
@@ -116,7 +115,7 @@ def flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 
 
 def _check_numbers_of_rounds(inputs: Inputs) -> None:
-    """Raise ValueError unless settings and changes say how many rounds there are, and when."""
+    """Raise ValueError unless settings and changes give valid numbers of rounds."""
     if type(inputs.settings.get(ROUNDS)) is not int:
         raise ValueError(
             f"settings: expected an integer for {ROUNDS}, got {shown(inputs.settings.get(ROUNDS))}"
@@ -133,17 +132,17 @@ def _check_numbers_of_rounds(inputs: Inputs) -> None:
 
 
 def _files(config: RunConfig) -> Iterator[tuple[str, Path | None]]:
-    """Yield setting and file of everything of the user's that a run reads."""
+    """Yield each file of the user that a run reads, with the setting that names it."""
     env = config.env
     for name in DATA:
         given = getattr(env, name.removeprefix("env."))
         if given is not None:
             yield name, Path(given)
     if config.model.adapter is not None:
-        # What agents start from, and the reference of the KL term in every round.
+        # Agents start from this adapter, and it is the reference of the KL term in every round.
         adapter = Path(config.model.adapter)
         if not (adapter / _ADAPTER[-1]).exists() and (adapter / "actor").is_dir():
-            adapter /= "actor"  # where a checkpoint has it
+            adapter /= "actor"  # a checkpoint has its adapter in this subfolder
         for name in _ADAPTER:
             yield f"model.adapter: {name}", adapter / name
     rewards = [env.reward] if isinstance(env.reward, str) else env.reward or []
@@ -160,7 +159,7 @@ def _files(config: RunConfig) -> Iterator[tuple[str, Path | None]]:
 
 
 def refuse_own_code(config: RunConfig, folder: Path | None) -> None:
-    """Refuse a run folder with the run's own code in it, which no later command would import."""
+    """Refuse a run folder that contains code of the run, which later commands never import."""
     if folder is None:
         return
     for name, file in _files(config):
@@ -178,7 +177,7 @@ def _software(config: RunConfig) -> dict[str, str]:
     for name in _PACKAGES:
         try:
             found[name] = version(name)
-        except PackageNotFoundError:  # run from the sources
+        except PackageNotFoundError:  # run from source, not installed
             found[name] = "unknown"
     threads = config.engine.threads
     found["threads"] = str(threads or os.environ.get("OMP_NUM_THREADS") or os.cpu_count())
@@ -186,7 +185,7 @@ def _software(config: RunConfig) -> dict[str, str]:
 
 
 def _processor() -> str:
-    """Return the processor's name, by which the same program may round otherwise."""
+    """Return the name of the processor; rounding may differ between processors."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

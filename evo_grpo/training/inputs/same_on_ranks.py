@@ -1,6 +1,7 @@
 """Checks that all ranks of a run have the same settings, data and code.
 
-Ranks that differ would train a mixed run without an error, or wait for each other without end.
+Ranks with different inputs would train a mixed run without an error, or wait for each other
+forever.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from evo_grpo.training.inputs.recorded_inputs import DATA, Inputs, inputs_of
 
 _OF_MACHINE = (
     *(f"engine.{name}.{own}" for name, kind in ENGINES.items() for own in kind.of_machine),
-    *DATA,  # whose content is compared
+    *DATA,  # the content is compared instead
 )
-"""Settings that name a place on a rank's own machine."""
+"""Settings that may differ between the machines of the ranks."""
 _MOST = 4
-"""Differences that an error names."""
+"""Maximum number of differences that an error names."""
 
 Given = Mapping[str, Any]
-"""The inputs of a rank: values by the words that an error names them with."""
+"""The inputs of a rank, by the names that an error uses for them."""
 
 
 def check_same_run(team: Team, call: str, given: Given, config: RunConfig | None = None) -> None:
@@ -42,7 +43,7 @@ def check_same_run(team: Team, call: str, given: Given, config: RunConfig | None
 
 
 def check_same_files(team: Team, config: RunConfig) -> None:
-    """Refuse ranks that find other data or code than the first one, as `check_same_run` does."""
+    """Refuse ranks whose data or code differs from that of the first; see `check_same_run`."""
     if team.size > 1:
         _check(team.gather(_files(inputs_of(config))))
 
@@ -57,7 +58,7 @@ def _made_of(config: RunConfig | None) -> Given:
         settings["engine.device"] = device.partition(":")[0]
     for name in ("model.name", "model.adapter"):
         place = settings.get(name)
-        if isinstance(place, str) and Path(place).exists():  # its content is compared once loaded
+        if isinstance(place, str) and Path(place).exists():  # the content is compared once loaded
             settings[name] = "a path"
     compared = {name: value for name, value in settings.items() if name not in _OF_MACHINE}
     return {**compared, **_files(now)}
@@ -89,7 +90,7 @@ def _differences(rank: int, given: Given, first: Given) -> Iterator[str]:
             continue
         if not name:
             yield f"rank {rank} was asked to {mine} where rank 0 was asked to {theirs}"
-            return  # another command has other settings
+            return  # other differences follow from the different commands
         if name.startswith("the file"):
             yield f"{name} on rank {rank} is {_unlike(mine, theirs)}"
         else:

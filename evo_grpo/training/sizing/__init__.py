@@ -1,1 +1,1 @@
-"""What a model and a run need, from shapes and settings alone: no torch, no weights."""
+"""Predicts the size of a model and the memory of a run, without torch and without weights."""

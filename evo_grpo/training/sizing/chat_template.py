@@ -1,4 +1,4 @@
-"""Finds out from a model's files whether it has a chat template, without transformers."""
+"""Determines from a model's files whether it has a chat template, without transformers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ FOLDER = "additional_chat_templates"
 
 
 def has_chat_template(name: str) -> bool | None:
-    """Return whether a model's tokenizer has a chat template; None if its files do not tell.
+    """Return whether a model's tokenizer has a chat template; None if this is unknown.
 
     Raises:
-        ModelError: There is no such model, or its files are damaged.
-        EngineUnavailable: As `sources.resolve`.
+        ModelError: The model does not exist, or its files are damaged.
+        EngineUnavailable: See `sources.resolve`.
     """
     source = resolve(name)
     if source.gguf_file is not None:
@@ -36,7 +36,7 @@ def _in_folder(name: str, folder: Path) -> bool | None:
 
 
 def _in_cache(source: Source) -> bool | None:
-    """Return the same for a hub model, of which only some files may be in the cache."""
+    """Look for the chat template of a hub model, of which the cache may hold only some files."""
     # Imported here: only a hub id needs it; it is a dependency of transformers.
     from huggingface_hub import try_to_load_from_cache
 

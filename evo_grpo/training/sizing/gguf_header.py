@@ -36,9 +36,9 @@ class GgufHeader:
 
 
 def read_header(file: Path, sizes: Mapping[int, tuple[int, int]]) -> GgufHeader:
-    """Read the header of a .gguf file, and check that it holds all the weights that it announces.
+    """Read the header of a .gguf file, and check that the file contains all announced weights.
 
-    `sizes` are (weights, bytes) of one block by type of a tensor: `GGML_QUANT_SIZES` of gguf.
+    `sizes` maps a tensor type to (weights, bytes) of one block: `GGML_QUANT_SIZES` of gguf.
 
     Raises:
         ValueError: The file is not a GGUF file, or is truncated.
@@ -55,7 +55,7 @@ def read_header(file: Path, sizes: Mapping[int, tuple[int, int]]) -> GgufHeader:
 
 
 class _Reader:
-    """Walks through a header; a read past the end raises struct.error."""
+    """Parses a header; a read past the end raises struct.error."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data
@@ -64,7 +64,7 @@ class _Reader:
 
     def header(self, sizes: Mapping[int, tuple[int, int]]) -> GgufHeader:
         version = self.number("I")
-        if version & 0xFFFF == 0:  # of the other byte order
+        if version & 0xFFFF == 0:  # the file has the other byte order
             self.order, self.at = ">", len(MAGIC)
             version = self.number("I")
         if version not in VERSIONS:
@@ -75,7 +75,7 @@ class _Reader:
             key, kind = self.string(), self.number("I")
             values[key] = self.value(kind)
         shapes: dict[str, tuple[int, ...]] = {}
-        end = 0  # of the weights, relative to their beginning
+        end = 0  # end of the weights, relative to their start
         for _ in range(tensors):
             name = self.string()
             shapes[name] = tuple(self.number("Q") for _ in range(self.number("I")))

@@ -39,9 +39,9 @@ class MemoryPlan:
 
     Attributes:
         dtype: Dtype of the base.
-        held: Memory that is used all the time.
-        sampling: Further memory while the engine samples.
-        learning: Further memory while agents learn; sampling and learning alternate.
+        held: Memory that is in use throughout the run.
+        sampling: Additional memory while the engine samples.
+        learning: Additional memory while agents learn; sampling and learning alternate.
     """
 
     dtype: str
@@ -83,8 +83,8 @@ def total(parts: tuple[Part, ...]) -> int:
 def base_bytes(size: ModelSize, dtype: str, quantization: str | None = None) -> int | None:
     """Return the bytes of a base's weights; None if its layers are unknown.
 
-    `dtype` is that of the weights that are not quantised. int8 has one scale per output, nf4 one
-    per 64 weights.
+    `dtype` is the dtype of the weights that are not quantised. int8 has one scale per output, nf4
+    one per 64 weights.
     """
     if size.parameters is None:
         return None
@@ -129,7 +129,7 @@ def predict(
     rollout = engine.rollout_settings
     held += rollout.held_memory(base, device)
     if device == "cpu":
-        # The agents are copied before the next round and written while it trains.
+        # Agents are copied before the next round, and the copies are written while it trains.
         held.append(
             Part("checkpoints being written", work.agents * stored, "population.size, model.lora.r")
         )

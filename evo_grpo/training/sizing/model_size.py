@@ -20,8 +20,8 @@ from evo_grpo.settings.engines.memory import Shape
 from evo_grpo.sources import Source, resolve
 from evo_grpo.training.sizing.gguf_header import GgufHeader, read_header
 
-# Architecture -> biases of (q, k, v), of o, and whether q and k have norms of their own. True and
-# False are fixed by the architecture; a string names the key of config.json that decides.
+# Architecture -> biases of (q, k, v), of o, and whether q and k have separate norms. True and False
+# are fixed by the architecture; a string names the key of config.json with the value.
 LAYOUTS: dict[str, tuple[bool | str, bool | str, bool]] = {
     "llama": ("attention_bias", "attention_bias", False),
     "mistral": (False, False, False),
@@ -45,12 +45,12 @@ class ModelSize(NamedTuple):
 
     Attributes:
         name: The name as the user wrote it.
-        architecture: For instance "llama"; empty if unknown.
+        architecture: The model_type, for instance "llama"; empty if unknown.
         parameters: Number of parameters, or None if unknown.
         context: Longest sequence in tokens, or None if unknown.
-        linears: Full name of each linear layer, the output head aside -> (inputs, outputs); empty
+        linears: Full name of each linear layer except the output head -> (inputs, outputs); empty
             if the architecture is unknown.
-        note: Why something is unknown, or empty.
+        note: Reason why a size is unknown, or empty.
         shape: The sizes of its layers; None if the architecture is unknown.
     """
 
@@ -67,7 +67,7 @@ def read_model_size(name: str) -> ModelSize:
     """Read the size of a model without loading it.
 
     Raises:
-        ModelError: There is no such model, or its files are damaged.
+        ModelError: The model does not exist, or its files are damaged.
     """
     source = resolve(name)
     if source.gguf_file is not None:
@@ -82,7 +82,7 @@ def lora_parameters(size: ModelSize, lora: LoraSettings) -> int | None:
     """Return the number of parameters of one adapter, or None if the layers are unknown.
 
     Raises:
-        ConfigError: target_modules match no layer of the model, or a pattern does not end.
+        ConfigError: target_modules match no layer of the model, or a pattern does not terminate.
     """
     if not size.linears:
         return None
@@ -132,7 +132,7 @@ def _from_folder(name: str, folder: Path) -> ModelSize:
 
 
 def read_object(name: str, file: Path) -> dict[str, Any]:
-    """Return the object in a model's JSON file; raise ModelError if it holds none."""
+    """Return the object in a model's JSON file; raise ModelError if it contains no object."""
     try:
         found = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
@@ -205,7 +205,7 @@ def _from_gguf(name: str, file: Path) -> ModelSize:
     config = {key: header.values.get(f"{kind}.{ours}") for key, ours in GGUF_KEYS.items()}
     if config["vocab_size"] is None and "token_embd.weight" in shapes:
         config["vocab_size"] = shapes["token_embd.weight"][-1]
-    # llama.cpp stores no output head where it is tied to the embedding.
+    # llama.cpp stores no output head if it is tied to the embedding.
     config |= {"model_type": kind, "tie_word_embeddings": "output.weight" not in shapes}
     return from_config(name, config)._replace(
         parameters=sum(prod(shape) for shape in shapes.values())

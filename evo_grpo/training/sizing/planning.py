@@ -1,4 +1,4 @@
-"""The memory that a run needs, and whether a machine has it."""
+"""Plans the memory of a run and checks whether a machine has enough."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def tight(plan: MemoryPlan | None, there: int | None, device: str) -> str | None
 
 
 def format_bytes(size: int) -> str:
-    """Return a number of bytes in decimal units: 934 kB, 1.8 MB."""
+    """Format a number of bytes in decimal units: 934 kB, 1.8 MB."""
     value = float(size)
     for unit in ("bytes", "kB", "MB", "GB"):
         if value < 1000:
@@ -125,7 +125,7 @@ def machine_memory() -> int | None:
     """Return the bytes of memory of this machine or container, per process; None if unknown."""
     try:
         found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # not on every system
+    except (AttributeError, ValueError, OSError):  # not available on every system
         return None
     for name in _LIMITS:
         try:
@@ -145,7 +145,7 @@ def cuda_devices() -> list[int | None] | None:
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        # A container or board may have a device without the tool; ROCm devices are "cuda" too.
+        # A device may exist without nvidia-smi, in containers and on boards; ROCm is "cuda" too.
         return None if any(Path(path).exists() for path in _SIGNS_OF_A_DEVICE) else []
     try:
         said = subprocess.run(
@@ -156,7 +156,7 @@ def cuda_devices() -> list[int | None] | None:
             timeout=10,
             check=False,
         )
-    except (OSError, subprocess.SubprocessError):  # it does not start, or hangs
+    except (OSError, subprocess.SubprocessError):  # nvidia-smi does not start, or hangs
         return None
     if said.returncode != 0:  # no device, or no driver
         return []
