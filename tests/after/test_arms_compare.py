@@ -171,6 +171,20 @@ def test_a_population_of_another_configuration_is_trained_anew(compared, tmp_pat
     assert told.calls.count(("started", 0)) == 1
 
 
+def test_a_population_without_a_setting_that_is_new_is_not_trained_again(compared, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(compared[0], folder)
+    (folder / "compare" / "compare.json").unlink()
+    config = folder / "compare" / "guess" / "population.yaml"
+    lines = config.read_text().splitlines(keepends=True)
+    older = [line for line in lines if "entropy_coef" not in line]
+    assert len(older) == len(lines) - 1
+    config.write_text("".join(older))
+    told = Told()
+    assert compare(folder, observer=told) == compared[1]
+    assert ("started", 0) not in told.calls
+
+
 def test_a_part_is_not_resumed_alone(compared):
     folder, _ = compared
     part = folder / "compare" / "guess"
