@@ -20,7 +20,7 @@ from common import ROOT, Report, interval, parser, quiet
 quiet()
 
 from evo_grpo import settings as configuration  # noqa: E402 -- threads first
-from evo_grpo.readers.reader import Place  # noqa: E402
+from evo_grpo.readers.reader import ReaderFile  # noqa: E402
 from evo_grpo.record.names import REPORT_READER, SUMMARY  # noqa: E402
 from evo_grpo.settings.trackers import KINDS  # noqa: E402
 from evo_grpo.training import followers  # noqa: E402
@@ -44,7 +44,7 @@ def play(kinds: Sequence[str], overrides: Sequence[str], *, report: bool) -> dic
         for process in followers._left_alone:
             process.wait()  # else it would slow down the next turn
         for name in [*kinds, *([REPORT_READER] if report else [])]:
-            with closing(Place(done, name)) as place:
+            with closing(ReaderFile(done, name)) as place:
                 if not place.cursor.summary:
                     raise RuntimeError(f"{name} has not read all of the run")
     return {"until summary.json": trained, "wait after": whole - trained, "processor": processor}

@@ -192,7 +192,7 @@ def test_a_vllm_that_hangs_is_named_with_the_setting_that_says_how_long(pair, ec
         engine.rollout([REQUEST])
     message = str(caught.value)
     assert "made no progress for 2.5 s while sampling and was ended; if that may take" in message
-    assert "raise engine.vllm.timeout; finished rounds are in the run folder; go on" in message
+    assert "raise engine.vllm.timeout; finished rounds are in the run folder; continue" in message
     assert not is_alive(process.pid)
     (log,) = logs(echo)
     assert str(log) in message
