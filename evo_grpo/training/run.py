@@ -246,6 +246,7 @@ def play_and_judge(
             slots = restore(prepared, rounds, place)
         rounds[:-1] = map(outline, rounds[:-1])
     writer, study = _writer(config, place, folder, prepared)
+    team.wait_for_all()  # the first rank has removed unfinished files before another writes new ones
     total = prepared.round_settings.population.rounds
     how = "resumed" if rounds else "started"
     _log.info("%s: %s at round %d of %d", path, how, len(rounds) + 1, total)
@@ -270,7 +271,7 @@ def play_and_judge(
         summary = _finish(folder, prepared, past, study, start)
         _log.info("%s: finished after %.1f s", path, summary["wall_seconds"])
         observer.finished(summary)
-    team.wait_for_all()
+    team.wait_for_all()  # no rank leaves while another one still reads its agents or files
     return slots
 
 
@@ -411,8 +412,8 @@ def play_rounds(
             past=rounds,
             steering=steering,
         )
-        if outlines:
-            rounds[-1:] = map(outline, rounds[-1:])
+        if outlines and rounds:
+            rounds[-1] = outline(rounds[-1])
         rounds.append(record)
         slots = next_slots(record)
         if ends_by_request(record):
