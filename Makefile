@@ -42,7 +42,12 @@ DEEPSPEED_STAMP := .venv/.deepspeed-$(SUM)
 # Two workers with one thread each: more threads than cores spin and make the tests several times slower.
 # Each of the others has a target of its own.
 FAST := not slow and not torture and not distributed and not deepspeed and not postgres and not vllm and not browser and not trackers
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2
+# Tests start many interpreters, which share compiled files, and write many run folders, which a run syncs
+# to the disk file by file: they go to memory where it has room. pytest removes those of tests that passed.
+ROOM := $(shell df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)
+IN_MEMORY := $(shell test -z "$(TMPDIR)" && test "$(ROOM)" -gt 6000000 2>/dev/null && echo TMPDIR=/dev/shm)
+TESTS := PYTHONDONTWRITEBYTECODE= $(IN_MEMORY) OMP_NUM_THREADS=1
+PYTEST := $(TESTS) $(BIN)/python -m pytest -rs -n 2
 # Packages that do not install beside constraints.txt, in a folder of their own.
 OUTSIDE := .outside
 OUTSIDE_PINS := tests/envs/adapters/requirements-outside.txt
@@ -105,11 +110,11 @@ test-slow: $(STAMP)
 
 # Runs in several processes on this machine, each with one thread.
 test-distributed: $(STAMP)
-	$(PYTEST) -m distributed $(ARGS)
+	$(PYTEST) -m distributed tests/distributed $(ARGS)
 
 # Each worker has a server of its own; fails where none is installed.
 test-postgres: $(STAMP)
-	$(PYTEST) -m postgres $(ARGS)
+	$(PYTEST) -m postgres tests/postgres $(ARGS)
 
 $(DEEPSPEED_STAMP): $(STAMP)
 	@rm -f .venv/.deepspeed-*
@@ -128,7 +133,7 @@ $(BROWSER_STAMP): $(STAMP)
 
 # The variable turns the skip for a missing package or browser into a failure.
 test-browser: $(BROWSER_STAMP)
-	EVO_GRPO_BROWSER=1 $(BIN)/python -m pytest -rs -m browser tests/browser $(ARGS)
+	EVO_GRPO_BROWSER=1 $(TESTS) $(BIN)/python -m pytest -rs -m browser tests/browser $(ARGS)
 
 # Prints a table of what was tried, for docs/reliability.md; a failure stops it before.
 torture: $(STAMP) $(TRACKERS_STAMP)
@@ -155,7 +160,7 @@ $(OUTSIDE_STAMP): $(STAMP)
 
 # The variable turns the skip for a missing package into a failure.
 test-outside: $(OUTSIDE_STAMP)
-	PYTHONPATH=$(OUTSIDE) EVO_GRPO_OUTSIDE=$(OUTSIDE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs \
+	PYTHONPATH=$(OUTSIDE) EVO_GRPO_OUTSIDE=$(OUTSIDE) $(TESTS) $(BIN)/python -m pytest -rs \
 	  tests/envs/adapters/test_gem.py tests/envs/adapters/test_verifiers.py $(ARGS)
 
 $(TRACKERS_STAMP): $(STAMP)
@@ -183,7 +188,7 @@ $(VLLM_STAMP): $(STAMP)
 
 # The variable turns the skip for a missing vLLM into a failure.
 test-vllm: $(VLLM_STAMP)
-	EVO_GRPO_VLLM=$(CURDIR)/$(VLLM)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -m vllm \
+	EVO_GRPO_VLLM=$(CURDIR)/$(VLLM)/bin/python $(TESTS) $(BIN)/python -m pytest -rs -m vllm \
 	  --timeout 300 tests/rollout/vllm $(ARGS)
 
 # At the end it says of each property how many inputs were tried and whether one failed. `make test`
@@ -207,7 +212,7 @@ $(MINIMUM_STAMP):
 # Without tests/fuzz, whose properties older releases of numpy and pydantic break with messages of
 # their own.
 test-minimum: $(MINIMUM_STAMP)
-	OMP_NUM_THREADS=1 $(MINIMUM)/bin/python -m pytest -rs -n 2 \
+	$(TESTS) $(MINIMUM)/bin/python -m pytest -rs -n 2 \
 	  -m '$(FAST)' --ignore tests/fuzz $(ARGS)
 
 check: $(STAMP)

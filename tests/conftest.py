@@ -1,9 +1,9 @@
 """Models that several tests of the torch half read; whoever changes one builds an own copy."""
 
 import pytest
-import tiny
-import torch
 from hypothesis import HealthCheck, settings
+
+# torch is imported where it is used: pytest-xdist loads this file in a process that runs no test.
 
 # A machine with other work beside it is slow for a while, which no test may fail for; and the same
 # examples are drawn every time.
@@ -22,12 +22,16 @@ pytest.register_assert_rewrite("engine_contract", "fused_cases")
 
 @pytest.fixture
 def llama():
+    import tiny
+
     return tiny.llama()
 
 
 @pytest.fixture
 def pair():
     """Two agents over a tiny Llama."""
+    import tiny
+
     return tiny.population(tiny.llama())
 
 
@@ -42,6 +46,8 @@ def sums_base():
 @pytest.fixture
 def generator_state():
     """Fail when a test moved torch's global generator."""
+    import torch
+
     before = torch.random.get_rng_state()
     yield
     assert torch.equal(before, torch.random.get_rng_state()), "the global generator moved"
