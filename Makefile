@@ -47,7 +47,9 @@ FAST := not slow and not torture and not distributed and not deepspeed and not p
 ROOM := $(shell df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)
 IN_MEMORY := $(shell test -z "$(TMPDIR)" && test "$(ROOM)" -gt 6000000 2>/dev/null && echo TMPDIR=/dev/shm)
 TESTS := PYTHONDONTWRITEBYTECODE= $(IN_MEMORY) OMP_NUM_THREADS=1
-PYTEST := $(TESTS) $(BIN)/python -m pytest -rs -n 2
+# Each worker gets neighbouring tests, and so most fixtures of a module are made in one of them alone.
+IN_TWO := -rs -n 2 --dist worksteal
+PYTEST := $(TESTS) $(BIN)/python -m pytest $(IN_TWO)
 # Packages that do not install beside constraints.txt, in a folder of their own.
 OUTSIDE := .outside
 OUTSIDE_PINS := tests/envs/adapters/requirements-outside.txt
@@ -138,7 +140,7 @@ test-browser: $(BROWSER_STAMP)
 # Prints a table of what was tried, for docs/reliability.md; a failure stops it before.
 torture: $(STAMP) $(TRACKERS_STAMP)
 	@table=$$(mktemp) && trap 'rm -f "$$table"' EXIT && export EVO_GRPO_TORTURE_TABLE=$$table && \
-	  PYTHONPATH=$(TRACKERS) $(PYTEST) --dist worksteal -m 'torture or slow' tests/torture \
+	  PYTHONPATH=$(TRACKERS) $(PYTEST) -m 'torture or slow' tests/torture \
 	  tests/test_corruption.py $(ARGS) && \
 	  EVO_GRPO_FUZZ_SECONDS=60 $(PYTEST) --timeout 360 tests/fuzz $(ARGS) && \
 	  $(BIN)/python tests/helpers/torture_table.py
@@ -146,7 +148,7 @@ torture: $(STAMP) $(TRACKERS_STAMP)
 # The same for the disk that refuses calls, and the one that forgets what was not synced.
 torture-io: $(STAMP)
 	@table=$$(mktemp) && trap 'rm -f "$$table"' EXIT && export EVO_GRPO_TORTURE_TABLE=$$table && \
-	  $(PYTEST) --dist worksteal -m torture tests/torture_io $(ARGS) && \
+	  $(PYTEST) -m torture tests/torture_io $(ARGS) && \
 	  $(BIN)/python tests/helpers/torture_table.py
 
 # After .venv, whose Python and packages it is installed for and leans on.
@@ -215,7 +217,7 @@ NOT_ON_MINIMUM := tests/fuzz tests/docs tests/experiments tests/test_architectur
 test-minimum: $(MINIMUM_STAMP)
 	@echo 'Left out, since they test messages, pages, scripts and files of the repository, which are the'
 	@echo 'same with all versions of a package: $(NOT_ON_MINIMUM)'
-	$(TESTS) $(MINIMUM)/bin/python -m pytest -rs -n 2 \
+	$(TESTS) $(MINIMUM)/bin/python -m pytest $(IN_TWO) \
 	  -m '$(FAST)' $(addprefix --ignore ,$(NOT_ON_MINIMUM)) $(ARGS)
 
 check: $(STAMP)

@@ -806,7 +806,9 @@ def test_a_population_that_fell_goes_on_from_its_best_and_resumes_to_the_same_re
 
 
 def test_rows_of_a_round_stay_the_same_while_agents_leave(tmp_path):
-    config = small(**SHRINKING | {"population__size": 6, "population__sizes": [6, 4, 3, 2]})
+    fitness = {**SHRINKING["evolve__fitness"], "prompts": 12}
+    sizes = {"population__size": 6, "population__sizes": [6, 4, 3, 2], "evolve__fitness": fitness}
+    config = small(**SHRINKING | sizes)
     rounds = read_rounds(run(config, out=tmp_path / "run"))
     assert [len(record.agents) for record in rounds] == [6, 4, 3, 2]
     planned = 2 * 6 * 2 * 4  # steps, agents, prompts, completions
