@@ -1,6 +1,7 @@
 """Rules of population.stop end a run early, with all that belongs to an end."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -103,20 +104,27 @@ def _make_slow(folder, seconds):
     (folder / "rounds.jsonl").write_text("".join(seal(to_json(record)) for record in rounds))
 
 
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory, whole):
+    """A run that the rule on tokens ended after its second round; copy it to change it."""
+    value, _ = rule_for("tokens", read_rounds(whole), 1)
+    folder = tmp_path_factory.mktemp("ended") / "run"
+    played(folder, tokens=value)
+    return folder
+
+
 @pytest.mark.parametrize("at", ["done", "test"])
-def test_a_run_that_is_stopped_at_such_an_end_comes_to_it(tmp_path, whole, at):
+def test_a_run_that_is_stopped_at_such_an_end_comes_to_it(tmp_path, whole, ended, at):
     value, ends = rule_for("tokens", read_rounds(whole), 1)
-    played(tmp_path / "whole", tokens=value)
     with pytest.raises(KeyboardInterrupt):
         played(tmp_path / "run", Told((at, ends)), tokens=value)
     resume(tmp_path / "run")
-    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+    assert outcome(tmp_path / "run") == outcome(ended)
     sound(tmp_path / "run")
 
 
-def test_a_finished_run_is_left_as_it_is(tmp_path, whole):
-    value, _ = rule_for("tokens", read_rounds(whole), 1)
-    played(tmp_path / "run", tokens=value)
+def test_a_finished_run_is_left_as_it_is(tmp_path, ended):
+    shutil.copytree(ended, tmp_path / "run")
     before = outcome(tmp_path / "run")
     observer = Told()
     resume(tmp_path / "run", observer=observer)
@@ -128,9 +136,8 @@ def test_a_finished_run_is_left_as_it_is(tmp_path, whole):
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [4, ROUNDS, ROUNDS + 1])
 @pytest.mark.parametrize("stop", [None, ("learn", 2), ("learn", 3)])
-def test_more_rounds_are_those_of_a_run_without_the_rule(tmp_path, whole, rounds, stop):
-    value, _ = rule_for("tokens", read_rounds(whole), 1)
-    played(tmp_path / "run", tokens=value)
+def test_more_rounds_are_those_of_a_run_without_the_rule(tmp_path, ended, rounds, stop):
+    shutil.copytree(ended, tmp_path / "run")
     if stop is None:
         resume(tmp_path / "run", rounds=rounds)
     else:
@@ -150,12 +157,11 @@ def test_more_rounds_are_those_of_a_run_without_the_rule(tmp_path, whole, rounds
 
 
 def test_a_kill_in_the_middle_of_an_extension_to_the_planned_rounds_is_made_good(
-    tmp_path, whole, monkeypatch
+    tmp_path, whole, ended, monkeypatch
 ):
     from evo_grpo.record import run_dir
 
-    value, _ = rule_for("tokens", read_rounds(whole), 1)
-    played(tmp_path / "run", tokens=value)
+    shutil.copytree(ended, tmp_path / "run")
 
     def stop(path, *_):
         raise KeyboardInterrupt
@@ -188,9 +194,8 @@ def test_what_steering_asked_for_of_an_extension_survives_a_stop_of_it(tmp_path,
     sound(tmp_path / "run")
 
 
-def test_a_comparison_has_the_tokens_of_the_rounds_that_were_played(tmp_path, whole):
-    value, _ = rule_for("tokens", read_rounds(whole), 1)
-    played(tmp_path / "run", tokens=value)
+def test_a_comparison_has_the_tokens_of_the_rounds_that_were_played(tmp_path, ended):
+    shutil.copytree(ended, tmp_path / "run")
     result = compare(tmp_path / "run")
     tokens = {arm["name"]: sum(arm["tokens"].values()) for arm in result["arms"]}
     for name in ("guess", "random"):

@@ -133,7 +133,7 @@ class RolloutContract:
                 assert all(math.isfinite(v) and v <= 1e-6 for v in completion.logprobs)
         assert len(lengths) > 3
 
-    @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
+    @pytest.mark.parametrize("temperature", [0.6, 1.5])
     def test_logprobs_are_those_of_the_training_forward(self, engine, slots, temperature):
         sampling = Sampling(temperature=temperature, max_output_tokens=5)
         for completion, expected in self.sampled_and_expected(engine, slots, sampling):
@@ -163,7 +163,7 @@ class RolloutContract:
 
     def sampled_and_expected(self, engine, slots, sampling):
         """Completions of three agents and the base, with the log-probs that the loss computes."""
-        settings = {"sampling": sampling, "samples": 2}
+        settings = {"sampling": sampling, "samples": 1}
         requests = [self.request_for(slots, i, **settings) for i in range(3)]
         requests.append(self.request_for(slots, 3, adapter=None, **settings))
         for request, groups in zip(requests, engine.rollout(requests), strict=True):

@@ -73,10 +73,9 @@ class ExplorerContract:
         """Run `test(explorer, candidate, hp_config, seed)` on many cases."""
         PROPERTY(given(self.explorers, candidates())(lambda e, case: test(e, *case)))()
 
-    def test_changes_say_what_changed(self):
+    def test_what_may_change_stays_in_its_range_and_changes_say_what_changed(self):
         def test(explorer, candidate, hp_config, seed):
-            rng = np.random.default_rng(seed)
-            hparams, changes = explorer.explore(candidate, hp_config, rng)
+            hparams, changes = explorer.explore(candidate, hp_config, np.random.default_rng(seed))
             expected = candidate.hparams
             for name, (old, new) in changes.items():
                 assert old != new
@@ -85,12 +84,6 @@ class ExplorerContract:
                 assert old == (hp_config[name].max if before is None else before)
                 expected = expected.with_value(name, new)
             assert hparams == expected
-
-        self.check(test)
-
-    def test_only_what_may_change_changes_and_stays_in_its_range(self):
-        def test(explorer, candidate, hp_config, seed):
-            hparams, changes = explorer.explore(candidate, hp_config, np.random.default_rng(seed))
             assert set(changes) <= {*hp_config.names(), "clip_low", "clip_high", *self.beyond}
             for name in changes.keys() - (self.beyond - set(hp_config.names())):
                 end = name in ("clip_low", "clip_high")
@@ -99,14 +92,10 @@ class ExplorerContract:
                 assert bounds.min - 1e-12 <= value <= bounds.max + 1e-12
             low, high = hparams.clip_bounds
             assert low < high
-
-        self.check(test)
-
-    def test_integers_stay_integers(self):
-        def test(explorer, candidate, hp_config, seed):
-            hparams, changes = explorer.explore(candidate, hp_config, np.random.default_rng(seed))
             for name in {"group_size", "top_k", "update_epochs", "batch_size"} & changes.keys():
                 assert type(hparams.get(name)) is int
+            again = explorer.explore(candidate, hp_config, np.random.default_rng(seed))
+            assert again == (hparams, changes), "equal streams"
 
         self.check(test)
 
@@ -120,35 +109,18 @@ class ExplorerContract:
 
         self.check(test)
 
-    def test_the_elite_stays_as_it_is_unless_it_may_change(self):
+    def test_the_elite_and_survivors_keep_their_values_unless_they_may_change(self):
         def test(explorer, candidate, hp_config, seed):
-            elite = replace(candidate, copied=False, elite=True)
-            rng = np.random.default_rng(seed)
-            found, changes = explorer.explore(elite, hp_config, rng)
-            if not getattr(explorer, "mutate_elite", False):
-                assert (found, changes) == (elite.hparams, {})
-                assert rng.bit_generator.state == np.random.default_rng(seed).bit_generator.state
-
-        self.check(test)
-
-    def test_survivors_keep_their_values_where_only_copies_vary(self):
-        def test(explorer, candidate, hp_config, seed):
-            survivor = replace(candidate, copied=False)
-            rng = np.random.default_rng(seed)
-            found = explorer.explore(survivor, hp_config, rng)
-            if getattr(explorer, "copies_only", not self.survivors_vary):
-                assert found == (survivor.hparams, {})
-                assert rng.bit_generator.state == np.random.default_rng(seed).bit_generator.state
-
-        self.check(test)
-
-    def test_equal_streams_give_equal_values(self):
-        def test(explorer, candidate, hp_config, seed):
-            first, second = (
-                explorer.explore(candidate, hp_config, np.random.default_rng(seed))
-                for _ in range(2)
-            )
-            assert first == second
+            survivors_stay = getattr(explorer, "copies_only", not self.survivors_vary)
+            elite_stays = survivors_stay or not getattr(explorer, "mutate_elite", False)
+            for elite, stays in ((True, elite_stays), (False, survivors_stay)):
+                survivor = replace(candidate, copied=False, elite=elite)
+                rng = np.random.default_rng(seed)
+                found = explorer.explore(survivor, hp_config, rng)
+                if stays:
+                    assert found == (survivor.hparams, {})
+                    unmoved = np.random.default_rng(seed).bit_generator.state
+                    assert rng.bit_generator.state == unmoved
 
         self.check(test)
 

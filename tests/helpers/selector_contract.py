@@ -64,29 +64,16 @@ class SelectorContract:
         """Run `test(selector, histories, places, seed)` on many cases."""
         PROPERTY(given(self.selectors, rounds())(lambda s, case: test(s, *case)))()
 
-    def test_positions_rise_and_all_places_are_filled(self):
+    def test_children_of_ranked_survivors_fill_all_places(self):
         def test(selector, histories, places, seed):
             plan = selector.plan(histories, places, np.random.default_rng(seed))
             positions = [offspring.position for offspring in plan]
             assert positions == sorted(set(positions))
             assert set(positions) <= set(range(len(histories)))
             assert len(positions) == places
-
-        self.check(test)
-
-    def test_parents_survive_in_place(self):
-        def test(selector, histories, places, seed):
-            plan = selector.plan(histories, places, np.random.default_rng(seed))
             survivors = {o.position for o in plan if o.parent == o.position}
             assert {o.parent for o in plan} <= survivors
-
-        self.check(test)
-
-    def test_failed_agents_are_not_copied(self):
-        def test(selector, histories, places, seed):
-            ranked = set(rank(histories))
-            plan = selector.plan(histories, places, np.random.default_rng(seed))
-            assert {o.parent for o in plan if o.parent != o.position} <= ranked
+            assert {o.parent for o in plan if o.parent != o.position} <= set(rank(histories))
 
         self.check(test)
 
@@ -97,33 +84,21 @@ class SelectorContract:
             assert len(elites) <= 1
             for elite in elites:
                 assert elite.position == elite.parent == rank(histories)[0]
-
-        self.check(test)
-
-    def test_of_equal_agents_the_one_at_the_lowest_position_is_the_elite(self):
-        def test(selector, histories, places, seed):
+            # Of equal agents it is the one at the lowest position.
             equal = [history(0.5) for _ in histories]
             plan = selector.plan(equal, places, np.random.default_rng(seed))
             assert [o.position for o in plan if o.elite] in ([], [0])
 
         self.check(test)
 
-    def test_equal_streams_give_equal_plans(self):
+    def test_equal_streams_give_equal_plans_and_leave_the_histories_as_they_are(self):
         def test(selector, histories, places, seed):
+            before = [list(map(repr, one)) for one in histories]
             first, second = (
                 selector.plan(histories, places, np.random.default_rng(seed)) for _ in range(2)
             )
             assert first == second
-
-        self.check(test)
-
-    def test_the_histories_are_left_as_they_are(self):
-        def test(selector, histories, places, seed):
-            before = [list(one) for one in histories]
-            selector.plan(histories, places, np.random.default_rng(seed))
-            assert [list(map(repr, one)) for one in histories] == [
-                list(map(repr, one)) for one in before
-            ]
+            assert [list(map(repr, one)) for one in histories] == before
 
         self.check(test)
 
@@ -140,7 +115,7 @@ class SelectorContract:
         self.check(test)
 
     def test_a_large_population_is_read_a_few_times_at_most(self):
-        size = 100_000
+        size = 2_000
         rng = np.random.default_rng(0)
         histories = Counted(history(mean) for mean in rng.random(size))
         plan = self.example.plan(histories, size // 2, rng)

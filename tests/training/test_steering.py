@@ -1,5 +1,6 @@
 """A run that is steered while it trains: done between rounds, recorded, repeated by a resume."""
 
+import shutil
 import threading
 import time
 
@@ -42,6 +43,28 @@ def stopped(folder, stop, asked=(), **changes):
     assert not is_trained(folder)
 
 
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory):
+    """A run of three agents that was stopped after two of its rounds; copy it to change it."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    stopped(folder, ("learn", 2))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """Gives the run that was asked for some operations in its second round and never stopped."""
+    made = {}
+
+    def asked_for(*names):
+        if names not in made:
+            made[names] = tmp_path_factory.mktemp("whole") / "run"
+            steered(made[names], {("learn", 1): [OPERATIONS[name] for name in names]})
+        return made[names]
+
+    return asked_for
+
+
 # --- what is asked for is done --------------------------------------------------------------------
 
 
@@ -61,7 +84,7 @@ def test_an_agent_that_is_stopped_leaves_and_its_rows_go_to_the_others(tmp_path)
 
 def test_what_is_set_and_does_not_mutate_has_a_column_in_every_table(tmp_path):
     asked = {("evaluate", 0): [("set", {"agent": 0, "values": {"temperature": 0.7}})]}
-    rounds, _ = steered(tmp_path / "run", asked)
+    rounds, _ = steered(tmp_path / "run", asked, population__rounds=2)
     assert "temperature" not in rounds[0].mutable
     board = leaderboard(tmp_path / "run").set_index("agent")
     trained = {agent.agent: agent.hparams.temperature for agent in rounds[-1].agents}
@@ -78,7 +101,8 @@ def test_what_is_set_and_does_not_mutate_has_a_column_in_every_table(tmp_path):
 
 
 def test_values_that_are_set_train_in_the_next_round(tmp_path):
-    rounds, _ = steered(tmp_path / "run", {("evaluate", 0): [OPERATIONS["set"]]})
+    asked = {("evaluate", 0): [OPERATIONS["set"]]}
+    rounds, _ = steered(tmp_path / "run", asked, population__rounds=2)
     agent = rounds[1].agents[0]
     assert (agent.hparams.lr, agent.hparams.group_size) == (0.002, 5)
     assert agent.mutation.op == "steer-set"
@@ -121,6 +145,7 @@ def test_trials_tell_what_was_done_by_hand(tmp_path):
         tmp_path / "run",
         {("learn", 0): [OPERATIONS["set"], OPERATIONS["clone"]]},
         record__storage="sqlite",
+        population__rounds=2,
     )
     import optuna
 
@@ -142,7 +167,8 @@ def test_trials_tell_what_was_done_by_hand(tmp_path):
 
 def test_the_schedule_of_a_steered_winner_is_that_of_its_line(tmp_path):
     steered(tmp_path / "run", {("learn", 0): [OPERATIONS["set"], OPERATIONS["clone"]],
-                               ("learn", 1): [("stop-agent", {"agent": 1})]})  # fmt: skip
+                               ("learn", 1): [("stop-agent", {"agent": 1})]},
+            population__rounds=3)  # fmt: skip
     schedule = read_schedule(tmp_path / "run")
     rounds = read_rounds(tmp_path / "run")
     for one in schedule.rounds:
@@ -154,7 +180,7 @@ def test_the_card_of_the_winner_says_what_was_set_by_hand(tmp_path):
     from evo_grpo.after.export.export import export
 
     asked = [("set", {"agent": agent, "values": {"lr": 0.003}}) for agent in (0, 1, 2)]
-    steered(tmp_path / "run", {("learn", 0): asked})
+    steered(tmp_path / "run", {("learn", 0): asked}, population__rounds=2)
     card = (export(tmp_path / "run", tmp_path / "out") / "README.md").read_text()
     assert "| steer-set (lr " in card
     assert "→ 0.003)" in card
@@ -167,7 +193,7 @@ def test_requests_are_done_in_the_order_in_which_they_are_asked_for(tmp_path):
         ("clone", {"source": 0, "agent": 2}),
         ("stop-agent", {"agent": 0}),
     ]
-    rounds, _ = steered(tmp_path / "run", {("learn", 0): asked})
+    rounds, _ = steered(tmp_path / "run", {("learn", 0): asked}, population__rounds=2)
     assert [one.request.op for one in rounds[0].steering] == [op for op, _ in asked]
     assert [one.refused for one in rounds[0].steering] == [""] * 4
     assert [agent.agent for agent in rounds[1].agents] == [1, 2]
@@ -177,8 +203,8 @@ def test_requests_are_done_in_the_order_in_which_they_are_asked_for(tmp_path):
 
 def test_what_only_the_selection_can_know_is_recorded_and_said(tmp_path):
     # Places for two: the third agent leaves after the first round, whoever that is.
-    sizes = {"population__sizes": [3, 2]}
-    whole = read_rounds(run(small(**ROUNDS, **sizes), out=tmp_path / "whole"))
+    sizes = {"population__sizes": [3, 2], "population__rounds": 2}
+    whole = read_rounds(run(small(**sizes), out=tmp_path / "whole"))
     (gone,) = {0, 1, 2} - {member.agent for member in whole[0].members}
     rounds, observer = steered(
         tmp_path / "run", {("learn", 0): [("stop-agent", {"agent": gone})]}, **sizes
@@ -186,10 +212,10 @@ def test_what_only_the_selection_can_know_is_recorded_and_said(tmp_path):
     (one,) = rounds[0].steering
     assert one.refused.endswith(f"got {gone}, which left after this round")
     assert rounds[0].decisions[-1].kind == "refused"
-    assert len(rounds) == 4
+    assert len(rounds) == 2
     found, plain = steered_outcome(tmp_path / "run"), outcome(tmp_path / "whole")
     assert found["leaderboard"] == plain["leaderboard"]
-    assert observer.calls[-1] == ("finished", 4)
+    assert observer.calls[-1] == ("finished", 2)
 
 
 # --- and repeated by a resume ---------------------------------------------------------------------
@@ -220,20 +246,19 @@ def test_a_stop_after_steering_changes_nothing(tmp_path, at, storage):
     sound(tmp_path / "run")
 
 
-def test_what_was_asked_for_in_a_round_that_was_lost_is_done_after_it(tmp_path):
-    steered(tmp_path / "whole", {("learn", 1): [OPERATIONS["set"]]})
+def test_what_was_asked_for_in_a_round_that_was_lost_is_done_after_it(tmp_path, whole_run):
     stopped(tmp_path / "run", ("evaluate", 1), {("learn", 1): [OPERATIONS["set"]]})
     (waiting,) = state_of(tmp_path / "run").waiting
     assert waiting.after == 1
     resume(tmp_path / "run")
-    assert steered_outcome(tmp_path / "run") == steered_outcome(tmp_path / "whole")
+    assert steered_outcome(tmp_path / "run") == steered_outcome(whole_run("set"))
 
 
 @pytest.mark.parametrize("killed_again", [False, True])
 def test_what_is_asked_for_while_nobody_trains_is_done_before_the_next_round(
-    tmp_path, killed_again
+    tmp_path, stopped_run, whole_run, killed_again
 ):
-    stopped(tmp_path / "run", ("learn", 2))
+    shutil.copytree(stopped_run, tmp_path / "run")
     for name in ("set", "stop"):
         op, given = OPERATIONS[name]
         _, standing = ask(tmp_path / "run", op, **given)
@@ -243,24 +268,22 @@ def test_what_is_asked_for_while_nobody_trains_is_done_before_the_next_round(
             resume(tmp_path / "run", observer=Told(("learn", 2)))
     observer = Steers({})
     resume(tmp_path / "run", observer=observer)
-    asked = {("learn", 1): [OPERATIONS["set"], OPERATIONS["stop"]]}
-    steered(tmp_path / "whole", asked)
-    assert steered_outcome(tmp_path / "run") == steered_outcome(tmp_path / "whole")
-    assert tensors(tmp_path / "run") == tensors(tmp_path / "whole")
+    whole = whole_run("set", "stop")
+    assert steered_outcome(tmp_path / "run") == steered_outcome(whole)
+    assert tensors(tmp_path / "run") == tensors(whole)
     assert any("stop-agent 1: done" in note for note in observer.notes) != killed_again
     sound(tmp_path / "run")
 
 
-def test_a_run_that_is_given_more_rounds_does_what_was_kept(tmp_path):
+def test_a_run_that_is_given_more_rounds_does_what_was_kept(tmp_path, whole_run):
     asked = {("learn", 1): [OPERATIONS["set"], OPERATIONS["stop"]]}
-    steered(tmp_path / "whole", asked)
     _, observer = steered(tmp_path / "run", asked, population__rounds=2)
     assert len(observer.notes) == 2
     assert all("kept, for no round follows" in note for note in observer.notes)
     with pytest.raises(KeyboardInterrupt):
         resume(tmp_path / "run", rounds=4, observer=Told(("learn", 2)))
     resume(tmp_path / "run")
-    first, second = (steered_outcome(tmp_path / name) for name in ("run", "whole"))
+    first, second = map(steered_outcome, (tmp_path / "run", whole_run("set", "stop")))
     for one in (first, second):
         one["summary"].pop("earlier")
         one["files"] = [name for name in one["files"] if ".rounds-" not in name]
@@ -296,7 +319,7 @@ class Pauses(Steers):
             ask(self.folder, op, **given)
 
 
-def test_a_paused_run_waits_does_what_it_is_asked_and_goes_on(tmp_path):
+def test_a_paused_run_waits_does_what_it_is_asked_and_goes_on(tmp_path, whole_run):
     observer = Pauses({("learn", 1): [("pause", {})]}, [OPERATIONS["set"], ("continue", {})])
     run(small(**ROUNDS), out=tmp_path / "run", observer=observer)
     assert observer.notes[0] == (
@@ -307,16 +330,16 @@ def test_a_paused_run_waits_does_what_it_is_asked_and_goes_on(tmp_path):
     assert noted(tmp_path / "run") == observer.notes
     record = read_rounds(tmp_path / "run")[1]
     assert [one.request.op for one in record.steering] == ["pause", "set", "continue"]
-    steered(tmp_path / "whole", {("learn", 1): [OPERATIONS["set"]]})
-    first, second = (steered_outcome(tmp_path / name) for name in ("run", "whole"))
+    whole = whole_run("set")
+    first, second = map(steered_outcome, (tmp_path / "run", whole))
     assert [r.members for r, _ in first["rounds"]] == [r.members for r, _ in second["rounds"]]
     assert first["leaderboard"] == second["leaderboard"]
-    assert tensors(tmp_path / "run") == tensors(tmp_path / "whole")
+    assert tensors(tmp_path / "run") == tensors(whole)
     assert read_requests(tmp_path / "run").requests == ()
     sound(tmp_path / "run")
 
 
-def test_a_run_that_is_killed_while_it_is_paused_goes_on_with_a_resume(tmp_path):
+def test_a_run_that_is_killed_while_it_is_paused_goes_on_with_a_resume(tmp_path, whole_run):
     class Killed(Steers):
         def note(self, text):
             raise KeyboardInterrupt
@@ -329,8 +352,7 @@ def test_a_run_that_is_killed_while_it_is_paused_goes_on_with_a_resume(tmp_path)
     assert len(read_rounds(tmp_path / "run")) == 2
     assert not state_of(tmp_path / "run").paused
     resume(tmp_path / "run")
-    steered(tmp_path / "whole", {("learn", 1): [OPERATIONS["stop"]]})
-    assert tensors(tmp_path / "run") == tensors(tmp_path / "whole")
+    assert tensors(tmp_path / "run") == tensors(whole_run("stop"))
     assert read_requests(tmp_path / "run").requests == ()
 
 
@@ -340,7 +362,7 @@ def test_a_pause_that_is_called_off_in_time_does_not_happen(tmp_path):
     assert [one.request.op for one in rounds[1].steering] == ["pause", "continue"]
 
 
-def test_stop_after_round_ends_the_process_with_a_folder_that_goes_on(tmp_path):
+def test_stop_after_round_ends_the_process_with_a_folder_that_goes_on(tmp_path, whole_run):
     rounds, observer = steered(
         tmp_path / "run", {("learn", 1): [("stop-after-round", {}), OPERATIONS["set"]]}
     )
@@ -351,25 +373,26 @@ def test_stop_after_round_ends_the_process_with_a_folder_that_goes_on(tmp_path):
     sound(tmp_path / "run")
     resume(tmp_path / "run")
     assert noted(tmp_path / "run") == observer.notes, "a resume keeps them"
-    steered(tmp_path / "whole", {("learn", 1): [OPERATIONS["set"]]})
-    assert tensors(tmp_path / "run") == tensors(tmp_path / "whole")
+    assert tensors(tmp_path / "run") == tensors(whole_run("set"))
     sound(tmp_path / "run")
 
 
 def test_what_was_asked_of_a_process_that_has_ended_is_refused(tmp_path):
-    stopped(tmp_path / "run", ("evaluate", 1), {("learn", 1): [("stop-after-round", {})]})
+    asked = {("learn", 1): [("stop-after-round", {})]}
+    stopped(tmp_path / "run", ("evaluate", 1), asked, population__rounds=3)
     resume(tmp_path / "run")
     rounds = read_rounds(tmp_path / "run")
-    assert len(rounds) == 4
+    assert len(rounds) == 3
     (one,) = rounds[0].steering
     assert one.refused == "the process that it was asked of has ended"
     sound(tmp_path / "run")
 
 
 def test_after_the_last_round_nothing_is_paused(tmp_path):
-    rounds, observer = steered(tmp_path / "run", {("learn", 3): [("pause", {})]})
+    asked = {("learn", 1): [("pause", {})]}
+    rounds, observer = steered(tmp_path / "run", asked, population__rounds=2)
     assert observer.notes == ["pause: refused: no round follows"]
-    assert rounds[3].steering[0].refused == "no round follows"
+    assert rounds[1].steering[0].refused == "no round follows"
     sound(tmp_path / "run")
 
 
@@ -389,28 +412,15 @@ def test_after_the_last_round_nothing_is_paused(tmp_path):
         ("explode", {}, "expected one of stop-agent, clone"),
     ],
 )
-def test_bad_requests_are_refused_where_the_folder_knows(tmp_path_factory, op, given, said):
-    folder = stopped_run(tmp_path_factory)
+def test_bad_requests_are_refused_where_the_folder_knows(stopped_run, op, given, said):
     with pytest.raises(ConfigError) as refused:
-        ask(folder, op, **given)
+        ask(stopped_run, op, **given)
     assert said in str(refused.value)
-    assert read_requests(folder).requests == ()
+    assert read_requests(stopped_run).requests == ()
 
 
-_STOPPED = []
-
-
-def stopped_run(factory):
-    """A run of three agents that was stopped after two of its rounds."""
-    if not _STOPPED:
-        folder = factory.mktemp("stopped") / "run"
-        stopped(folder, ("learn", 2))
-        _STOPPED.append(folder)
-    return _STOPPED[0]
-
-
-def test_requests_before_it_count(tmp_path):
-    stopped(tmp_path / "run", ("learn", 2))
+def test_requests_before_it_count(tmp_path, stopped_run):
+    shutil.copytree(stopped_run, tmp_path / "run")
     for agent in (0, 1):
         ask(tmp_path / "run", "stop-agent", agent=agent)
     with pytest.raises(ConfigError, match="got the only one"):
@@ -423,8 +433,9 @@ def test_requests_before_it_count(tmp_path):
 
 
 def test_before_the_first_round_the_settings_say_who_trains(tmp_path):
-    rounds, _ = steered(tmp_path / "run", {("started", 0): [OPERATIONS["stop"]]})
-    assert [len(record.agents) for record in rounds] == [3, 2, 2, 2]
+    asked = {("started", 0): [OPERATIONS["stop"]]}
+    rounds, _ = steered(tmp_path / "run", asked, population__rounds=2)
+    assert [len(record.agents) for record in rounds] == [3, 2]
 
 
 def test_a_finished_run_is_not_steered(tmp_path):
@@ -459,8 +470,8 @@ def test_a_link_or_a_torn_file_among_the_requests_ends_nothing(tmp_path):
                 ((self.folder / "steering") / f"{'9' * 20}-00000000.json").write_text('{"op": "st')
 
     observer = Plants({})
-    run(small(**ROUNDS), out=tmp_path / "run", observer=observer)
-    plain = run(small(**ROUNDS), out=tmp_path / "plain")
+    run(small(population__rounds=2), out=tmp_path / "run", observer=observer)
+    plain = run(small(population__rounds=2), out=tmp_path / "plain")
     assert tensors(tmp_path / "run") == tensors(plain)
     assert len(observer.notes) == 2  # each once
     assert "got a link to" in observer.notes[0]
@@ -468,7 +479,7 @@ def test_a_link_or_a_torn_file_among_the_requests_ends_nothing(tmp_path):
     assert outside.exists()
     # A resume refuses what leads out of the folder, by its name.
     with pytest.raises(RunDirError, match="got a link to"):
-        resume(tmp_path / "run", rounds=5)
+        resume(tmp_path / "run", rounds=3)
     assert verify(tmp_path / "run").damage != []
     assert cancel(tmp_path / "run") == 2
     sound(tmp_path / "run")
