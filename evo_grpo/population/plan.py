@@ -144,7 +144,7 @@ def next_look(
     Further looks may cost a share `evolve.fitness.racing` of the completions of the first look.
     """
     results = {slot: agent.evaluation for slot, agent in agents.items()}
-    left = settings.evolve.fitness.racing * len(agents)
+    left = settings.evolve.fitness.second_looks * len(agents)
     left -= sum(result.looks - 1 for result in results.values())
     open_ones = undecided(results, settings.room(round + 1, len(agents)))
     if 1 < len(open_ones) <= left:

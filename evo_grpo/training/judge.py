@@ -135,7 +135,7 @@ def choose(prepared: Prepared, candidates: Sequence[Finalist]) -> Choice:
         prepared.env,
         [candidate.slot for candidate in candidates],
         prepared.env.prompts("validation", fitness.prompts),
-        samples=fitness.final_samples,
+        samples=fitness.per_prompt(fitness.final_samples),
         temperature=fitness.temperature,
         stream=("final",),
     )
@@ -181,7 +181,7 @@ def judge(
             prepared.env,
             [None, best.slot],
             prepared.env.prompts("test", fitness.test_prompts),
-            samples=fitness.test_samples,
+            samples=fitness.per_prompt(fitness.test_samples),
             temperature=fitness.temperature,
             stream=("test",),
         )

@@ -57,8 +57,8 @@ def test_it_is_the_agents_own_distribution_as_its_round_had_it(finished):
     (groups,) = prepared.cohort.generate([1], prompts, stream=("x",), samples=1, sampling=sampling)
     expected = [group.completions[0].text for group in groups]
     rows = [prompt.index for prompt in prompts]
-    found = sample(finished, rows=rows, n=1, temperature=1e-4, base=False)
-    assert [one.answers[0].texts[0] for one in found] == expected
+    found = sample(finished, rows=rows, temperature=0, base=False)
+    assert [one.answers[0].texts for one in found] == [(text,) for text in expected]
     assert [one.prompt for one in found] == [prompt.text for prompt in prompts]
 
 
