@@ -203,7 +203,7 @@ def _arm_config(
             steps_per_round=ROOM * likely,
             sizes="constant",
             init=init,
-            stop=StopConfig(),
+            stop=StopConfig(no_signal=None),
         ),
         algorithm=algorithm.replace(lr_schedule=schedule),
         # One process trains it, with the same result up to rounding.

@@ -84,7 +84,7 @@ TRAIN = {
     "rounds": 2,
     "steps_per_round": 3,
     "sizes": "constant",
-    "stop": {"fitness": 0.9, "patience": 3, "minutes": 5.0, "tokens": 1e6},
+    "stop": {"fitness": 0.9, "patience": 3, "minutes": 5.0, "tokens": 1e6, "no_signal": 4},
     "selection": "none",
     "exploration": "none",
     "significance": None,
