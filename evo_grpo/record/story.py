@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from evo_grpo.record.family import founder_of
 from evo_grpo.record.leaderboard import tied
 from evo_grpo.record.stopping import why_it_ended
+from evo_grpo.record.summary import gain_interval
 from evo_grpo.record.wording import count, hyperparameter, listed, number, with_error
 from evo_grpo.schema.shown import short_name
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 VALUES_SHOWN = 5
 """The number of values of a hyperparameter up to which a schedule shows all of them."""
-CERTAIN = 2.0
-"""Standard errors above zero from which a gain over the base model is called a gain."""
 #: How members are created without a request of the user.
 _BY_ITSELF = ("init", "clone", "mutate", "restore", "mean")
 
@@ -184,9 +183,10 @@ def _result(summary: Mapping[str, Any]) -> Sentence:
     )
     if gain is None or error is None or math.isnan(error):
         return Sentence("result", f"{text}.")
-    if gain <= -CERTAIN * error and gain < 0:
+    low, high = gain_interval(summary)
+    if high < 0:
         text += ". Training made it worse: no agent of this run beat the base model"
-    elif gain < CERTAIN * error or gain <= 0:
+    elif not low > 0:
         text += ", which may be chance: no agent of this run clearly beat the base model"
     return Sentence("result", f"{text}.")
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
+from evo_grpo.evolve.intervals import interval
 from evo_grpo.record.folder import read_result
 from evo_grpo.record.names import SUMMARY
 from evo_grpo.record.plain import RelativePath
@@ -107,6 +108,22 @@ def read_summary_of(file: Path) -> dict[str, Any] | None:
 def earlier_end(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a summary that the summary of the extended run keeps."""
     return {name.name: summary[name.name] for name in fields(_Earlier)}
+
+
+def gain_interval(summary: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the 95% interval (low, high) of the winner's gain over the base model.
+
+    It is paired, by Student's t over the prompts that both answered; both ends are NaN if there are
+    fewer than two.
+    """
+    gain, error = summary["gain"], summary["gain_se"]
+    if gain is None or error is None:
+        return math.nan, math.nan
+    base, best = summary["base"], summary["best"]
+    pairs = zip(base.get("per_prompt", ()), best.get("per_prompt", ()), strict=False)
+    shared = sum(None not in pair for pair in pairs)
+    # Results of evo-grpo 0.2 and earlier have no rewards of single prompts.
+    return interval(gain, error, shared or min(base["n"], best["n"]))
 
 
 def score_of(part: Mapping[str, Any]) -> Score:
