@@ -33,11 +33,11 @@ class Sentence:
 
     Attributes:
         kind: "ended" (the rule that ended the run before its last round), "result" (the winner on
-            test prompts), "leader" (the best agent before the end), "winner" (the winner, and the
-            agent that it descends from), "schedule" (how its hyperparameters moved), "choice" (the
-            final comparison), "validation" (why that score differs from the test score), "share"
-            (its part of the training tokens), "guess" (the result without evolution) or "missing"
-            (a fact that this run does not have, and why).
+            test prompts), "passes" (the same by pass@k), "leader" (the best agent before the end),
+            "winner" (the winner, and the agent that it descends from), "schedule" (how its
+            hyperparameters moved), "choice" (the final comparison), "validation" (why that score
+            differs from the test score), "share" (its part of the training tokens), "guess" (the
+            result without evolution) or "missing" (a fact that this run does not have, and why).
         text: The sentence, with a capital letter and a full stop. Names in it come from files:
             escape it.
     """
@@ -107,6 +107,8 @@ def _finished(
     if why := why_it_ended(summary):
         yield Sentence("ended", f"Ended early: {why}.")
     yield _result(summary)
+    if passes := summary.get("passes"):
+        yield Sentence("passes", _passes(passes))
     yield Sentence("winner", _winner(rounds, winner, alone=alone))
     yield from _schedules(winner.lines, rounds[-1].mutable)
     if winner.final is not None and rivals:
@@ -189,6 +191,18 @@ def _result(summary: Mapping[str, Any]) -> Sentence:
     elif not low > 0:
         text += ", which may be chance: no agent of this run clearly beat the base model"
     return Sentence("result", f"{text}.")
+
+
+def _passes(passes: Sequence[Mapping[str, Any]]) -> str:
+    parts: list[str] = []
+    for one in passes:
+        base, best = (with_error(one[name]["mean"], one[name]["se"]) for name in ("base", "best"))
+        gain = one["gain"]
+        sign = "" if gain is None or gain < 0 else "+"
+        parts.append(
+            f"pass@{one['k']} went from {base} to {best} ({sign}{with_error(gain, one['gain_se'])})"
+        )
+    return f"With a reward of at least {passes[0]['correct']:g} as correct, {listed(parts)}."
 
 
 def _winner(rounds: Sequence[RoundRecord], winner: SelectedAgent, *, alone: bool) -> str:

@@ -66,6 +66,16 @@ class _Earlier:
 
 
 @dataclass(frozen=True)
+class _Passes:
+    k: int
+    correct: float
+    base: MeanReward
+    best: MeanReward
+    gain: float | None
+    gain_se: float | None
+
+
+@dataclass(frozen=True)
 class _Summary:
     split: str
     base: MeanReward
@@ -79,6 +89,7 @@ class _Summary:
     files: Mapping[RelativePath, str] = field(default_factory=dict[str, str])
     stopped: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
     earlier: list[_Earlier] = field(default_factory=list[_Earlier])
+    passes: list[_Passes] = field(default_factory=list[_Passes])
 
 
 _SCHEMA = TypeAdapter(_Summary)
@@ -95,6 +106,7 @@ def read_summary(path: str | Path) -> dict[str, Any] | None:
           no rule did, missing if an earlier version wrote the file
         - files: SHA-256 by path of the files of a mean that won
         - earlier: the results of the run before it was extended to more rounds
+        - passes: see `judge.judge`; missing if an earlier version wrote the file
     """
     return read_summary_of(Path(path) / SUMMARY)
 

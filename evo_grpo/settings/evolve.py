@@ -64,6 +64,13 @@ class FitnessConfig(Group):
         ge=0,
     )
 
+    correct: float | None = setting(
+        None,
+        "Least reward of a completion that counts as correct. With it, the end of a run also gives "
+        "pass@1 and pass@k of base and winner on the test prompts, where k is `test_samples`; null "
+        "gives mean rewards only.",
+    )
+
     def per_prompt(self, samples: int) -> int:
         """Return how many of `samples` completions per prompt are sampled: one if greedy."""
         return samples if self.temperature else min(samples, 1)

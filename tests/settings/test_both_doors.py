@@ -99,6 +99,7 @@ TRAIN = {
         "test_prompts": 7,
         "test_samples": 1,
         "final_samples": 3,
+        "correct": 0.7,
     },
     "inherit_optimizer": False,
     "completions": 1,

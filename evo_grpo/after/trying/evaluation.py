@@ -127,7 +127,7 @@ class Asked:
     samples: int | None = None
     temperature: float | None = None
     passes: Sequence[int] = ()
-    correct: float = 1.0
+    correct: float | None = None
     base: bool = True
 
     def __post_init__(self) -> None:
@@ -139,7 +139,8 @@ class Asked:
         for k in self.passes:
             whole(1).check("pass_at", k)
         check_temperature(self.temperature)
-        number(math.isfinite, "a finite number").check("correct", self.correct)
+        if self.correct is not None:
+            number(math.isfinite, "a finite number").check("correct", self.correct)
 
     def in_run(self, run: RunConfig) -> Asked:
         """Return the settings with those of a run where none are given.
@@ -162,7 +163,13 @@ class Asked:
                 f"{most}; "
                 + ("give a temperature above 0" if greedy else "give as many samples, or leave k")
             )
-        return replace(self, samples=samples, temperature=fitness.temperature)
+        correct = fitness.correct if self.correct is None else self.correct
+        return replace(
+            self,
+            samples=samples,
+            temperature=fitness.temperature,
+            correct=1.0 if correct is None else correct,
+        )
 
 
 def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
@@ -174,7 +181,7 @@ def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
     samples: int | None = None,
     temperature: float | None = None,
     pass_at: int | Sequence[int] = (),
-    correct: float = 1.0,
+    correct: float | None = None,
     base: bool = True,
     allow: Sequence[str] = (),
 ) -> Judged:
@@ -195,7 +202,8 @@ def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
         pass_at: One k or several, for which pass@k is estimated; see
             `evo_grpo.population.evaluate.pass_at`.
         correct: The least reward, summed over the reward functions with their weights, of a
-            completion that counts as correct in pass@k.
+            completion that counts as correct in pass@k; None takes `evolve.fitness.correct`, or 1
+            if that is null.
         base: Whether the base is evaluated too, with the same draws.
         allow: Without a `config`, your files that may differ from those of the run, by their
             names in the error that a difference raises.
@@ -223,7 +231,7 @@ def evaluate_files(  # noqa: PLR0913 -- all but the first three have defaults
     samples: int | None = None,
     temperature: float | None = None,
     pass_at: int | Sequence[int] = (),
-    correct: float = 1.0,
+    correct: float | None = None,
     base: bool = True,
     allow: Sequence[str] = (),
 ) -> list[Judged]:
@@ -299,6 +307,8 @@ def _judged(
     """Evaluate the adapter of a policy, and its base, on the prompts of an environment."""
     assert asked.samples is not None, "set by Asked.in_run"
     assert asked.temperature is not None, "set by Asked.in_run"
+    correct = asked.correct
+    assert correct is not None, "set by Asked.in_run"
     prompts = env.prompts(asked.split, asked.prompts)
     # Base first, as at the end of a run: the same batch gives the same bits.
     found = evaluate(
@@ -325,11 +335,9 @@ def _judged(
         asked.temperature,
         **compared([one.score for one in found]),
         file=file,
-        correct=asked.correct,
+        correct=correct,
         passes=tuple(
-            PassAt(
-                k, **compared([pass_at(r.rewards, len(prompts), k, asked.correct) for r in found])
-            )
+            PassAt(k, **compared([pass_at(r.rewards, len(prompts), k, correct) for r in found]))
             for k in asked.passes
         ),
     )

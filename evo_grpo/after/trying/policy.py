@@ -91,7 +91,8 @@ def check_temperature(temperature: float | None) -> None:
     """Refuse a sampling temperature that is neither 0 nor computable; None is that of the run."""
     rule = number(
         lambda v: v == 0 or LEAST <= v <= MOST,
-        f"0 for greedy decoding, or a finite number from {LEAST:g} to {MOST:g}",
+        f"0 for greedy decoding, or a number that float32 computes with, from {LEAST:g} to "
+        f"{MOST:g}",
     )
     if temperature is not None:
         rule.check("temperature", temperature)

@@ -148,9 +148,13 @@ def evaluate(  # noqa: PLR0913 -- each is an option of the command
         typer.Option("--pass-at", metavar="K", min=1, help="Print pass@K too. May be repeated."),
     ] = None,
     correct: Annotated[
-        float,
-        typer.Option("--correct", metavar="REWARD", help="Least reward of a correct completion."),
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            "--correct",
+            metavar="REWARD",
+            help="Least reward of a correct completion; default: as in the run, or 1.",
+        ),
+    ] = None,
     base: Base = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     allow: Allow = None,

@@ -195,7 +195,7 @@ def test_an_episode_is_a_row_of_a_task_of_several_turns(tmp_path, monkeypatch):
     ("given", "message"),
     [
         ({"n": 0}, r"^n: expected an integer >= 1, got 0"),
-        ({"temperature": 0}, r"^temperature: expected a finite number > 0"),
+        ({"temperature": -1}, r"^temperature: expected 0 for greedy decoding, or a number"),
         (
             {"temperature": 1e-40},
             r"^temperature: .* float32 computes with, from 1e-06 .*1e-40",

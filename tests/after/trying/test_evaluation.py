@@ -28,7 +28,10 @@ def finished(tmp_path_factory):
     config = small(
         algorithm__lr=3e-2,
         evolve__hyperparameters={"lr": {"min": 1e-2, "max": 5e-2}},
-        evolve__fitness={"prompts": 8, "test_prompts": 12, "test_samples": 3, "final_samples": 4},
+        evolve__fitness={
+            **{"prompts": 8, "test_prompts": 12, "test_samples": 3, "final_samples": 4},
+            "correct": 0.5,
+        },
     )
     return run(config, out=tmp_path_factory.mktemp("runs") / "sums-1")
 
@@ -66,6 +69,18 @@ def test_fewer_prompts_and_no_base(finished):
     assert found.own.n == 5
     assert (found.base, found.gain, found.interval) == (None, None, None)
     assert json.loads(json.dumps(found.to_json()))["base"] is None
+
+
+def test_pass_at_k_is_that_of_the_run(finished):
+    found = evaluate_adapter(finished, pass_at=(1, 3))
+    assert found.correct == 0.5
+    assert [
+        {
+            **{"k": one.k, "correct": 0.5, "gain": one.gain, "gain_se": one.gain_se},
+            **{"base": vars(one.base), "best": vars(one.own)},
+        }
+        for one in found.passes
+    ] == read_summary(finished)["passes"]
 
 
 def test_greedy_and_pass_at_k(finished):
