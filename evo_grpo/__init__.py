@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from evo_grpo.after.export.export import export as export
     from evo_grpo.after.trying.answers import sample as sample
     from evo_grpo.after.trying.evaluation import evaluate_adapter as evaluate_adapter
+    from evo_grpo.after.trying.evaluation import evaluate_files as evaluate_files
     from evo_grpo.api.agent import CISPO as CISPO
     from evo_grpo.api.agent import GRPO as GRPO
     from evo_grpo.api.agent import GSPO as GSPO
@@ -91,6 +92,7 @@ _HOME = {
     "compare": "evo_grpo.after.arms",
     "deliver": "evo_grpo.readers.database",
     "evaluate_adapter": "evo_grpo.after.trying.evaluation",
+    "evaluate_files": "evo_grpo.after.trying.evaluation",
     "export": "evo_grpo.after.export.export",
     "follow": "evo_grpo.readers.follow",
     "history": "evo_grpo.record.history",

@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from shown_run import agent
 from small_run import Told, outcome
 from small_run import small as smaller
 
@@ -12,11 +13,15 @@ from evo_grpo import resume, run
 from evo_grpo.after.arms import compare
 from evo_grpo.after.verifying.verify import verify
 from evo_grpo.api.agent import GRPO
+from evo_grpo.record.config import read_config
+from evo_grpo.record.files import seal
 from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.schedule import read_schedule
 from evo_grpo.record.steering import ask
-from evo_grpo.record.stopping import best_of
+from evo_grpo.record.stopping import Played, best_of, rules_that_hold, why_it_ended
 from evo_grpo.record.summary import read_summary
+from evo_grpo.settings import StopConfig
 from evo_grpo.training.extending import with_plan
 
 ROUNDS = 5
@@ -206,6 +211,70 @@ def test_a_comparison_has_the_tokens_of_the_rounds_that_were_played(tmp_path, en
     sound(tmp_path / "run")
     schedule = read_schedule(tmp_path / "run")
     assert [one.round for one in schedule.rounds] == [0, 1]
+
+
+def without_signal(folder, rounds=ROUNDS, observer=None, **changes):
+    """A run whose completions of a prompt are all equal, so that no group has an advantage."""
+    config = small(population__rounds=rounds, algorithm__temperature=1e-4, **changes)
+    with pytest.warns(UserWarning, match="round 1 had nothing to learn from"):
+        run(config, out=folder, observer=observer)
+    return read_rounds(folder), read_summary(folder)
+
+
+def test_a_run_that_has_nothing_to_learn_from_ends_after_three_rounds(tmp_path):
+    rounds, summary = without_signal(tmp_path / "run")
+    assert [record.stopped for record in rounds] == [(), (), ("no_signal",)]
+    assert summary["stopped"] == {"no_signal": 3}
+    assert why_it_ended(summary) == (
+        "population.stop ended it after round 3: 3 rounds in a row had no group with different "
+        "rewards to learn from"
+    )
+    sound(tmp_path / "run")
+    resume(tmp_path / "run", rounds=4)
+    assert len(read_rounds(tmp_path / "run")) == 4
+    # The last planned round ends the run, not the rule; without the rule all rounds are played.
+    rounds, summary = without_signal(tmp_path / "three", rounds=3)
+    assert (len(rounds), summary["stopped"]) == (3, {})
+    rounds, summary = without_signal(tmp_path / "all", population__stop={"no_signal": None})
+    assert (len(rounds), summary["stopped"]) == (ROUNDS, {})
+
+
+def test_one_group_to_learn_from_starts_the_count_again():
+    def ends(*shares):
+        """By the shares of groups of equal rewards in each round, that of its second agent."""
+        rounds = [
+            RoundRecord(
+                number,
+                tuple(
+                    replace(agent(slot, slot, number, 0.5), metrics={"zero_variance": one})
+                    for slot, one in enumerate((1.0, share))
+                ),
+                {},
+            )
+            for number, share in enumerate(shares)
+        ]
+        *past, last = rounds
+        return rules_that_hold(StopConfig(no_signal=2), past, Played.of(last)) == ("no_signal",)
+
+    assert ends(0.5, 1.0, 1.0)
+    assert not ends(1.0, 0.9, 1.0)
+    assert not ends(1.0)
+
+
+def test_a_run_of_an_earlier_version_goes_on_without_the_rule(tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        without_signal(folder, observer=Told(("learn", 1)))
+    file = folder / "population.yaml"
+    file.write_text(file.read_text().replace("    no_signal: 3\n", ""))
+    inputs = json.loads((folder / "inputs.json").read_text())
+    del inputs["settings"]["population.stop.no_signal"], inputs["sha256"]
+    (folder / "inputs.json").write_text(seal(inputs))
+    assert "no_signal" not in file.read_text()
+    resume(folder)
+    assert len(read_rounds(folder)) == ROUNDS
+    assert read_config(folder).population.stop.no_signal is None
+    sound(folder)
 
 
 def test_rules_may_change_between_two_rounds(tmp_path):

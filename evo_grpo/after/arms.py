@@ -203,7 +203,7 @@ def _arm_config(
             steps_per_round=ROOM * likely,
             sizes="constant",
             init=init,
-            stop=StopConfig(),
+            stop=StopConfig(no_signal=None),
         ),
         algorithm=algorithm.replace(lr_schedule=schedule),
         # One process trains it, with the same result up to rounding.
@@ -366,7 +366,8 @@ def _replay(
     load_agent(cohort, winner, folder / schedule.checkpoint)
     fitness = config.evolve.fitness
     judged = [*slots, winner]
-    to_test = len(judged) * fitness.test_prompts * fitness.test_samples
+    samples = fitness.per_prompt(fitness.test_samples)
+    to_test = len(judged) * fitness.test_prompts * samples
     observer.started(folder, len(schedule.rounds), 0, None)
     tallies = train(cohort, env, slots, plans, observer, to_test=to_test)
     observer.stage(len(schedule.rounds) - 1, "test", 0, 1)
@@ -377,7 +378,7 @@ def _replay(
             env,
             judged,
             env.prompts("test", fitness.test_prompts),
-            samples=fitness.test_samples,
+            samples=samples,
             temperature=fitness.temperature,
             stream=("test",),
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from evo_grpo.evolve.compare import Comparison, compare
 from evo_grpo.evolve.explore.step import lower_lr
 from evo_grpo.evolve.generation import Generation, check_plan, next_generation
+from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.settle import Settled, settle
 from evo_grpo.schema.shown import shown_value
 from evo_grpo.types import Decision, Member, Mutation, Score, Slot
@@ -119,7 +120,7 @@ def decide(
         next_id=next_id,
         trials=trials,
     )
-    decisions = _decisions(standings, settled, generation)
+    decisions = _decisions(standings, settled, generation, scores, strategy)
     decline = _decline(scores, archive, strategy.significance)
     if archive is not None and decline is not None:
         by_agent = {s.slot: score for s, score in zip(standings, scores, strict=True)}
@@ -279,7 +280,11 @@ def _copies_of_archive(
 
 
 def _decisions(
-    standings: Sequence[Standing], settled: Settled, generation: Generation
+    standings: Sequence[Standing],
+    settled: Settled,
+    generation: Generation,
+    scores: Sequence[Score | None],
+    strategy: Strategy,
 ) -> list[Decision]:
     agents = [s.slot for s in standings]
     hparams = dict(zip(generation.slots, generation.hparams, strict=True))
@@ -297,7 +302,10 @@ def _decisions(
         found.append(_decision("copied", agent, parent, ahead, text))
     for position, (parent, ahead) in settled.kept.items():
         agent = agents[position]
-        text = f"agent {agent} kept its weights: agent {agents[parent]} cannot be told from it"
+        text = (
+            f"agent {agent} kept its weights, since agent {agents[parent]} is not significantly "
+            "ahead"
+        )
         found.append(_decision("kept", agent, agents[parent], ahead, text))
     for position, compared in settled.left.items():
         agent = agents[position]
@@ -306,10 +314,32 @@ def _decisions(
                 found.append(_failed(agent))
             continue
         other, ahead = agents[compared[0]], compared[1]
-        how = "is ahead" if ahead.difference > 0 else "won its place by the draw"
-        text = f"agent {agent} left: agent {other}, the weakest that stays, {how}"
+        room = len(generation.slots)
+        places = f"{room} places" if room > 1 else "one place"
+        text = f"agent {agent} left, since the next round has {places} for {len(agents)} agents"
+        text += ", and " + _why_left(other, ahead, scores[position], scores[compared[0]], strategy)
         found.append(_decision("left", agent, other, ahead, text))
     return found
+
+
+def _why_left(
+    other: Slot, ahead: Comparison, own: Score | None, its: Score | None, strategy: Strategy
+) -> str:
+    """Return why an agent left and not `other`, the last of those that stay.
+
+    `own` and `its` are the scores of the two.
+    """
+    level = strategy.significance
+
+    def counts(found: Comparison) -> bool:
+        return found.difference > 0 if level is None else found.significant(level)
+
+    if counts(ahead):
+        return f"agent {other}, which stays, is ahead"
+    if own is not None and its is not None and counts(compare(own, its)):
+        return f"the selection kept agent {other}, which is behind"
+    how = "by lot" if isinstance(strategy.selector, TournamentSelection) else "by the selection"
+    return f"its tie with agent {other}, which stays, was decided {how}"
 
 
 def _why(standing: Standing) -> str:

@@ -118,12 +118,12 @@ class Learner:
                 and `off_policy_mask_threshold`; a row without them counts as sampled by the policy.
 
         Returns:
-            Per agent: loss, kl, clip_fraction, clip_low, clip_high, ratio_max, entropy, grad_norm,
-            sampler_gap (mean nats per token by which the sampler's log-probs differ from the
-            learner's; absent if no row has them), updates (optimizer steps taken), rows (as given),
-            skipped_rows (rows without a gradient: filtered, without a generated token, or of
-            advantage 0 where no term of the loss acts without one), failed (1 if a gradient was not
-            finite and its step was not taken).
+            Per agent: loss, kl (absent if none was computed), clip_fraction, clip_low, clip_high,
+            ratio_max, entropy, grad_norm, sampler_gap (mean nats per token by which the sampler's
+            log-probs differ from the learner's; absent if no row has them), updates (optimizer
+            steps taken), rows (as given), skipped_rows (rows without a gradient: filtered, without
+            a generated token, or of advantage 0 where no term of the loss acts without one), failed
+            (1 if a gradient was not finite and its step was not taken).
         """
         self.base.check_row(max((len(r.token_ids) for b in batches for r in b.rows), default=0))
         given = [len(b.rows) for b in batches]

@@ -84,7 +84,9 @@ def measure(
     sums.add("entropy", positions, total(entropies))
     sums.peak("ratio_max", positions, torch.where(mask, terms.ratio.detach(), zero).amax(-1))
     if terms.kl is not None:
+        has_reference = [row.ref is not None for row in batch.rows]
         sums.add("kl", positions, total(terms.kl))
+        sums.add("kl_tokens", positions, mask.sum(-1) * mask.new_tensor(has_reference))
     has_sampler = [row.sampler_logprobs is not None for row in batch.rows]
     if first and any(has_sampler):
         seen = batch.sampler_logprobs(batch.pad(flat.detach()))
@@ -103,8 +105,10 @@ def finish(sums: MetricSums, metrics: list[dict[str, float]]) -> list[dict[str, 
         steps = max(1.0, entry["updates"] + entry["failed"])
         entry["grad_norm"] /= steps
         entry["loss"] = values.get("loss", 0.0) / steps
-        for name in ("clip_low", "clip_high", "entropy", "kl"):
+        for name in ("clip_low", "clip_high", "entropy"):
             entry[name] = values.get(name, 0.0) / tokens
+        if values.get("kl_tokens"):  # not computed for beta 0, nor without rows to learn from
+            entry["kl"] = values["kl"] / tokens
         entry["clip_fraction"] = entry["clip_low"] + entry["clip_high"]
         entry["ratio_max"] = values.get("ratio_max", 0.0)
         compared = values.get("compared_tokens", 0.0)

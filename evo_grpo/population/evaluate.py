@@ -59,7 +59,7 @@ def evaluate(
 
     Starts are prompts, or seeds of episodes; a slot of None is the base model without an adapter.
     All policies sample with `temperature`, whatever the agents train with, and without top-k or
-    top-p. `stream` is the path of the random stream that all policies share.
+    top-p; 0 is greedy. `stream` is the path of the random stream that all policies share.
 
     Returns:
         One evaluation per entry of `slots`, of `samples` completions or episodes per start.
@@ -98,7 +98,7 @@ def evaluate_here(
             env,
             shard,
             starts,
-            samples=fitness.samples,
+            samples=fitness.per_prompt(fitness.samples),
             temperature=fitness.temperature,
             stream=stream,
         )
@@ -146,6 +146,34 @@ def merged(first: Evaluation, more: Evaluation, prompts: int) -> Evaluation:
         first.tokens + more.tokens,
         first.looks + more.looks,
     )
+
+
+def pass_at(rewards: np.ndarray, prompts: int, k: int, correct: float) -> Score:
+    """Return pass@k: the probability that one of k completions of a prompt is correct.
+
+    It is the unbiased estimator of Chen et al. (2021, arXiv:2107.03374): of n completions of a
+    prompt, c of them correct, it counts the sets of k that contain a correct one,
+    1 - C(n - c, k) / C(n, k). Completions without a reward are not counted.
+
+    Args:
+        rewards: (P * G,) in prompt order, NaN where all reward functions abstained.
+        prompts: P.
+        k: Completions of a set, from 1 to G.
+        correct: The least reward of a correct completion.
+
+    Returns:
+        The mean over prompts and its standard error. A prompt with fewer than k rewards is NaN in
+        `per_prompt`, and is left out of the mean.
+    """
+    table = rewards.reshape(prompts, -1)
+    # Weighted sums of rewards such as 0.7 + 0.3 are not exact.
+    right = np.where(np.isnan(table), False, table >= correct - 1e-9).sum(axis=1)
+    known = (~np.isnan(table)).sum(axis=1)
+    values = [
+        1 - math.comb(n - c, k) / math.comb(n, k) if n >= k else math.nan
+        for n, c in zip(known.tolist(), right.tolist(), strict=True)
+    ]
+    return summarise(np.array(values), prompts)
 
 
 def why_unranked(name: str, results: Sequence[Evaluation]) -> str:

@@ -20,7 +20,7 @@ from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.stats import Tally
 from evo_grpo.population.steps import CheckpointFiles
 from evo_grpo.record.records import AgentRecord, RoundRecord, SavedAgent
-from evo_grpo.record.stopping import Played, best_of, rules_that_hold
+from evo_grpo.record.stopping import Played, best_of, has_signal, rules_that_hold
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.seeding import derive, generator
 from evo_grpo.types import Decision, Score, Slot
@@ -144,7 +144,7 @@ def next_look(
     Further looks may cost a share `evolve.fitness.racing` of the completions of the first look.
     """
     results = {slot: agent.evaluation for slot, agent in agents.items()}
-    left = settings.evolve.fitness.racing * len(agents)
+    left = settings.evolve.fitness.second_looks * len(agents)
     left -= sum(result.looks - 1 for result in results.values())
     open_ones = undecided(results, settings.room(round + 1, len(agents)))
     if 1 < len(open_ones) <= left:
@@ -187,8 +187,12 @@ def next_round(
             f"round {round + 1}: no agent has a finite update and fitness, so none can be a "
             f"parent; {why}"
         )
+    planned = round + 1 >= settings.population.rounds
     stopped = _rules_that_hold(inputs, reports, seconds)
-    last = limited or bool(stopped) or round + 1 >= settings.population.rounds
+    if planned:
+        # Without a further round, there is none to spare.
+        stopped = tuple(rule for rule in stopped if rule != "no_signal")
+    last = limited or bool(stopped) or planned
     generation, decisions = _next_generation(inputs, reports, standings, round, last=last)
     record = RoundRecord(
         round=round,
@@ -257,7 +261,8 @@ def _rules_that_hold(
         return ()
     tokens = sum(report.tally.tokens + report.evaluation.tokens for report in reports)
     best = best_of([report.score for report in reports])
-    return rules_that_hold(stop, inputs.past, Played(best, tokens, seconds))
+    signal = has_signal([report.tally.means() for report in reports])
+    return rules_that_hold(stop, inputs.past, Played(best, tokens, seconds, signal))
 
 
 def ends_by_request(record: RoundRecord) -> bool:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.record.family import best_agent, best_ever
 from evo_grpo.record.names import BEST
+from evo_grpo.record.summary import gain_interval
 from evo_grpo.record.view import RunView, view_of
 from evo_grpo.record.winner import SelectedAgent, select, winner_files
+from evo_grpo.record.wording import count, with_error
 
 if TYPE_CHECKING:
     from evo_grpo.record.records import AgentRecord, RoundRecord
@@ -52,6 +54,19 @@ class ChosenAgent:
             and self.agent.kind != "mean"
             and winner.record is self.agent.record
         )
+
+    @property
+    def loss(self) -> str:
+        """How far the winner is behind the base model, if it is; otherwise an empty string.
+
+        It is behind if the 95% interval of its gain on the test prompts lies below zero.
+        """
+        summary = self.view.summary
+        if summary is None or not self.is_winner or not (ends := gain_interval(summary))[1] < 0:
+            return ""
+        gain = with_error(summary["gain"], summary["gain_se"], 4)
+        prompts = count(summary["best"]["n"], f"{summary['split']} prompt")
+        return f"{gain}, 95% interval {ends[0]:+.4f} to {ends[1]:+.4f}, on {prompts}"
 
     @property
     def better_ever(self) -> AgentRecord | None:

@@ -69,7 +69,7 @@ def fitness_se(agent: AgentRecord) -> float:
 def kl(agent: AgentRecord) -> float | None:
     """Return an agent's KL divergence from the reference in nats per token.
 
-    None if it was not computed: with beta 0 the learner records 0.
+    None if it was not computed. For beta 0, evo-grpo 0.2 and earlier recorded 0.
     """
     value = agent.metrics.get("kl")
     return value or None if agent.hparams.beta == 0 else value

@@ -45,7 +45,7 @@ def history(run: str | Path | Sequence[RoundRecord]) -> pd.DataFrame:
           "continue" where the same member trains on; mutated has the names of the hyperparameters
           that changed, joined by commas
         - reward, kl, loss, entropy, zero_variance, clip_fraction, completion_length: means over the
-          round's steps, NaN if an agent has none
+          round's steps, NaN if an agent has none; kl is NaN where beta is 0, since none is computed
         - tokens (sampled in training), wall_seconds
         - checkpoint (relative to the run folder), reason (why it failed, empty when it did not)
 
@@ -90,6 +90,7 @@ def _row(agent: AgentRecord, names: Sequence[str], *, continues: bool) -> dict[s
         "op": "continue" if continues else mutation.op,
         "mutated": "" if continues else ",".join(mutation.changes),
         **{name: agent.metrics.get(name, math.nan) for name in METRICS},
+        "kl": columns.kl(agent),
         "tokens": agent.tokens,
         "wall_seconds": agent.wall_seconds,
         "checkpoint": agent.checkpoint,

@@ -154,6 +154,17 @@ def leaderboard_rows(
     return [{"rank": rank, **row} for rank, row in enumerate(rows, start=1)]
 
 
+def order_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return how a leaderboard is ordered, if its fitness is not in descending order; else ""."""
+    known = [row["fitness"] for row in rows if row["fitness"] is not None]
+    if known == sorted(known, reverse=True):
+        return ""
+    return (
+        "Order: the winner, the other agents of the last round by fitness, then those that left, "
+        "the latest first."
+    )
+
+
 def _mean(winner: SelectedAgent, last: RoundRecord, names: Sequence[str]) -> dict[str, Any]:
     """Return the row of a mean that won; it played no round."""
     better = winner.record

@@ -19,16 +19,25 @@ _WORDS = {
     "patience": "{} rounds in a row are no better than the best before them",
     "minutes": "{} minutes of training are over",
     "tokens": "{} tokens are sampled",
+    "no_signal": "{} rounds in a row had no group with different rewards to learn from",
 }
 
 
 @dataclass(frozen=True)
 class Played:
-    """The values of a round that the rules read; `best` is -inf where no agent has a fitness."""
+    """The values of a round that the rules read.
+
+    Attributes:
+        best: The greatest fitness, -inf where no agent has one.
+        tokens: Tokens sampled in training and evaluation.
+        seconds: Wall time.
+        signal: Whether any agent had a group to learn from.
+    """
 
     best: float
     tokens: int
     seconds: float
+    signal: bool = True
 
     @classmethod
     def of(cls, record: RoundRecord) -> Played:
@@ -38,7 +47,13 @@ class Played:
             best_of([agent.score for agent in record.agents]),
             sum(agent.tokens for agent in record.agents) + record.evaluation_tokens,
             (record.ended or 0.0) - (record.started or 0.0) if known else 0.0,
+            has_signal([agent.metrics for agent in record.agents]),
         )
+
+
+def has_signal(metrics: Sequence[Mapping[str, float]]) -> bool:
+    """Return whether any agent had a group with different rewards; `metrics` are one per agent."""
+    return any(one.get("zero_variance", 0.0) < 1 for one in metrics)
 
 
 def best_of(scores: Sequence[Score | None]) -> float:
@@ -66,6 +81,13 @@ def _holding(stop: StopConfig, rounds: Sequence[Played]) -> Iterator[str]:
         yield "minutes"
     if stop.tokens is not None and sum(one.tokens for one in rounds) >= stop.tokens:
         yield "tokens"
+    if stop.no_signal is not None and _without_signal(rounds) >= stop.no_signal:
+        yield "no_signal"
+
+
+def _without_signal(rounds: Sequence[Played]) -> int:
+    """Return the number of rounds since the last one with a group to learn from."""
+    return next((n for n, one in enumerate(reversed(rounds)) if one.signal), len(rounds))
 
 
 def _since_best(rounds: Sequence[Played]) -> int:

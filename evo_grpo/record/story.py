@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from evo_grpo.record.family import founder_of
 from evo_grpo.record.leaderboard import tied
 from evo_grpo.record.stopping import why_it_ended
+from evo_grpo.record.summary import gain_interval
 from evo_grpo.record.wording import count, hyperparameter, listed, number, with_error
 from evo_grpo.schema.shown import short_name
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 VALUES_SHOWN = 5
 """The number of values of a hyperparameter up to which a schedule shows all of them."""
-CERTAIN = 2.0
-"""Standard errors above zero from which a gain over the base model is called a gain."""
 #: How members are created without a request of the user.
 _BY_ITSELF = ("init", "clone", "mutate", "restore", "mean")
 
@@ -34,11 +33,11 @@ class Sentence:
 
     Attributes:
         kind: "ended" (the rule that ended the run before its last round), "result" (the winner on
-            test prompts), "leader" (the best agent before the end), "winner" (the winner, and the
-            agent that it descends from), "schedule" (how its hyperparameters moved), "choice" (the
-            final comparison), "validation" (why that score differs from the test score), "share"
-            (its part of the training tokens), "guess" (the result without evolution) or "missing"
-            (a fact that this run does not have, and why).
+            test prompts), "passes" (the same by pass@k), "leader" (the best agent before the end),
+            "winner" (the winner, and the agent that it descends from), "schedule" (how its
+            hyperparameters moved), "choice" (the final comparison), "validation" (why that score
+            differs from the test score), "share" (its part of the training tokens), "guess" (the
+            result without evolution) or "missing" (a fact that this run does not have, and why).
         text: The sentence, with a capital letter and a full stop. Names in it come from files:
             escape it.
     """
@@ -108,6 +107,8 @@ def _finished(
     if why := why_it_ended(summary):
         yield Sentence("ended", f"Ended early: {why}.")
     yield _result(summary)
+    if passes := summary.get("passes"):
+        yield Sentence("passes", _passes(passes))
     yield Sentence("winner", _winner(rounds, winner, alone=alone))
     yield from _schedules(winner.lines, rounds[-1].mutable)
     if winner.final is not None and rivals:
@@ -184,11 +185,24 @@ def _result(summary: Mapping[str, Any]) -> Sentence:
     )
     if gain is None or error is None or math.isnan(error):
         return Sentence("result", f"{text}.")
-    if gain <= -CERTAIN * error and gain < 0:
+    low, high = gain_interval(summary)
+    if high < 0:
         text += ". Training made it worse: no agent of this run beat the base model"
-    elif gain < CERTAIN * error or gain <= 0:
+    elif not low > 0:
         text += ", which may be chance: no agent of this run clearly beat the base model"
     return Sentence("result", f"{text}.")
+
+
+def _passes(passes: Sequence[Mapping[str, Any]]) -> str:
+    parts: list[str] = []
+    for one in passes:
+        base, best = (with_error(one[name]["mean"], one[name]["se"]) for name in ("base", "best"))
+        gain = one["gain"]
+        sign = "" if gain is None or gain < 0 else "+"
+        parts.append(
+            f"pass@{one['k']} went from {base} to {best} ({sign}{with_error(gain, one['gain_se'])})"
+        )
+    return f"With a reward of at least {passes[0]['correct']:g} as correct, {listed(parts)}."
 
 
 def _winner(rounds: Sequence[RoundRecord], winner: SelectedAgent, *, alone: bool) -> str:

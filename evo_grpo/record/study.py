@@ -208,7 +208,8 @@ def study_attributes(config: RunConfig, id: str) -> dict[str, Any]:
         "task": config.env.kind,
         "algorithm": config.algorithm.kind,
         "objective": (
-            f"fitness: mean reward on {fitness.prompts} validation prompts x {fitness.samples}"
+            f"fitness: mean reward on {fitness.prompts} validation prompts x "
+            f"{fitness.per_prompt(fitness.samples)}"
         ),
         "agents": config.population.size,
         "rounds": config.population.rounds,

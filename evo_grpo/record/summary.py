@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
+from evo_grpo.evolve.intervals import interval
 from evo_grpo.record.folder import read_result
 from evo_grpo.record.names import SUMMARY
 from evo_grpo.record.plain import RelativePath
@@ -65,6 +66,16 @@ class _Earlier:
 
 
 @dataclass(frozen=True)
+class _Passes:
+    k: int
+    correct: float
+    base: MeanReward
+    best: MeanReward
+    gain: float | None
+    gain_se: float | None
+
+
+@dataclass(frozen=True)
 class _Summary:
     split: str
     base: MeanReward
@@ -78,6 +89,7 @@ class _Summary:
     files: Mapping[RelativePath, str] = field(default_factory=dict[str, str])
     stopped: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
     earlier: list[_Earlier] = field(default_factory=list[_Earlier])
+    passes: list[_Passes] = field(default_factory=list[_Passes])
 
 
 _SCHEMA = TypeAdapter(_Summary)
@@ -94,6 +106,7 @@ def read_summary(path: str | Path) -> dict[str, Any] | None:
           no rule did, missing if an earlier version wrote the file
         - files: SHA-256 by path of the files of a mean that won
         - earlier: the results of the run before it was extended to more rounds
+        - passes: see `judge.judge`; missing if an earlier version wrote the file
     """
     return read_summary_of(Path(path) / SUMMARY)
 
@@ -107,6 +120,22 @@ def read_summary_of(file: Path) -> dict[str, Any] | None:
 def earlier_end(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a summary that the summary of the extended run keeps."""
     return {name.name: summary[name.name] for name in fields(_Earlier)}
+
+
+def gain_interval(summary: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the 95% interval (low, high) of the winner's gain over the base model.
+
+    It is paired, by Student's t over the prompts that both answered; both ends are NaN if there are
+    fewer than two.
+    """
+    gain, error = summary["gain"], summary["gain_se"]
+    if gain is None or error is None:
+        return math.nan, math.nan
+    base, best = summary["base"], summary["best"]
+    pairs = zip(base.get("per_prompt", ()), best.get("per_prompt", ()), strict=False)
+    shared = sum(None not in pair for pair in pairs)
+    # Results of evo-grpo 0.2 and earlier have no rewards of single prompts.
+    return interval(gain, error, shared or min(base["n"], best["n"]))
 
 
 def score_of(part: Mapping[str, Any]) -> Score:

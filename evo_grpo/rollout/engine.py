@@ -81,11 +81,12 @@ class RolloutEngine:
 
     `Completion.logprobs` holds one log-prob per sampled token, including the end token:
     `log_softmax(logits / temperature)[token]`, in nats, computed in float32 under the weights that
-    sampled the token. Repetition penalty, min_output_tokens, top_k, top_p and min_p change which
-    tokens are drawn, but not the recorded log-prob. With one of them in force it is therefore not
-    the probability of the draw, but the log-prob of the policy that the loss differentiates. An
-    engine that cannot report this number reports None, and the learner computes it from the policy.
-    The log-probs are NaN for an agent whose weights are not finite.
+    sampled the token; greedy decoding (temperature 0) counts as temperature 1. Repetition penalty,
+    min_output_tokens, top_k, top_p and min_p change which tokens are drawn, but not the recorded
+    log-prob. With one of them in force it is therefore not the probability of the draw, but the
+    log-prob of the policy that the loss differentiates. An engine that cannot report this number
+    reports None, and the learner computes it from the policy. The log-probs are NaN for an agent
+    whose weights are not finite.
 
     Attributes:
         exact: True if the recorded log-probs equal those of the trainer's forward pass on the same

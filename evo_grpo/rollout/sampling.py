@@ -16,7 +16,8 @@ class Sampling:
     """The sampling settings of one agent.
 
     Attributes:
-        temperature: Divides the logits, > 0.
+        temperature: Divides the logits, > 0; or 0 for greedy decoding, which takes the likeliest
+            token after penalty and forbidden tokens, of equal ones the first.
         top_p: Nucleus mass kept, in (0, 1]; 1 keeps all.
         top_k: Tokens kept; 0 keeps all.
         min_p: Least probability relative to the likeliest token, in [0, 1).
@@ -57,22 +58,26 @@ class RowSampling:
     A setting that no row uses is None, so that it costs nothing.
 
     Attributes:
-        temperature: (B, 1) fp32.
+        temperature: (B, 1) fp32; 1 for greedy rows.
+        greedy: (B,) bool, the rows that take the likeliest token; None if no row does.
         top_p: (B, 1) fp32 or None.
         top_k: (B, 1) int64 or None (rows that keep all hold V).
         min_p: (B, 1) fp32 or None.
         penalty: (B, 1) fp32 or None.
         limit: (B,) int64 longest completion per row.
         minimum: (B,) int64 or None.
+        draws: Whether any row draws its tokens.
     """
 
     temperature: Tensor
+    greedy: Tensor | None
     top_p: Tensor | None
     top_k: Tensor | None
     min_p: Tensor | None
     penalty: Tensor | None
     limit: Tensor
     minimum: Tensor | None
+    draws: bool = True
 
     @classmethod
     def build(
@@ -95,20 +100,23 @@ class RowSampling:
 
         top_k = [s.top_k if 0 < s.top_k < vocabulary else vocabulary for s in settings]
         minimum = [s.min_output_tokens for s in settings]
+        greedy = [s.temperature == 0 for s in settings]
         return cls(
-            temperature=column([s.temperature for s in settings])[:, None],
+            temperature=column([s.temperature or 1.0 for s in settings])[:, None],
+            greedy=column(greedy, torch.bool) if any(greedy) else None,
             top_p=optional([s.top_p for s in settings], 1.0),
             top_k=optional([float(k) for k in top_k], float(vocabulary), torch.int64),
             min_p=optional([s.min_p for s in settings], 0.0),
             penalty=optional([s.repetition_penalty for s in settings], 1.0),
             limit=column([s.max_output_tokens for s in settings], torch.int64),
             minimum=column(minimum, torch.int64) if any(minimum) else None,
+            draws=not all(greedy),
         )
 
     def select(self, rows: Tensor) -> RowSampling:
         """Return the settings of the rows at some positions."""
-        values = {k: None if v is None else v.index_select(0, rows) for k, v in vars(self).items()}
-        return replace(self, **values)
+        tensors = {k: v for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **{k: v.index_select(0, rows) for k, v in tensors.items()})
 
 
 def sample_tokens(
@@ -121,6 +129,8 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Sample one token per row by inverting the cumulative distribution at the row's draw.
 
+    A greedy row takes the token with the greatest logit.
+
     Args:
         logits: (B, V) fp32; overwritten.
         draws: (B,) float64 in [0, 1).
@@ -132,7 +142,8 @@ def sample_tokens(
 
     Returns:
         (B,) int64 tokens and (B,) fp32 log-probs in nats under softmax(logits / temperature),
-        before penalty and filters: the distribution the loss differentiates.
+        before penalty and filters: the distribution the loss differentiates. Those of greedy rows
+        are at temperature 1.
     """
     scaled = logits.div_(rows.temperature)
     logprobs = torch.log_softmax(scaled, dim=-1)
@@ -144,8 +155,19 @@ def sample_tokens(
     if forbidden is not None:
         # Mask the logits: beside a forbidden token all other probabilities may round to 0.
         current = current.masked_fill(forbidden, float("-inf"))
-    probs = logprobs.exp() if current is scaled else torch.softmax(current, dim=-1)
-    probs = _filtered(probs, rows)
+    if rows.draws:
+        probs = logprobs.exp() if current is scaled else torch.softmax(current, dim=-1)
+        tokens = _drawn(_filtered(probs, rows), draws)
+        if rows.greedy is not None:
+            tokens = torch.where(rows.greedy[:, None], current.argmax(-1, keepdim=True), tokens)
+    else:
+        # No filter removes the likeliest token.
+        tokens = current.argmax(-1, keepdim=True)
+    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+
+
+def _drawn(probs: Tensor, draws: Tensor) -> Tensor:
+    """Return the tokens (B, 1) at the draws (B,) in weights (B, V) of any sum."""
     cumulative = probs.cumsum(dim=-1)
     total = cumulative[:, -1]
     # The largest number below 1 in this precision keeps the product below the total, so rounding
@@ -155,8 +177,7 @@ def sample_tokens(
     # A row of NaN, from an agent whose weights overflowed, gives an index past the end, which must
     # not fail the whole population.
     tokens = torch.searchsorted(cumulative, target[:, None], right=True)
-    tokens = tokens.clamp_(max=probs.shape[-1] - 1)
-    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+    return tokens.clamp_(max=probs.shape[-1] - 1)
 
 
 def _filtered(probs: Tensor, rows: RowSampling) -> Tensor:

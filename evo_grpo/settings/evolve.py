@@ -33,7 +33,11 @@ class FitnessConfig(Group):
     prompts: int = setting(64, "Validation prompts after each round.", ge=1)
     samples: int = setting(1, "Completions per validation prompt.", ge=1)
     temperature: Factor = setting(
-        1.0, "Sampling temperature of evaluations, independent of that in training.", gt=0
+        1.0,
+        "Sampling temperature of evaluations, independent of that in training. 0 is greedy: each "
+        "token is the likeliest one, and every prompt gets one completion, since others would be "
+        "equal.",
+        ge=0,
     )
     racing: float = setting(
         0.0,
@@ -59,6 +63,22 @@ class FitnessConfig(Group):
         "agent of the last round without a comparison.",
         ge=0,
     )
+
+    correct: float | None = setting(
+        None,
+        "Least reward of a completion that counts as correct. With it, the end of a run also gives "
+        "pass@1 and pass@k of base and winner on the test prompts, where k is `test_samples`; null "
+        "gives mean rewards only.",
+    )
+
+    def per_prompt(self, samples: int) -> int:
+        """Return how many of `samples` completions per prompt are sampled: one if greedy."""
+        return samples if self.temperature else min(samples, 1)
+
+    @property
+    def second_looks(self) -> float:
+        """`racing`, or 0 if evaluations are greedy: a second one would give the same answers."""
+        return self.racing if self.temperature else 0.0
 
 
 class EvolveConfig(Group):

@@ -64,6 +64,12 @@ class StopConfig(Group):
     tokens: float | None = setting(
         None, "Stop when this many tokens were sampled in training and evaluation.", gt=0
     )
+    no_signal: int | None = setting(
+        3,
+        "Stop when no agent had a group to learn from, one whose completions got different "
+        "rewards, for this many rounds in a row; null: no such rule.",
+        ge=1,
+    )
 
     @property
     def is_empty(self) -> bool:

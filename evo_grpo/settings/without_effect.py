@@ -313,9 +313,29 @@ def _start(seen: Seen) -> Iterator[Finding]:
             )
 
 
+def _greedy(seen: Seen) -> Iterator[Finding]:
+    fitness = None if seen.evolve is None else seen.evolve.fitness
+    if fitness is None or fitness.temperature:
+        return
+    fields = type(fitness).model_fields
+    for name in ("samples", "test_samples", "final_samples"):
+        if getattr(fitness, name) > 1 and getattr(fitness, name) != fields[name].default:
+            yield Finding(
+                f"evolve.fitness.{name}",
+                "has no effect with evolve.fitness.temperature 0, where all completions of a "
+                "prompt are equal and one is sampled; leave it out, or give a temperature",
+            )
+    if fitness.racing:
+        yield Finding(
+            "evolve.fitness.racing",
+            "has no effect with evolve.fitness.temperature 0, where a second evaluation gives the "
+            "same answers; leave it out, or give a temperature",
+        )
+
+
 TABLE: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
     *(_clip_coef, _algorithm, _still, _engine),
-    *(_exploration, _inherit_optimizer, _start),
+    *(_exploration, _inherit_optimizer, _start, _greedy),
 )
 """All checks; those about a run find nothing if only the agents' settings are known."""
 

@@ -44,7 +44,30 @@ def from_dict(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> Run
 
 def from_written(text: str, source: str) -> RunConfig:
     """Build a configuration from the text of `to_yaml` in a run folder, without anchors."""
-    return _build(parse(text, source, WrittenOutLoader), (), source)
+    return _build(_as_recorded(parse(text, source, WrittenOutLoader)), (), source)
+
+
+def from_recorded(settings: Mapping[str, Any]) -> RunConfig:
+    """Build the configuration of a run from its recorded settings.
+
+    A setting that the recording version did not have gets the value with which the run goes on as
+    it was begun.
+
+    Raises:
+        ConfigError: For all problems at once, one line each.
+    """
+    return _build(_as_recorded(settings), (), "configuration")
+
+
+def _as_recorded(settings: object) -> object:
+    """Fill in population.stop.no_signal, whose default would end a run recorded without it."""
+    population: Any = settings.get("population") if isinstance(settings, Mapping) else None
+    stop: Any = population.get("stop", {}) if isinstance(population, Mapping) else None
+    if not isinstance(stop, Mapping):
+        return settings  # not a run's settings: the errors are those of any mapping
+    found = cast("Mapping[str, Any]", settings)
+    filled = {**population, "stop": {"no_signal": None, **stop}}
+    return {**found, "population": filled}
 
 
 def to_yaml(config: RunConfig) -> str:

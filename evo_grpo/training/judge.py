@@ -12,7 +12,7 @@ from evo_grpo.evolve.compare import compare
 from evo_grpo.model.lora.load import mix_slots
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import AgentState
-from evo_grpo.population.evaluate import evaluate
+from evo_grpo.population.evaluate import Evaluation, evaluate, pass_at
 from evo_grpo.record.family import best_agent, best_ever, founder_of
 from evo_grpo.record.leaderboard import TIE_LEVEL
 from evo_grpo.record.names import BEST, MEAN
@@ -135,7 +135,7 @@ def choose(prepared: Prepared, candidates: Sequence[Finalist]) -> Choice:
         prepared.env,
         [candidate.slot for candidate in candidates],
         prepared.env.prompts("validation", fitness.prompts),
-        samples=fitness.final_samples,
+        samples=fitness.per_prompt(fitness.final_samples),
         temperature=fitness.temperature,
         stream=("final",),
     )
@@ -171,21 +171,24 @@ def judge(
     Returns:
         The content of summary.json, without the candidates. `gain` is the mean reward of the best
         agent minus that of the base. `gain_se` is its paired standard error, since both answer the
-        same prompts; with fewer than two prompts it is NaN, which the file stores as null.
+        same prompts; with fewer than two prompts it is NaN, which the file stores as null. `passes`
+        has pass@1 and pass@k with `evolve.fitness.correct`, and is empty without it.
     """
     fitness = prepared.round_settings.evolve.fitness
-    base, tested = (
-        result.score
-        for result in evaluate(
-            prepared.cohort,
-            prepared.env,
-            [None, best.slot],
-            prepared.env.prompts("test", fitness.test_prompts),
-            samples=fitness.test_samples,
-            temperature=fitness.temperature,
-            stream=("test",),
-        )
+    prompts = prepared.env.prompts("test", fitness.test_prompts)
+    samples = fitness.per_prompt(fitness.test_samples)
+    results = evaluate(
+        prepared.cohort,
+        prepared.env,
+        [None, best.slot],
+        prompts,
+        samples=samples,
+        temperature=fitness.temperature,
+        stream=("test",),
     )
+    base, tested = (result.score for result in results)
+    of = sorted({1, samples}) if fitness.correct is not None else []
+    correct = fitness.correct or 0.0
     return {
         "split": "test",
         "base": {**_score(base), "per_prompt": base.per_prompt},
@@ -201,8 +204,23 @@ def judge(
         },
         "gain": tested.mean - base.mean,
         "gain_se": compare(tested, base).error,
+        "passes": [_passes(k, correct, results, len(prompts)) for k in of],
         "rounds": len(rounds),
         "wall_seconds": seconds,
+    }
+
+
+def _passes(k: int, correct: float, results: Sequence[Evaluation], prompts: int) -> dict[str, Any]:
+    """Return pass@k of base and best agent, whose evaluations are `results`."""
+    base, best = (pass_at(result.rewards, prompts, k, correct) for result in results)
+    ahead = compare(best, base)
+    return {
+        "k": k,
+        "correct": correct,
+        "base": _score(base),
+        "best": _score(best),
+        "gain": ahead.difference,
+        "gain_se": ahead.error,
     }
 
 

@@ -10,6 +10,7 @@ from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.evolve.select.tournament import TournamentSelection
+from evo_grpo.evolve.select.truncation import TruncationSelection
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.types import Member, Score, Slot
@@ -55,15 +56,54 @@ def test_reasons_name_agents_values_and_errors():
     assert decision.difference == 0.7
     _, decisions = run([standing(0, 12), standing(1, 11)], 2, selector=selector)
     assert [d.sentence for d in decisions] == [
-        "agent 1 kept its weights: agent 0 cannot be told from it: +0.03 ± 0.02 on 40 shared "
-        "prompts"
+        "agent 1 kept its weights, since agent 0 is not significantly ahead: +0.03 ± 0.02 on 40 "
+        "shared prompts"
     ]
     _, decisions = run([standing(0, 30), standing(1, 2), standing(2, None)], 1)
     assert [d.sentence for d in decisions] == [
-        "agent 1 left: agent 0, the weakest that stays, is ahead: +0.70 ± 0.07 on 40 shared "
-        "prompts",
+        "agent 1 left, since the next round has one place for 3 agents, and agent 0, which "
+        "stays, is ahead: +0.70 ± 0.07 on 40 shared prompts",
         "agent 2 left: its update or its fitness was not finite",
     ]
+
+
+def left_of(standings, places, level=0.1, selector=None):
+    """Why agents left, by agent, without the beginning that all of these sentences share."""
+    decisions = run(standings, places, level=level, selector=selector)[1]
+    start = f"left, since the next round has {places} places for {len(standings)} agents, and "
+    found = {d.agent: d.sentence for d in decisions if d.kind == "left"}
+    return {agent: text.removeprefix(f"agent {agent} {start}") for agent, text in found.items()}
+
+
+def test_an_agent_that_leaves_with_a_tie_leaves_by_lot_and_not_behind():
+    tournament = TournamentSelection(size=1)
+    close = [standing(0, 30), standing(1, 20), standing(2, 21), standing(3, 20)]
+    found = left_of(close, 2, selector=tournament)
+    (stays,) = {1, 2, 3} - set(found)
+    for agent, text in found.items():
+        ahead = close[stays].history[0].mean - close[agent].history[0].mean
+        assert text.startswith(f"its tie with agent {stays}, which stays, was decided by lot: ")
+        assert f": {ahead:+.2f} ± " in text
+    # Truncation draws nothing: it goes by the mean.
+    (text,) = left_of(close[:3], 2, selector=TruncationSelection()).values()
+    assert text.startswith("its tie with agent 2, which stays, was decided by the selection: +")
+    # Without a test, every difference counts.
+    (text,) = left_of(close[:3], 2, level=None, selector=TruncationSelection()).values()
+    assert text.startswith("agent 2, which stays, is ahead: +")
+
+
+class First:
+    """A selection that keeps the first agents, however well the others do."""
+
+    def plan(self, histories, places, rng):
+        return tuple(Offspring(n, n, elite=True) for n in range(places))
+
+
+def test_a_selection_of_ones_own_may_keep_an_agent_that_is_behind():
+    found = left_of([standing(0, 3), standing(1, 2), standing(2, 30)], 2, selector=First())
+    assert found == {
+        2: "the selection kept agent 1, which is behind: -0.70 ± 0.07 on 40 shared prompts"
+    }
 
 
 def test_collapsed_agents_are_no_parents_and_leave_first():

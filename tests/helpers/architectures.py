@@ -9,12 +9,15 @@ from transformers import (
     DeepseekV32Config,
     FalconConfig,
     Gemma3TextConfig,
+    GemmaConfig,
     GPTNeoConfig,
+    GPTNeoXConfig,
     MixtralConfig,
     MptConfig,
     OPTConfig,
     Phi3Config,
     Qwen2MoeConfig,
+    Qwen3Config,
     Qwen3MoeConfig,
 )
 from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
@@ -67,6 +70,22 @@ def falcon(**changes):
         "intermediate_size": None,
     }
     return tiny.of(FalconConfig(**_given(WIDTHS | sizes | changes)))
+
+
+def gpt_neox(**changes):
+    """Runs attention and feed-forward side by side, and turns a part of each head."""
+    sizes = {"num_key_value_heads": None}
+    return tiny.of(GPTNeoXConfig(**_given(WIDTHS | sizes | changes)))
+
+
+def qwen3(**changes):
+    """Normalises queries and keys of each head."""
+    return tiny.of(Qwen3Config(**WIDTHS | {"head_dim": 8} | changes))
+
+
+def gemma(**changes):
+    """Scales its embeddings, and adds 1 to the weights of its norms."""
+    return tiny.of(GemmaConfig(**WIDTHS | {"head_dim": 8} | changes))
 
 
 def gpt_neo(**changes):

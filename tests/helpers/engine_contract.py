@@ -48,7 +48,7 @@ def logprobs_of(slots, request, prompt, completion):
     """What the loss will compute for the sampled tokens."""
     sequence = prompt.token_ids + completion.token_ids
     logits = logits_of(slots, request.adapter, sequence)
-    table = torch.log_softmax(logits / request.sampling.temperature, dim=-1)
+    table = torch.log_softmax(logits / (request.sampling.temperature or 1.0), dim=-1)
     start = len(prompt.token_ids) - 1
     return [table[start + i, token].item() for i, token in enumerate(completion.token_ids)]
 
@@ -174,7 +174,10 @@ class RolloutContract:
     def test_the_likeliest_token_of_every_step(self, engine, slots):
         requests = [
             self.request_for(slots, i, sampling=Sampling(max_output_tokens=5, **greedy), samples=2)
-            for i, greedy in enumerate(({"top_k": 1}, {"temperature": 1e-4}, {"top_p": 1e-6}))
+            for i, greedy in (
+                *((0, {"top_k": 1}), (1, {"temperature": 1e-4}), (2, {"top_p": 1e-6})),
+                *((0, {"temperature": 0.0}), (1, {"temperature": 0.0, "top_p": 0.5})),
+            )
         ]
         for request, groups in zip(requests, engine.rollout(requests), strict=True):
             for group in groups:

@@ -63,9 +63,9 @@ class TrackerContract:
                 expected = [
                     (row["round"] * STEPS + row["step"] + 1, row[name])
                     for row in rows
-                    if row["agent"] == agent
+                    if row["agent"] == agent and name in row
                 ]
-                assert found[f"agent-{agent:02d}", name] == [
+                assert found.get((f"agent-{agent:02d}", name), []) == [
                     (step, pytest.approx(value, rel=1e-5)) for step, value in expected
                 ]
 

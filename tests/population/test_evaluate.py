@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from evo_grpo.envs.protocol import Experience
 from evo_grpo.population.evaluate import (
     Evaluation,
     evaluate,
+    evaluate_here,
     merged,
+    pass_at,
     summarise,
     undecided,
     weighted,
@@ -81,6 +84,43 @@ def test_equal_policies_get_equal_samples_whoever_else_is_there(prepared):
     assert alone.score == second.score
     assert len(first.rewards) == 10
     assert first.score.mean == pytest.approx(first.rewards.mean())
+
+
+def test_greedy_answers_are_the_likeliest_ones_and_one_for_each_prompt(prepared):
+    fitness = prepared.round_settings.evolve.fitness.replace(samples=3, temperature=0.0)
+    starts = prepared.env.prompts("validation", 5)
+    found = evaluate_here(prepared.cohort, prepared.env, [0], starts, fitness, stream=("x",))[0]
+    (cold,) = call(prepared, [0], samples=1, temperature=1e-4, stream=("other",))
+    texts = [[t.text for t in one.experience.trajectories] for one in (found, cold)]
+    assert len(texts[0]) == 5
+    assert texts[0] == texts[1]
+
+
+def passes(rewards, k, correct=1.0):
+    """pass@k by counting the sets of k completions; None where there are too few."""
+    known = [reward for reward in rewards if not math.isnan(reward)]
+    sets = list(combinations(known, k))
+    return (
+        sum(any(reward >= correct for reward in one) for one in sets) / len(sets) if sets else None
+    )
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_pass_at_k_counts_the_sets_with_a_correct_completion(k):
+    rng = np.random.default_rng(k)
+    table = rng.choice([0.0, 0.5, 1.0, 1.2, NAN], (40, 5), p=[0.5, 0.2, 0.1, 0.1, 0.1])
+    expected = [value for row in table.tolist() if (value := passes(row, k)) is not None]
+    found = pass_at(table.reshape(-1), 40, k, 1.0)
+    assert found.mean == pytest.approx(np.mean(expected))
+    assert found.se == pytest.approx(np.std(expected, ddof=1) / math.sqrt(len(expected)))
+    assert found.n == len(expected)
+
+
+def test_pass_at_k_is_not_biased():
+    """On average over samples of 6 it is the chance that one of 3 is correct, 1 - 0.7 ** 3."""
+    rewards = (np.random.default_rng(0).random((40_000, 6)) < 0.3).astype(float)
+    found = pass_at(rewards.reshape(-1), len(rewards), 3, 1.0)
+    assert abs(found.mean - (1 - 0.7**3)) < 4 * found.se
 
 
 def test_streams_differ(prepared):

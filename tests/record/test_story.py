@@ -108,6 +108,18 @@ def test_a_run_that_beat_the_base_and_one_that_did_not(gain, error, words):
     assert ("chance" in result) == ("chance" in words)
 
 
+def test_pass_at_k_of_base_and_winner():
+    passes = [
+        {"k": k, "correct": 0.5, "base": {"mean": base, "se": 0.02, "n": 256}, "gain": best - base,
+         "gain_se": 0.03, "best": {"mean": best, "se": None, "n": 256}}
+        for k, base, best in ((1, 0.33, 0.81), (4, 0.9, 0.8))
+    ]  # fmt: skip
+    assert told({**SUMMARY, "passes": passes})["passes"] == (
+        "With a reward of at least 0.5 as correct, pass@1 went from 0.33 ± 0.02 to 0.81 (+0.48 ± "
+        "0.03) and pass@4 went from 0.90 ± 0.02 to 0.80 (-0.10 ± 0.03)."
+    )
+
+
 @pytest.mark.parametrize(
     ("validation", "words"),
     [

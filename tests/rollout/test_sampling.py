@@ -106,6 +106,37 @@ class TestOneRowAgainstPlainPython:
         torch.testing.assert_close(logprobs.exp(), expected)
 
 
+class TestGreedyRows:
+    def test_the_likeliest_token_whatever_the_draw_and_the_filters(self):
+        logits = tiny.noise((50, V), 3)
+        for more in ({}, {"top_p": 0.2}, {"top_k": 3}, {"min_p": 0.9}):
+            tokens, logprobs = sample(logits, Sampling(temperature=0.0, **more), grid(50))
+            assert tokens.tolist() == logits.argmax(-1).tolist()
+            expected = torch.log_softmax(logits, -1).amax(-1)  # of the policy, at temperature 1
+            torch.testing.assert_close(logprobs, expected)
+
+    def test_after_penalty_and_forbidden_tokens(self):
+        logits = torch.arange(V).float()
+        greedy = Sampling(temperature=0.0, repetition_penalty=3.0)
+        tokens, _ = sample(logits, greedy, grid(1), seen=(V - 1,), forbidden=(V - 2,))
+        assert tokens.tolist() == [V - 3]
+
+    def test_beside_rows_that_draw_nothing_changes(self):
+        draws = grid(60)
+        logits = tiny.noise((60, V), 5) * 2
+        settings = [Sampling(top_p=0.9), Sampling(temperature=0.0), Sampling(temperature=0.7)]
+        together = sample(logits, settings, draws)
+        for index, sampling in enumerate(settings):
+            rows = slice(20 * index, 20 * (index + 1))
+            alone = sample(logits[rows], sampling, draws[rows])
+            assert together[0][rows].equal(alone[0])
+            assert together[1][rows].equal(alone[1])
+
+    def test_weights_that_are_not_finite_show_in_the_log_prob(self):
+        _, logprobs = sample(torch.full((V,), math.nan), Sampling(temperature=0.0), grid(2))
+        assert logprobs.isnan().all()
+
+
 class TestManyRows:
     def test_every_row_has_its_own_settings(self):
         """A batch of unlike rows samples what each of them samples alone."""

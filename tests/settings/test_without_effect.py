@@ -224,6 +224,19 @@ def test_moments_that_nobody_inherits(overrides, dead):
     assert any(text.startswith(name) for text in texts) == dead
 
 
+@pytest.mark.parametrize("name", ["samples", "test_samples", "final_samples", "racing"])
+def test_further_completions_of_a_greedy_evaluation(name):
+    given = [f"evolve.fitness.{name}=3"]
+    assert not any(name in text for text in warnings(from_dict(RUN, given)))
+    assert warnings(from_dict(RUN, ["evolve.fitness.temperature=0"])) == warnings(from_dict(RUN))
+    (text,) = (
+        text
+        for text in warnings(from_dict(RUN, [*given, "evolve.fitness.temperature=0"]))
+        if name in text
+    )
+    assert text.startswith(f"evolve.fitness.{name} has no effect with evolve.fitness.temperature 0")
+
+
 def test_without_copies_it_makes_no_difference_whether_moments_are_inherited():
     ends = []
     for inherit in (True, False):

@@ -117,6 +117,8 @@ def _compared(choice: ChosenAgent) -> list[str]:
         f"test split, judged once: {_score(winner.test)} (base model {_score(view.base)}) on "
         f"{count(winner.test.n, 'prompt')}"
     )
+    if choice.loss:
+        facts.append(f"**worse than the base model**: {choice.loss}")
     return [*facts, *(_plain(sentence) for sentence in view.missing)]
 
 

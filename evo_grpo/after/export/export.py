@@ -31,6 +31,7 @@ from evo_grpo.after.export.writing import (
     check_target,
     write_export,
 )
+from evo_grpo.errors import ConfigError
 from evo_grpo.record.choice import ChosenAgent, choose_of
 from evo_grpo.record.config import read_settings
 from evo_grpo.record.files import writing
@@ -50,6 +51,7 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
     merge: bool = False,
     push: str | None = None,
     force: bool = False,
+    anyway: bool = False,
 ) -> Path:
     """Write an agent of a run as a folder that loads without this package, with a model card.
 
@@ -68,6 +70,8 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
         push: A repository on the Hugging Face Hub, `owner/name`, to push it to; a new one is
             private. The token is read from HF_TOKEN.
         force: Replace the files of an earlier export.
+        anyway: Export a winner that is worse than the base model too: the 95% interval of its gain
+            on the test prompts lies below zero.
 
     Returns:
         The folder. `AutoPeftModelForCausalLM.from_pretrained(".")` loads it there, of a merged
@@ -76,7 +80,8 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
     Raises:
         CheckpointError: No round is finished, no agent has a fitness, its checkpoint was
             deleted or changed, or another file of the run is damaged.
-        ConfigError: There is no such agent, member or round, or `push` has no token.
+        ConfigError: There is no such agent, member or round, `push` has no token, or the winner is
+            worse than the base model and `anyway` is off.
         ModelError: The base cannot be loaded, or an adapter cannot be merged into it.
         EngineUnavailable: The base is in a package that is not installed.
         RunDirError: `out` is not empty and `force` is off, it has a folder with the name of a file,
@@ -85,13 +90,25 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
             folder exists.
     """
     choice = choose_of(run, agent, member, round, best_ever=best_ever)
-    return export_choice(choice, Path(out), merge=merge, push=push, force=force)
+    return export_choice(choice, Path(out), merge=merge, push=push, force=force, anyway=anyway)
 
 
 def export_choice(
-    choice: ChosenAgent, target: Path, *, merge: bool, push: str | None, force: bool
+    choice: ChosenAgent,
+    target: Path,
+    *,
+    merge: bool,
+    push: str | None,
+    force: bool,
+    anyway: bool = False,
 ) -> Path:
     """Write the chosen agent; see `export`."""
+    if choice.loss and not anyway:
+        raise ConfigError(
+            f"export: expected a winner that is not worse than the base model, got a loss of "
+            f"{choice.loss}; use the base model, export another agent by its number, or this one "
+            "with --anyway (anyway=True in Python)"
+        )
     pushing = None if push is None else Push.prepare(push)
     adapter = read_adapter_files(choice)
     with writing(target, "export"):

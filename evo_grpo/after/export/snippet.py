@@ -91,8 +91,7 @@ def transformers_snippet(use: Use) -> str:
             *_asked(use),
             *_inputs(use),
             "output = model.generate(",
-            f"    **inputs, max_new_tokens={use.tokens}, do_sample=True, "
-            f"temperature={use.temperature}, top_k=0",
+            f"    **inputs, max_new_tokens={use.tokens}, {_decoding(use)}",
             ")",
             'answer = output[0, inputs["input_ids"].shape[1] :]',
             "print(tokenizer.decode(answer, skip_special_tokens=True))",
@@ -173,6 +172,12 @@ def _inputs(use: Use) -> list[str]:
         f'    messages, {how}=True, return_dict=True, return_tensors="pt"',
         ")",
     ]
+
+
+def _decoding(use: Use) -> str:
+    if not use.temperature:
+        return "do_sample=False"
+    return f"do_sample=True, temperature={use.temperature}, top_k=0"
 
 
 def _continues(use: Use) -> bool:

@@ -14,6 +14,7 @@ from evo_grpo.after.trying.policy import (
     Policy,
     adapter_of,
     check_answers,
+    check_temperature,
     config_of,
     loaded,
 )
@@ -26,7 +27,7 @@ from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.evaluate import weighted
 from evo_grpo.record.choice import ChosenAgent, choose_of
-from evo_grpo.schema.validation import LEAST, MOST, computable, shown, whole
+from evo_grpo.schema.validation import shown, whole
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.types import Prompt
@@ -115,8 +116,9 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
         member: See `agent`.
         round: See `agent`.
         best_ever: See `agent`.
-        n: Answers to each prompt, >= 1.
-        temperature: Sampling temperature, > 0; None takes that of the run's evaluations.
+        n: Answers to each prompt, >= 1; greedy decoding gives one, since all would be equal.
+        temperature: Sampling temperature; 0 decodes greedily, and None takes that of the run's
+            evaluations.
         base: Whether the base model is sampled too.
         seed: Seed of the draws.
         raw: Send prompts as they are, without the template.
@@ -151,8 +153,7 @@ def answers(
     """
     whole(1).check("n", drawn.n)
     whole().check("seed", drawn.seed)
-    if drawn.temperature is not None:
-        computable(LEAST, MOST).check("temperature", drawn.temperature)
+    check_temperature(drawn.temperature)
     # For rows the code that the task names is imported and called.
     command = f"sample {choice.run} --row N" if rows else None
     config = config_of(choice, _OBJECTS, command, drawn.allow)
@@ -164,13 +165,16 @@ def answers(
         how = how or _how(config, raw=drawn.raw)
         slots = {choice.title: policy.slot, **({"base": None} if drawn.base else {})}
         numbers = count(1)
+        fitness = config.evolve.fitness
+        if drawn.temperature is not None:
+            fitness = fitness.replace(temperature=drawn.temperature)
 
         def sampler() -> PopulationSampler:
             return PopulationSampler.compared(
                 policy.cohort,
                 list(slots.values()),
-                samples=drawn.n,
-                temperature=drawn.temperature or config.evolve.fitness.temperature,
+                samples=fitness.per_prompt(drawn.n),
+                temperature=fitness.temperature,
                 stream=("sample", drawn.seed, next(numbers)),
             )
 

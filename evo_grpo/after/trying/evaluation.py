@@ -1,27 +1,36 @@
-"""evaluate_adapter(adapter, config): mean reward of an adapter, and of its base model."""
+"""evaluate_adapter(adapter, config): mean reward and pass@k of an adapter, and of its base."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from evo_grpo.after.trying.policy import adapter_of, check_answers, config_of, loaded
+from evo_grpo.after.trying.policy import (
+    Policy,
+    adapter_of,
+    check_answers,
+    check_temperature,
+    config_of,
+    loaded,
+)
+from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import CheckpointError, ConfigError, RunFailedError
 from evo_grpo.evolve.compare import compare
 from evo_grpo.evolve.intervals import LEVEL, interval
 from evo_grpo.model.lora.configs import read_config
 from evo_grpo.model.lora.files import CONFIG as ADAPTER_CONFIG
 from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
-from evo_grpo.population.evaluate import Evaluation, evaluate
+from evo_grpo.population.evaluate import Evaluation, evaluate, pass_at
 from evo_grpo.record.choice import choose_of
 from evo_grpo.record.files import plain_value
 from evo_grpo.record.folder import is_run
-from evo_grpo.schema.validation import whole
+from evo_grpo.schema.validation import number, whole
 from evo_grpo.settings import RunConfig
+from evo_grpo.training.assemble import task_of
 from evo_grpo.training.run import as_config
 from evo_grpo.types import Score
 
@@ -50,6 +59,27 @@ class Result:
 
 
 @dataclass(frozen=True)
+class PassAt:
+    """pass@k of an adapter: the probability that one of k completions of a prompt is correct.
+
+    Attributes:
+        k: Completions.
+        own: pass@k of the adapter.
+        base: pass@k of the base, None if it was not evaluated.
+        gain: Adapter minus base, over the prompts that both answered.
+        gain_se: Paired standard error of the gain, NaN from fewer than two prompts.
+        interval: Interval of the gain with probability `LEVEL`, by Student's t over prompts.
+    """
+
+    k: int
+    own: Result
+    base: Result | None = None
+    gain: float | None = None
+    gain_se: float | None = None
+    interval: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
 class Judged:
     """The result of an adapter on a split of a task.
 
@@ -64,6 +94,9 @@ class Judged:
         gain: Adapter minus base, over the prompts that both answered.
         gain_se: Paired standard error of the gain, NaN from fewer than two prompts.
         interval: Interval of the gain with probability `LEVEL`, by Student's t over prompts.
+        file: The test file of the prompts, None for the split of the configuration.
+        correct: The least reward of a correct completion, for `passes`.
+        passes: pass@k for each k that was asked for.
     """
 
     adapter: str
@@ -76,18 +109,79 @@ class Judged:
     gain: float | None = None
     gain_se: float | None = None
     interval: tuple[float, float] | None = None
+    file: str | None = None
+    correct: float = 1.0
+    passes: tuple[PassAt, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values; numbers that are not finite are None."""
         return {"level": LEVEL, **plain_value(asdict(self))}
 
 
-def evaluate_adapter(
+@dataclass(frozen=True)
+class Asked:
+    """The settings of an evaluation; see `evaluate_adapter`."""
+
+    split: JudgedOn = "test"
+    prompts: int | None = None
+    samples: int | None = None
+    temperature: float | None = None
+    passes: Sequence[int] = ()
+    correct: float | None = None
+    base: bool = True
+
+    def __post_init__(self) -> None:
+        if self.split not in ("validation", "test"):
+            raise ConfigError(f"split: expected validation or test, got {self.split!r}")
+        for name in ("prompts", "samples"):
+            if (value := getattr(self, name)) is not None:
+                whole(1).check(name, value)
+        for k in self.passes:
+            whole(1).check("pass_at", k)
+        check_temperature(self.temperature)
+        if self.correct is not None:
+            number(math.isfinite, "a finite number").check("correct", self.correct)
+
+    def in_run(self, run: RunConfig) -> Asked:
+        """Return the settings with those of a run where none are given.
+
+        Raises:
+            ConfigError: pass@k needs more completions than are sampled.
+        """
+        fitness = run.evolve.fitness
+        if self.temperature is not None:
+            fitness = fitness.replace(temperature=self.temperature)
+        # Validation repeats the draws of the final comparison, and its samples where it has any.
+        test = self.split == "test"
+        usual = fitness.test_samples if test else fitness.final_samples or fitness.samples
+        most = max(self.passes, default=1)
+        samples = fitness.per_prompt(self.samples or max(usual, most))
+        if most > samples:
+            greedy = " at temperature 0, where all of them are equal" if samples == 1 else ""
+            raise ConfigError(
+                f"pass_at: expected at most {samples}, the completions of a prompt{greedy}, got "
+                f"{most}; "
+                + ("give a temperature above 0" if greedy else "give as many samples, or leave k")
+            )
+        correct = fitness.correct if self.correct is None else self.correct
+        return replace(
+            self,
+            samples=samples,
+            temperature=fitness.temperature,
+            correct=1.0 if correct is None else correct,
+        )
+
+
+def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
     adapter: str | Path,
     config: RunConfig | str | Path | Mapping[str, Any] | None = None,
     *,
     split: JudgedOn = "test",
     prompts: int | None = None,
+    samples: int | None = None,
+    temperature: float | None = None,
+    pass_at: int | Sequence[int] = (),
+    correct: float | None = None,
     base: bool = True,
     allow: Sequence[str] = (),
 ) -> Judged:
@@ -101,6 +195,15 @@ def evaluate_adapter(
         split: "test" repeats the test at the end of a run, "validation" the comparison of its
             finalists.
         prompts: Number of prompts; None takes as many as the run does.
+        samples: Completions per prompt; None takes as many as the run does, and at least as many
+            as `pass_at` needs.
+        temperature: Sampling temperature; 0 decodes greedily, with one completion per prompt. None
+            takes that of the run's evaluations.
+        pass_at: One k or several, for which pass@k is estimated; see
+            `evo_grpo.population.evaluate.pass_at`.
+        correct: The least reward, summed over the reward functions with their weights, of a
+            completion that counts as correct in pass@k; None takes `evolve.fitness.correct`, or 1
+            if that is null.
         base: Whether the base is evaluated too, with the same draws.
         allow: Without a `config`, your files that may differ from those of the run, by their
             names in the error that a difference raises.
@@ -108,57 +211,155 @@ def evaluate_adapter(
     Raises:
         CheckpointError: `adapter` is neither a PEFT folder nor a run with a finished round, or a
             file was changed.
-        ConfigError: The adapter does not fit the base, there is no configuration, or the settings
-            or the files of the run have changed.
+        ConfigError: The adapter does not fit the base, there is no configuration, a number is out
+            of range, or the settings or the files of the run have changed.
         RunFailedError: The adapter, or the base, has log-probabilities that are not finite, or no
             reward.
         EvoGrpoError: The base or the task cannot be loaded.
     """
-    if split not in ("validation", "test"):
-        raise ConfigError(f"split: expected validation or test, got {split!r}")
-    if prompts is not None:
-        whole(1).check("prompts", prompts)
-    name, folder, run = _found(Path(adapter), config, allow)
-    fitness = run.evolve.fitness
-    # Validation repeats the draws of the final comparison, and its samples where it has any.
-    samples = fitness.test_samples if split == "test" else fitness.final_samples or fitness.samples
-    count = prompts or (fitness.test_prompts if split == "test" else fitness.prompts)
-    with loaded(run, folder, with_env=True) as policy:
-        assert policy.env is not None, "loaded with with_env=True"
-        # Base first, as at the end of a run: the same batch gives the same bits.
-        found = evaluate(
-            policy.cohort,
-            policy.env,
-            [*([None] if base else []), policy.slot],
-            policy.env.prompts(split, count),
-            samples=samples,
-            temperature=fitness.temperature,
-            stream=("test",) if split == "test" else ("final",),
+    asked = Asked(split, prompts, samples, temperature, _several(pass_at), correct, base)
+    (judged,) = _evaluated(Path(adapter), config, (), asked, allow)
+    return judged
+
+
+def evaluate_files(  # noqa: PLR0913 -- all but the first three have defaults
+    adapter: str | Path,
+    files: str | Path | Sequence[str | Path],
+    config: RunConfig | str | Path | Mapping[str, Any] | None = None,
+    *,
+    prompts: int | None = None,
+    samples: int | None = None,
+    temperature: float | None = None,
+    pass_at: int | Sequence[int] = (),
+    correct: float | None = None,
+    base: bool = True,
+    allow: Sequence[str] = (),
+) -> list[Judged]:
+    """Evaluate an adapter on several test files, each in place of `env.test`.
+
+    The model is loaded once. All files are read and checked before.
+
+    Args:
+        adapter: See `evaluate_adapter`, also for all other arguments and for what is raised.
+        files: Files of rows with the columns that prompt and reward of the task use; the task must
+            be of kind `dataset`.
+        config: See `evaluate_adapter`.
+        prompts: Number of prompts of each file; None takes all.
+        samples: See `evaluate_adapter`.
+        temperature: See `evaluate_adapter`.
+        pass_at: See `evaluate_adapter`.
+        correct: See `evaluate_adapter`.
+        base: See `evaluate_adapter`.
+        allow: See `evaluate_adapter`.
+
+    Returns:
+        One result per file, in order.
+
+    Raises:
+        ConfigError: No file is given, or the task has rows of its own.
+        DataError: A file cannot be read, or lacks a column.
+    """
+    asked = Asked("test", prompts, samples, temperature, _several(pass_at), correct, base)
+    given = [files] if isinstance(files, str | Path) else list(files)
+    if not given:
+        raise ConfigError("files: expected at least one test file, got none")
+    return list(_evaluated(Path(adapter), config, given, asked, allow))
+
+
+def _several(value: int | Sequence[int]) -> tuple[int, ...]:
+    return tuple(value) if isinstance(value, Sequence) else (value,)
+
+
+def _evaluated(
+    adapter: Path,
+    config: RunConfig | str | Path | Mapping[str, Any] | None,
+    files: Sequence[str | Path],
+    asked: Asked,
+    allow: Sequence[str],
+) -> Iterator[Judged]:
+    """Yield the result on each test file; on the split of the configuration without files."""
+    name, folder, run = _found(adapter, config, allow)
+    asked = asked.in_run(run)
+    if files and run.env.kind != "dataset":
+        raise ConfigError(
+            f"files: expected a task of kind dataset, whose test rows come from a file, got "
+            f"{run.env.kind!r}, which has rows of its own; leave the files out"
         )
-        for who, one in zip(["the base", name] if base else [name], found, strict=True):
-            _check_finite(who, one)
-        *bases, own = (one.score for one in found)
-        task = policy.env.name
-    judged = Judged(name, task, split, samples, fitness.temperature, Result.of(own))
-    if not bases:
-        return judged
-    (other,) = bases
-    ahead = compare(own, other)
+    runs = [run.replace(env=run.env.replace(test=str(file))) for file in files] or [run]
+    tasks = [task_of(one) for one in runs]
+    with loaded(runs[0], folder, with_env=True, task=tasks[0]) as policy:
+        assert policy.env is not None, "loaded with with_env=True"
+        for position, (one, task) in enumerate(zip(runs, tasks, strict=True)):
+            env = policy.env
+            if position:
+                assert task is not None, "a dataset has a single turn"
+                env = policy.environment(one, task)
+            fitness = run.evolve.fitness
+            usual = fitness.test_prompts if asked.split == "test" else fitness.prompts
+            size = asked.prompts or (None if files else usual)
+            file = str(files[position]) if files else None
+            yield _judged(policy, env, replace(asked, prompts=size), name, file)
+
+
+def _judged(
+    policy: Policy, env: Environment[Any], asked: Asked, name: str, file: str | None
+) -> Judged:
+    """Evaluate the adapter of a policy, and its base, on the prompts of an environment."""
+    assert asked.samples is not None, "set by Asked.in_run"
+    assert asked.temperature is not None, "set by Asked.in_run"
+    correct = asked.correct
+    assert correct is not None, "set by Asked.in_run"
+    prompts = env.prompts(asked.split, asked.prompts)
+    # Base first, as at the end of a run: the same batch gives the same bits.
+    found = evaluate(
+        policy.cohort,
+        env,
+        [*([None] if asked.base else []), policy.slot],
+        prompts,
+        samples=asked.samples,
+        temperature=asked.temperature,
+        stream=("test",) if asked.split == "test" else ("final",),
+    )
+    for who, one in zip(["the base", name] if asked.base else [name], found, strict=True):
+        _check_finite(who, one)
+
+    def compared(scores: Sequence[Score]) -> dict[str, Any]:
+        own, other = scores[-1], scores[0] if asked.base else None
+        return {"own": Result.of(own), **({} if other is None else _gain(name, own, other))}
+
+    return Judged(
+        name,
+        env.name,
+        asked.split,
+        asked.samples,
+        asked.temperature,
+        **compared([one.score for one in found]),
+        file=file,
+        correct=correct,
+        passes=tuple(
+            PassAt(k, **compared([pass_at(r.rewards, len(prompts), k, correct) for r in found]))
+            for k in asked.passes
+        ),
+    )
+
+
+def _gain(name: str, own: Score, base: Score) -> dict[str, Any]:
+    """Return the score of the base and the gain over it, as fields of a result."""
+    ahead = compare(own, base)
     # Where both answered all prompts, the gain is rounded as in summary.json.
-    whole_split = ahead.prompts == own.n == other.n
-    gain = own.mean - other.mean if whole_split else ahead.difference
+    whole_split = ahead.prompts == own.n == base.n
+    gain = own.mean - base.mean if whole_split else ahead.difference
     if not math.isfinite(gain):
         raise RunFailedError(
             f"{name}: expected prompts that both the adapter and the base answered, got none; give "
             "more prompts, or leave out the base"
         )
-    return replace(
-        judged,
-        base=Result.of(other),
-        gain=gain,
-        gain_se=ahead.error,
-        interval=interval(gain, ahead.error, ahead.prompts),
-    )
+    return {
+        "base": Result.of(base),
+        "gain": gain,
+        "gain_se": ahead.error,
+        "interval": interval(gain, ahead.error, ahead.prompts),
+    }
 
 
 def _check_finite(who: str, found: Evaluation) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from evo_grpo.envs.protocol import Environment
+from evo_grpo.envs.resolve import environment_of
+from evo_grpo.envs.task import Task
 from evo_grpo.errors import CheckpointError, RunFailedError
 from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
 from evo_grpo.population.cohort.cohort import Cohort
@@ -18,7 +20,9 @@ from evo_grpo.record.config import read_config
 from evo_grpo.record.digests import check_digests
 from evo_grpo.record.folder import refuse_objects
 from evo_grpo.record.plain import inside
+from evo_grpo.schema.validation import LEAST, MOST, number
 from evo_grpo.settings import RunConfig
+from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
 from evo_grpo.settings.model import LoraSettings
 from evo_grpo.training.assemble import add_agents, build_cohort, build_parts
 from evo_grpo.training.inputs.differences import check_inputs
@@ -33,15 +37,33 @@ class Policy:
     env: Environment[Any] | None
     slot: Slot
 
+    def environment(self, config: RunConfig, task: Task) -> Environment[Any]:
+        """Return the environment of another single-turn task of a configuration.
+
+        Raises:
+            PromptTooLongError: A prompt does not fit the context.
+        """
+        tokenizer = self.cohort.base.tokenizer
+        assert tokenizer is not None, "the first environment has set it"
+        env = environment_of(config.env, config.seed, DEFAULT_PROMPTS, None, task)(tokenizer)
+        self.cohort.suit(env)
+        return env
+
 
 @contextmanager
 def loaded(
-    config: RunConfig, adapter: Path, *, with_env: bool, max_output_tokens: int | None = None
+    config: RunConfig,
+    adapter: Path,
+    *,
+    with_env: bool,
+    task: Task | None = None,
+    max_output_tokens: int | None = None,
 ) -> Generator[Policy]:
     """Load the base of a configuration, a PEFT folder over it and, `with_env`, its task.
 
-    The adapter's own LoRA settings replace those of the configuration. `max_output_tokens` is used
-    where the configuration has none; None takes that of the task.
+    The adapter's own LoRA settings replace those of the configuration. `task` is the single-turn
+    task of the configuration, if it is already built. `max_output_tokens` is used where the
+    configuration has none; None takes that of the task.
     """
     algorithm = config.algorithm
     if algorithm.max_output_tokens is None and max_output_tokens is not None:
@@ -54,7 +76,7 @@ def loaded(
     )
     env: Environment[Any] | None = None
     if with_env:
-        cohort, env, start = build_parts(config, agents)
+        cohort, env, start = build_parts(config, agents, task)
     else:
         cohort, start = build_cohort(agents)
     (slot,) = add_agents(cohort, 1, "same", start)
@@ -63,6 +85,17 @@ def loaded(
         yield Policy(cohort, env, slot)
     finally:
         cohort.close_engine()
+
+
+def check_temperature(temperature: float | None) -> None:
+    """Refuse a sampling temperature that is neither 0 nor computable; None is that of the run."""
+    rule = number(
+        lambda v: v == 0 or LEAST <= v <= MOST,
+        f"0 for greedy decoding, or a number that float32 computes with, from {LEAST:g} to "
+        f"{MOST:g}",
+    )
+    if temperature is not None:
+        rule.check("temperature", temperature)
 
 
 def check_answers(who: str, logprobs: Iterable[Sequence[float] | None]) -> None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from evo_grpo.after.trying.answers import Sampled
-    from evo_grpo.after.trying.evaluation import Judged, Result
+    from evo_grpo.after.trying.evaluation import Judged, PassAt, Result
 
 
 def show_sampled(console: Console, sampled: Sampled) -> None:
@@ -34,18 +34,29 @@ def show_sampled(console: Console, sampled: Sampled) -> None:
 def show_judged(console: Console, judged: Judged) -> None:
     """Print the mean reward of an adapter, that of its base, and the difference."""
     each = count(judged.samples, "sample")
-    where = f"{count(judged.own.n, judged.split + ' prompt')} of {judged.task}"
+    where = f"{count(judged.own.n, judged.split + ' prompt')} of {judged.file or judged.task}"
     how = f"{each} each at temperature {judged.temperature:g}"
+    if not judged.temperature:
+        how = "decoded greedily"
     say(console, f"{judged.adapter}: {_mean(judged.own)} on {where}, {how}", wrap=True)
-    if judged.base is None:
+    if judged.base is not None:
+        say(console, f"base: {_mean(judged.base)}")
+    _show_gain(console, judged)
+    for one in judged.passes:
+        base = "" if one.base is None else f", base {_mean(one.base)}"
+        say(console, f"pass@{one.k}: {_mean(one.own)}{base}")
+        _show_gain(console, one)
+    if judged.passes:
+        say(console, f"correct: a reward of at least {judged.correct:g}", "dim")
+
+
+def _show_gain(console: Console, found: Judged | PassAt) -> None:
+    if found.gain is None or found.interval is None:
         return
-    say(console, f"base: {_mean(judged.base)}")
-    if judged.gain is None or judged.interval is None:
-        return
-    low, high = judged.interval
-    error = number(judged.gain_se, 4)
+    low, high = found.interval
+    error = number(found.gain_se, 4)
     between = "" if low != low else f", 95% interval {low:+.4f} to {high:+.4f}"
-    say(console, safe(f"gain: {judged.gain:+.4f} ± {error}{between}", "bold"))
+    say(console, safe(f"gain: {found.gain:+.4f} ± {error}{between}", "bold"))
 
 
 def _mean(result: Result) -> str:

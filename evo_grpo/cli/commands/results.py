@@ -27,8 +27,8 @@ def leaderboard(
 ) -> None:
     """Print the agents of a run, the winner first."""
     from evo_grpo.readers.terminal import result
-    from evo_grpo.readers.terminal.console import show, standard_output
-    from evo_grpo.record.leaderboard import from_records
+    from evo_grpo.readers.terminal.console import say, show, standard_output
+    from evo_grpo.record.leaderboard import from_records, order_text
     from evo_grpo.record.view import view_of
 
     if as_json + as_csv + as_markdown > 1:
@@ -49,6 +49,8 @@ def leaderboard(
     console = standard_output()
     if view.rounds:
         show(console, result.leaderboard_table(view.leaderboard, console.width))
+        if order := order_text(view.leaderboard):
+            say(console, order, "dim", wrap=True)
     _say_missing(view, folder)
 
 

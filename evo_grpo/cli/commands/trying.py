@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -53,7 +53,10 @@ def sample(  # noqa: PLR0913 -- each is an option of the command
     n: Annotated[int, typer.Option("--n", min=1, help="Answers to each prompt.")] = 4,
     temperature: Annotated[
         float | None,
-        typer.Option("--temperature", help="Default: the temperature of the evaluations."),
+        typer.Option(
+            "--temperature",
+            help="0 is greedy, with one answer; default: the temperature of the evaluations.",
+        ),
     ] = None,
     base: Base = True,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the draws.")] = 0,
@@ -120,30 +123,76 @@ def evaluate(  # noqa: PLR0913 -- each is an option of the command
         int | None,
         typer.Option("--prompts", metavar="N", min=1, help="How many; default: as in the run."),
     ] = None,
+    test: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--test",
+            metavar="FILE",
+            help="Test rows in place of env.test, all of them. May be repeated.",
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            "--samples", metavar="N", min=1, help="Of each prompt; default: as in the run."
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature", help="0 is greedy; default: the temperature of the evaluations."
+        ),
+    ] = None,
+    pass_at: Annotated[
+        list[int] | None,
+        typer.Option("--pass-at", metavar="K", min=1, help="Print pass@K too. May be repeated."),
+    ] = None,
+    correct: Annotated[
+        float | None,
+        typer.Option(
+            "--correct",
+            metavar="REWARD",
+            help="Least reward of a correct completion; default: as in the run, or 1.",
+        ),
+    ] = None,
     base: Base = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Measure the mean reward of an adapter on a task, and that of its base."""
+    """Measure the mean reward and pass@k of an adapter on a task, and those of its base."""
     from evo_grpo import settings as config
     from evo_grpo.readers.terminal.console import standard_output, warnings_to
 
     if file is None and settings:
         raise typer.BadParameter("--set needs a CONFIG; give the run's own population.yaml")
+    if test and split != "test":
+        raise typer.BadParameter("--test replaces the test rows; leave out --split")
     if file is not None:
         refuse_folder(file)
     loaded = None if file is None else config.load(file, settings or ())
     say(f"loading {adapter} ...", err=True)
     with warnings_to(warn):
-        from evo_grpo.after.trying.evaluation import evaluate_adapter
+        from evo_grpo.after.trying.evaluation import evaluate_adapter, evaluate_files
         from evo_grpo.after.trying.show import show_judged
         from evo_grpo.record.files import to_line
 
-        found = evaluate_adapter(
-            adapter, loaded, split=split, prompts=prompts, base=base, allow=allow or ()
-        )
+        how: dict[str, Any] = {
+            "prompts": prompts,
+            "samples": samples,
+            "temperature": temperature,
+            "pass_at": pass_at or (),
+            "correct": correct,
+            "base": base,
+            "allow": allow or (),
+        }
+        if test:
+            found = evaluate_files(adapter, test, loaded, **how)
+        else:
+            found = [evaluate_adapter(adapter, loaded, split=split, **how)]
     if as_json:
-        write(to_line(found.to_json(), indent=1) + "\n")
-    else:
-        show_judged(standard_output(), found)
+        documents = [one.to_json() for one in found]
+        write(to_line(documents if test else documents[0], indent=1) + "\n")
+        return
+    for one in found:
+        show_judged(standard_output(), one)

@@ -58,6 +58,9 @@ def export(  # noqa: PLR0913 -- each is an option of the command
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Also a winner that is worse than the base model.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Write an agent, by default the winner, as a folder for PEFT, transformers and vLLM."""
@@ -76,7 +79,7 @@ def export(  # noqa: PLR0913 -- each is an option of the command
     if merge or push:
         say(f"exporting {choice.title} of {folder} ...", err=True)
     with warnings_to(warn):
-        written = export_choice(choice, target, merge=merge, push=push, force=force)
+        written = export_choice(choice, target, merge=merge, push=push, force=force, anyway=anyway)
     how = "AutoModelForCausalLM" if merge else "AutoPeftModelForCausalLM"
     say(f'wrote {written}: {choice.title}; in that folder, {how}.from_pretrained(".") loads it')
     if push is not None:

@@ -170,12 +170,15 @@ def make_plan(config: RunConfig) -> Plan:
         test_prompts=test,
         tokens_per_round=_rows_per_round(config, prompts) * per_row,
         evaluation_tokens=tuple(
-            (n + _second_looks(n, fitness.racing)) * validation * fitness.samples * per_row
+            (n + _second_looks(n, fitness.second_looks))
+            * validation
+            * fitness.per_prompt(fitness.samples)
+            * per_row
             for n in places
         ),
         finalists=finalists,
-        final_tokens=finalists * validation * fitness.final_samples * per_row,
-        test_tokens=2 * test * fitness.test_samples * per_row,
+        final_tokens=finalists * validation * fitness.per_prompt(fitness.final_samples) * per_row,
+        test_tokens=2 * test * fitness.per_prompt(fitness.test_samples) * per_row,
         base=base,
         adapter_parameters=lora_parameters(base, config.model.lora),
         memory=tuple(plan for plan in memory.values() if plan is not None),

@@ -119,17 +119,20 @@ def _evaluation(plan: Plan) -> str:
     text = f"at most {first:,} tokens {when}"
     if first != last:
         text += f", {last:,} after the last, {sum(plan.evaluation_tokens):,} in all"
-    text += f": {plan.validation_prompts} prompts x {fitness.samples} for every agent that played"
-    if fitness.racing:
-        text += f", and by racing up to {fitness.racing:.0%} more"
+    samples = fitness.per_prompt(fitness.samples)
+    text += f": {plan.validation_prompts} prompts x {samples} for every agent that played"
+    if not fitness.temperature:
+        text += ", decoded greedily"
+    if fitness.second_looks:
+        text += f", and by racing up to {fitness.second_looks:.0%} more"
     return text
 
 
 def _end(plan: Plan) -> Iterator[tuple[str, str]]:
     fitness = plan.config.evolve.fitness
     test = (
-        f"base and best on {plan.test_prompts} test prompts x {fitness.test_samples}: at most "
-        f"{plan.test_tokens:,} tokens"
+        f"base and best on {plan.test_prompts} test prompts x "
+        f"{fitness.per_prompt(fitness.test_samples)}: at most {plan.test_tokens:,} tokens"
     )
     if not plan.finalists:
         yield "the end", test
@@ -137,7 +140,7 @@ def _end(plan: Plan) -> Iterator[tuple[str, str]]:
     yield (
         "the end",
         f"up to {plan.finalists} finalists on {plan.validation_prompts} validation prompts x "
-        f"{fitness.final_samples}: at most {plan.final_tokens:,} tokens",
+        f"{fitness.per_prompt(fitness.final_samples)}: at most {plan.final_tokens:,} tokens",
     )
     yield "", test
 

@@ -61,7 +61,7 @@ def plan_memory(
         parameters=parameters,
         rank=max([lora.r, *lora.rank_pattern.values()]),
         rows=-(-rows // processes),
-        evaluation_rows=agents * fitness.prompts * fitness.samples,
+        evaluation_rows=agents * fitness.prompts * fitness.per_prompt(fitness.samples),
         prompt_tokens=max(1, context - output),
         output_tokens=output,
         filtered=algorithm.top_p < 1 or algorithm.top_k > 0,

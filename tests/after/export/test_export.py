@@ -18,10 +18,18 @@ from safetensors.torch import load_file, save_file
 from shown_run import candidate
 from small_run import Told, broken_step, small
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 from evo_grpo import run
 from evo_grpo.after.export.export import export
-from evo_grpo.errors import CheckpointError, RunDirError, RunFailedError, RunNotFoundError
+from evo_grpo.cli.commands import app
+from evo_grpo.errors import (
+    CheckpointError,
+    ConfigError,
+    RunDirError,
+    RunFailedError,
+    RunNotFoundError,
+)
 from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.printable import printable
 from evo_grpo.record.family import best_ever
@@ -55,6 +63,38 @@ def files_of(folder):
 def finished(tmp_path_factory):
     config = small(algorithm__lr=1e-2, evolve__hyperparameters={"lr": {"min": 5e-3, "max": 2e-2}})
     return run(config, out=tmp_path_factory.mktemp("runs") / "sums-1")
+
+
+def with_gain(folder, gain):
+    """The run with a winner whose reward on each test prompt is about `gain` above the base's."""
+    summary = json.loads((folder / "summary.json").read_text())
+    base = summary["base"]["per_prompt"]
+    best = [reward + gain + 0.01 * (-1) ** n for n, reward in enumerate(base)]
+    summary["best"] |= {"per_prompt": best, "mean": sum(best) / len(best)}
+    summary |= {"gain": gain, "gain_se": 0.01 * 2**0.5 / len(best) ** 0.5}
+    summary.pop("sha256", None)
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def test_a_winner_that_is_worse_than_the_base_is_exported_only_anyway(finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    with_gain(folder, -0.2)
+    winner = read_summary(folder)["best"]["agent"]
+    for named in ({}, {"agent": winner}):
+        with pytest.raises(ConfigError, match=r"got a loss of -0\.2000 ± .* interval .*--anyway"):
+            export(folder, tmp_path / "out", **named)
+    assert not (tmp_path / "out").exists()
+    card = (export(folder, tmp_path / "out", anyway=True) / "README.md").read_text()
+    assert "- **worse than the base model**: -0.2000" in card
+    # An agent that was not judged is not known to be worse.
+    other = next(a.agent for a in read_rounds(folder)[-1].agents if a.agent != winner)
+    export(folder, tmp_path / "other", agent=other)
+    shown = CliRunner().invoke(app, ["export", str(folder), str(tmp_path / "cli")])
+    assert (shown.exit_code, "--anyway" in shown.stderr) == (2, True)
+    shown = CliRunner().invoke(app, ["export", str(folder), str(tmp_path / "cli"), "--anyway"])
+    assert shown.exit_code == 0
+    with_gain(folder, -0.001)  # may be chance
+    export(folder, tmp_path / "chance")
 
 
 def test_peft_loads_it_over_the_plain_base_to_the_agents_own_logits(finished, tmp_path):

@@ -76,7 +76,7 @@ class TestUnequalPrompts:
     @pytest.mark.filterwarnings("ignore:.*generation flags are not valid.*:UserWarning")
     def test_greedy_equals_generate(self, build, changes):
         slots = tiny.population(build(**changes), (4, 2))
-        requests = asked_of(slots, samples=1, top_k=1)
+        requests = asked_of(slots, samples=1, temperature=0.0)
         for request, prompt, done in pairs(requests, NativeEngine(slots).rollout(requests)):
             slots.activate(request.adapter)
             ids = torch.tensor([prompt.token_ids])

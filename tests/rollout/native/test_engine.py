@@ -2,6 +2,7 @@ import math
 from dataclasses import replace
 from functools import partial
 
+import architectures
 import pytest
 import tiny
 import torch
@@ -105,18 +106,24 @@ MODELS = {
     "gpt2": (tiny.gpt2, {}),
     "gpt2-eager": (tiny.gpt2, {"attn_implementation": "eager"}),
 }
+GREEDY = {
+    **MODELS,
+    "qwen3": (architectures.qwen3, {}),
+    "gpt-neox": (architectures.gpt_neox, {}),
+    "gemma": (architectures.gemma, {}),
+}
 
 
 class TestAgainstTransformers:
     @pytest.mark.filterwarnings("ignore:.*generation flags are not valid.*:UserWarning")
     @pytest.mark.parametrize(
         ("model", "specialized"),
-        [*((one, False) for one in MODELS), *((one, True) for one in MODELS if "gpt2" not in one)],
+        [*((one, False) for one in GREEDY), *((one, True) for one in MODELS if "gpt2" not in one)],
     )
     def test_greedy_equals_generate(self, model, specialized):
-        build, changes = MODELS[model]
+        build, changes = GREEDY[model]
         slots = tiny.population(build(**changes), (4, 2))
-        requests = requests_for(slots, samples=2, top_k=1)
+        requests = requests_for(slots, samples=2, temperature=0.0)
         out = engine_of(slots, specialized=specialized).rollout(requests)
         for request, groups in zip(requests, out, strict=True):
             slots.activate(request.adapter)
@@ -172,7 +179,7 @@ class TestAgainstTransformers:
         """transformers' own processors, over prompt and completion, with a greedy choice."""
         slots = tiny.population(tiny.llama(), (4,))
         settings = {"repetition_penalty": 1.8, "min_output_tokens": 5, "max_output_tokens": 12}
-        requests = requests_for(slots, samples=1, top_k=1, **settings)
+        requests = requests_for(slots, samples=1, temperature=0.0, **settings)
         out = NativeEngine(slots).rollout(requests)[0]
         slots.activate("a0")
         for group in out:

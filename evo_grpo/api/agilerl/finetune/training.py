@@ -26,7 +26,13 @@ from evo_grpo.population.stats import Tally
 from evo_grpo.population.steps import RunWriter
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
-from evo_grpo.settings import EvolveConfig, FitnessConfig, PopulationConfig, RecordConfig
+from evo_grpo.settings import (
+    EvolveConfig,
+    FitnessConfig,
+    PopulationConfig,
+    RecordConfig,
+    StopConfig,
+)
 from evo_grpo.types import Score, Slot
 
 
@@ -202,6 +208,7 @@ def _round_settings(
             rounds=number + (2 if due else 1),
             steps_per_round=interval,
             sizes="constant",
+            stop=StopConfig(no_signal=None),
         ),
         EvolveConfig(significance=None, archive=False, dead_steps=None, fitness=fitness),
         RecordConfig(completions=0, metrics=False),
