@@ -68,6 +68,22 @@ EXAMPLES: dict[str, Example] = {
         "--set model.name=smollm2",
     ),
     "schema": Example("evo-grpo schema", lines=6),
+    "doctor": Example(
+        "evo-grpo doctor",
+        "evo-grpo       0.2.0\n"
+        "python         3.11.7, Linux-6.1.0-x86_64-with-glibc2.36\n"
+        "processors     8\n"
+        "memory         34 GB of this machine or container\n"
+        "torch          2.13.0+cpu, built for CPUs\n"
+        "devices        no GPU\n"
+        "packages       accelerate 1.15.0, gguf 0.19.0, numpy 2.4.6, ...\n"
+        "extras         data (datasets 5.2.0, pyarrow 26.0.1), report (plotly 7.1.0)\n"
+        "not installed  bitsandbytes, comet, dashboard, deepspeed, envs, ...\n"
+        "models         tiny-foods (embedded), tiny-sums (embedded), smollm2 (there)\n"
+        "environment    a virtual environment\n"
+        "warning: nvidia-smi lists a GPU, and torch, built for CPUs, sees none: install torch's "
+        "build for CUDA (pytorch.org, or docs/install.md)",
+    ),
     "run": Example("evo-grpo run population.yaml", lines=90),
     "resume": Example(
         f"evo-grpo resume {RUN}",

@@ -41,6 +41,14 @@ In Python, the settings are keyword arguments, named after the last part of thei
 [reference](reference.md). Editors that support YAML schemas can complete and check the file:
 `evo-grpo init` writes `population.schema.json` next to it, and `evo-grpo schema` prints it.
 
+**The learning rate follows the model.** Without `algorithm.lr` and `evolve.hyperparameters`, the
+embedded models start at 1e-3 and search [1e-4, 1e-2]; all others, `smollm2`, folders, files and
+hub ids, start at 2e-5 and search [1e-6, 3e-4]. An lr of yours is searched within a factor of ten
+either way, unless you give a range too; a range of yours without an lr moves the default into it.
+The copy in the run folder has the values that were chosen. `check`, `run` and Python warn of an
+lr, or an end of its range, that is far from usual: more than ten times above the end of that
+range, or below 1e-7.
+
 Printed output counts rounds from 1 (`round 2/6`). Records count from 0: the column `round`, the
 names of checkpoints, the family tree.
 """

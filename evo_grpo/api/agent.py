@@ -14,7 +14,7 @@ from torch import Tensor
 
 from evo_grpo.api.by_keyword import by_keyword
 from evo_grpo.api.environments import environment_for
-from evo_grpo.api.objects import separated, warn_of_no_effect
+from evo_grpo.api.objects import separated, warn_of_settings
 from evo_grpo.api.population import HANDLES, Population
 from evo_grpo.api.saved import load_one
 from evo_grpo.api.signature import AgentSignature
@@ -71,7 +71,7 @@ class Agent(AgentSignature, ABC):
 
     def _create(self, given: dict[str, Any]) -> None:
         settings, objects = separated(given, self.kind)
-        warn_of_no_effect(settings)
+        warn_of_settings(settings)
         self._build(settings, objects)
 
     @classmethod
@@ -84,7 +84,7 @@ class Agent(AgentSignature, ABC):
         first, space = settings.algorithm.hparams(), settings.search_space()
         if found := list(start_problems(first, space, size, init)):
             raise Problems(*found).below("init")  # before a model is loaded
-        warn_of_no_effect(settings, init)
+        warn_of_settings(settings, init)
         agents = cls._build_several(settings, objects, size=size, init=init)
         return Population(agents[0].cohort, agents)
 

@@ -9,9 +9,9 @@ from peft import LoraConfig
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.start import Start
-from evo_grpo.settings import AgentSettings, LoraSettings, ModelConfig
+from evo_grpo.settings import AgentSettings, DoubtfulSetting, LoraSettings, ModelConfig
 from evo_grpo.settings.keywords import agent_settings
-from evo_grpo.settings.run import without_effect_of_agents
+from evo_grpo.settings.run import doubts_of_agents, without_effect_of_agents
 from evo_grpo.settings.without_effect import WithoutEffect
 from evo_grpo.training.assemble import Objects, lora_config
 
@@ -53,10 +53,12 @@ def separated(given: dict[str, Any], kind: str) -> tuple[AgentSettings, Objects]
     return agent_settings(own, kind=kind), Objects(model, tokenizer, peft)
 
 
-def warn_of_no_effect(settings: AgentSettings, init: Start = "same") -> None:
-    """Warn about each setting that was given and has no effect."""
+def warn_of_settings(settings: AgentSettings, init: Start = "same") -> None:
+    """Warn about each setting that was given and has no effect, or is doubtful."""
     for finding in without_effect_of_agents(settings, init):
         warnings.warn(str(finding), WithoutEffect, stacklevel=5)
+    for doubt in doubts_of_agents(settings, init):
+        warnings.warn(doubt, DoubtfulSetting, stacklevel=5)
 
 
 def _check_module(model: object, given: dict[str, Any]) -> None:

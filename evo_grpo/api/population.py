@@ -65,6 +65,7 @@ from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.training.assemble import Prepared, round_settings
 from evo_grpo.training.followers import Followers
 from evo_grpo.training.run import play_and_judge, play_rounds
+from evo_grpo.training.shortages import warn_of_shortages
 from evo_grpo.training.strategies import check_explorer, from_object
 from evo_grpo.types import Member, Mutation, Score, Slot
 
@@ -164,6 +165,8 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         check_explorer(settings.explorer, self.cohort.settings)
         explorer = settings.explorer if given["exploration"] != Mutations() else None
         warn_of_inert_mutations(self.cohort, self.slots, explorer, prompts, population, evolve)
+        task = getattr(env, "task", None)
+        warn_of_shortages(task, prompts, evolve.fitness, tests=out is not None)
         if out is not None:
             self._check_out(out)
         left_out.went_on(self.rounds)

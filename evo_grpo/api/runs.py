@@ -12,8 +12,8 @@ from evo_grpo.population.ranks.team import is_silent_rank
 from evo_grpo.readers.report.notebook import RunFolder
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.view import view_of
-from evo_grpo.settings import RunConfig, WithoutEffect
-from evo_grpo.settings.run import without_effect_of_run
+from evo_grpo.settings import DoubtfulSetting, RunConfig, WithoutEffect
+from evo_grpo.settings.run import doubts_of_run, without_effect_of_run
 from evo_grpo.training.run import as_config
 from evo_grpo.training.run import resume as continue_run
 from evo_grpo.training.run import run as play_run
@@ -50,8 +50,11 @@ def run(
     check_observer(observer or Observer())
     with sharing_early_errors():
         settings = as_config(config)
-    for finding in () if is_silent_rank() else without_effect_of_run(settings):
-        warnings.warn(str(finding), WithoutEffect, stacklevel=2)
+    if not is_silent_rank():
+        for finding in without_effect_of_run(settings):
+            warnings.warn(str(finding), WithoutEffect, stacklevel=2)
+        for doubt in doubts_of_run(settings):
+            warnings.warn(doubt, DoubtfulSetting, stacklevel=2)
 
     def play(audience: Observer) -> Path:
         return play_run(settings, out=out, force=force, observer=audience)

@@ -36,7 +36,7 @@ class AgentSignature(ABC):
         config: Mapping[str, Any] = MappingProxyType({}),
         trust_remote_code: bool = False,
         adapter: str | None = None,
-        lr: float = 0.001,
+        lr: float | None = None,
         beta: float = 0.0,
         entropy_coef: float = 0.0,
         clip_coef: float | tuple[float, float] = 0.2,
@@ -111,7 +111,9 @@ class AgentSignature(ABC):
                 trust.
             adapter: PEFT folder of the adapter from which every agent starts, also the reference of
                 the KL term; null starts from the base.
-            lr: Learning rate of AdamW.
+            lr: Learning rate of AdamW. null depends on the model: 1e-3 for the embedded models,
+                2e-5 for all others, or the nearest value in a range of yours under
+                `evolve.hyperparameters.lr`.
             beta: Weight of the KL divergence from the reference; 0 computes none.
             entropy_coef: Weight of the entropy bonus: each generated token lowers the loss by
                 `entropy_coef` times the entropy of the policy there, in nats. 0.001 to 0.01 is
@@ -225,7 +227,7 @@ class AgentSignature(ABC):
         config: Mapping[str, Any] = MappingProxyType({}),
         trust_remote_code: bool = False,
         adapter: str | None = None,
-        lr: float = 0.001,
+        lr: float | None = None,
         beta: float = 0.0,
         entropy_coef: float = 0.0,
         clip_coef: float | tuple[float, float] = 0.2,

@@ -71,7 +71,8 @@ class Trouble:
 
     Attributes:
         kind: "failed", "collapsed", "kl", "ratio_max", "clip_fraction", "sampler_gap",
-            "equal_rewards", "entropy", "cut", "dropped", "set_aside", "memory" or "bound".
+            "equal_rewards", "entropy", "cut", "dropped", "set_aside", "memory", "bound" or
+            "few_prompts".
         text: The problem; rounds count from 1. Parts of it come from files: escape it.
         remedy: The remedy, in the imperative; settings by their path in population.yaml.
         round: The first round (0-based) with the problem.
@@ -101,12 +102,14 @@ def find_trouble(
         rounds: The finished rounds, first to last.
         winner: The winner, or before the end the best agent: its values are compared with the
             bounds of their ranges.
-        config: The settings of the run, which have these ranges.
+        config: The settings of the run, which have these ranges and the prompts of an evaluation.
     """
     found: list[Trouble] = []
     for look in (_failed, _collapsed, _signs, _equal_rewards, _entropy, _cut,
                  _left_out, _memory):  # fmt: skip
         found += look(rounds)
+    if config is not None:
+        found += _few_prompts(rounds, config)
     if config is not None and winner is not None:
         found += _at_bounds(winner.record, config)
     return sorted(found, key=lambda one: one.round)
@@ -242,6 +245,29 @@ def _memory(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
                 record.round,
             )
             return
+
+
+def _few_prompts(rounds: Sequence[RoundRecord], config: RunConfig) -> Iterator[Trouble]:
+    """Yield that selection had too few prompts to tell agents apart, fewer than were asked for."""
+    wanted = config.evolve.fitness.prompts
+    compared = [
+        (record, decision)
+        for record in rounds
+        for decision in record.decisions
+        if decision.other is not None and 0 < decision.prompts < wanted
+    ]
+    # Also with a single prompt, whose error is NaN.
+    tied = [one for one in compared if not abs(one[1].difference) > 2 * one[1].error]
+    if tied:
+        record, decision = tied[0]
+        yield Trouble(
+            "few_prompts",
+            f"selection had {count(decision.prompts, 'validation prompt')} in place of {wanted}, "
+            f"and could not tell agents apart in {len(tied)} of "
+            f"{count(len(compared), 'comparison')}",
+            "add validation rows, or take more samples of each with evolve.fitness.samples",
+            record.round,
+        )
 
 
 def _at_bounds(last: AgentRecord, config: RunConfig) -> Iterator[Trouble]:

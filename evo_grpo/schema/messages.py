@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import date
 from types import UnionType
 from typing import Any, get_args
@@ -23,35 +23,47 @@ SHOWN_CHARACTERS = 60
 """Longest excerpt of a given value."""
 
 OTHER_NAMES: dict[str, str] = {
-    "learning_rate": "lr",
-    "num_generations": "group_size",
-    "epsilon": "clip_coef",
-    "cliprange": "clip_coef",
-    "clip_range": "clip_coef",
-    "kl_coef": "beta",
-    "init_kl_coef": "beta",
-    "max_new_tokens": "max_output_tokens",
-    "max_completion_length": "max_output_tokens",
-    "num_iterations": "update_epochs",
-    "ppo_epochs": "update_epochs",
+    "learning_rate": "algorithm.lr",
+    "num_generations": "algorithm.group_size",
+    "per_device_train_batch_size": "algorithm.prompts_per_step",
+    "epsilon": "algorithm.clip_coef",
+    "cliprange": "algorithm.clip_coef",
+    "clip_range": "algorithm.clip_coef",
+    "kl_coef": "algorithm.beta",
+    "init_kl_coef": "algorithm.beta",
+    "max_new_tokens": "algorithm.max_output_tokens",
+    "max_completion_length": "algorithm.max_output_tokens",
+    "num_iterations": "algorithm.update_epochs",
+    "ppo_epochs": "algorithm.update_epochs",
+    "scale_rewards": "algorithm.adv_norm",
+    "use_separate_reference_adapter": "algorithm.separate_reference",
+    "use_kl_advantage_shaping": "algorithm.kl_shaping",
+    "cosine_lr_schedule_config": "algorithm.lr_schedule",
+    "reward_funcs": "env.reward",
+    "reward_fn": "env.reward",
+    "train_dataset": "env.train",
+    "eval_dataset": "env.validation",
     "model_name": "model",
     "model_name_or_path": "model",
     "actor_network": "model",
-    "lora_config": "lora",
-    "hp_config": "hyperparameters",
-    "use_separate_reference_adapter": "separate_reference",
-    "use_kl_advantage_shaping": "kl_shaping",
-    "cosine_lr_schedule_config": "lr_schedule",
-    "torch_compiler": "compile",
-    "micro_batch_size_per_gpu": "max_rows_per_microbatch",
-    "hf_generate_chunk_size": "max_decode_prompts",
-    "mutations": "exploration",
-    "mutation": "exploration",
-    "tournament": "selection",
-    "population_size": "size",
-    "pop_size": "size",
+    "lora_config": "model.lora",
+    "peft_config": "model.lora",
+    "hp_config": "evolve.hyperparameters",
+    "mutations": "evolve.exploration",
+    "mutation": "evolve.exploration",
+    "tournament": "evolve.selection",
+    "torch_compiler": "engine.compile",
+    "use_vllm": "engine.rollout",
+    "bf16": "engine.dtype",
+    "micro_batch_size_per_gpu": "engine.max_rows_per_microbatch",
+    "hf_generate_chunk_size": "engine.max_decode_prompts",
+    "population_size": "population.size",
+    "pop_size": "population.size",
 }
-"""Names of settings in other libraries -> the names here."""
+"""Names of settings in other libraries -> the paths in population.yaml here."""
+
+OTHER_MEANINGS = {"per_device_train_batch_size": "which counts prompts, not completions"}
+"""Names of settings in other libraries -> what the setting here counts instead."""
 
 _NOUNS: dict[str, str] = {
     "bool_type": "true or false",
@@ -115,12 +127,9 @@ def unknown_key(root: type[BaseModel], group: type[BaseModel] | None, path: Path
     """Return the message for an unknown key, with the nearest key or the right place."""
     names = list(group.model_fields) if group is not None else []
     key = str(path[-1])
-    other = OTHER_NAMES.get(key)
     elsewhere = [p for p in leaves(root) if p[-1] == key]
-    if other is not None and other in names:
-        hint = f"here it is called {other!r}"
-    elif other is not None and (places := [p for p in leaves(root) if p[-1] == other]):
-        hint = f"here it is called {dotted(places[0])}"
+    if (other := other_name(key, names)) is not None:
+        hint = f"here it is {other}"
     elif near := nearest(key, names):
         hint = f"did you mean {near!r}?"
     elif elsewhere:
@@ -129,6 +138,22 @@ def unknown_key(root: type[BaseModel], group: type[BaseModel] | None, path: Path
         hint = ""
     end = hint if hint.endswith("?") else f"{hint}."
     return f"unknown key; {f'{end} Expected' if hint else 'expected'} one of: {', '.join(names)}"
+
+
+def other_name(key: str, names: Collection[str]) -> str | None:
+    """Return the name here of a setting of another library; None if the name is unknown.
+
+    Args:
+        key: The name in the other library.
+        names: The names in the place where it was given; a setting of another place is returned
+            with its path.
+    """
+    path = OTHER_NAMES.get(key)
+    if path is None:
+        return None
+    name = path.rpartition(".")[2]
+    meaning = f", {OTHER_MEANINGS[key]}" if key in OTHER_MEANINGS else ""
+    return f"{name if name in names else path}{meaning}"
 
 
 def groups_in(annotation: object) -> Iterator[type[BaseModel]]:

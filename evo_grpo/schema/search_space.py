@@ -12,7 +12,10 @@ from pydantic import BeforeValidator, model_validator
 from evo_grpo.errors import ConfigError
 from evo_grpo.schema.group import Group, setting, wrong_keys
 from evo_grpo.schema.hparams import CLIP_ENDS, LEAST_LR, MOST_LR, MUTABLE, Hparams
+from evo_grpo.schema.messages import other_name, shown
 from evo_grpo.schema.problems import MOST_PROBLEMS, Problem, Problems, nearest
+from evo_grpo.schema.shown import shown_value
+from evo_grpo.schema.validation import is_number
 
 CLIPS = ("clip_coef", *CLIP_ENDS)
 ROUNDING = 1e-12
@@ -200,12 +203,19 @@ def default_ranges(lr: float) -> dict[str, RLParameter]:
 def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
     """Return a range with the type of its hyperparameter; both ends are valid values."""
     if name not in MUTABLE:
-        near = nearest(name, MUTABLE)
+        near, other = nearest(name, MUTABLE), other_name(name, MUTABLE)
         hint = f" Did you mean {near!r}?" if near else ""
+        hint = f" Here it is {other}." if other in MUTABLE else hint
         text = f"nothing of that name can mutate.{hint} Expected one of: {', '.join(MUTABLE)}"
         raise Problems(Problem((), text))
     if not isinstance(given, RLParameter | Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
-        text = f"expected a range, for instance RLParameter(min=1e-5, max=1e-3), got {given!r}"
+        ends = cast("list[object]", list(given)) if isinstance(given, list | tuple) else []
+        if len(ends) != 2 or not all(map(is_number, ends)):
+            ends = [1e-6, 3e-4]
+        text = (
+            f"expected a range, a mapping with min and max, got {shown(given)}; write "
+            f"{{min: {shown_value(ends[0])}, max: {shown_value(ends[1])}}}"
+        )
         raise Problems(Problem((), text))
     if wrong := tuple(wrong_keys(given, ())):
         raise Problems(*wrong)

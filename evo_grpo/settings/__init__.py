@@ -1,6 +1,7 @@
 """One schema for population.yaml and the Python classes: frozen groups of settings; no torch."""
 
 from evo_grpo.settings.algorithm import AlgorithmConfig, LRSchedule
+from evo_grpo.settings.cross_checks import DoubtfulSetting
 from evo_grpo.settings.engine import EngineConfig
 from evo_grpo.settings.engines.vllm import VLLMSettings
 from evo_grpo.settings.env import EnvConfig, Message
@@ -17,6 +18,7 @@ from evo_grpo.settings.yaml import from_dict, json_schema, load, to_yaml
 __all__ = [
     "AgentSettings",
     "AlgorithmConfig",
+    "DoubtfulSetting",
     "EngineConfig",
     "EnvConfig",
     "EvolveConfig",

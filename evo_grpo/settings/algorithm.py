@@ -5,7 +5,7 @@
 from typing import Annotated, Literal
 
 from evo_grpo.schema.group import Group, computable, setting
-from evo_grpo.schema.hparams import AgentFields, Hparams
+from evo_grpo.schema.hparams import LEAST_LR, MOST_LR, AgentFields, Hparams
 from evo_grpo.schema.validation import LEAST
 from evo_grpo.settings.loss import LossConfig, LossFields, LossType
 
@@ -37,6 +37,14 @@ class AlgorithmConfig(LossFields, AgentFields):
     """The initial settings of every agent; those in `evolve.hyperparameters` change later."""
 
     kind: Literal["grpo", "gspo", "cispo"] = setting("grpo", "The algorithm.")
+    # Hparams has a value that null stands for, so the type is wider here.
+    lr: Annotated[float | None, computable(LEAST_LR, MOST_LR)] = setting(  # pyright: ignore[reportIncompatibleVariableOverride] -- see above
+        None,
+        "Learning rate of AdamW. null depends on the model: 1e-3 for the embedded models, 2e-5 for "
+        "all others, or the nearest value in a range of yours under `evolve.hyperparameters.lr`.",
+        gt=0,
+        mutates=True,
+    )
     loss_type: LossType | None = setting(
         None,
         "The loss; null takes that of `kind`. bnpo and dapo are the same loss here: in TRL, bnpo "
@@ -97,7 +105,10 @@ class AlgorithmConfig(LossFields, AgentFields):
 
     def hparams(self) -> Hparams:
         """Return the hyperparameters, which may differ between agents."""
-        return Hparams(**{name: getattr(self, name) for name in Hparams.model_fields})
+        values = {name: getattr(self, name) for name in Hparams.model_fields}
+        if self.lr is None:  # outside of a run, no model is known
+            del values["lr"]
+        return Hparams(**values)
 
     def loss(self, max_completion_length: int) -> LossConfig:
         """Return the settings of the loss.

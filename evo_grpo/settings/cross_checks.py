@@ -19,6 +19,11 @@ from evo_grpo.settings.loss import level_problems
 from evo_grpo.settings.model import LoraSettings
 from evo_grpo.settings.population import PopulationConfig
 
+
+class DoubtfulSetting(UserWarning):
+    """A setting is valid, but probably not what was meant, alone or beside others."""
+
+
 MOST_AGENTS = 10_000
 MOST_ROUNDS = 100_000
 MOST_STEPS = 1_000_000

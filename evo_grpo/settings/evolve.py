@@ -98,7 +98,9 @@ class EvolveConfig(Group):
         None,
         f"Ranges of the hyperparameters that may mutate, by name: {', '.join(MUTABLE)}. clip_low "
         "and clip_high are the two bounds of the clip range; clip_coef is their distance from 1. "
-        "null lets lr vary within a factor of ten either way; `{}` lets nothing mutate.",
+        "null lets lr vary: within a factor of ten of `algorithm.lr`, or, if that is null too, in "
+        "[1e-4, 1e-2] for the embedded models and [1e-6, 3e-4] for all others. `{}` lets nothing "
+        "mutate.",
     )
     significance: float | None = setting(
         0.1,

@@ -7,7 +7,7 @@ from typing import Any
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.schema.group import Group
-from evo_grpo.schema.messages import OTHER_NAMES
+from evo_grpo.schema.messages import other_name
 from evo_grpo.schema.problems import Path, Problems, nearest
 from evo_grpo.settings.algorithm import AlgorithmConfig
 from evo_grpo.settings.engine import EngineConfig
@@ -73,9 +73,8 @@ def agent_settings(given: Mapping[str, Any], *, kind: str) -> AgentSettings:
 
 def unknown_keyword(call: str, name: str, known: Mapping[str, object]) -> ConfigError:
     """Return the error for an unknown keyword, with the most similar known one."""
-    other = OTHER_NAMES.get(name)
-    if other is not None and other in known:
-        hint = f" Here it is called {other!r}."
+    if (other := other_name(name, known)) is not None:
+        hint = f" Here it is {other}{'' if other in known else ', a path of population.yaml'}."
     elif near := nearest(name, known):
         hint = f" Did you mean {near!r}?"
     else:

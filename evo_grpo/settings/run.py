@@ -2,7 +2,7 @@
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-from typing import Self
+from typing import Self, TypeVar
 
 from pydantic import model_validator
 
@@ -18,10 +18,20 @@ from evo_grpo.settings.cross_checks import agent_problems, doubtful_settings, ru
 from evo_grpo.settings.engine import EngineConfig
 from evo_grpo.settings.env import EnvConfig
 from evo_grpo.settings.evolve import EvolveConfig, Ranges, search_space
+from evo_grpo.settings.learning_rate import unusual_lr, with_default_lr
 from evo_grpo.settings.model import LoraSettings, ModelConfig
 from evo_grpo.settings.population import PopulationConfig
 from evo_grpo.settings.record import RecordConfig
 from evo_grpo.settings.without_effect import Finding, Seen, without_effect
+
+GroupT = TypeVar("GroupT", bound=Group)
+
+
+def _filled_in(group: GroupT, **values: object) -> GroupT:
+    """Set defaults that depend on other groups, in a group that is being validated."""
+    for name, value in values.items():
+        object.__setattr__(group, name, value)  # groups are frozen from here on
+    return group
 
 
 class AgentSettings(Group):
@@ -41,6 +51,11 @@ class AgentSettings(Group):
     hyperparameters: Ranges = setting(
         None, "Ranges of the hyperparameters that may mutate; see `evolve.hyperparameters`."
     )
+
+    @model_validator(mode="after")
+    def _with_default_lr(self) -> Self:
+        algorithm, ranges = with_default_lr(self.algorithm, self.hyperparameters, self.model)
+        return _filled_in(self, algorithm=algorithm, hyperparameters=ranges)
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
@@ -89,6 +104,14 @@ class RunConfig(Group):
     )
 
     @model_validator(mode="after")
+    def _with_default_lr(self) -> Self:
+        algorithm, ranges = with_default_lr(self.algorithm, self.evolve.hyperparameters, self.model)
+        evolve = self.evolve
+        if ranges is not evolve.hyperparameters:
+            evolve = evolve.replace(hyperparameters=ranges)
+        return _filled_in(self, algorithm=algorithm, evolve=evolve)
+
+    @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
         found = [
             *run_problems(self.env, self.population, self.algorithm, self.evolve, self.engine),
@@ -121,10 +144,23 @@ class RunConfig(Group):
 
 def warnings(config: RunConfig) -> list[str]:
     """Return a sentence for each valid setting that has no effect or is doubtful."""
+    return [*map(str, without_effect_of_run(config)), *doubts_of_run(config)]
+
+
+def doubts_of_run(config: RunConfig) -> list[str]:
+    """Return a sentence for each doubtful setting, or combination of settings, of a run."""
     return [
-        *map(str, without_effect_of_run(config)),
+        *doubts_of_agents(config.agents(), config.population.init),
         *doubtful_settings(config.population, config.algorithm, config.evolve, config.engine),
     ]
+
+
+def doubts_of_agents(settings: AgentSettings, init: Start = "same") -> list[str]:
+    """Return a sentence for each doubtful setting of agents in any environment."""
+    first = settings.algorithm.hparams()
+    begin = _begin(settings.algorithm, init)
+    lr = unusual_lr(settings.model, first, begin, settings.hyperparameters)
+    return [] if lr is None else [lr]
 
 
 def without_effect_of_run(config: RunConfig) -> list[Finding]:

@@ -125,14 +125,21 @@ class Seen:
         """
         if self.prompts is None or self.bounds("update_epochs")[1] > 1:
             return False
-        batch = self.bounds("batch_size")[0]
+        return self.bounds("batch_size")[0] >= self.most_rows
+
+    @property
+    def most_rows(self) -> float:
+        """The most rows of a step of one agent; infinite while the environment is not known."""
+        if self.prompts is None:
+            return math.inf
         rows = self.prompts * self.bounds("group_size")[1]
-        if self.population is not None:  # the others take over the rows of removed agents
-            selects = self.evolve is None or self.evolve.selection.kind != "none"
-            size = self.population.size
-            places = places_by_round(size, self.population.sizes, selects=selects)
-            rows *= size / min(places[: self.population.rounds])
-        return batch >= rows
+        if self.population is None:
+            return rows
+        # The others take over the rows of removed agents.
+        selects = self.evolve is None or self.evolve.selection.kind != "none"
+        size = self.population.size
+        places = places_by_round(size, self.population.sizes, selects=selects)
+        return rows * size / min(places[: self.population.rounds])
 
 
 def _clip(seen: Seen, name: str) -> str | None:
@@ -246,6 +253,16 @@ def _algorithm(seen: Seen) -> Iterator[Finding]:
             yield Finding(name, text)
 
 
+def _batch_size(seen: Seen) -> Iterator[Finding]:
+    if seen.is_set("batch_size") and (least := seen.bounds("batch_size")[0]) > seen.most_rows:
+        yield Finding(
+            "batch_size",
+            f"has no effect: it is {least:g}, and a step of an agent has at most "
+            f"{seen.most_rows:g} rows, which one optimizer step then takes; lower it, or leave it "
+            "out",
+        )
+
+
 def _still(seen: Seen) -> Iterator[Finding]:
     for name in seen.ranges.names():
         least, most = seen.ranges[name].min, seen.ranges[name].max
@@ -334,7 +351,7 @@ def _greedy(seen: Seen) -> Iterator[Finding]:
 
 
 TABLE: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
-    *(_clip_coef, _algorithm, _still, _engine),
+    *(_clip_coef, _algorithm, _batch_size, _still, _engine),
     *(_exploration, _inherit_optimizer, _start, _greedy),
 )
 """All checks; those about a run find nothing if only the agents' settings are known."""

@@ -31,12 +31,13 @@ from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.same_base import agree_on_path, check_same_base
 from evo_grpo.population.ranks.deal import deal
 from evo_grpo.population.ranks.ranks import find_team
-from evo_grpo.population.ranks.team import Team, is_one_of_several
+from evo_grpo.population.ranks.team import Team, is_one_of_several, is_silent_rank
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.rollout.generation_config import warn_of_processors
 from evo_grpo.rollout.registry import check_engine
 from evo_grpo.settings import (
     AgentSettings,
+    DoubtfulSetting,
     EvolveConfig,
     LoraSettings,
     PopulationConfig,
@@ -48,7 +49,7 @@ from evo_grpo.settings.cross_checks import divides_quantized
 from evo_grpo.sources import resolve
 from evo_grpo.training.sizing.memory import Device
 from evo_grpo.training.sizing.model_size import read_model_size
-from evo_grpo.training.sizing.planning import check_fits, machine_memory, plan_memory
+from evo_grpo.training.sizing.planning import check_fits, machine_memory, plan_memory, tight
 from evo_grpo.training.strategies import check_explorer, explorer, selector
 from evo_grpo.types import Slot
 
@@ -137,7 +138,10 @@ def check_memory(config: RunConfig, task: Task | None, processes: int) -> None:
         plan = plan_memory(config, size, output, dtype=dtype, device=on, processes=processes)
     except EvoGrpoError:
         return  # loading the model reports the error
-    check_fits(plan, there, "this machine" if on == "cpu" else str(where))
+    name = "this machine" if on == "cpu" else str(where)
+    check_fits(plan, there, name)
+    if not is_silent_rank() and (text := tight(plan, there, name)) is not None:
+        warnings.warn(text, DoubtfulSetting, stacklevel=4)
 
 
 def check_found(config: RunConfig) -> None:

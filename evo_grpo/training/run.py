@@ -37,6 +37,7 @@ from evo_grpo.record.study import FolderStudy, check_storage
 from evo_grpo.record.summary import read_summary
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings import RunConfig
+from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
 from evo_grpo.settings.storage import is_url
 from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.training.assemble import (
@@ -61,6 +62,7 @@ from evo_grpo.training.inputs.recorded_inputs import read_inputs_of, refuse_own_
 from evo_grpo.training.inputs.same_on_ranks import check_same_files, check_same_run
 from evo_grpo.training.judge import Finalist, candidates_summary, choose, finalists, judge
 from evo_grpo.training.restoring import restore
+from evo_grpo.training.shortages import warn_of_shortages
 from evo_grpo.training.steering import RunSteering, resumed
 from evo_grpo.training.writer import FolderWriter, RankWriter, keep_best_of, sees_folder
 from evo_grpo.types import Slot
@@ -99,6 +101,8 @@ def run(
         if team.rank == 0:
             text = configuration.to_yaml(config)
             folder = stack.enter_context(RunDir.create(where, config.name, text, force=force))
+            prompts = config.algorithm.prompts_per_step or DEFAULT_PROMPTS
+            warn_of_shortages(task, prompts, config.evolve.fitness)
         with _removed_on_failure(folder, fresh=fresh):
             path = team.first(Path() if folder is None else folder.path)
             prepared = stack.enter_context(prepare(config, task, team))

@@ -119,7 +119,7 @@ def test_version_and_help():
     assert evo("--version").stdout.startswith("evo-grpo 0.")
     commands = re.findall(r"^│ ([a-z]+)  ", evo("--help").stdout, re.MULTILINE)
     assert commands == [
-        *("init", "check", "schema", "fetch", "run", "resume", "steer"),
+        *("init", "check", "schema", "fetch", "doctor", "run", "resume", "steer"),
         *("leaderboard", "lineage", "report", "compare", "verify", "follow", "dashboard"),
         *("export", "replay", "sample", "evaluate"),
     ]
@@ -272,7 +272,7 @@ BAD_YAML = {
     ),
     "out of range": (
         MINIMAL + "algorithm: {lr: 0}",
-        "algorithm.lr: expected a number > 0, got 0",
+        "algorithm.lr: expected a number > 0, or null, got 0",
     ),
     "min above max": (
         MINIMAL + "evolve: {hyperparameters: {lr: {min: 1e-2, max: 1e-4}}}",

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ ELSEWHERE = {
     "reasoning-gym": ["model=tiny-sums"],
     "smollm2": ["model=tiny-sums"],
     "vllm": ["model=tiny-sums", "engine={device: cpu, threads: 1}"],
+    "slurm": ["model=tiny-sums", "engine={device: cpu, threads: 1}"],
 }
 TINY = (
     "population={size: 2, rounds: 2, steps_per_round: 1}",
@@ -83,7 +85,8 @@ def test_a_template_passes_check(name: str):
     checked = evo("check", *settings)
     assert checked.exit_code == 0, checked.stderr
     warnings = [line for line in checked.stdout.splitlines() if line.startswith("warning:")]
-    missing = ("engine.device is cuda", "engine.vllm.python:") if name == "vllm" else ()
+    on_gpus = ("engine.device is cuda",) if name in ("vllm", "slurm") else ()
+    missing = (*on_gpus, *(("engine.vllm.python:",) if name == "vllm" else ()))
     assert len(warnings) == len(missing)
     assert all(any(what in line for line in warnings) for what in missing)
 
@@ -114,6 +117,29 @@ def test_the_rows_of_the_data_set_are_right_and_differ():
     for row in rows:
         first, second = row["question"].rstrip("=").split("+")
         assert row["answer"] == f"{int(first) + int(second):03d}"
+
+
+def test_the_ranks_of_a_job_are_those_that_its_population_has_agents_for():
+    assert evo("init", "my run.yaml", "--template", "slurm").exit_code == 0
+    job = Path("job.sbatch").read_text()
+    assert "config='my run.yaml'\n" in job
+    numbers = [
+        int(re.search(rf"{option}[ =](\d+)", job)[1])
+        for option in ("--nodes", "--gpus-per-node", "--nproc-per-node")
+    ]
+    assert numbers[1] == numbers[2]
+    config = load("my run.yaml")
+    assert config.engine.shards == numbers[0] * numbers[1]
+    assert min(config.population.sizes) >= config.engine.shards
+    assert config.population.sizes[0] == config.population.size
+
+
+def test_the_data_set_has_ranges_for_a_real_model():
+    evo("init", "--template", "dataset")
+    for model, expected in (("tiny-sums", (1e-3, 1e-4, 1e-2)), ("smollm2", (2e-5, 1e-6, 3e-4))):
+        config = load("population.yaml", [f"model.name={model}"])
+        own = config.search_space()["lr"]
+        assert (config.algorithm.lr, own.min, own.max) == expected
 
 
 def test_no_file_is_replaced_unasked():

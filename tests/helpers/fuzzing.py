@@ -1,4 +1,4 @@
-"""Properties that hold for any input: up to a hundred in `make test`, minutes of them in `make fuzz`.
+"""Properties that hold for any input: `make test` tries up to a hundred, `make fuzz` for minutes.
 
 A property is a function of one input, in keywords. `@example` above it keeps an input that once
 broke it; that is the whole corpus.

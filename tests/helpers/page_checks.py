@@ -164,7 +164,7 @@ def quickstart(played, printed):
 
 def python(played, printed):
     """The error names the right keyword."""
-    assert "Here it is called 'lr'" in printed
+    assert "Here it is lr" in printed
 
 
 def tracking(played, printed):

@@ -128,3 +128,27 @@ def test_entropy_that_is_gone_is_told():
 def test_groups_that_were_set_aside_are_counted():
     (one,) = find_trouble(changed({"set_aside": 2.0}))
     assert one.text.startswith("4 groups had to be set aside, the first in round 2")
+
+
+def compared(difference, prompts):
+    decision = Decision("kept", 1, 0, difference, 0.05, prompts, "agent 1 keeps its weights")
+    return changed({}, 0, decisions=(decision,))
+
+
+def test_few_validation_prompts_are_told_where_they_mattered():
+    config = small_config()
+    wanted = config.evolve.fitness.prompts
+
+    def told(difference, prompts):
+        return [t for t in find_trouble(compared(difference, prompts), None, config)]
+
+    (one,) = told(0.08, wanted - 1)
+    assert (one.kind, one.round) == ("few_prompts", 0)
+    assert one.sentence == (
+        f"selection had {wanted - 1} validation prompts in place of {wanted}, and could not tell "
+        "agents apart in 1 of 1 comparison: add validation rows, or take more samples of each with "
+        "evolve.fitness.samples"
+    )
+    assert told(0.5, wanted - 1) == []  # it told them apart
+    assert told(0.08, wanted) == []
+    assert find_trouble(compared(0.08, wanted - 1)) == []  # the settings are not known

@@ -72,7 +72,7 @@ draws = st.floats(0, 1, exclude_max=True)
             r"repetition_penalty: expected a number from 1e-06 .*",
         ),
         ({"max_grad_norm": 1e-40}, r"max_grad_norm: expected a number >= 1e-12, which float32"),
-        ({"learning_rate": 1.0}, r"learning_rate: unknown key; here it is called 'lr'"),
+        ({"learning_rate": 1.0}, r"learning_rate: unknown key; here it is lr"),
     ],
 )
 def test_a_value_out_of_range_is_named(values, message):

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 
+from evo_grpo.errors import ConfigError
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import (
     HyperparameterConfig,
@@ -42,3 +43,24 @@ def test_mutations_of_nothing_warn():
         warnings.simplefilter("error")
         warn_if_nothing_mutates(0.0, HyperparameterConfig())
         warn_if_nothing_mutates(0.8, CLIP)
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ([1e-6, 3e-4], "{min: 1e-6, max: 3e-4}"),
+        ((0.1, 0.3), "{min: 0.1, max: 0.3}"),
+        ([4, 16], "{min: 4, max: 16}"),
+        (1e-4, "{min: 1e-6, max: 3e-4}"),
+        (["low", "high"], "{min: 1e-6, max: 3e-4}"),
+    ],
+)
+def test_a_range_that_is_no_mapping_says_how_to_write_one(given, remedy):
+    with pytest.raises(ConfigError, match="expected a range, a mapping with min and max") as error:
+        HyperparameterConfig(lr=given)
+    assert str(error.value).endswith(f"; write {remedy}")
+
+
+def test_a_name_of_another_library_is_no_range():
+    with pytest.raises(ConfigError, match="Here it is lr"):
+        HyperparameterConfig(learning_rate={"min": 1e-6, "max": 3e-4})

@@ -5,6 +5,7 @@ import yaml
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.schema.hparams import MUTABLE, Hparams
+from evo_grpo.schema.messages import OTHER_NAMES, leaves
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.settings import (
     AlgorithmConfig,
@@ -242,7 +243,7 @@ def test_unknown_keys_name_the_nearest_right_one(override: str, message: str):
         ),
         ("population.size=null", "population.size: expected an integer >= 1, got null"),
         ("population=[1]", "population: expected a mapping, got a list ([1])"),
-        ("algorithm.lr=-1", "algorithm.lr: expected a number > 0, got -1"),
+        ("algorithm.lr=-1", "algorithm.lr: expected a number > 0, or null, got -1"),
         ("algorithm.lr=.nan", "algorithm.lr: expected a finite number > 0, got nan"),
         (
             "algorithm.top_p=1.5",
@@ -576,7 +577,7 @@ def test_a_start_that_nothing_is_drawn_from_is_warned_of(init: str, dead: bool):
 
 
 def test_agents_with_values_of_their_own_need_no_ranges():
-    given = ["evolve.hyperparameters={}", "population.size=2", "population.init=[{}, {lr: 0.5}]"]
+    given = ["evolve.hyperparameters={}", "population.size=2", "population.init=[{}, {lr: 5e-3}]"]
     assert warnings(from_dict(MINIMAL, given)) == []
 
 
@@ -671,3 +672,31 @@ def test_the_price_of_turns_is_told():
     (text,) = warnings(from_dict(MINIMAL, ["engine.zero=3"]))
     assert text.startswith("engine.zero 3: agents take turns, so a step of 8 agents takes 8 steps")
     assert "zero: null with base: sharded trains them all at once" in text
+
+
+# --- names of other libraries --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("learning_rate=1e-5", "here it is algorithm.lr."),
+        ("algorithm.learning_rate=1e-5", "here it is lr."),
+        ("algorithm.reward_funcs=a:b", "here it is env.reward."),
+        ("env.reward_funcs=a:b", "here it is reward."),
+        ("algorithm.num_generations=8", "here it is group_size."),
+        ("algorithm.peft_config={}", "here it is model.lora."),
+        ("model.peft_config={r: 4}", "here it is lora."),
+        (
+            "algorithm.per_device_train_batch_size=8",
+            "here it is prompts_per_step, which counts prompts, not completions.",
+        ),
+    ],
+)
+def test_names_of_other_libraries_are_refused_with_the_name_here(override: str, hint: str):
+    assert f"unknown key; {hint}" in refused(override)
+
+
+def test_the_names_here_exist():
+    groups = {path for leaf in leaves(RunConfig) for path in (leaf, leaf[:1], leaf[:2])}
+    assert {tuple(path.split(".")) for path in OTHER_NAMES.values()} <= groups

@@ -294,3 +294,23 @@ def test_bnpo_is_dapo(beside):
     """The docs say that they are one; with TRL's micro-batches they would not be."""
     assert equal(*(learned({"loss_type": kind, **beside}) for kind in ("bnpo", "dapo")))
     assert not equal(*(learned({"loss_type": kind, **beside}) for kind in ("bnpo", "grpo")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        # Two agents are left of eight: each has four times the rows of the first round.
+        ({}, 128),
+        ({"population": {"sizes": "constant"}}, 32),
+        ({"evolve": {"hyperparameters": {"group_size": {"min": 4, "max": 16}}}}, 256),
+    ],
+)
+def test_a_batch_above_the_rows_of_a_step_is_warned_of(settings, most):
+    def warned(size):
+        algorithm = {"prompts_per_step": 4, "group_size": 8, "batch_size": size}
+        given = {"model": "tiny-sums", "env": "sums", "algorithm": algorithm, **settings}
+        return [text for text in warnings(from_dict(given)) if "batch_size" in text]
+
+    assert warned(most) == []
+    (text,) = warned(most + 1)
+    assert f"batch_size has no effect: it is {most + 1}, and a step of an agent has" in text

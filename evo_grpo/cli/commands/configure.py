@@ -1,4 +1,4 @@
-"""Commands before a run: init, check, schema, fetch."""
+"""Commands before a run: init, check, schema, fetch, doctor."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def init(
         return
     if template not in TEMPLATES:
         raise ConfigError(f"--template: expected one of {', '.join(TEMPLATES)}, got {template!r}")
-    named = {path.parent / name: text for name, text in companions(template).items()}
+    named = {path.parent / name: text for name, text in companions(template, path.name).items()}
     _check_places(path, named, template, force=force)
     for file, text in named.items():
         write_file(file, text)
@@ -122,6 +122,23 @@ def fetch(
         begin()
         file = fetching.fetch(name)
     say(f"wrote {file}; next: model: {name}, or --set model.name={name}")
+
+
+@app.command(rich_help_panel=PANEL)
+def doctor(as_json: AsDocument = False, debug: Debug = False) -> None:
+    """Print versions, devices, memory and extras, to paste into an issue."""
+    from evo_grpo.cli.doctor import examine
+
+    found = examine()
+    if as_json:
+        document = {"installation": dict(found.lines), "warnings": found.warnings}
+        write(json.dumps(document, indent=2) + "\n")
+        return
+    width = max(len(title) for title, _ in found.lines)
+    for title, text in found.lines:
+        say(f"{title:<{width}}  {text}")
+    for text in found.warnings:
+        say(f"warning: {text}")
 
 
 def _check_places(path: Path, named: Iterable[Path], template: str, *, force: bool) -> None:

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.sizes import places_by_round
-from evo_grpo.record.wording import count
 from evo_grpo.settings import EngineConfig, RunConfig, warnings
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.settings.storage import check_driver
 from evo_grpo.settings.trackers import check_trackers
+from evo_grpo.training.shortages import shortages
 from evo_grpo.training.sizing.chat_template import has_chat_template
 from evo_grpo.training.sizing.memory import (
     Device,
@@ -184,7 +184,8 @@ def make_plan(config: RunConfig) -> Plan:
         memory=tuple(plan for plan in memory.values() if plan is not None),
         warnings=(
             *warnings(config),
-            *_shortages(config, task.rows, base, prompts, longest),
+            *shortages(task.rows, prompts, config.evolve.fitness),
+            *_short_context(config, base, longest),
             *missing_device(config.engine.device, devices),
             *_tight(memory, config, devices),
             *_missing_packages(config.engine),
@@ -326,41 +327,11 @@ def _group_sizes(config: RunConfig) -> tuple[int, int]:
     return int(space["group_size"].min), int(space["group_size"].max)
 
 
-def _shortages(
-    config: RunConfig, rows: dict[str, int], base: ModelSize, prompts: int, longest: int
-) -> list[str]:
-    """Return one sentence per setting that exceeds the rows of the task or the model's context."""
-    found: list[str] = []
-    fitness = config.evolve.fitness
-    for key, split, wanted, effect in (
-        (
-            "algorithm.prompts_per_step",
-            "train",
-            prompts,
-            "a step uses some of them twice; add rows, or lower it",
-        ),
-        (
-            "evolve.fitness.prompts",
-            "validation",
-            fitness.prompts,
-            "selection uses only these; add rows, or take more samples of each with "
-            "evolve.fitness.samples",
-        ),
-        (
-            "evolve.fitness.test_prompts",
-            "test",
-            fitness.test_prompts,
-            "the final result uses only these; add rows, or take more samples of each with "
-            "evolve.fitness.test_samples",
-        ),
-    ):
-        if wanted > rows.get(split, wanted):
-            number = rows[split]
-            found.append(f"{key} is {wanted}, but {split} has {count(number, 'row')}: {effect}")
+def _short_context(config: RunConfig, base: ModelSize, longest: int) -> Iterator[str]:
+    """Yield a warning if completions leave no room for a prompt in the model's context."""
     context = config.algorithm.max_model_len or base.context
     if context is not None and longest >= context:
-        found.append(
+        yield (
             f"completions of up to {longest} tokens leave no room for a prompt in a context of "
             f"{context}; lower algorithm.max_output_tokens"
         )
-    return found

@@ -22,6 +22,8 @@ from evo_grpo.record.names import (
 )
 from evo_grpo.record.stopping import rules_in_words
 from evo_grpo.record.wording import count
+from evo_grpo.schema.shown import shown_value
+from evo_grpo.settings.learning_rate import usual_lr
 from evo_grpo.settings.storage import is_url
 from evo_grpo.training.sizing.planning import format_bytes
 
@@ -57,6 +59,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "ends early", f"after the round in which {rules}"
     yield "places", _by_round(plan.places)
     yield "mutates", _mutating(plan)
+    yield "lr", _lr(plan)
     yield "task", _task(plan)
     yield "a step", _step(plan)
     yield "a round", f"at most {plan.tokens_per_round:,} tokens to train on"
@@ -161,6 +164,17 @@ def _mutating(plan: Plan) -> str:
     ranges = plan.config.search_space()
     shown = (f"{name} in [{ranges[name].min:g}, {ranges[name].max:g}]" for name in ranges.names())
     return ", ".join(shown) or "nothing"
+
+
+def _lr(plan: Plan) -> str:
+    """Return the lr of the first agent, and the rule for the default."""
+    config = plan.config
+    usual, lr, ranges = usual_lr(config.model), config.algorithm.lr, config.search_space()
+    default = f"{shown_value(usual.lr)} in [{shown_value(usual.low)}, {shown_value(usual.high)}]"
+    span = ranges["lr"] if "lr" in ranges.names() else None
+    if span is not None and (lr, span.min, span.max) == (usual.lr, usual.low, usual.high):
+        return f"{default}, the default for {usual.models}"
+    return f"{shown_value(lr)} to begin with; the default for {usual.models} is {default}"
 
 
 def _base(plan: Plan) -> str:

@@ -6,6 +6,7 @@ A folder holds `population.yaml` and its further files; none of its modules is i
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 from evo_grpo.printable import printable
@@ -20,7 +21,8 @@ TEMPLATES = {
     "reasoning-gym": "a generated task with exact scoring and a chat model, for a GPU",
     "multi-turn": "a game of several turns in Python of your own",
     "smollm2": "a real instruct model of 135M parameters, on a CPU",
-    "vllm": "a larger model on a GPU, with vLLM to generate long completions",
+    "vllm": "Qwen3-4B on one GPU of 24 GB, with vLLM to generate long completions",
+    "slurm": "a population on several machines of a cluster, with its job script",
 }
 
 
@@ -36,17 +38,21 @@ def template(name: str = DEFAULT, file: str = YAML) -> str:
     return re.sub(rf"(?m)^(#.*evo-grpo \w+ ){YAML}", lambda found: found[1] + shown, text)
 
 
-def companions(name: str) -> dict[str, str]:
+def companions(name: str, file: str = YAML) -> dict[str, str]:
     """Return the files that a template needs beside it: name -> text.
 
     Args:
         name: A key of `TEMPLATES`.
+        file: Name of the configuration, which a job script calls.
     """
-    return {
-        file.name: file.read_text(encoding="utf-8")
-        for file in sorted(_folder(name).iterdir())
-        if file.is_file() and file.name != YAML
+    found = {
+        one.name: one.read_text(encoding="utf-8")
+        for one in sorted(_folder(name).iterdir())
+        if one.is_file() and one.name != YAML
     }
+    for script in (one for one in found if one.endswith(".sbatch")):
+        found[script] = found[script].replace(f"config={YAML}", f"config={shlex.quote(file)}")
+    return found
 
 
 def _folder(name: str) -> Path:

@@ -1,0 +1,103 @@
+"""The default lr and its range, which follow the model, and values of lr that are far from usual.
+
+The embedded models are small and need a high lr. A model of usual size needs one that is about a
+hundred times lower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.search_space import DECADE, HyperparameterConfig, RLParameter
+from evo_grpo.schema.shown import shown_value
+from evo_grpo.settings.algorithm import AlgorithmConfig
+from evo_grpo.settings.model import ModelConfig
+from evo_grpo.sources import embedded_models
+
+SHOWN = 3
+"""Most values in a warning."""
+
+
+class UsualLR(NamedTuple):
+    """The usual lr of a kind of model.
+
+    Attributes:
+        models: The kind in words.
+        lr: The default.
+        low: Minimum of the default range.
+        high: Maximum of the default range.
+    """
+
+    models: str
+    lr: float
+    low: float
+    high: float
+
+
+EMBEDDED = UsualLR("the embedded models", 1e-3, 1e-4, 1e-2)
+OTHERS = UsualLR("models that are not embedded", 2e-5, 1e-6, 3e-4)
+
+
+def usual_lr(model: ModelConfig | None) -> UsualLR:
+    """Return the usual lr of a model; None stands for a transformers module."""
+    embedded = model is not None and model.name in embedded_models()
+    return EMBEDDED if embedded else OTHERS
+
+
+def with_default_lr(
+    algorithm: AlgorithmConfig,
+    ranges: Mapping[str, RLParameter] | None,
+    model: ModelConfig | None,
+) -> tuple[AlgorithmConfig, Mapping[str, RLParameter] | None]:
+    """Fill in an lr of null, and with it ranges of null.
+
+    An lr that was given keeps ranges of null, which stand for a factor of ten around it: run
+    folders of earlier versions have recorded their lr, and resume unchanged.
+    """
+    if algorithm.lr is not None:
+        return algorithm, ranges
+    usual = usual_lr(model)
+    if ranges is None and usual != EMBEDDED:  # theirs is a factor of ten around their lr
+        ranges = HyperparameterConfig(lr=RLParameter(usual.low, usual.high)).parameters
+    own = (ranges or {}).get("lr")
+    lr = usual.lr if own is None else own.clip(usual.lr)
+    return algorithm.replace(lr=lr), ranges
+
+
+def unusual_lr(
+    model: ModelConfig | None,
+    first: Hparams,
+    begin: Iterable[Hparams],
+    ranges: Mapping[str, RLParameter] | None,
+) -> str | None:
+    """Return one sentence if an lr that was given is far from usual; None otherwise.
+
+    Args:
+        model: The model; None stands for a transformers module.
+        first: The hyperparameters of `algorithm`.
+        begin: The initial hyperparameters of all agents.
+        ranges: The ranges of hyperparameters; None for the default.
+    """
+    usual = usual_lr(model)
+    # A start far below the range of an embedded model is a lesson of the first template.
+    low, high = OTHERS.low / DECADE, usual.high * DECADE
+    given = {"algorithm.lr": first.lr}
+    given |= {
+        f"population.init[{i}].lr": own.lr for i, own in enumerate(begin) if own.lr != first.lr
+    }
+    if (span := (ranges or {}).get("lr")) is not None:
+        name = "evolve.hyperparameters.lr"
+        given |= {f"{name}.min": span.min, f"{name}.max": span.max}
+    far = [f"{name} {shown_value(lr)}" for name, lr in given.items() if not low <= lr <= high]
+    if not far:
+        return None
+    verb = "is" if len(far) == 1 else "are"
+    if len(far) > SHOWN:
+        far[SHOWN:] = [f"and {len(far) - SHOWN} more"]
+    return (
+        f"{', '.join(far)} {verb} far from the usual lr of {usual.models}, "
+        f"{shown_value(usual.low)} to {shown_value(usual.high)}: agents may learn nothing, or "
+        f"collapse; leave lr and its range out to search there from {shown_value(usual.lr)}"
+    )
