@@ -136,7 +136,7 @@ def test_the_one_legend_shows_agents_alone(opened, run):
     page = opened(run / "report.html")
     chart = drawn(page, 0)
     assert page.locator(".figures .chart .legend").count() == 0
-    names = page.locator(".figures > .legend button")
+    names = page.locator(".figures > .page-legend button")
     assert [name.strip() for name in names.all_text_contents()] == ["● agent 0", "■ agent 1"]
     faint = (
         "e => [...e.querySelectorAll('.scatterlayer .trace')].filter("
@@ -144,7 +144,7 @@ def test_the_one_legend_shows_agents_alone(opened, run):
     )
     assert chart.evaluate(faint) == 0
     names.nth(1).click()
-    page.locator(".legend button[aria-pressed=true]").wait_for()
+    page.locator(".page-legend button[aria-pressed=true]").wait_for()
     page.wait_for_function(f"() => ({faint})(document.querySelector('.chart')) > 0", timeout=10_000)
 
 

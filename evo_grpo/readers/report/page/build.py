@@ -55,7 +55,8 @@ class Page:
     @contextmanager
     def legend(self, entries: str) -> Generator[None]:
         """Give the sections that are added inside one legend, which stays in sight; it is HTML."""
-        self._sections.append(("", "", f'<div class="figures"><div class="legend">{entries}</div>'))
+        begin = f'<div class="figures"><div class="page-legend">{entries}</div>'
+        self._sections.append(("", "", begin))
         yield
         self._sections.append(("", "", "</div>"))
 

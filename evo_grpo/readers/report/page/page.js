@@ -94,7 +94,7 @@
     }, { rootMargin: "200px" });
     places.forEach((place) => near.observe(place));
   } else places.forEach(enqueue);
-  for (const button of document.querySelectorAll(".legend button")) {
+  for (const button of document.querySelectorAll(".page-legend button")) {
     button.addEventListener("click", () => {
       const name = button.dataset.agent;
       if (!focus.delete(name)) focus.add(name);
