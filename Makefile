@@ -1,7 +1,8 @@
 # Every target makes .venv when it is missing and installs against constraints.txt once: `make run`
 # what a run needs, all others the tools of tests and checks too.
 #   make run           train the population of population.yaml, and for comparison as many agents
-#                      without evolution; more with ARGS="--set seed=1"
+#                      without evolution; more with ARGS="--set seed=1". It ends with the commands
+#                      that show the run and export its winner
 #   make test          the fast tests
 #   make test-slow     the long tests
 #   make test-distributed  runs in several processes, killed and resumed
@@ -90,7 +91,8 @@ $(RUN_STAMP):
 	@echo 'Installing what a run needs into .venv: a minute or two the first time.'
 	@# torch first and alone: resolved with the rest, another and much larger build may be taken.
 	@$(PIP) "$$(grep '^torch==' constraints.txt)"
-	@$(PIP) -e .
+	@# With plotly: a run ends with commands to look at it, and one of them writes the report.
+	@$(PIP) -e '.[report]'
 	@touch $@
 
 # After the other one, whose time does not matter: both names carry the same checksum.
@@ -106,9 +108,14 @@ run: $(RUN_STAMP)
 test: $(STAMP)
 	$(PYTEST) -m '$(FAST)' $(ARGS)
 
-# A per-test limit of 15 minutes; pytest's code 5, no such test, is no failure.
+# A per-test limit of 15 minutes; pytest's code 5, no such test, is no failure. The wheel is for the
+# commands of the README, which run from it and from the clone.
 test-slow: $(STAMP)
-	$(PYTEST) -m slow --timeout 900 $(ARGS) || test $$? -eq 5
+	@wheels=$$(mktemp -d) && trap 'rm -rf "$$wheels"' EXIT && \
+	  $(BIN)/python -m pip wheel -qq --disable-pip-version-check $(PIP_ARGS) --no-deps \
+	    --wheel-dir "$$wheels" . && \
+	  export EVO_GRPO_WHEEL=$$(echo "$$wheels"/*.whl) && \
+	  { $(PYTEST) -m slow --timeout 900 $(ARGS) || test $$? -eq 5; }
 
 # Runs in several processes on this machine, each with one thread.
 test-distributed: $(STAMP)

@@ -94,6 +94,7 @@ class Trajectory:
         end: Reason for the end: "completion" for a single completion; "terminated", "truncated",
             "max_turns" or "context" for an episode; or "error".
         error: The error of the environment because of which the trajectory was dropped, else empty.
+        answer: The right answer according to the dataset, for a reader; empty if there is none.
     """
 
     prompt: str
@@ -105,6 +106,7 @@ class Trajectory:
     turns: int = 1
     end: str = "completion"
     error: str = ""
+    answer: str = ""
 
     @property
     def sampled(self) -> int:

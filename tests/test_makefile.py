@@ -25,7 +25,7 @@ TORCH = next(
     for line in (ROOT / "constraints.txt").read_text().splitlines()
     if line.startswith("torch=")
 )
-FOR_A_RUN = [f"install {TORCH}", "install -e ."]
+FOR_A_RUN = [f"install {TORCH}", "install -e .[report]"]
 FOR_TESTS = ["install -e .[dev]"]
 RUN = ["evo-grpo run population.yaml --compare"]
 

@@ -1,18 +1,23 @@
 """What the README shows runs as written."""
 
+import os
 import re
+import shlex
 from pathlib import Path
 
+import doc_blocks
 import pandas as pd
 import pytest
 import typer
 import yaml
+from installed import clone, install, shell
 
 from evo_grpo import settings as configuration
 from evo_grpo.cli.commands import app
 from evo_grpo.settings import EnvConfig
 
 README = Path(__file__).parents[1] / "README.md"
+SH = [block for block in doc_blocks.blocks("README.md") if block.language == "sh"]
 
 
 def blocks(language):
@@ -67,3 +72,52 @@ def test_every_command_is_shown():
     shown = {line.split()[1] for line in commands.splitlines()}
     commands = typer.main.get_command(app).commands
     assert shown == {name for name, one in commands.items() if not one.hidden}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_make_run_ends_with_commands_that_work(tmp_path):
+    """With the packages that `make run` installs, in a shell without their environment."""
+    folder = clone(tmp_path)
+    recipe = shell("make -n run", folder)
+    (extras,) = re.findall(r"-e '?\.(?:\[([\w,]*)\])?'?$", recipe, re.MULTILINE)
+    install(folder / ".venv", [name for name in extras.split(",") if name], folder)
+    (stamp,) = re.findall(r"^touch (\.venv/\.run-\d+)$", recipe, re.MULTILINE)
+    (folder / stamp).touch()
+    (small,) = {block.marks["small"] for block in SH if "small" in block.marks}
+    printed = shell(f'make run ARGS="{small}"', folder)
+    (proposed,) = re.findall(r"^Next: (.*)$", printed, re.MULTILINE)
+    commands = proposed.split(", ")
+    assert commands[0] == ".venv/bin/evo-grpo report runs/population-1"
+    for command in commands:
+        shell(command, folder)
+    assert (folder / "runs" / "population-1" / "report.html").exists()
+    assert (folder / "OUT" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("source", ["clone", "wheel"])
+def test_the_commands_run_in_order(source, tmp_path, monkeypatch):
+    """As a user types them, with the packages that the README names and no others."""
+    wheel = os.environ.get("EVO_GRPO_WHEEL")
+    if source == "wheel" and not wheel:
+        pytest.skip("needs a wheel in EVO_GRPO_WHEEL, which `make test-slow` builds")
+    (pip,) = [words for block in SH for words in block.commands() if words[0] == "pip"]
+    extras = re.search(r"\[([\w,]+)\]", pip[-1])[1].split(",")
+    origin = Path(wheel).resolve() if source == "wheel" else clone(tmp_path)
+    install(tmp_path / "env", extras, origin)
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    ran = []
+    for block in SH:
+        for given in filter(None, block.marks.get("given", "").split(",")):
+            doc_blocks.make_given(*given.split())
+        for words in block.commands():
+            if words[0] == "evo-grpo" and words[1] not in block.skipped_commands():
+                more = shlex.split(block.marks.get("small", "")) if words[1] == "run" else []
+                shell(shlex.join([*words, *more]), folder, tmp_path / "env" / "bin")
+                ran.append(words[1])
+    assert {"init", "run", "resume", "report", "follow", "export", "evaluate"} <= set(ran)
+    assert (folder / "runs" / "first" / "report.html").exists()

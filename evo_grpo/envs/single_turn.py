@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, final
 
@@ -32,6 +32,8 @@ from evo_grpo.types import CompletionGroup, Prompt, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
+ANSWERS = ("answer", "solution", "ground_truth", "target", "label")
+"""Usual names of the column with the right answer, which sample completions are recorded with."""
 RewardFn = Callable[..., Any] | RewardFunction | Sequence[Callable[..., Any] | RewardFunction]
 
 
@@ -352,6 +354,7 @@ class SingleTurnPlay:
 
 def _trajectories(group: CompletionGroup) -> list[Trajectory]:
     prompt = group.prompt
+    answer = right_answer(prompt.columns)
     return [
         Trajectory(
             prompt=prompt.text,
@@ -360,6 +363,13 @@ def _trajectories(group: CompletionGroup) -> list[Trajectory]:
             mask=(False,) * len(prompt.token_ids) + (True,) * len(completion.token_ids),
             logprobs=completion.logprobs,
             ended=completion.ended,
+            answer=answer,
         )
         for completion in group.completions
     ]
+
+
+def right_answer(columns: Mapping[str, Any]) -> str:
+    """Return the right answer of a dataset row, the first of `ANSWERS` that it has, else ""."""
+    found = next((columns[name] for name in ANSWERS if name in columns), None)
+    return str(found) if isinstance(found, str | int | float) else ""

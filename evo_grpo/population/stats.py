@@ -115,6 +115,7 @@ def completion_rows(round: int, tallies: Mapping[Slot, Tally], count: int) -> li
             "round": round,
             "agent": slot,
             "prompt": trajectory.prompt,
+            "answer": trajectory.answer,
             "completion": trajectory.text,
             "reward": float(reward),
             "tokens": trajectory.sampled,

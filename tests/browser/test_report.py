@@ -132,6 +132,55 @@ def test_the_leaderboard_sorts_by_a_click_and_back(opened, run):
     assert agents.all_text_contents() == ["1", "0"]
 
 
+def test_the_one_legend_shows_agents_alone(opened, run):
+    page = opened(run / "report.html")
+    chart = drawn(page, 0)
+    assert page.locator(".figures .chart .legend").count() == 0
+    names = page.locator(".figures > .page-legend button")
+    assert [name.strip() for name in names.all_text_contents()] == ["● agent 0", "■ agent 1"]
+    faint = (
+        "e => [...e.querySelectorAll('.scatterlayer .trace')].filter("
+        "t => Number(t.style.opacity || 1) < 0.2).length"
+    )
+    assert chart.evaluate(faint) == 0
+    names.nth(1).click()
+    page.locator(".page-legend button[aria-pressed=true]").wait_for()
+    page.wait_for_function(f"() => ({faint})(document.querySelector('.chart')) > 0", timeout=10_000)
+
+
+def test_completions_are_grouped_by_prompt_with_the_right_answer_and_folded(opened, tmp_path):
+    folder = shown_run.run_folder(str(tmp_path / "run"))
+    (folder / "completions").mkdir()
+    rows = [
+        {"round": 0, "agent": agent, "prompt": prompt, "answer": right, "completion": f"{n}",
+         "reward": 0.0, "tokens": 4, "ended": True, "error": ""}
+        for prompt, right, count in (("12+07=", "019", 13), ("50+50=", "100", 2))
+        for n in range(count)
+        for agent in [n % 2]
+    ]  # fmt: skip
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "completions" / "round-0000.jsonl").write_text(lines)
+    page = opened(write_report(folder))
+    groups = page.locator(".prompt-group")
+    assert groups.locator(".prompt").all_text_contents() == ["50+50=", "12+07="]
+    assert groups.locator(".right code").all_text_contents() == ["100", "019"]
+    long = groups.nth(1)
+    assert long.locator(".completion").count() == 10
+    long.get_by_text("3 more").click()
+    assert long.locator(".completion").count() == 13
+    page.fill("#search", "019")
+    assert groups.count() == 1
+
+
+def test_on_a_phone_the_fitness_is_in_sight_beside_the_name(opened, run):
+    page = opened(run / "report.html", device="Pixel 5")
+    heads = page.locator("#leaderboard th")
+    assert heads.all_text_contents()[:3] == ["rank", "agent", "fitness"]
+    heads.nth(2).scroll_into_view_if_needed()
+    box = heads.nth(2).bounding_box()
+    assert box["x"] + box["width"] <= page.viewport_size["width"]
+
+
 def test_completions_are_searched_ordered_and_filtered(opened, run):
     page = opened(run / "report.html")
     shown = page.locator(".completion")

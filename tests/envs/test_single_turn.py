@@ -3,7 +3,7 @@ import pytest
 
 from evo_grpo.envs import single_turn
 from evo_grpo.envs.registry import build_task
-from evo_grpo.envs.single_turn import ReasoningGym
+from evo_grpo.envs.single_turn import ReasoningGym, right_answer
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import (
     ConfigError,
@@ -191,7 +191,22 @@ def test_agents_ask_once_each_for_its_own_prompts_and_group(make):
     assert one.rewards.tolist() == [[1.0], [0.0], [0.0], [0.0]]
     assert other.rewards.tolist() == [[0.0], [1.0], [0.0]]
     assert [t.text for t in other.trajectories] == ["a", right, "b"]
+    # Sample completions are recorded with it.
+    assert {t.answer for t in other.trajectories} == {right}
     assert (one.completions, other.tokens) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("columns", "answer"),
+    [
+        ({"question": "q", "solution": 7}, "7"),
+        ({"answer": "a", "label": "b"}, "a"),
+        ({"question": "q", "answer": ["no", "text"]}, ""),
+        ({"question": "q"}, ""),
+    ],
+)
+def test_the_right_answer_is_the_column_that_is_called_so(columns, answer):
+    assert right_answer(columns) == answer
 
 
 @pytest.mark.parametrize("kind", ["sums", "foods"])

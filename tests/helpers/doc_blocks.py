@@ -147,7 +147,7 @@ def play(page, *, slow=False):
 
 def _run(block, played):
     for given in filter(None, block.marks.get("given", "").split(",")):
-        _make_given(*given.split())
+        make_given(*given.split())
     if block.title:
         Path(block.title).parent.mkdir(parents=True, exist_ok=True)
         Path(block.title).write_text(block.text, encoding="utf-8")
@@ -162,7 +162,8 @@ def _run(block, played):
             played.configs.append((block, _settings(block)))
 
 
-def _make_given(path, *settings):
+def make_given(path, *settings):
+    """Make a small finished run, or the settings of one, at a path; see `given` above."""
     from evo_grpo import run
 
     changes = dict(setting.split("=", 1) for setting in settings)

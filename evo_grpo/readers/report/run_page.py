@@ -11,9 +11,10 @@ from typing import Any, final
 from evo_grpo.readers.report.figures.diagnostics import curves, metric_names, plot_metric
 from evo_grpo.readers.report.figures.fitness import plot_fitness
 from evo_grpo.readers.report.figures.lineage import plot_lineage
+from evo_grpo.readers.report.figures.points import agent_name, looks, named
 from evo_grpo.readers.report.figures.schedules import drawn_names, plot_improvement, plot_schedules
 from evo_grpo.readers.report.figures.spending import plot_seconds, plot_tokens
-from evo_grpo.readers.report.figures.style import graph_objects
+from evo_grpo.readers.report.figures.style import WINNER, graph_objects
 from evo_grpo.readers.report.page.build import Page, cards, sortable, text
 from evo_grpo.readers.report.side_by_side import add_arms
 from evo_grpo.readers.report.tables import completions_table, headline, leaderboard_table
@@ -138,30 +139,54 @@ def _overview(view: RunView) -> str:
     return "".join(parts)
 
 
+def _legend(view: RunView) -> str:
+    """Return the legend of all figures as HTML: the agents, and what is no agent."""
+    seen, shown = looks(view), sorted(named(view))
+    agents = "".join(
+        f'<button type="button" data-agent="{agent_name(agent)}" aria-pressed="false">'
+        f"{seen[agent].named(agent_name(agent))}</button>"
+        for agent in shown
+    )
+    more = len(seen) - len(shown)
+    rest = f"<span>{more} more: hover over a line</span>" if more else ""
+    return (
+        f"{agents}{rest}"
+        f'<span><i class="band"></i> {WINNER}</span>'
+        '<span><i class="copied"></i> weights taken from another agent</span>'
+    )
+
+
 def _add_figures(page: Page, view: RunView) -> None:
+    with page.legend(_legend(view)):
+        _add_agents_figures(page, view)
+
+
+def _add_agents_figures(page: Page, view: RunView) -> None:
     page.section(
         "fitness",
         "Fitness",
-        page.chart(plot_fitness(view)),
+        page.chart(plot_fitness(view), legend=False),
         "Mean reward on validation prompts that all agents share, with standard errors. Each line "
-        "is an agent; colour, marker and dash show the first agent that its weights descend from. "
-        "Flat lines are results on the test split.",
+        "is an agent; click on agents in the legend to see them alone. Flat lines are results on "
+        "the test split.",
     )
     page.section(
         "family",
         "Family tree",
-        page.chart(plot_lineage(view)),
-        "A row for each agent. Where weights were copied, an edge leads from the parent, with the "
-        "mutation. The star is the winner. Hover over a node for its values.",
+        page.chart(plot_lineage(view), legend=False),
+        "A row for each agent. Where weights were copied, an edge leads from the parent. A diamond "
+        "is a mutation, the star the winner. Hover over a node for its values.",
     )
     page.section(
         "schedules",
         "Schedules",
-        page.chart(plot_schedules(view)),
+        page.chart(plot_schedules(view), legend=False),
         "The hyperparameters of the agents. Agents of the last round are drawn strong, the others "
         "faint.",
     )
-    changes = "".join(page.chart(plot_improvement(view, n)) for n in drawn_names(view))
+    changes = "".join(
+        page.chart(plot_improvement(view, name), legend=False) for name in drawn_names(view)
+    )
     page.section(
         "improvement",
         "Value and improvement",
@@ -170,7 +195,8 @@ def _add_figures(page: Page, view: RunView) -> None:
     )
     measured = curves(view)
     metrics = "".join(
-        page.chart(plot_metric(view, measured, name)) for name in metric_names(measured)
+        page.chart(plot_metric(view, measured, name), legend=False)
+        for name in metric_names(measured)
     )
     page.section(
         "training",
@@ -197,7 +223,12 @@ def _add_tables(page: Page, view: RunView) -> None:
     )
     found = completions_table(view)
     page.data("completions", found)
-    page.section("completions", "Completions", _COMPLETIONS if found["rows"] else "")
+    page.section(
+        "completions",
+        "Completions",
+        _COMPLETIONS if found["rows"] else "",
+        "Samples of every round, by prompt; agents of a round answer the same prompt.",
+    )
     body = page.chart(plot_seconds(view)) + page.chart(plot_tokens(view))
     page.section("spending", "Time and tokens", f'<div class="grid">{body}</div>')
 
@@ -212,4 +243,4 @@ _COMPLETIONS = """<div class="controls">
 <select id="order" aria-label="Order"><option value="newest">newest first</option>
 <option value="best">best first</option><option value="worst">worst first</option></select>
 <span id="matches" role="status"></span></div>
-<div id="completions-list"></div><button type="button" id="more" hidden>Show more</button>"""
+<div id="completions-list"></div><button type="button" id="more" hidden>More prompts</button>"""

@@ -8,7 +8,7 @@ from typing import Any
 
 from evo_grpo.printable import shorten
 from evo_grpo.readers.report.page.build import Table
-from evo_grpo.readers.terminal.result import SCORES, cell, columns
+from evo_grpo.readers.terminal.result import SCORES, cell, columns, redundant
 from evo_grpo.record.view import RunView
 from evo_grpo.record.wording import count, number, with_error
 from evo_grpo.schema.shown import short_name
@@ -26,7 +26,10 @@ _WITHIN_OTHERS = ("checkpoint", "tie", *(f"{name}_se" for name in SCORES))
 def leaderboard_table(view: RunView) -> Table:
     """Return the leaderboard; rounds count from 1."""
     rows = view.leaderboard
-    names = columns(rows, _WITHIN_OTHERS)
+    known = columns(rows, (*_WITHIN_OTHERS, *redundant(rows)))
+    # The scores are beside the name: on a phone, only the first columns are in sight.
+    first = [name for name in ("rank", "agent", *SCORES) if name in known]
+    names = [*first, *(name for name in known if name not in first)]
     cells = [[_cell(name, row) for name in names] for row in rows]
     return Table([_title(name) for name in names], cells)
 
@@ -70,6 +73,7 @@ def _completion(row: Mapping[str, Any]) -> dict[str, Any]:
         "tokens": row.get("tokens"),
         "end": row.get("error") or ("" if row.get("ended") else "cut"),
         "prompt": shorten(str(row.get("prompt", "")), CHARACTERS),
+        "answer": shorten(str(row.get("answer", "")), CHARACTERS),
         "completion": shorten(str(row.get("completion", "")), CHARACTERS),
     }
 

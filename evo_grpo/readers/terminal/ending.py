@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
+from importlib.util import find_spec
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -16,6 +20,7 @@ from evo_grpo.record.leaderboard import order_text
 if TYPE_CHECKING:
     from evo_grpo.record.view import RunView
 
+PROGRAM = "evo-grpo"
 PARAGRAPHS = {"schedule": "winner", "validation": "choice"}
 """Kinds of sentences that continue a paragraph of another kind."""
 TROUBLES_SHOWN = 5
@@ -60,4 +65,23 @@ def show_next(console: Console, run: str, study: tuple[str, str] | None = None) 
 
 
 def _commands(path: str) -> tuple[str, ...]:
-    return f"evo-grpo report {path}", f"evo-grpo export {path} OUT"
+    """Return commands that work in this shell and with the installed packages."""
+    program = program_name()
+    # The report needs plotly, an optional package.
+    look = "report" if find_spec("plotly") else "lineage"
+    return f"{program} {look} {path}", f"{program} export {path} OUT"
+
+
+def program_name() -> str:
+    """Return the word that starts evo-grpo in the user's shell.
+
+    `make run` starts .venv/bin/evo-grpo, which PATH does not contain unless the environment is
+    activated: then the path is the word.
+    """
+    called = Path(sys.argv[0])
+    if called.name != PROGRAM or not called.is_file():  # a notebook, a script, another launcher
+        return PROGRAM
+    found = shutil.which(PROGRAM)
+    if found is not None and Path(found).resolve() == called.resolve():
+        return PROGRAM
+    return shlex.quote(sys.argv[0])

@@ -55,6 +55,15 @@ def columns(rows: Sequence[Mapping[str, Any]], hidden: Sequence[str]) -> list[st
     return [name for name in (rows[0] if rows else ()) if name not in (*hidden, *empty)]
 
 
+def redundant(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the columns of the clip range that say nothing new.
+
+    The bounds add nothing to clip_coef, unless it is a pair and no number.
+    """
+    pair = any(row["clip_coef"] is None for row in rows)
+    return ("clip_coef",) if pair else ("clip_low", "clip_high")
+
+
 def leaderboard_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
     """Return the rows of a leaderboard as a table; rounds count from 1.
 
@@ -64,10 +73,7 @@ def leaderboard_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
     if "left" in names:
         names.append(names.pop(names.index("left")))
     if width < WIDE:
-        # The bounds add nothing to clip_coef, unless it is a pair and no number.
-        pair = any(row["clip_coef"] is None for row in rows)
-        bounds = ("clip_coef",) if pair else ("clip_low", "clip_high")
-        names = [name for name in names if name not in (*ONLY_WIDE, *bounds)]
+        names = [name for name in names if name not in (*ONLY_WIDE, *redundant(rows))]
     if width < MEDIUM:
         names = [name for name in names if name not in ONLY_MEDIUM]
     # A value that all agents share does not tell the better ones: it makes room for the others.

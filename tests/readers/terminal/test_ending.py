@@ -95,6 +95,33 @@ def test_next_are_commands_to_copy():
     ]
 
 
+def test_next_is_no_report_where_plotly_is_missing(monkeypatch):
+    monkeypatch.setattr("evo_grpo.readers.terminal.ending.find_spec", lambda name: None)
+    pipe = console(terminal=False)
+    show_next(pipe, "runs/one")
+    assert "Next: evo-grpo lineage runs/one, evo-grpo export runs/one OUT\n" in (
+        pipe.file.getvalue()
+    )
+
+
+@pytest.mark.parametrize("activated", [False, True])
+def test_next_starts_the_program_as_this_shell_finds_it(activated, tmp_path, monkeypatch):
+    """`make run` starts .venv/bin/evo-grpo, which is not on the PATH of the user's shell."""
+    bin = tmp_path / "my env" / "bin"
+    bin.mkdir(parents=True)
+    (bin / "evo-grpo").write_text("#!/bin/sh\n")
+    (bin / "evo-grpo").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["my env/bin/evo-grpo", "run"])
+    monkeypatch.setenv("PATH", str(bin) if activated else str(tmp_path))
+    pipe = console(terminal=False)
+    show_next(pipe, "runs/one")
+    called = "evo-grpo" if activated else "'my env/bin/evo-grpo'"
+    assert f"Next: {called} report runs/one, {called} export runs/one OUT\n" in (
+        pipe.file.getvalue()
+    )
+
+
 def test_what_evolution_was_worth_is_told_where_it_is_known():
     arms = [
         {"name": name, "test": {"mean": mean, "se": 0.01, "n": 256}}

@@ -13,14 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evo_grpo.readers.report.figures.points import lineage_name
-from evo_grpo.readers.report.figures.style import (
-    MARKERS,
-    graph_objects,
-    layout,
-    look_of,
-    new_figure,
-)
+from evo_grpo.readers.report.figures.axes import Span, linear_span, noise, set_axis
+from evo_grpo.readers.report.figures.ends import MARGIN, name_ends
+from evo_grpo.readers.report.figures.points import agent_name, ends_of, looks, stretches
+from evo_grpo.readers.report.figures.style import BOTTOM, MARKERS, graph_objects, layout, new_figure
 from evo_grpo.record.step_metrics import metric_rows
 from evo_grpo.record.view import Run, RunView, view_of
 
@@ -32,7 +28,7 @@ ROLLING = 10
 POINTS = 6000
 """Points of a figure; with more, each drawn point is the mean of several neighbours."""
 FEW = 13
-"""Points of a curve up to which each point has a marker; the gap behind it counts."""
+"""Points of an agent up to which each has a marker."""
 LABELS = {
     "reward": "reward",
     "loss": "loss",
@@ -47,21 +43,35 @@ LABELS = {
     "ratio_max": "largest probability ratio",
 }
 """Metrics in the order in which they are drawn; the rewards of single functions follow `reward`."""
-COLUMNS, ROW = 2, 240
+SHOWN = {
+    "kl": (0.0, 0.01),
+    "zero_variance": (0.0, 1.0),
+    "clip_fraction": (0.0, 0.05),
+    "entropy": (0.0, 0.1),
+    "completion_length": (0.0, 1.0),
+    "ended": (0.0, 1.0),
+    "sampler_gap": (0.0, 0.001),
+    "grad_norm": (0.0, 0.1),
+    "ratio_max": (0.0, 2.0),
+}
+"""Values that the axis of a metric shows in any case, so that rounding and noise look small."""
+QUIET = 8
+"""Least span of an axis, in standard deviations of the noise from step to step."""
+COLUMNS, ROW, HEIGHT, TITLE = 2, 240, 260, 36
 _PREFIX = "reward/"
 
 
 @dataclass
 class Curve:
-    """One metric of one agent, as long as its weights are of one lineage.
+    """One metric of one agent, until it leaves or takes the weights of another one.
 
     Attributes:
-        founder: The member of the first population that it descends from.
+        agent: The agent.
         steps: GRPO steps since the start of the run, counted from 1.
         values: The metric, NaN where a step has none.
     """
 
-    founder: int
+    agent: int
     steps: list[int] = field(default_factory=list[int])
     values: list[float] = field(default_factory=list[float])
 
@@ -92,22 +102,26 @@ def plot_diagnostics(run: Run, names: Sequence[str] | None = None) -> go.Figure:
     chosen = list(names) if names is not None else metric_names(measured)
     rows = max(1, -(-len(chosen) // COLUMNS))
     titles = [label(name) for name in chosen]
-    figure = make_subplots(rows=rows, cols=COLUMNS, subplot_titles=titles, shared_xaxes=False)
-    figure.update_layout(**layout(60 + ROW * rows))
+    figure = make_subplots(
+        rows=rows, cols=COLUMNS, subplot_titles=titles, shared_xaxes=False,
+        horizontal_spacing=0.18, vertical_spacing=60 / (60 + ROW * rows),
+    )  # fmt: skip
+    figure.update_layout(**layout(60 + ROW * rows), margin_r=MARGIN)
+    named: set[int] = set()
     for number, name in enumerate(chosen):
         row, column = divmod(number, COLUMNS)
-        place = {"row": row + 1, "col": column + 1}
-        _add_curves(figure, view, measured.get(name, []), name, legend=number == 0, **place)
+        own = measured.get(name, [])
+        _add_curves(figure, view, own, name, named, ROW - 60, row=row + 1, col=column + 1)
     figure.update_xaxes(title_text="step")
     return figure
 
 
 def plot_metric(view: RunView, measured: Curves, name: str) -> go.Figure:
     """Draw one metric; see `plot_diagnostics`."""
-    figure = new_figure("step", "", height=260)
-    _add_curves(figure, view, measured.get(name, []), name, legend=False)
-    title = {"text": label(name), "font": {"size": 13}}
-    figure.update_layout(title=title, showlegend=False, margin={"t": 36})
+    figure = new_figure("step", "", height=HEIGHT)
+    title = {"text": label(name), "font": {"size": 13}, "x": 0, "xref": "paper"}
+    figure.update_layout(title=title, showlegend=False, margin={"t": TITLE, "r": MARGIN})
+    _add_curves(figure, view, measured.get(name, []), name, set(), HEIGHT - TITLE - BOTTOM)
     return figure
 
 
@@ -123,37 +137,68 @@ def _add_curves(
     view: RunView,
     own: Sequence[Curve],
     name: str,
+    in_legend: set[int],
+    pixels: float,
     *,
-    legend: bool,
-    **place: int,
+    row: int | None = None,
+    col: int | None = None,
 ) -> None:
-    """Draw the curves of a metric: a trace for each lineage, with gaps between agents."""
-    # In the order of the lineages in every other figure.
-    looks = {one: look_of(i) for i, one in enumerate(sorted(set(view.founders.values())))}
+    """Draw the curves of a metric: a trace for each agent, with gaps where its weights change.
+
+    An agent that is not `in_legend` yet is named in the legend. `pixels` is the height of the axis.
+    """
+    seen = looks(view)
     width = max(1, math.ceil(sum(len(curve.steps) for curve in own) / POINTS))
-    for founder in sorted({curve.founder for curve in own}):
-        drawn = [thinned(curve, width) for curve in own if curve.founder == founder]
+    points: dict[int, tuple[float, float]] = {}
+    rewards = name.startswith("reward")
+    for agent in sorted({curve.agent for curve in own}):
+        drawn = [thinned(curve, width) for curve in own if curve.agent == agent]
         x = joined([steps for steps, _ in drawn])
-        look, title = looks[founder], lineage_name(view, founder)
+        look, title = seen[agent], agent_name(agent)
         smooth = [values for _, values in drawn]
-        if name.startswith("reward"):
+        if rewards:
             figure.add_scatter(
                 x=x, y=joined(smooth), mode="markers", hoverinfo="skip", showlegend=False,
                 legendgroup=title, opacity=0.3,
                 marker={"color": look.color, "symbol": look.symbol, "size": 4,
                         "maxdisplayed": 4 * MARKERS},
-                **place,
+                row=row, col=col,
             )  # fmt: skip
             smooth = [rolling(values) for values in smooth]
-        many = len(x) > FEW * len(drawn)
+        lengths = [len(steps) for steps, _ in drawn]
+        # A line of a single point is invisible without its marker.
+        many = sum(lengths) > FEW and min(lengths) > 1
         figure.add_scatter(
             x=x, y=joined(smooth), mode="lines" if many else "lines+markers",
-            name=title, legendgroup=title, showlegend=legend,
+            name=title, legendgroup=title, showlegend=agent not in in_legend,
             line={"color": look.color, "dash": look.dash, "width": 2},
             marker={"symbol": look.symbol, "size": 6, "maxdisplayed": MARKERS},
             hovertemplate="step %{x}: %{y:.4g}<extra>" + title + "</extra>",
-            **place,
+            row=row, col=col,
         )  # fmt: skip
+        in_legend.add(agent)
+        points[agent] = _last(drawn[-1][0], smooth[-1])
+    span = span_of(name, own)
+    set_axis(figure, "y", span, row=row, col=col)
+    last = max((curve.steps[-1] for curve in own), default=1)
+    # The names behind the ends lie in the margin: the axis ends with the curves.
+    set_axis(figure, "x", (0.0, last), row=row, col=col)
+    name_ends(figure, ends_of(view, points), span, pixels, row=row, col=col)
+
+
+def _last(steps: np.ndarray, values: np.ndarray) -> tuple[float, float]:
+    """Return the last known point of a curve."""
+    known = np.flatnonzero(np.isfinite(values))
+    return (float(steps[known[-1]]), float(values[known[-1]])) if len(known) else (0.0, math.nan)
+
+
+def span_of(name: str, own: Sequence[Curve]) -> Span:
+    """Return the ends of the vertical axis of a metric."""
+    values = [value for curve in own for value in curve.values]
+    least = QUIET * noise(curve.values for curve in own)
+    if name in SHOWN:
+        return linear_span(values, include=SHOWN[name])
+    return linear_span(values, least=least)
 
 
 def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -178,16 +223,20 @@ def thinned(curve: Curve, width: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def curves(view: RunView) -> Curves:
-    """Return the metrics of a run by name, a curve for each agent and lineage."""
+    """Return the metrics of a run by name, a curve for each stretch of an agent."""
     rows = [] if view.folder is None else metric_rows(view.folder)
-    founders = view.founders
-    whose = {(r.round, int(a.agent)): founders[a.member] for r in view.rounds for a in r.agents}
+    part = {
+        (one.round, int(agent)): number
+        for agent, own in stretches(view).items()
+        for number, stretch in enumerate(own)
+        for one in stretch
+    }
     found: dict[str, dict[tuple[int, int], Curve]] = defaultdict(dict)
     points = _of_steps(rows, view.steps_per_round) if rows else _of_rounds(view)
     for round, agent, step, name, value in points:
-        founder = whose.get((round, agent))
-        if founder is not None:  # None in a round that is not recorded yet
-            curve = found[name].setdefault((agent, founder), Curve(founder))
+        number = part.get((round, agent))
+        if number is not None:  # None in a round that is not recorded yet
+            curve = found[name].setdefault((agent, number), Curve(agent))
             curve.steps.append(step)
             curve.values.append(math.nan if value is None else float(value))
     return {name: list(own.values()) for name, own in found.items()}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from evo_grpo.readers.report.figures.points import (
     Line,
+    agent_name,
     described,
-    lineage_name,
+    looks,
     made,
     named,
 )
@@ -17,10 +17,9 @@ from evo_grpo.readers.report.figures.style import (
     GREY,
     MARKERS,
     WINNER,
-    Look,
-    look_of,
     new_figure,
     round_axis,
+    tick_distance,
 )
 from evo_grpo.readers.report.page.build import text
 from evo_grpo.readers.terminal.result import winner_label
@@ -32,13 +31,18 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 WRITTEN_OUT = 40
-"""Mutations up to which each is written at its edge; with more, hovering shows them."""
+"""Mutations up to which each is written on its edge; with more, hovering shows them."""
 CROWD = 400
 """Members from which on edges are drawn thin and faint."""
-LANE = 30
+LANE = 34
 """Pixels of height for each agent."""
+WIDTH, NODE = 1000, 12
+"""Pixels of a figure's width and of a node, for which labels are placed."""
+LETTER, LINE = 6, 13
+"""Pixels of a letter's width and of a line's height in a label."""
 
-
+_Box = tuple[float, float, float, float]
+"""A box in a figure: its middle, its width and its height, in pixels."""
 _Life = list[AgentRecord]
 """The rounds of one member, first to last."""
 
@@ -47,7 +51,7 @@ def plot_lineage(run: Run) -> go.Figure:
     """Draw the family tree of a run: a row for each agent, a node where a member begins.
 
     An edge leads from a parent, in its last round before, to the member that took its weights or
-    its place; the mutation stands at it. The winner's line of ancestors is drawn broad.
+    its place; the mutation is written on it. The winner's line of ancestors is drawn broad.
 
     Args:
         run: A run folder, a `Population`, or its rounds.
@@ -60,18 +64,22 @@ def plot_lineage(run: Run) -> go.Figure:
     slots = sorted({agent.agent for record in view.rounds for agent in record.agents})
     figure = new_figure("round", "agent", height=max(260, 110 + LANE * len(slots)))
     lives = _lives(view)
-    founders = view.founders
-    by_founder: dict[int, list[_Life]] = defaultdict(list)
+    by_agent: dict[int, list[_Life]] = defaultdict(list)
     for life in lives.values():
-        by_founder[founders[life[0].member]].append(life)
-    in_legend = named(by_founder)
-    looks = {founder: look_of(index) for index, founder in enumerate(sorted(by_founder))}
-    for founder, look in looks.items():
-        legend = founder in in_legend
-        _add_lineage(figure, view, lives, look, by_founder[founder], legend=legend)
-    _add_winner(figure, view, looks)
-    _add_mutations(figure, lives)
-    round_axis(figure, max(len(view.rounds), *(one.born + 1 for one in view.family), 1))
+        by_agent[life[0].agent].append(life)
+    in_legend = named(view)
+    _add_winner_band(figure, view)
+    for agent in slots:
+        _add_agent(figure, view, lives, by_agent[agent], legend=agent in in_legend)
+    _add_star(figure, view)
+    mean = any(one.born == len(view.rounds) for one in view.family)
+    rounds = max(1, len(view.rounds) + mean)
+    _add_mutations(figure, lives, rounds)
+    round_axis(figure, rounds)
+    if mean:  # of the agents of the last round: it played none
+        ticks = range(1, rounds, tick_distance(rounds))
+        names = [*map(str, ticks), "mean"]
+        figure.update_xaxes(tickmode="array", tickvals=[*ticks, rounds], ticktext=names)
     figure.update_yaxes(
         tickvals=slots,
         ticktext=[str(slot) for slot in slots],
@@ -99,17 +107,16 @@ def _edge(lives: dict[int, _Life], child: AgentRecord) -> tuple[AgentRecord, Age
     return (before[-1] if before else parent[0], child)
 
 
-def _add_lineage(
+def _add_agent(
     figure: go.Figure,
     view: RunView,
     lives: dict[int, _Life],
-    look: Look,
     own: list[_Life],
     *,
     legend: bool,
 ) -> None:
-    """Draw the members of one lineage with the edges that lead to them."""
-    name = lineage_name(view, view.founders[own[0][0].member])
+    """Draw the members of one agent with the edges that lead to them."""
+    name, look = agent_name(own[0][0].agent), looks(view)[own[0][0].agent]
     crowded = len(lives) > CROWD
     lines, nodes = Line(), Line()
     for life in own:
@@ -142,37 +149,44 @@ def _text(view: RunView, life: _Life) -> str:
         means = [*means[:4], "…", *means[-3:]]
     until = f" to {life[-1].round + 1}" if life[-1] is not life[0] else ""
     head, *rest = described(life[0], view.mutable).split("<br>")
+    founder = view.founders[life[0].member]
+    first = next((one.agent for one in view.rounds[0].agents if one.member == founder), None)
+    if life[0].parent is not None and first is not None:
+        rest.append(f"descends from agent {first} of the first round")
     return "<br>".join([f"{head}{until}", f"fitness {' → '.join(means)}", *rest[1:]])
 
 
-def _add_winner(
-    figure: go.Figure,
-    view: RunView,
-    looks: Mapping[int, Look],
-) -> None:
-    """Draw the winner as a star, and its lines of ancestors broad in their own colours.
+def _winner_end(view: RunView) -> tuple[float, float]:
+    """Return where the winner's line ends.
 
     The star of a mean is one round behind the last, between its parents.
     """
-    winner = view.winner
-    if winner is None:
-        return
     ends = [path[-1] for path in view.lines]
-    y = sum(end.agent for end in ends) / len(ends)
-    x = len(view.rounds) + 1 if winner.agent is None else ends[0].round + 1
+    mean = view.winner is not None and view.winner.agent is None
+    x = len(view.rounds) + 1 if mean else ends[0].round + 1
+    return x, sum(end.agent for end in ends) / len(ends)
+
+
+def _add_winner_band(figure: go.Figure, view: RunView) -> None:
+    """Draw the winner's lines of ancestors as a broad band, to draw the agents over."""
     for count, path in enumerate(view.lines):
         line = Line()
         for agent in path:
             line.add(agent.round + 1, agent.agent)
-        if winner.agent is None:
-            line.add(x, y)
-        color = looks[view.founders[path[-1].member]].color
-        for width, shade, opacity in ((12, GREY, 0.4), (4, color, 1.0)):
-            figure.add_scatter(
-                x=line.x, y=line.y, mode="lines", hoverinfo="skip", name=WINNER,
-                legendgroup="winner", showlegend=count == 0 and shade == GREY,
-                line={"color": shade, "width": width}, opacity=opacity,
-            )  # fmt: skip
+        if view.winner is not None and view.winner.agent is None:
+            line.add(*_winner_end(view))
+        figure.add_scatter(
+            x=line.x, y=line.y, mode="lines", hoverinfo="skip", name=WINNER,
+            legendgroup="winner", showlegend=count == 0,
+            line={"color": GREY, "width": 12}, opacity=0.4,
+        )  # fmt: skip
+
+
+def _add_star(figure: go.Figure, view: RunView) -> None:
+    winner = view.winner
+    if winner is None:
+        return
+    x, y = _winner_end(view)
     figure.add_scatter(
         x=[x], y=[y], mode="markers", name=WINNER, legendgroup="winner", showlegend=False,
         text=[text(f"{winner.name}, member {winner.member}: {winner_label(view)}")],
@@ -180,29 +194,62 @@ def _add_winner(
     )  # fmt: skip
 
 
-def _mutations(lives: dict[int, _Life]) -> Iterator[tuple[float, float, str, str]]:
-    """Yield the place of each mutation, with a short and a full text."""
-    for life in lives.values():
-        edge = _edge(lives, life[0])
-        if edge is None or not life[0].mutation.changes:
-            continue
-        parent, child = edge
-        x = (parent.round + child.round) / 2 + 1
-        y = (parent.agent + child.agent) / 2
-        short = changes_text(life[0].mutation.changes, "→")
-        yield x, y, text(short), f"agent {child.agent}, round {child.round + 1}: {made(child)}"
-
-
-def _add_mutations(figure: go.Figure, lives: dict[int, _Life]) -> None:
-    found = list(_mutations(lives))
-    if not found:
+def _add_mutations(figure: go.Figure, lives: dict[int, _Life], rounds: int) -> None:
+    """Mark each mutation on its edge, and write it there where it covers nothing else."""
+    mutated = [life[0] for life in lives.values() if life[0].mutation.changes]
+    edges = [edge for child in mutated if (edge := _edge(lives, child))]
+    if not edges:
         return
-    written = len(found) <= WRITTEN_OUT
+    scale = (WIDTH / rounds, LANE)
+    nodes = [(life[0].round + 1, life[0].agent, NODE, NODE) for life in lives.values()]
+    taken: list[_Box] = [(x * scale[0], y * scale[1], w, h) for x, y, w, h in nodes]
+    places: list[tuple[float, float]] = []
+    for parent, child in edges:
+        lines = [text(part) for part in changes_text(child.mutation.changes, "→").split(", ")]
+        size = (LETTER * max(map(len, lines)) + 4, LINE * len(lines))
+        free = [] if len(edges) > WRITTEN_OUT else _free_places(parent, child, size, scale, taken)
+        x, y = free[0] if free else _along(parent, child, 0.5)
+        places.append((x, y))
+        if free:
+            taken.append((x * scale[0], y * scale[1], *size))
+            figure.add_annotation(
+                x=x, y=y, text="<br>".join(lines), showarrow=False, font={"size": 10},
+                bgcolor="rgba(255,255,255,0.9)", borderpad=1, name="mutation",
+            )  # fmt: skip
     figure.add_scatter(
-        x=[x for x, *_ in found], y=[y for _, y, *_ in found],
-        mode="markers+text" if written else "markers",
-        text=[short for _, _, short, _ in found] if written else None,
-        textposition="top center", textfont={"size": 10},
-        hovertext=[full for *_, full in found], hoverinfo="text", name="mutation",
+        x=[x for x, _ in places], y=[y for _, y in places], mode="markers",
+        hovertext=[f"agent {child.agent}, round {child.round + 1}: {made(child)}"
+                   for _, child in edges],
+        hoverinfo="text", name="mutation",
         marker={"symbol": "diamond-open", "maxdisplayed": MARKERS, "size": 7, "color": GREY},
     )  # fmt: skip
+
+
+def _free_places(
+    parent: AgentRecord,
+    child: AgentRecord,
+    size: tuple[float, float],
+    scale: tuple[float, float],
+    taken: list[_Box],
+) -> list[tuple[float, float]]:
+    """Return the places on an edge where a label of some pixels overlaps nothing, the best first.
+
+    `scale` has the pixels of a round and of an agent; `taken` are boxes of nodes and labels.
+    """
+    found: list[tuple[float, float]] = []
+    for share in (0.5, 0.4, 0.6, 0.3, 0.7):
+        x, y = _along(parent, child, share)
+        here = (x * scale[0], y * scale[1])
+        if not any(
+            abs(here[0] - other[0]) < (size[0] + other[2]) / 2
+            and abs(here[1] - other[1]) < (size[1] + other[3]) / 2
+            for other in taken
+        ):
+            found.append((x, y))
+    return found
+
+
+def _along(parent: AgentRecord, child: AgentRecord, share: float) -> tuple[float, float]:
+    """Return the point on an edge at some share of its length."""
+    x = parent.round + 1 + share * (child.round - parent.round)
+    return x, parent.agent + share * (child.agent - parent.agent)

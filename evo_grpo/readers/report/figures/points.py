@@ -1,14 +1,16 @@
-"""Agents as points of a figure, grouped by lineage, with the text that hovering shows."""
+"""Agents as points of a figure, a look for each, with the text that hovering shows."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from evo_grpo.readers.report.figures.ends import End
+from evo_grpo.readers.report.figures.style import Look, look_of
 from evo_grpo.readers.report.page.build import text
 from evo_grpo.record.columns import fitness, fitness_se
 from evo_grpo.record.records import AgentRecord
@@ -16,12 +18,15 @@ from evo_grpo.record.view import RunView
 from evo_grpo.record.wording import changes_text, hyperparameter, with_error
 from evo_grpo.schema.shown import short_name
 
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
 NAMED = 12
-"""Lineages in a legend; hovering names the others."""
+"""Agents in a legend; hovering names the others."""
 
 
 class Line:
-    """Points of one lineage in order; NaN separates two stretches."""
+    """Points of one agent in order; NaN separates two stretches."""
 
     def __init__(self) -> None:
         self._x: list[float] = []
@@ -59,39 +64,114 @@ class Line:
         return {"array": errors, "color": color, "thickness": 1, "width": 3}
 
 
-def stretches(view: RunView) -> dict[int, list[list[AgentRecord]]]:
-    """Return the records of each lineage by its founder, a list for each stretch of rounds.
+def looks(view: RunView) -> dict[int, Look]:
+    """Return the look of each agent that ever played, equal in all figures of a run."""
+    agents = sorted({agent.agent for agent in view.played})
+    return {agent: look_of(index) for index, agent in enumerate(agents)}
 
-    A stretch ends where an agent leaves, or takes the weights of another lineage.
+
+def stretches(view: RunView) -> dict[int, list[list[AgentRecord]]]:
+    """Return the records of each agent, a list for each stretch of rounds.
+
+    A stretch ends where the agent leaves, or takes the weights of another one.
     """
-    founders = view.founders
     found: dict[int, list[list[AgentRecord]]] = defaultdict(list)
-    latest: dict[int, tuple[int, list[AgentRecord]]] = {}
     for record in view.rounds:
         for agent in record.agents:
-            founder = founders[agent.member]
-            before = latest.get(agent.agent)
-            if before is None or before[0] != founder or before[1][-1].round != record.round - 1:
-                before = (founder, [])
-                found[founder].append(before[1])
-                latest[agent.agent] = before
-            before[1].append(agent)
+            own = found[agent.agent]
+            if not own or not _continues(own[-1][-1], agent):
+                own.append([])
+            own[-1].append(agent)
     return dict(sorted(found.items()))
 
 
-def named(parts: Mapping[int, Sequence[Sequence[AgentRecord]]]) -> set[int]:
-    """Return the founders that a legend names: those whose lineages have the most rounds."""
-    rounds = {founder: sum(map(len, own)) for founder, own in parts.items()}
+def _continues(before: AgentRecord, agent: AgentRecord) -> bool:
+    same = agent.member == before.member or (
+        agent.parent == before.member and not agent.mutation.restores
+    )
+    return same and before.round == agent.round - 1
+
+
+def copies(view: RunView) -> Iterator[tuple[AgentRecord, AgentRecord]]:
+    """Yield each agent that took the weights of another one, behind that one a round before.
+
+    A restored agent is not among them: its parent, the archive, played no round.
+    """
+    latest: dict[int, AgentRecord] = {}
+    for record in view.rounds:
+        for agent in record.agents:
+            if agent.parent is None or agent.member in latest:
+                continue
+            parent = latest.get(agent.parent)
+            if parent is None or parent.round != agent.round - 1 or agent.mutation.restores:
+                continue
+            if parent.agent != agent.agent:
+                yield parent, agent
+        latest |= {agent.member: agent for agent in record.agents}
+
+
+def add_copies(
+    figure: go.Figure,
+    view: RunView,
+    value: Callable[[AgentRecord], float],
+    *,
+    row: int | None = None,
+    col: int | None = None,
+) -> None:
+    """Draw a dotted line from each parent to the agent of the next round that took its weights.
+
+    Args:
+        figure: The figure.
+        view: The run.
+        value: The height of an agent's point.
+        row: The row in a figure that has several.
+        col: The column in it.
+    """
+    found: dict[int, Line] = defaultdict(Line)
+    for parent, agent in copies(view):
+        line = found[agent.agent]
+        line.add(parent.round + 1, value(parent))
+        line.add(agent.round + 1, value(agent))
+        line.part()
+    for agent, line in sorted(found.items()):
+        figure.add_scatter(
+            x=line.x, y=line.y, mode="lines", hoverinfo="skip", showlegend=False,
+            name=f"weights of {agent_name(agent)}", legendgroup=agent_name(agent),
+            line={"color": looks(view)[agent].color, "dash": "dot", "width": 1.5},
+            row=row, col=col,
+        )  # fmt: skip
+
+
+def named(view: RunView) -> set[int]:
+    """Return the agents that a legend names: those that played the most rounds."""
+    rounds: dict[int, int] = defaultdict(int)
+    for agent in view.played:
+        rounds[agent.agent] += 1
     return set(sorted(rounds, key=lambda one: (-rounds[one], one))[:NAMED])
 
 
-def lineage_name(view: RunView, founder: int) -> str:
-    """Return the name of a lineage in a legend: the agent of the first round."""
-    for record in view.rounds:
-        for agent in record.agents:
-            if agent.member == founder:
-                return f"from agent {agent.agent}"
-    return f"from member {founder}"
+def survivors(view: RunView) -> list[int]:
+    """Return the agents of the last round, the best first."""
+    last = {agent.agent for agent in view.rounds[-1].agents} if view.rounds else set[int]()
+    return [row["agent"] for row in view.leaderboard if row["agent"] in last]
+
+
+def ends_of(view: RunView, points: Mapping[int, tuple[float, float]]) -> list[End]:
+    """Return the ends of the lines of the agents of the last round, the best first.
+
+    `points` has the last point of each agent.
+    """
+    seen = looks(view)
+    return [
+        End(*points[agent], seen[agent].named(agent_name(agent)), agent)
+        for agent in survivors(view)
+        if agent in points
+    ]
+
+
+def agent_name(agent: int) -> str:
+    """Return the name of an agent in legends and at the ends of lines."""
+    return f"agent {agent}"
 
 
 def described(agent: AgentRecord, names: Sequence[str]) -> str:

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from statistics import median
 from typing import TYPE_CHECKING
 
-from evo_grpo.readers.report.figures.points import Line, brief, lineage_name, named, stretches
+from evo_grpo.readers.report.figures.axes import linear_span, log_span, set_axis, spans_a_decade
+from evo_grpo.readers.report.figures.ends import MARGIN, name_ends
+from evo_grpo.readers.report.figures.points import (
+    Line,
+    add_copies,
+    agent_name,
+    brief,
+    copies,
+    ends_of,
+    looks,
+    named,
+    stretches,
+    survivors,
+)
 from evo_grpo.readers.report.figures.style import (
     GREY,
     MARKERS,
     WINNER,
-    Look,
     graph_objects,
     layout,
-    look_of,
     new_figure,
     round_axis,
 )
-from evo_grpo.record.columns import fitness
+from evo_grpo.record.columns import fitness, fitness_se
 from evo_grpo.record.records import AgentRecord
 from evo_grpo.record.view import Run, RunView, view_of
 from evo_grpo.schema.shown import short_name
@@ -29,15 +41,16 @@ if TYPE_CHECKING:
 
 ROW = 240
 """Pixels of height for each hyperparameter."""
-DECADE = 10.0
-"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
+GAP = 24
+"""Pixels between two rows."""
 
 
 def plot_schedules(run: Run, names: Sequence[str] | None = None) -> go.Figure:
     """Draw the hyperparameters of all agents over the rounds, one row for each hyperparameter.
 
-    Agents of the last round are drawn strong, agents that left faint, the winner's line broad. An
-    axis is logarithmic where its values span a factor of 10.
+    Agents of the last round are drawn strong, agents that left faint, the winner's line broad. A
+    dotted line leads to an agent from the one whose weights it took. An axis is logarithmic where
+    its values span a factor of 10.
 
     Args:
         run: A run folder, a `Population`, or its rounds.
@@ -53,36 +66,43 @@ def plot_schedules(run: Run, names: Sequence[str] | None = None) -> go.Figure:
 
     chosen = list(names) if names is not None else drawn_names(view)
     rows = max(1, len(chosen))
-    figure = make_subplots(rows=rows, cols=1, shared_xaxes=True, vertical_spacing=0.08 / rows)
+    spacing = GAP / (ROW * rows)
+    figure = make_subplots(rows=rows, cols=1, shared_xaxes=True, vertical_spacing=spacing)
     figure.update_layout(**layout(80 + ROW * rows))
     parts, lines = stretches(view), view.lines
-    last = view.rounds[-1].round if view.rounds else 0
+    playing = set(survivors(view))
+    pixels = ROW - GAP
     for row, name in enumerate(chosen, start=1):
-        for index, own in enumerate(parts.values()):
-            for left in (True, False):
-                drawn = [part for part in own if (part[-1].round < last) is left]
-                if drawn:
-                    _add_schedule(figure, drawn, name, look_of(index), row=row, faint=left)
         for number, line in enumerate(lines):
             figure.add_scatter(
                 x=[agent.round + 1 for agent in line], y=[value_of(agent, name) for agent in line],
                 mode="lines", hoverinfo="skip", name=WINNER, legendgroup="winner",
                 showlegend=row == 1 and number == 0, line={"color": GREY, "width": 9},
-                opacity=0.4, row=row, col=1,
+                opacity=0.35, row=row, col=1,
             )  # fmt: skip
-        values = [value_of(a, name) for r in view.rounds for a in r.agents]
+        for agent, own in parts.items():
+            _add_schedule(figure, view, own, name, row, faint=agent not in playing)
+        add_copies(figure, view, lambda agent, name=name: value_of(agent, name), row=row, col=1)
+        values = [value_of(agent, name) for agent in view.played]
         log = spans_a_decade(values)
-        figure.update_yaxes(
-            title_text=short_name(name), type="log" if log else "linear", row=row, col=1
-        )
-    round_axis(figure, len(view.rounds), title="")
+        span = log_span(values) if log else linear_span(values)
+        figure.update_yaxes(title_text=short_name(name), row=row, col=1)
+        set_axis(figure, "y", span, log=log, row=row, col=1)
+        points = {agent: (own[-1][-1].round + 1.0, value_of(own[-1][-1], name))
+                  for agent, own in parts.items()}  # fmt: skip
+        name_ends(figure, ends_of(view, points), span, pixels, log=log, row=row, col=1)
+    round_axis(figure, len(view.rounds), title="", free=0.1)
     figure.update_xaxes(title_text="round", row=rows, col=1)
+    figure.update_layout(margin_r=MARGIN)
     _add_names(figure, view, parts)
     return figure
 
 
 def plot_improvement(run: Run, name: str) -> go.Figure:
     """Draw the change of fitness in a round against the value of a hyperparameter.
+
+    The change is from the weights that the agent began the round with: its own, or those of the
+    agent that it was copied from.
 
     Args:
         run: A run folder, a `Population`, or its rounds.
@@ -94,24 +114,37 @@ def plot_improvement(run: Run, name: str) -> go.Figure:
     """
     view = view_of(run)
     figure = new_figure(short_name(name), "change of fitness in a round", height=320)
+    pairs: dict[int, list[tuple[AgentRecord, AgentRecord]]] = {
+        agent: [pair for part in own for pair in pairwise(part)]
+        for agent, own in stretches(view).items()
+    }
+    for parent, agent in copies(view):
+        pairs[agent.agent].append((parent, agent))
     values: list[float] = []
-    lineages = stretches(view)
-    in_legend = named(lineages)
-    for index, (founder, own) in enumerate(lineages.items()):
+    gains: list[float] = []
+    in_legend, seen = named(view), looks(view)
+    for agent, own in pairs.items():
         line = Line()
-        for before, after in (pair for part in own for pair in pairwise(part)):
+        for before, after in own:
             gain, value = fitness(after) - fitness(before), value_of(after, name)
             if math.isfinite(gain) and math.isfinite(value):
                 line.add(value, gain, brief(after, name))
                 values.append(value)
-        look = look_of(index)
+                gains.append(gain)
+        look, title = seen[agent], agent_name(agent)
         figure.add_scatter(
             x=line.x, y=line.y, text=line.texts, hoverinfo="text", mode="markers",
-            name=lineage_name(view, founder), showlegend=founder in in_legend,
+            name=title, legendgroup=title, showlegend=agent in in_legend,
             marker={"color": look.color, "symbol": look.symbol, "size": 9, "opacity": 0.8,
                     "maxdisplayed": 4 * MARKERS},
         )  # fmt: skip
-    figure.update_xaxes(type="log" if spans_a_decade(values) else "linear")
+    if values:
+        log = spans_a_decade(values)
+        set_axis(figure, "x", log_span(values) if log else linear_span(values), log=log)
+        # Differences of a few standard errors do not fill the figure.
+        errors = [error for one in view.played if math.isfinite(error := fitness_se(one))]
+        least = 8 * median(errors) if errors else 0.0
+        set_axis(figure, "y", linear_span(gains, include=[0.0], least=least))
     return figure
 
 
@@ -126,46 +159,40 @@ def value_of(agent: AgentRecord, name: str) -> float:
     return math.nan if value is None else float(value)
 
 
-def spans_a_decade(values: Sequence[float]) -> bool:
-    """Return whether positive values span a factor of 10."""
-    known = [value for value in values if math.isfinite(value)]
-    return bool(known) and min(known) > 0 and max(known) >= DECADE * min(known)
-
-
 def _add_schedule(
     figure: go.Figure,
+    view: RunView,
     parts: Sequence[Sequence[AgentRecord]],
     name: str,
-    look: Look,
-    *,
     row: int,
+    *,
     faint: bool,
 ) -> None:
-    line = Line()
+    agent = parts[0][0].agent
+    line, look = Line(), looks(view)[agent]
     for part in parts:
-        for agent in part:
-            line.add(agent.round + 1, value_of(agent, name), brief(agent, name))
+        for one in part:
+            line.add(one.round + 1, value_of(one, name), brief(one, name))
         line.part()
+    title = agent_name(agent)
     figure.add_scatter(
         x=line.x, y=line.y, text=line.texts, hoverinfo="text", mode="lines+markers",
-        showlegend=False, opacity=0.35 if faint else 1.0,
+        name=title, legendgroup=title, showlegend=False, opacity=0.35 if faint else 1.0,
         line={"color": look.color, "dash": look.dash, "width": 1 if faint else 2.5},
         marker={"symbol": look.symbol, "maxdisplayed": MARKERS, "size": 5 if faint else 8},
         row=row, col=1,
     )  # fmt: skip
 
 
-def _add_names(
-    figure: go.Figure, view: RunView, lineages: Mapping[int, list[list[AgentRecord]]]
-) -> None:
-    """Name the lineages in the legend, once for all rows."""
-    in_legend = named(lineages)
-    for index, founder in enumerate(lineages):
-        if founder not in in_legend:
+def _add_names(figure: go.Figure, view: RunView, agents: Iterable[int]) -> None:
+    """Name the agents in the legend, once for all rows."""
+    in_legend, seen = named(view), looks(view)
+    for agent in agents:
+        if agent not in in_legend:
             continue
-        look = look_of(index)
+        look, title = seen[agent], agent_name(agent)
         figure.add_scatter(
-            x=[None], y=[None], mode="lines+markers", name=lineage_name(view, founder),
+            x=[None], y=[None], mode="lines+markers", name=title, legendgroup=title,
             line={"color": look.color, "dash": look.dash}, marker={"symbol": look.symbol},
             row=1, col=1,
         )  # fmt: skip

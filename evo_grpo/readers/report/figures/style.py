@@ -1,4 +1,4 @@
-"""How figures look: a colour, a marker and a dash for each lineage, and a background of none.
+"""How figures look: a colour, a marker and a dash for each agent, and a background of none.
 
 Colours are those of Okabe and Ito (2008), which readers with a colour deficiency tell apart, the
 yellow darkened for light backgrounds. Markers and dashes say the same without colour.
@@ -25,18 +25,22 @@ COLORS = (
     "#8c6bb1",
 )
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "hexagon")
+GLYPHS = ("●", "■", "◆", "▲", "✚", "✖", "★", "⬢")
+"""Characters that look like the markers, for legends and labels."""
 DASHES = ("solid", "dash", "dot", "dashdot")
 GREY = "#8a8f98"
-"""Of what is no lineage: bounds of a round, agents that left, the base model."""
+"""Of what is no agent: the winner's line, the base model, mutations."""
 WINNER = "the winner's line"
 HEIGHT = 420
+TOP, BOTTOM = 24, 48
+"""Pixels of the margins above and below."""
 MARKERS = 60
 """Markers of a trace that are drawn; a reader hovers over the others all the same."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a lineage is drawn.
+    """How an agent, or a run among several, is drawn.
 
     Attributes:
         color: A CSS colour that is read on light and on dark.
@@ -48,9 +52,14 @@ class Look:
     symbol: str
     dash: str
 
+    def named(self, name: str) -> str:
+        """Return a name behind the marker in its colour, as HTML; `name` is HTML too."""
+        glyph = GLYPHS[SYMBOLS.index(self.symbol)]
+        return f'<span style="color:{self.color}">{glyph}</span> {name}'
+
 
 def look_of(index: int) -> Look:
-    """Return the look of the lineage with an index >= 0; the first 256 differ from each other."""
+    """Return the look with an index >= 0; the first 256 differ from each other."""
     turn = index // len(COLORS)
     return Look(
         COLORS[index % len(COLORS)],
@@ -105,18 +114,23 @@ def layout(height: int) -> dict[str, Any]:
     return {
         "template": template,
         "height": height,
-        "margin": {"l": 56, "r": 16, "t": 24, "b": 48},
+        "margin": {"l": 56, "r": 16, "t": TOP, "b": BOTTOM},
         "hovermode": "closest",
         "legend": {"orientation": "h", "yanchor": "bottom", "y": 1.0, "x": 0.0},
     }
 
 
-def round_axis(figure: go.Figure, rounds: int, title: str = "round") -> None:
-    """Number the horizontal axis by rounds, counted from 1."""
+def round_axis(figure: go.Figure, rounds: int, title: str = "round", *, free: float = 0.4) -> None:
+    """Number the horizontal axis by rounds, counted from 1; `free` rounds follow the last."""
     figure.update_xaxes(
         title_text=title,
-        range=[0.6, max(1, rounds) + 0.4],
+        range=[0.6, max(1, rounds) + free],
         tickformat="d",
-        dtick=max(1, -(-rounds // 12)),
+        dtick=tick_distance(rounds),
         tick0=1,
     )
+
+
+def tick_distance(rounds: int) -> int:
+    """Return the rounds between two numbers of an axis."""
+    return max(1, -(-rounds // 12))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
@@ -51,8 +52,21 @@ class Page:
         markup = f'<section id="{id}"><h2>{text(title)}</h2>{words}{body}</section>'
         self._sections.append((id, title, markup))
 
-    def chart(self, figure: go.Figure) -> str:
-        """Add a figure, and return the HTML element in which the script draws it."""
+    @contextmanager
+    def legend(self, entries: str) -> Generator[None]:
+        """Give the sections that are added inside one legend, which stays in sight; it is HTML."""
+        begin = f'<div class="figures"><div class="page-legend">{entries}</div>'
+        self._sections.append(("", "", begin))
+        yield
+        self._sections.append(("", "", "</div>"))
+
+    def chart(self, figure: go.Figure, *, legend: bool = True) -> str:
+        """Add a figure, and return the HTML element in which the script draws it.
+
+        Without its own `legend` it is explained by that of the page.
+        """
+        if not legend:
+            figure.update_layout(showlegend=False)
         self._figures.append(str(figure.to_json()))
         height = figure.layout.height
         return (
@@ -72,7 +86,9 @@ class Page:
             "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; "
             f"script-src '{_digest(plotly)}' '{_digest(script)}'"
         )
-        links = "".join(f'<a href="#{id}">{text(title)}</a>' for id, title, _ in self._sections)
+        links = "".join(
+            f'<a href="#{id}">{text(title)}</a>' for id, title, _ in self._sections if id
+        )
         live = '<label><input type="checkbox" id="refresh"> refresh</label>' if self.live else ""
         # One element per figure: each is parsed when it is drawn.
         figures = "".join(

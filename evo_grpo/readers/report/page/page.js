@@ -3,7 +3,8 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const root = document.documentElement;
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
-  const SHOWN = 50;
+  const SHOWN = 10;  // prompts
+  const OPEN = 10;  // completions of a prompt
 
   // A file opened from a folder may have no storage: then nothing is remembered, and that is all.
   const store = (area, key, value) => {
@@ -25,22 +26,33 @@
   const colours = () => {
     const style = getComputedStyle(root);
     const of = (name) => style.getPropertyValue(name).trim();
-    return { ink: of("--ink"), paper: of("--raised"), line: of("--line") };
+    return { ink: of("--ink"), paper: of("--raised"), line: of("--line"), page: of("--paper") };
   };
 
   // Figures: drawn when they come near the window, so that a page of many opens at once.
   const drawn = new Map();
+  const focus = new Set();
+  const faded = (name) => focus.size > 0 && /^agent \d+$/.test(name || "") && !focus.has(name);
   const themed = (layout, width, named) => {
-    const { ink, paper, line } = colours();
+    const { ink, paper, line, page } = colours();
     const out = structuredClone(layout);
     const base = out.template.layout;
+    const narrow = width < 640;
     base.font.color = ink;
     base.hoverlabel = { ...base.hoverlabel, bgcolor: paper, bordercolor: line, font: { color: ink } };
-    if (width < 640 && out.showlegend !== false) {
+    // On a phone there is no room for labels on the edges of a tree: a touch shows them.
+    out.annotations = (out.annotations || []).filter((one) => !narrow || one.name !== "mutation");
+    for (const one of out.annotations) {
+      if (one.bgcolor) one.bgcolor = page;
+      if (faded(one.name)) one.opacity = 0.2;
+      if (narrow) one.font = { ...one.font, size: 10 };
+    }
+    if (narrow) out.margin = { ...out.margin, l: 44, r: Math.min(out.margin.r, 92) };
+    if (narrow && out.showlegend !== false) {
       // Below the figure, which grows by what its names take.
       const rows = Math.ceil(named / 2);
       out.legend = { orientation: "h", x: 0, yref: "container", y: 0, yanchor: "bottom", font: { size: 11 } };
-      out.margin = { ...out.margin, l: 44, r: 8, b: 56 + 22 * rows };
+      out.margin = { ...out.margin, r: 8, b: 56 + 22 * rows };
       out.height += 22 * rows;
     }
     return out;
@@ -57,9 +69,8 @@
     const layout = themed(figure.layout, place.clientWidth, named);
     place.style.minHeight = `${layout.height}px`;
     drawn.set(place, figure);
-    // On a phone there is no room for what is written at the edges of a tree: a touch shows it.
-    const traces = place.clientWidth >= 640 ? figure.data : figure.data.map((trace) =>
-      (trace.mode === "markers+text" ? { ...trace, mode: "markers", text: undefined } : trace));
+    const traces = figure.data.map((trace) =>
+      (faded(trace.legendgroup) ? { ...trace, opacity: 0.1 } : trace));
     return window.Plotly.react(place, traces, layout, CONFIG).then(() => {
       place.dataset.drawn = "yes";
     });
@@ -83,6 +94,14 @@
     }, { rootMargin: "200px" });
     places.forEach((place) => near.observe(place));
   } else places.forEach(enqueue);
+  for (const button of document.querySelectorAll(".page-legend button")) {
+    button.addEventListener("click", () => {
+      const name = button.dataset.agent;
+      if (!focus.delete(name)) focus.add(name);
+      button.setAttribute("aria-pressed", String(focus.has(name)));
+      redraw();
+    });
+  }
   window.addEventListener("beforeprint", () => places.forEach((p) => drawn.has(p) || draw(p)));
 
   themeButton.addEventListener("click", () => {
@@ -144,8 +163,36 @@
       meta.append(element("b", "", `reward ${reward}`), element("span", "", `agent ${row.agent}`),
         element("span", "", `round ${row.round}`), element("span", "", `${row.tokens} tokens`));
       if (row.end) meta.append(element("span", "", row.end));
-      box.append(meta, element("pre", "prompt", row.prompt), element("pre", "answer", row.completion));
+      box.append(meta, element("pre", "answer", row.completion));
       return box;
+    };
+    // A prompt with its right answer and its completions, of which the first are open.
+    const group = (own) => {
+      const box = element("div", "prompt-group", "");
+      const head = element("div", "head", "");
+      head.append(element("pre", "prompt", own[0].prompt));
+      if (own[0].answer) {
+        const right = element("div", "right", "right answer ");
+        right.append(element("code", "", own[0].answer));
+        head.append(right);
+      }
+      box.append(head, ...own.slice(0, OPEN).map(shown));
+      if (own.length > OPEN) {
+        const rest = element("button", "unfold", `${own.length - OPEN} more`);
+        rest.type = "button";
+        rest.addEventListener("click", () => rest.replaceWith(...own.slice(OPEN).map(shown)));
+        box.append(rest);
+      }
+      return box;
+    };
+    const grouped = (found) => {
+      const groups = new Map();
+      for (const row of found) {
+        const key = JSON.stringify([row.prompt, row.answer]);
+        if (groups.has(key)) groups.get(key).push(row);
+        else groups.set(key, [row]);
+      }
+      return [...groups.values()];
     };
     const low = (row) => (row.reward === null ? Infinity : row.reward);
     const high = (row) => (row.reward === null ? -Infinity : row.reward);
@@ -155,12 +202,14 @@
       let found = rows.filter((row) =>
         (agent.value === "" || String(row.agent) === agent.value) &&
         (!words || row.prompt.toLowerCase().includes(words) ||
+          row.answer.toLowerCase().includes(words) ||
           row.completion.toLowerCase().includes(words)));
       if (orders[order.value]) found = [...found].sort(orders[order.value]);
-      list.replaceChildren(...found.slice(0, limit).map(shown));
+      const groups = grouped(found);
+      list.replaceChildren(...groups.slice(0, limit).map(group));
       const all = data.completions.total > rows.length ? ` (of ${data.completions.total} recorded)` : "";
       told.textContent = `${found.length} of ${rows.length}${all}`;
-      more.hidden = found.length <= limit;
+      more.hidden = groups.length <= limit;
     };
     for (const field of [search, agent, order]) {
       field.addEventListener("input", () => {

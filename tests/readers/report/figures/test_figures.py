@@ -9,7 +9,8 @@ from random_runs import make_run, timed
 
 import evo_grpo
 from evo_grpo.errors import ConfigError, EngineUnavailable
-from evo_grpo.readers.report.figures import style
+from evo_grpo.readers.report.figures import lineage, style
+from evo_grpo.readers.report.figures.axes import set_axis, spans_a_decade
 from evo_grpo.readers.report.figures.diagnostics import (
     ROLLING,
     Curve,
@@ -17,23 +18,24 @@ from evo_grpo.readers.report.figures.diagnostics import (
     metric_names,
     plot_diagnostics,
     rolling,
+    span_of,
     thinned,
 )
+from evo_grpo.readers.report.figures.ends import apart
 from evo_grpo.readers.report.figures.fitness import plot_fitness
 from evo_grpo.readers.report.figures.lineage import plot_lineage
-from evo_grpo.readers.report.figures.points import described, stretches
+from evo_grpo.readers.report.figures.points import copies, described, stretches
 from evo_grpo.readers.report.figures.schedules import (
     plot_improvement,
     plot_schedules,
-    spans_a_decade,
 )
 from evo_grpo.readers.report.figures.spending import plot_seconds, plot_tokens
-from evo_grpo.record.family import ancestry, best_agent, founder_of
+from evo_grpo.record.family import ancestry, best_agent
 from evo_grpo.record.view import RunView, view_of
 from evo_grpo.types import Mutation
 
 
-def drawn(figure, prefix="from agent"):
+def drawn(figure, prefix="agent"):
     """All points of the traces whose names begin so: (trace, x, y, text)."""
     return [
         (trace.name, x, y, text)
@@ -45,28 +47,125 @@ def drawn(figure, prefix="from agent"):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_agent_of_every_round_is_one_point_of_its_lineage(seed):
+def test_every_agent_of_every_round_is_one_point_of_its_line(seed):
     rounds = make_run(5, 6, seed, places=(5, 4, 3))
     figure = plot_fitness(rounds)
     found = {(name, x, y) for name, x, y, _ in drawn(figure)}
-    agents = {agent.member: agent.agent for record in rounds for agent in record.agents}
     expected = {
-        (f"from agent {agents[founder_of(rounds, a.member)]}", a.round + 1, a.score.mean)
-        for record in rounds
-        for a in record.agents
+        (f"agent {a.agent}", a.round + 1, a.score.mean) for record in rounds for a in record.agents
     }
     assert found == expected
     assert len(drawn(figure)) == sum(len(record.agents) for record in rounds)
 
 
-def test_a_line_is_parted_where_an_agent_takes_the_weights_of_another_lineage():
+def test_a_line_is_parted_where_an_agent_takes_the_weights_of_another_one():
     rounds = make_run(4, 8, 3)
-    for founder, parts in stretches(RunView("run", rounds)).items():
-        for part in parts:
-            assert {founder_of(rounds, agent.member) for agent in part} == {founder}
-            assert len({agent.agent for agent in part}) == 1
+    parts = stretches(RunView("run", rounds))
+    assert sum(len(part) for own in parts.values() for part in own) == 4 * 8
+    for slot, own in parts.items():
+        for part in own:
+            assert {agent.agent for agent in part} == {slot}
             numbers = [agent.round for agent in part]
             assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+            for before, agent in itertools.pairwise(part):
+                assert before.member in (agent.member, agent.parent)
+    begun = [(part[0].agent, part[0].round) for own in parts.values() for part in own]
+    taken = [(agent.agent, agent.round) for _, agent in copies(RunView("run", rounds))]
+    assert taken
+    assert sorted(begun) == sorted([(slot, 0) for slot in range(4)] + taken)
+
+
+def test_a_dotted_line_leads_from_the_agent_whose_weights_were_taken():
+    rounds = make_run(4, 8, 3)
+    figure = plot_fitness(rounds)
+    found = set()
+    for trace in figure.data:
+        if trace.line.dash == "dot" and trace.hoverinfo == "skip":
+            points = list(zip(trace.x, trace.y, strict=True))
+            found |= set(zip(points[0::3], points[1::3], strict=False))
+    expected = {
+        ((parent.round + 1, parent.score.mean), (agent.round + 1, agent.score.mean))
+        for parent, agent in copies(RunView("run", rounds))
+    }
+    assert found == expected
+
+
+@pytest.mark.parametrize("plot", [plot_fitness, plot_schedules, plot_diagnostics])
+def test_agents_of_the_last_round_are_named_where_their_lines_end(plot):
+    rounds = timed(make_run(5, 4, 2, places=(5, 3)))
+    figure = plot(rounds)
+    last = {f"agent {agent.agent}" for agent in rounds[-1].agents}
+    names = [one for one in figure.layout.annotations if (one.name or "").startswith("agent")]
+    assert {one.name for one in names} == last
+    assert all(one.text.endswith(one.name) for one in names)
+    for one in names:
+        ends = [
+            trace.x[~np.isnan(np.array(trace.y, dtype=float))][-1]
+            for trace in figure.data
+            if trace.name == one.name
+            and (trace.yaxis or "y") == (one.yref or "y")
+            and len(trace.x) > 1
+        ]
+        assert one.x in ends
+
+
+def test_survivors_of_one_lineage_have_colours_of_their_own():
+    """Copies of the best agent fill a population: by lineage they would all look the same."""
+    rounds = timed(make_run(6, 8, 1))
+    last = {agent.agent for agent in rounds[-1].agents}
+    for figure in (plot_fitness(rounds), plot_diagnostics(rounds)):
+        colours = {t.line.color for t in figure.data if t.name in {f"agent {a}" for a in last}}
+        assert len(colours) == len(last)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_names_are_moved_apart_and_no_further_than_needed(seed):
+    rng = np.random.default_rng(seed)
+    heights = (rng.random(rng.integers(1, 9)) * 60).tolist()
+    moved = apart(heights, 14)
+    order = np.argsort(heights, kind="stable")
+    assert (np.diff(np.array(moved)[order]) >= 14 - 1e-9).all()
+    # Against a search: no small move of one block of neighbours brings them closer to their places.
+    cost = np.square(np.array(moved) - heights).sum()
+    for first, last in itertools.combinations(range(len(heights) + 1), 2):
+        for step in (-0.01, 0.01):
+            other = np.array(moved)
+            other[order[first:last]] += step
+            if (np.diff(other[order]) >= 14 - 1e-9).all():
+                assert np.square(other - heights).sum() >= cost - 1e-9
+
+
+def test_noise_does_not_fill_an_axis():
+    assert metric_span("completion_length", [4.0, 3.985, 4.0])[0] <= 0
+    assert metric_span("sampler_gap", [3e-7, 1e-6])[1] >= 1e-3
+    low, high = metric_span("ended", [1.0, 0.992])
+    assert low <= 0
+    assert high >= 1
+    noisy = (0.4 + 0.02 * np.random.default_rng(0).standard_normal(200)).tolist()
+    low, high = metric_span("reward", noisy)
+    assert high - low > 8 * 0.02 * 0.8
+    trend = np.linspace(0, 1, 50).tolist()
+    assert metric_span("reward", trend) == pytest.approx((-0.06, 1.06))
+
+
+def metric_span(name, values):
+    curve = Curve(0, list(range(1, len(values) + 1)), values)
+    return span_of(name, [curve])
+
+
+@pytest.mark.parametrize(
+    ("span", "labels"),
+    [
+        ((9e-6, 2e-2), ["1e-5", "1e-4", "1e-3", "0.01"]),
+        ((2e-4, 6e-3), ["3e-4", "1e-3", "3e-3"]),
+        ((0.04, 0.6), ["0.05", "0.1", "0.2", "0.5"]),
+    ],
+)
+def test_every_label_of_a_logarithmic_axis_is_a_whole_number(span, labels):
+    figure = style.new_figure("x", "y")
+    set_axis(figure, "y", span, log=True)
+    assert list(figure.layout.yaxis.ticktext) == labels
+    assert all(span[0] <= tick <= span[1] for tick in figure.layout.yaxis.tickvals)
 
 
 def test_a_failed_agent_has_a_point_that_is_not_drawn_and_says_why():
@@ -128,9 +227,32 @@ def test_the_tree_has_a_node_for_each_member_where_it_begins():
 def test_the_tree_names_each_mutation_at_its_edge(tmp_path):
     figure = plot_lineage(shown_run.two_rounds())
     (mutations,) = [trace for trace in figure.data if trace.name == "mutation"]
-    assert list(mutations.text) == ["lr 1e-3→1.2e-3"]
+    (label,) = figure.layout.annotations
+    assert (label.text, label.x, label.y) == ("lr 1e-3→1.2e-3", 1.5, 0.5)
+    # The edge passes behind its label.
+    assert label.bgcolor
     assert list(zip(mutations.x, mutations.y, strict=True)) == [(1.5, 0.5)]
     assert "mutate of member 0: lr 1e-3 -&gt; 1.2e-3" in mutations.hovertext[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_labels_of_mutations_cover_neither_each_other_nor_a_node(seed):
+    rounds = make_run(6, 6, seed)
+    labels = plot_lineage(rounds).layout.annotations
+    assert len(labels) > 3
+    scale = np.array([lineage.WIDTH / 6, lineage.LANE])
+    boxes = [
+        (scale * (one.x, one.y), np.array([
+            lineage.LETTER * max(map(len, one.text.split("<br>"))),
+            lineage.LINE * (one.text.count("<br>") + 1),
+        ]))
+        for one in labels
+    ]  # fmt: skip
+    nodes = [(scale * (x, y), np.zeros(2)) for _, x, y, _ in drawn(plot_lineage(rounds))]
+    for (middle, size), (other, its) in itertools.chain(
+        itertools.combinations(boxes, 2), itertools.product(boxes, nodes)
+    ):
+        assert (abs(middle - other) >= (size + its) / 2).any()
 
 
 def test_what_comes_from_a_file_is_no_markup_in_a_figure():
@@ -185,16 +307,15 @@ def _parts(values):
     return [part for part in parts if part]
 
 
-def test_improvement_is_the_change_of_fitness_of_an_agent_that_kept_its_lineage():
+def test_improvement_is_the_change_of_fitness_from_the_weights_that_a_round_began_with():
     rounds = make_run(3, 5, 4)
     points = {(x, y) for _, x, y, _ in drawn(plot_improvement(rounds, "lr"))}
     expected = set()
     for before, after in itertools.pairwise(rounds):
-        earlier = {agent.agent: agent for agent in before.agents}
+        earlier = {agent.member: agent for agent in before.agents}
         for agent in after.agents:
-            old = earlier[agent.agent]
-            if founder_of(rounds, old.member) == founder_of(rounds, agent.member):
-                expected.add((agent.hparams.lr, agent.score.mean - old.score.mean))
+            old = earlier.get(agent.member) or earlier[agent.parent]
+            expected.add((agent.hparams.lr, agent.score.mean - old.score.mean))
     assert points == expected
 
 
@@ -261,12 +382,13 @@ def test_diagnostics_of_a_recorded_run_are_drawn_step_by_step(tmp_path):
         mine = [row for row in rows if f'"round": {number}' in row]
         (folder / "metrics" / f"round-000{number}.jsonl").write_text("\n".join(mine) + "\n")
     figure = plot_diagnostics(folder)
-    assert {a.text for a in figure.layout.annotations} == {"reward", "loss"}
+    titles = {one.text for one in figure.layout.annotations if one.name is None}
+    assert titles == {"reward", "loss"}
     losses = [t for t in figure.data if t.yaxis == "y2"]
     assert {y for t in losses for y in t.y if not math.isnan(y)} == {0.0, 1.0, 2.0}
 
 
-def test_lineages_look_different_with_and_without_colour():
+def test_agents_look_different_with_and_without_colour():
     looks = [style.look_of(i) for i in range(256)]
     assert len(set(looks)) == 256
     assert len({(look.symbol, look.dash) for look in looks[:8]}) == 8
