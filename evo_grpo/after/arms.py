@@ -267,7 +267,7 @@ class TokenLimit:
         self._sampled = sum(tally.tokens for tally in tallies)
         return self._sampled >= self.tokens
 
-    def reached(self, scores: Sequence[Score | None]) -> bool:
+    def ends_after(self, scores: Sequence[Score | None]) -> bool:
         """See `Limit`."""
         del scores
         return False

@@ -24,5 +24,5 @@ def environment_for(cohort: Cohort, env: object) -> Environment[Any]:
         max_output_tokens=cohort.max_output_tokens,
         batch_size=cohort.settings.algorithm.prompts_per_step,
     )
-    cohort.suit(made)
+    cohort.adapt_to(made)
     return made

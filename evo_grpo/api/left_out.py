@@ -37,7 +37,7 @@ class LeftOut:
 def _mark(cohort: Cohort, slot: Slot) -> dict[str, object]:
     state = cohort.agents[slot]
     # The version is None if another rank has the weights. A replaced optimizer has other moments.
-    version = cohort.slots.versions[state.adapter] if cohort.here(slot) else None
+    version = cohort.slots.versions[state.adapter] if cohort.is_local(slot) else None
     return {
         "weights": (version, state.steps),
         "hyperparameters": state.hparams,

@@ -243,8 +243,8 @@ def with_values(first: Hparams, values: Mapping[str, Any]) -> Hparams:
     for name in values:
         if name not in MUTABLE:
             near = nearest(name, MUTABLE)
-            hint = f"did you mean {near!r}? " if near else ""
-            text = f"unknown key; {hint}Expected one of: {', '.join(MUTABLE)}"
+            begin = f"did you mean {near!r}? Expected" if near else "expected"
+            text = f"unknown key; {begin} one of: {', '.join(MUTABLE)}"
             raise Problems(Problem((name,), text))
     ends = {name: values[name] for name in CLIP_ENDS if name in values}
     if ends and "clip_coef" in values:

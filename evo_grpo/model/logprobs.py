@@ -29,6 +29,8 @@ DEVICE_ELEMENTS = 1 << 24
 CPU_COLUMNS = 1 << 11
 #: exp() of a lower log-prob is 0 in float32, and 0 times -inf would be NaN.
 LEAST_LOGPROB = -200.0
+#: Stands for a logit of -inf, whose differences and products with 0 would be NaN.
+LEAST_LOGIT = -1e30
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -52,6 +54,8 @@ class _LinearLogprobs(torch.autograd.Function):
             top = total = mean = None
             for span in _slices(weight.shape[0], columns):
                 z = _logits(hidden[part], weight, bias, span, cap).mul_(inverse[part, None])
+                if bias is not None:
+                    z.clamp_(min=LEAST_LOGIT)  # a bias of -inf keeps a token from being sampled
                 inside, place = _places(targets[part], span)
                 found = z.gather(1, place)[:, 0]
                 picked[part] = torch.where(inside, found, picked[part])

@@ -172,7 +172,7 @@ def save(this: Round, look: LookAgain) -> dict[Slot, SavedAgent]:
         return {
             slot: this.writer.checkpoint(this.cohort, this.number, slot)
             for slot in look.slots
-            if this.cohort.here(slot)
+            if this.cohort.is_local(slot)
         }
 
 
@@ -227,11 +227,11 @@ def plan_and_record(
             seconds=time.perf_counter() - this.start,
             starts=starts,
             reduced=least_reduced(reports),
-            limited=this.limit is not None and this.limit.reached(list(scores.values())),
+            limited=this.limit is not None and this.limit.ends_after(list(scores.values())),
         )
     elapsed = time.perf_counter() - this.start
     plan = replace(plan, record=timed(plan.record, this.watch.seconds, this.began, elapsed))
-    if not all(map(cohort.here, this.slots)):
+    if not all(map(cohort.is_local, this.slots)):
         steps = range(this.settings.population.steps_per_round)
         report_steps(this.settings, this.writer, this.observer, this.number, steps, tallies)
     plan = this.steering.steer(plan, next_id=next_member(cohort, plan.record))
@@ -258,7 +258,7 @@ def carry_out(this: Round, plan: RoundPlan) -> None:
     cohort, evolve, record = this.cohort, this.settings.evolve, plan.record
     scores = {agent.agent: agent.score for agent in record.agents}
     if this.limit is not None:
-        this.limit.reached(list(scores.values()))
+        this.limit.ends_after(list(scores.values()))
     set_scores(this, scores)
     for agent in record.agents:
         state = cohort.agents[agent.agent]

@@ -28,7 +28,7 @@ class Limit(Protocol):
         """Return whether the latest step was the last one, given the tallies of the round."""
         ...
 
-    def reached(self, scores: Sequence[Score | None]) -> bool:
+    def ends_after(self, scores: Sequence[Score | None]) -> bool:
         """Return whether a round is the last one, from its scores.
 
         Called on the first rank when the round is planned, and on each rank when its plan is
@@ -124,7 +124,7 @@ def train(  # noqa: PLR0913 -- a round meets all parts of a run
     counts = settings.prompts_of([cohort.agents[slot].hparams.group_size for slot in slots])
     # All steps take their starts from one sequence without gaps.
     starts = past[-1].starts if past else round * sum(map(max, counts))
-    tallies = {slot: Tally() for slot in slots if cohort.here(slot)}
+    tallies = {slot: Tally() for slot in slots if cohort.is_local(slot)}
     for step, prompts_of_step in enumerate(counts):
         observer.stage(round, "learn", step, settings.population.steps_per_round)
         prompts_of = dict(zip(slots, prompts_of_step, strict=True))

@@ -127,8 +127,8 @@ def unknown_key(root: type[BaseModel], group: type[BaseModel] | None, path: Path
         hint = f"did you mean {' or '.join(map(dotted, elsewhere))}?"
     else:
         hint = ""
-    end = "" if not hint else f"{hint} " if hint.endswith("?") else f"{hint}. "
-    return f"unknown key; {end}Expected one of: {', '.join(names)}"
+    end = hint if hint.endswith("?") else f"{hint}."
+    return f"unknown key; {f'{end} Expected' if hint else 'expected'} one of: {', '.join(names)}"
 
 
 def groups_in(annotation: object) -> Iterator[type[BaseModel]]:

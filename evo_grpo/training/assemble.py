@@ -187,7 +187,7 @@ def build_parts(
     make = environment_of(config.env, config.seed, _prompts(config), tokens, task)
     cohort, start = build_cohort(agents, team=team)
     env = make(cohort.base.tokenizer)
-    cohort.suit(env)
+    cohort.adapt_to(env)
     return cohort, env, start
 
 
@@ -332,7 +332,7 @@ def _whole_base(
 
 def _start_with(cohort: Cohort, slots: Sequence[Slot], start: AdapterCopy) -> None:
     """Copy an adapter into actors and references; the KL term then refers to this adapter."""
-    states = [cohort.agents[slot] for slot in slots if cohort.here(slot)]
+    states = [cohort.agents[slot] for slot in slots if cohort.is_local(slot)]
     names = [s.adapter for s in states] + [s.reference for s in states if s.has_reference]
     if not cohort.settings.algorithm.separate_reference:
         names.append(cohort.references.add_start())  # all agents share this reference

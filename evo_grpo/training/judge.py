@@ -76,7 +76,7 @@ def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
         # Do not reserve the id: an extension of the run uses the same ids with or without a mean.
         cohort.agents[slot].member = member
         names = [cohort.agents[agent].adapter for agent in (first.agent, second.agent)]
-        if cohort.here(slot):
+        if cohort.is_local(slot):
             mix_slots(cohort.slots, names, cohort.agents[slot].adapter)
         found.append(Finalist("mean", slot, member, None, math.nan, MEAN))
     return found

@@ -122,7 +122,7 @@ def _load(cohort: Cohort, checkpoints: Mapping[Slot, _Checkpoint]) -> None:
     """Load the agents of this rank; send their counters, which records lack, to all ranks."""
     found: dict[Slot, tuple[int, int]] = {}
     for slot, checkpoint in checkpoints.items():
-        if not cohort.here(slot):
+        if not cohort.is_local(slot):
             continue
         place = checkpoint.place
         check_digests(place, checkpoint.files, checkpoint.origin)

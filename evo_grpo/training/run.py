@@ -145,7 +145,7 @@ def resume(
         if team.rank == 0:
             with reading(Path(folder)):
                 opened = stack.enter_context(RunDir.open(Path(folder)))
-                changed = _go_on(opened, rounds, allow, team)
+                changed = _continued_inputs(opened, rounds, allow, team)
         config = team.first(None if changed is None else changed.config)
         if config is None:
             if opened is not None and (summary := read_summary(opened.path)) is not None:
@@ -169,7 +169,9 @@ def _watching(observer: Observer, followers: Followers, folder: RunDir | None) -
     return observer if folder is None else ObserverList((observer, followers))
 
 
-def _go_on(opened: RunDir, rounds: int | None, allow: Sequence[str], team: Team) -> Changed | None:
+def _continued_inputs(
+    opened: RunDir, rounds: int | None, allow: Sequence[str], team: Team
+) -> Changed | None:
     """Return the inputs that a run continues with, None if it is finished; record nothing."""
     summary, begun = read_summary(opened.path), begun_extension(opened)
     if summary is not None and begun is None and rounds in (None, summary["rounds"]):
@@ -246,6 +248,7 @@ def play_and_judge(
             slots = restore(prepared, rounds, place)
         rounds[:-1] = map(outline, rounds[:-1])
     writer, study = _writer(config, place, folder, prepared)
+    team.wait_for_all()  # unfinished files are removed before any rank writes
     total = prepared.round_settings.population.rounds
     how = "resumed" if rounds else "started"
     _log.info("%s: %s at round %d of %d", path, how, len(rounds) + 1, total)
@@ -265,12 +268,12 @@ def play_and_judge(
             steering=steering,
             outlines=True,
         )
-    if not _goes_on(prepared, rounds):  # otherwise a request ended the process early
+    if not _is_unfinished(prepared, rounds):  # otherwise a request ended the process early
         observer.stage(len(rounds) - 1, "test", 0, 1)
         summary = _finish(folder, prepared, past, study, start)
         _log.info("%s: finished after %.1f s", path, summary["wall_seconds"])
         observer.finished(summary)
-    team.wait_for_all()
+    team.wait_for_all()  # no rank leaves while another one still reads its agents or files
     return slots
 
 
@@ -284,7 +287,7 @@ def _finish(
     """Judge the best agent on the ranks that hold the finalists; every rank returns the summary."""
     cohort, summary = prepared.cohort, None
     candidates = finalists(cohort, past.rounds)
-    if cohort.here(candidates[0].slot):
+    if cohort.is_local(candidates[0].slot):
         judged = _judged(folder, prepared, past.rounds, candidates, study, start)
         summary = {**judged, "earlier": past.earlier}
     if folder is not None and summary is not None:
@@ -342,7 +345,7 @@ def _past(config: RunConfig, folder: RunDir, prepared: Prepared, *, steers: bool
         if rounds and _keeps_best(config):
             keep_best_of(folder, rounds)
         past = Past(rounds, folder.earlier_ends(), len(rounds[-1].steering) if rounds else 0)
-    if steers and rounds and _goes_on(prepared, rounds):
+    if steers and rounds and _is_unfinished(prepared, rounds):
         rounds[-1] = resumed(folder, rounds, prepared.cohort.hp_config)
     return past
 
@@ -398,7 +401,7 @@ def play_rounds(
     Returns:
         The slots of the remaining agents.
     """
-    while _goes_on(prepared, rounds):
+    while _is_unfinished(prepared, rounds):
         record = play_round(
             prepared.cohort,
             prepared.env,
@@ -411,8 +414,8 @@ def play_rounds(
             past=rounds,
             steering=steering,
         )
-        if outlines:
-            rounds[-1:] = map(outline, rounds[-1:])
+        if outlines and rounds:
+            rounds[-1] = outline(rounds[-1])
         rounds.append(record)
         slots = next_slots(record)
         if ends_by_request(record):
@@ -420,7 +423,7 @@ def play_rounds(
     return slots
 
 
-def _goes_on(prepared: Prepared, rounds: Sequence[RoundRecord]) -> bool:
+def _is_unfinished(prepared: Prepared, rounds: Sequence[RoundRecord]) -> bool:
     ended = bool(rounds) and rounds[-1].is_end
     return len(rounds) < prepared.round_settings.population.rounds and not ended
 

@@ -226,7 +226,7 @@ def test_training_ends_with_the_step_that_reaches_the_tokens():
     limit = TokenLimit(100)
     assert not limit.spent([Tally(tokens=60), Tally(tokens=39)])
     assert limit.spent([Tally(tokens=60), Tally(tokens=40)])
-    assert not limit.reached([None])
+    assert not limit.ends_after([None])
 
 
 def test_an_observer_gets_the_training_in_tokens_of_its_limit():

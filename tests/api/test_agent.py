@@ -452,7 +452,7 @@ def test_kl_shaping_reports_the_kl():
 def test_dr_grpo_divides_by_the_limit_in_force():
     def scale(hint, **given):
         agent = GRPO(model="tiny-sums", lora=LORA, loss_type="dr_grpo", update_epochs=1, **given)
-        agent.cohort.suit(SimpleNamespace(max_output_tokens=hint, limit_context=lambda _: None))
+        agent.cohort.adapt_to(SimpleNamespace(max_output_tokens=hint, limit_context=lambda _: None))
         assert agent.cohort.learner.loss.max_completion_length == (agent.cohort.max_output_tokens)
         ids, masks = agent.get_action(["12+07="])
         ids, masks = [ids[0][:, :8]], [masks[0][:, :7]]

@@ -265,7 +265,7 @@ BAD_YAML = {
         MINIMAL + "evolve: {selection: {sise: 3}}",
         "evolve.selection.sise: unknown key; did you mean 'size'?",
     ),
-    "unknown key": (MINIMAL + "optimiser: adam", "optimiser: unknown key; Expected one of: name"),
+    "unknown key": (MINIMAL + "optimiser: adam", "optimiser: unknown key; expected one of: name"),
     "wrong type": (
         MINIMAL + "population: {size: many}",
         "population.size: expected an integer >= 1, got the string 'many'",

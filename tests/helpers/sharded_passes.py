@@ -56,7 +56,7 @@ def build(case, team):
     )
     for hparams, shard in zip(HPARAMS, SHARDS, strict=True):
         slot = cohort.add(hparams, shard).slot
-        if cohort.here(slot):
+        if cohort.is_local(slot):
             perturb(cohort, slot)
     return cohort
 
@@ -103,7 +103,7 @@ def compare(case, team):
     # FSDP2's notes on forwards without a backward, which would fill the memory of a long run.
     assert not divided.base.trunk._get_fsdp_state()._comm_ctx.post_forward_order
     for slot in divided.agents:
-        if divided.here(slot):
+        if divided.is_local(slot):
             one, two = image(divided, slot), image(whole, slot)
             for kind in ("actor", "moments"):
                 assert one[kind].keys() == two[kind].keys()

@@ -96,5 +96,5 @@ class Flaky(Count):
 def gym(population, factory=Count, **settings):
     settings = {"max_turns": 8, "batch_size": 3, "seed": 1, "max_output_tokens": 4, **settings}
     made = MultiTurnGym(factory, population.cohort.base.tokenizer, **settings)
-    population.cohort.suit(made)
+    population.cohort.adapt_to(made)
     return made

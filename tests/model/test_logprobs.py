@@ -57,6 +57,26 @@ def cut(monkeypatch):
     return set_block
 
 
+@pytest.mark.parametrize("block", [(1, 2), (3, 5), (M, V)])
+def test_a_token_with_a_bias_of_minus_infinity_leaves_the_others_finite(pieces, block, cut):
+    cut(*block)
+    kept = [token for token in range(V) if token not in (0, 1, 4)]  # a whole block, and a part
+    bias = torch.full((V,), -torch.inf)
+    bias[kept] = tiny.noise((V,), 4)[kept]
+    pieces["targets"] = torch.tensor(kept)[pieces["targets"] % len(kept)]
+    hidden = pieces.pop("hidden").requires_grad_()
+    reference = hidden.detach().double().requires_grad_()
+    ours = linear_logprobs(hidden, **pieces, bias=bias)
+    places = torch.tensor([kept.index(token) for token in pieces["targets"].tolist()])
+    rest = {"weight": pieces["weight"][kept], "targets": places, "bias": bias[kept]}
+    theirs = slow(reference, temperature=pieces["temperature"], **rest)
+    for out, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)
+    sum(out.sum() for out in ours).backward()
+    sum(out.sum() for out in theirs).backward()
+    torch.testing.assert_close(hidden.grad.double(), reference.grad, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("twist", "block"),
     [

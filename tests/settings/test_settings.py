@@ -203,7 +203,7 @@ def test_files_that_cannot_be_read(tmp_path: Path):
         ),
         ("populaton.size=3", "populaton: unknown key; did you mean 'population'?"),
         ("lr=3", "lr: unknown key; did you mean algorithm.lr?"),
-        ("engine.qqq=3", "engine.qqq: unknown key; Expected one of: device, dtype"),
+        ("engine.qqq=3", "engine.qqq: unknown key; expected one of: device, dtype"),
         (
             "evolve.hyperparameters={lrr: {min: 1, max: 2}}",
             "evolve.hyperparameters.lrr: nothing of that name can mutate. Did you mean 'lr'?",

@@ -111,7 +111,7 @@ class Cohort:
         """Return those of `slots` that this rank has, by shard; each shard is a separate batch."""
         by_shard: dict[int, list[Slot]] = {}
         for slot in slots:
-            if self.here(slot):
+            if self.is_local(slot):
                 by_shard.setdefault(self.agents[slot].shard, []).append(slot)
         return [tuple(by_shard[shard]) for shard in sorted(by_shard)]
 
@@ -135,7 +135,7 @@ class Cohort:
         shapes = [self.slots.shapes(self.agents[slot].adapter) for slot in (first, second)]
         return shapes[0] == shapes[1]
 
-    def here(self, slot: int) -> bool:
+    def is_local(self, slot: int) -> bool:
         """Return whether this rank has an agent's weights."""
         return self._has(self.agents[slot].rank)
 
@@ -180,7 +180,7 @@ class Cohort:
         lengths = [self.settings.algorithm.max_model_len, self.base.context_length]
         return min((length for length in lengths if length), default=None)
 
-    def suit(self, env: Environment[Any]) -> None:
+    def adapt_to(self, env: Environment[Any]) -> None:
         """Adopt the defaults of an environment, and check that its prompts fit the context.
 
         The environment provides the tokenizer if the base has none, and the completion length.
@@ -265,7 +265,7 @@ class Cohort:
         """Give an agent a frozen reference slot equal to the base, if it has none."""
         state = self.agents[slot]
         if not state.has_reference:
-            if self.here(slot):
+            if self.is_local(slot):
                 self.references.add(state)
             state.has_reference = True
 
@@ -279,7 +279,7 @@ class Cohort:
         self, slot: int, hparams: Hparams, rank: int | None = None
     ) -> torch.optim.Optimizer:
         """Return a stock AdamW over one slot, without moments; None means the slot's own rank."""
-        here = self.here(slot) if rank is None else self._has(rank)
+        here = self.is_local(slot) if rank is None else self._has(rank)
         # "agent" tells `update_lr` that learn sets this group's lr.
         nothing = torch.nn.Parameter(torch.empty(0))
         parameters = self.slots.parameters(f"actor_{slot}") if here else [nothing]
@@ -302,7 +302,7 @@ class Cohort:
         if parent.has_reference:
             self.add_reference(target)
         elif child.has_reference:
-            if self.here(target):
+            if self.is_local(target):
                 self.slots.remove(child.reference)
             child.has_reference = False
         if parent.rank == child.rank:
@@ -316,7 +316,7 @@ class Cohort:
         child.dead_steps = parent.dead_steps
 
     def _copy_here(self, parent: AgentState, child: AgentState, *, inherit_optimizer: bool) -> None:
-        if not self.here(child.slot):
+        if not self.is_local(child.slot):
             return
         copy_slot(self.slots, parent.adapter, child.adapter)
         if parent.has_reference:
@@ -348,7 +348,7 @@ class Cohort:
                 continue
             before = replace(state)
             state.rank = rank
-            if self.here(slot):
+            if self.is_local(slot):
                 if state.adapter not in self.slots.names:
                     self.slots.add(state.adapter)
                 if state.has_reference and state.reference not in self.slots.names:
@@ -356,7 +356,7 @@ class Cohort:
             if weights:
                 self._send(before, state, moments=True)
             hparams = before.hparams
-            if not weights or not self.here(slot):
+            if not weights or not self.is_local(slot):
                 state.optimizer = self.fresh_optimizer(slot, hparams)
             if before.rank == self.team.rank:
                 left.append(before)

@@ -237,7 +237,7 @@ class NativeEngine(RolloutEngine):
             if rows.seen is not None:
                 rows.seen.scatter_(1, tokens[:, None], True)
             output.write(step, rows, tokens, logprobs, finished)
-            finished = ends.reached(step, tokens, finished)
+            finished = ends.finished_rows(step, tokens, finished)
             # The only host sync of a step, and none as long as no row can have ended.
             done = 0 if finished is None else int(finished.sum())
             if done == len(tokens) or step + 1 == steps:

@@ -74,7 +74,7 @@ class StopConditions:
             return self._mask
         return self._mask & (step < self.sampling.minimum)[:, None]
 
-    def reached(self, step: int, tokens: Tensor, finished: Tensor | None) -> Tensor | None:
+    def finished_rows(self, step: int, tokens: Tensor, finished: Tensor | None) -> Tensor | None:
         """Return the rows (B,) bool that are finished after a step; None if none can be."""
         found = [finished] if finished is not None else []
         if step >= self._least:

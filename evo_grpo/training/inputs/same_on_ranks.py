@@ -39,7 +39,7 @@ def check_same_run(team: Team, call: str, given: Given, config: RunConfig | None
         ConfigError: Raised on all ranks; it names a rank and what differs.
     """
     if team.size > 1:
-        _check(team.gather({"": call, **given, **_made_of(config)}))
+        _check(team.gather({"": call, **given, **_compared_settings(config)}))
 
 
 def check_same_files(team: Team, config: RunConfig) -> None:
@@ -48,7 +48,7 @@ def check_same_files(team: Team, config: RunConfig) -> None:
         _check(team.gather(_files(inputs_of(config))))
 
 
-def _made_of(config: RunConfig | None) -> Given:
+def _compared_settings(config: RunConfig | None) -> Given:
     if config is None:
         return {}
     now = inputs_of(config)

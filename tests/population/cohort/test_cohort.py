@@ -264,13 +264,13 @@ class Env:
 def test_an_environment_fills_in_what_was_left_open():
     cohort, env = build_cohort(1, max_model_len=40), Env(hint=9)
     assert cohort.max_output_tokens == 32
-    cohort.suit(env)
+    cohort.adapt_to(env)
     assert cohort.max_output_tokens == 9
     assert cohort.base.tokenizer == "theirs"
     assert env.limit == 40
     told = build_cohort(1, max_output_tokens=5)
     told.base.tokenizer = "own"
-    told.suit(env)
+    told.adapt_to(env)
     assert told.max_output_tokens == 5
     assert told.base.tokenizer == "own"
     assert env.limit == 64  # the model's own context

@@ -57,7 +57,7 @@ class Budget:
         )
         return self.over
 
-    def reached(self, scores: Sequence[Score | None]) -> bool:
+    def ends_after(self, scores: Sequence[Score | None]) -> bool:
         """See `Limit`."""
         self._in_round = 0
         best = max((score.mean for score in scores if score is not None), default=-math.inf)
@@ -136,7 +136,7 @@ def train(
     `first` is the offset of the agent number in the names of checkpoints.
     """
     cohort = population.cohort
-    cohort.suit(env)
+    cohort.adapt_to(env)
     prompts = settings.prompts_per_step or env.batch_size
     explorer = settings.mutation
     if isinstance(explorer, Mutations):
