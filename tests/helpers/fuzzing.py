@@ -1,4 +1,4 @@
-"""Properties that hold for any input: up to a hundred in `make test`, minutes of them in `make fuzz`.
+"""Properties that hold for any input: a hundred of them in `make test`, minutes in `make fuzz`.
 
 A property is a function of one input, in keywords. `@example` above it keeps an input that once
 broke it; that is the whole corpus.
