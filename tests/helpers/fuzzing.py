@@ -1,4 +1,4 @@
-"""Properties that hold for any input: `make test` tries up to a hundred, `make fuzz` for minutes.
+"""Properties that hold for any input: a hundred of them in `make test`, minutes in `make fuzz`.
 
 A property is a function of one input, in keywords. `@example` above it keeps an input that once
 broke it; that is the whole corpus.
