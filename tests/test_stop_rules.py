@@ -5,7 +5,6 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from shown_run import agent
 from small_run import Told, outcome
 from small_run import small as smaller
 
@@ -16,12 +15,10 @@ from evo_grpo.api.agent import GRPO
 from evo_grpo.record.config import read_config
 from evo_grpo.record.files import seal
 from evo_grpo.record.folder import read_rounds
-from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.schedule import read_schedule
 from evo_grpo.record.steering import ask
-from evo_grpo.record.stopping import Played, best_of, rules_that_hold, why_it_ended
+from evo_grpo.record.stopping import best_of, why_it_ended
 from evo_grpo.record.summary import read_summary
-from evo_grpo.settings import StopConfig
 from evo_grpo.training.extending import with_plan
 
 ROUNDS = 5
@@ -237,28 +234,6 @@ def test_a_run_that_has_nothing_to_learn_from_ends_after_three_rounds(tmp_path):
     assert (len(rounds), summary["stopped"]) == (3, {})
     rounds, summary = without_signal(tmp_path / "all", population__stop={"no_signal": None})
     assert (len(rounds), summary["stopped"]) == (ROUNDS, {})
-
-
-def test_one_group_to_learn_from_starts_the_count_again():
-    def ends(*shares):
-        """By the shares of groups of equal rewards in each round, that of its second agent."""
-        rounds = [
-            RoundRecord(
-                number,
-                tuple(
-                    replace(agent(slot, slot, number, 0.5), metrics={"zero_variance": one})
-                    for slot, one in enumerate((1.0, share))
-                ),
-                {},
-            )
-            for number, share in enumerate(shares)
-        ]
-        *past, last = rounds
-        return rules_that_hold(StopConfig(no_signal=2), past, Played.of(last)) == ("no_signal",)
-
-    assert ends(0.5, 1.0, 1.0)
-    assert not ends(1.0, 0.9, 1.0)
-    assert not ends(1.0)
 
 
 def test_a_run_of_an_earlier_version_goes_on_without_the_rule(tmp_path):

@@ -199,16 +199,17 @@ class Amendment:
 
 
 def outline(record: RoundRecord) -> RoundRecord:
-    """Return a record without metrics, rewards by prompt, decisions and digests.
+    """Return a record without most metrics, rewards by prompt, decisions and digests.
 
     Later rounds and the end of a run do not need these, which are most of a record: a long run
-    keeps outlines of its rounds in memory, and the whole record of the last one only.
+    keeps outlines of its rounds in memory, and the whole record of the last one only. The rules of
+    population.stop read one metric.
     """
     agents = tuple(
         replace(
             agent,
             score=None if agent.score is None else replace(agent.score, per_prompt=()),
-            metrics={},
+            metrics={k: v for k, v in agent.metrics.items() if k == "zero_variance"},
             step_rewards=(),
         )
         for agent in record.agents

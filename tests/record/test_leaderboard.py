@@ -13,6 +13,7 @@ from evo_grpo.record.leaderboard import (
     from_records,
     leaderboard,
     leaderboard_rows,
+    order_text,
     write_csv,
 )
 from evo_grpo.record.run_dir import RunDir
@@ -249,3 +250,18 @@ def test_what_is_no_run_is_said(tmp_path):
         RunNotFoundError, match=r"expected one with rounds.jsonl and population.yaml"
     ):
         leaderboard(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fitness", "said"),
+    [
+        ((0.9, 0.9, None, 0.4), False),
+        ((0.5, 0.6, 0.4), True),
+        ((0.5, None, 0.6), True),
+        ((), False),
+    ],
+)
+def test_the_order_is_named_where_a_rank_shows_less_than_the_next(fitness, said):
+    text = order_text([{"fitness": value} for value in fitness])
+    assert text.startswith("Order: the winner, the other agents of the last round") == said
+    assert bool(text) == said

@@ -57,6 +57,31 @@ def test_a_rule_holds(rule, best, holds):
     assert rules_that_hold(StopConfig(**rule), past, last) == (tuple(rule) if holds else ())
 
 
+@pytest.mark.parametrize(
+    ("shares", "holds"),
+    [
+        ((0.5, 1.0, 1.0), True),
+        ((1.0, 1.0), True),
+        ((1.0, 0.9, 1.0), False),
+        ((1.0,), False),
+        ((1.0, None), False),  # an earlier version did not record it
+    ],
+)
+def test_no_signal_counts_rounds_in_which_all_groups_of_all_agents_are_equal(shares, holds):
+    """By the share of such groups of the second agent; all groups of the first one are."""
+    rounds = []
+    for record, share in zip(make_run(size=2, rounds=len(shares)), shares, strict=True):
+        first, second = (replace(agent, metrics={}) for agent in record.agents)
+        first.metrics["zero_variance"] = 1.0
+        if share is not None:
+            second.metrics["zero_variance"] = share
+        rounds.append(replace(record, agents=(first, second)))
+    *past, last = rounds
+    assert rules_that_hold(StopConfig(no_signal=2), past, Played.of(last)) == (
+        ("no_signal",) if holds else ()
+    )
+
+
 def test_all_that_hold_are_told():
     past, last = played(0.5, 0.5)
     rules = StopConfig(fitness=0.5, patience=1, minutes=99, tokens=1)
@@ -77,8 +102,11 @@ def test_a_round_that_an_earlier_version_recorded_took_no_time():
 
 
 def test_rules_in_words():
-    assert rules_in_words(StopConfig()) == ""
-    assert rules_in_words(StopConfig(fitness=0.95, tokens=5e6)) == (
+    assert rules_in_words(StopConfig(no_signal=None)) == ""
+    assert rules_in_words(StopConfig()) == (
+        "3 rounds in a row had no group with different rewards to learn from"
+    )
+    assert rules_in_words(StopConfig(fitness=0.95, tokens=5e6, no_signal=None)) == (
         "the best fitness is 0.95 or more, or 5,000,000 tokens are sampled"
     )
     summary = {"rounds": 3, "stopped": {"patience": 4}}

@@ -50,7 +50,8 @@ def test_a_round_has_of_its_steps_what_it_says(heard):
     for record in rounds:
         for agent in record.agents:
             kept = {name for name in agent.metrics if name != "dead_steps"}
-            assert kept == {name for name in steps if over_steps(name) != "none"}
+            without = set() if agent.hparams.beta > 0 else {"kl"}
+            assert kept == {name for name in steps if over_steps(name) != "none"} - without
 
 
 def test_families_and_names_of_others():

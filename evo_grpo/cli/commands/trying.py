@@ -103,6 +103,7 @@ def _prompts(prompt: str | None) -> Iterator[str]:
         )
 
 
+# Longer than 60 lines because each option is a parameter with its help.
 @app.command(rich_help_panel=PANEL)
 def evaluate(  # noqa: PLR0913 -- each is an option of the command
     adapter: Annotated[
