@@ -11,6 +11,9 @@ from evo_grpo.record.view import Run, view_of
 
 AGENTS = 16
 """Rows of the leaderboard that are shown."""
+WITHOUT = ("member", "parent", "round", "tokens", "wall_seconds")
+"""Columns that are left out, so that the others fit beside each other."""
+_CELL = '<td style="white-space: nowrap">'  # notebooks break numbers at "-" and around "±"
 
 
 class RunFolder(type(Path())):
@@ -32,10 +35,10 @@ def as_html(run: Run, title: str) -> str:
         numbers = [f"{name} <b>{text(value)}</b> ({about})" for name, value, about in cards]
         sentences.insert(0, "; ".join(numbers))
     parts = [f"<p>{one}</p>" for one in (f"<b>{text(title)}</b>", *sentences)]
-    table = leaderboard_table(view)
+    table = leaderboard_table(view, WITHOUT)
     heads = "".join(f"<th>{text(name)}</th>" for name in table.titles)
     rows = "".join(
-        f"<tr>{''.join(f'<td>{text(shown)}</td>' for shown, _ in row)}</tr>"
+        f"<tr>{''.join(f'{_CELL}{text(shown)}</td>' for shown, _ in row)}</tr>"
         for row in table.rows[:AGENTS]
     )
     if table.rows:

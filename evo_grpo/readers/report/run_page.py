@@ -152,7 +152,7 @@ def _legend(view: RunView) -> str:
     return (
         f"{agents}{rest}"
         f'<span><i class="band"></i> {WINNER}</span>'
-        '<span><i class="copied"></i> weights taken from another agent</span>'
+        '<span><i class="copied"></i> weights taken over</span>'
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evo_grpo.printable import shorten
@@ -21,12 +21,13 @@ EXTREMES = 200
 """The number of best completions, and of worst ones, that are always kept."""
 _WITHIN_OTHERS = ("checkpoint", "tie", *(f"{name}_se" for name in SCORES))
 """Columns that the table leaves out, or shows within others."""
+_TITLES = {"wall_seconds": "seconds", "round": "last round", "left": "left after round"}
 
 
-def leaderboard_table(view: RunView) -> Table:
-    """Return the leaderboard; rounds count from 1."""
+def leaderboard_table(view: RunView, without: Sequence[str] = ()) -> Table:
+    """Return the leaderboard `without` some columns; rounds count from 1."""
     rows = view.leaderboard
-    known = columns(rows, (*_WITHIN_OTHERS, *redundant(rows)))
+    known = columns(rows, (*_WITHIN_OTHERS, *redundant(rows), *without))
     # The scores are beside the name: on a phone, only the first columns are in sight.
     first = [name for name in ("rank", "agent", *SCORES) if name in known]
     names = [*first, *(name for name in known if name not in first)]
@@ -79,7 +80,7 @@ def _completion(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _title(name: str) -> str:
-    return {"wall_seconds": "seconds", "round": "last round"}.get(name, short_name(name))
+    return _TITLES.get(name, short_name(name))
 
 
 def _cell(name: str, row: Mapping[str, Any]) -> tuple[str, object]:

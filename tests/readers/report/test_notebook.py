@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import shown_run
@@ -13,6 +14,10 @@ def test_a_run_folder_is_a_path_that_shows_the_result_of_its_run(tmp_path):
     shown = folder._repr_html_()
     assert "winner <b>0.807 ± 0.020</b> (on 256 test prompts)" in shown
     assert shown.count("<tr>") == 3
+    # Numbers stay in one line, and all columns fit into a notebook.
+    assert '<td style="white-space: nowrap">0.750 ± 0.050</td>' in shown
+    heads = re.findall(r"<th>(.*?)</th>", shown)
+    assert heads == ["rank", "agent", "fitness", "test", "lr", "beta", "clip", "group"]
 
 
 def test_another_path_is_shown_as_a_path(tmp_path):

@@ -29,14 +29,14 @@ def test_the_leaderboard_counts_rounds_from_1_and_sorts_by_values(tmp_path):
     assert first["tokens"] == ("2,000", 2000)
     assert first["test"] == ("0.807 ± 0.020", 0.807)
     # No agent left, and no finalists were compared; the bounds are those of clip.
-    assert not {"left", "final", "checkpoint", "clip_low"} & set(table.titles)
+    assert not {"left after round", "final", "checkpoint", "clip_low"} & set(table.titles)
     # On a phone, only the first columns are in sight.
     assert list(table.titles[:4]) == ["rank", "agent", "fitness", "test"]
 
 
 def test_those_that_left_say_after_which_round():
     table = tables.leaderboard_table(RunView("run", make_run(4, 3, places=(2,))))
-    left = table.titles.index("left")
+    left = table.titles.index("left after round")
     assert [row[left][0] for row in table.rows] == ["", "", "1", "1"]
 
 

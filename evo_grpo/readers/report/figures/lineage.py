@@ -214,7 +214,8 @@ def _add_mutations(figure: go.Figure, lives: dict[int, _Life], rounds: int) -> N
             taken.append((x * scale[0], y * scale[1], *size))
             figure.add_annotation(
                 x=x, y=y, text="<br>".join(lines), showarrow=False, font={"size": 10},
-                bgcolor="rgba(255,255,255,0.9)", borderpad=1, name="mutation",
+                bgcolor="rgba(255,255,255,0.9)", borderpad=1,
+                name=f"{agent_name(child.agent)} mutation",
             )  # fmt: skip
     figure.add_scatter(
         x=[x for x, _ in places], y=[y for _, y in places], mode="markers",

@@ -41,10 +41,11 @@
     base.font.color = ink;
     base.hoverlabel = { ...base.hoverlabel, bgcolor: paper, bordercolor: line, font: { color: ink } };
     // On a phone there is no room for labels on the edges of a tree: a touch shows them.
-    out.annotations = (out.annotations || []).filter((one) => !narrow || one.name !== "mutation");
+    out.annotations = (out.annotations || []).filter((one) =>
+      !narrow || !/ mutation$/.test(one.name || ""));
     for (const one of out.annotations) {
       if (one.bgcolor) one.bgcolor = page;
-      if (faded(one.name)) one.opacity = 0.2;
+      if (faded((one.name || "").replace(" mutation", ""))) one.opacity = 0.2;
       if (narrow) one.font = { ...one.font, size: 10 };
     }
     if (narrow) out.margin = { ...out.margin, l: 44, r: Math.min(out.margin.r, 92) };
