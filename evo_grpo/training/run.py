@@ -29,7 +29,7 @@ from evo_grpo.record.config import read_config
 from evo_grpo.record.files import reading, sync_into, writing
 from evo_grpo.record.folder import clear_run, config_text, refuse_objects, refuse_taken
 from evo_grpo.record.leaderboard import write_csv
-from evo_grpo.record.names import BASELINE, MEAN
+from evo_grpo.record.names import BASELINE, MEAN, RECORDED_IN_PYTHON
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord, outline
 from evo_grpo.record.run_dir import RunDir
@@ -45,6 +45,7 @@ from evo_grpo.training.assemble import (
     check_ranks,
     prepare,
     task_of,
+    with_revisions,
     with_shards,
 )
 from evo_grpo.training.extending import check_rounds, with_plan
@@ -88,7 +89,7 @@ def run(
     where = None if out is None else Path(out)
     with Followers(report=report) as followers, ExitStack() as stack, team.sharing_errors():
         check_same_run(team, "run", {}, config)
-        config = with_shards(config, team)
+        config = with_revisions(with_shards(config, team), team)
         if team.rank == 0:
             check_place(where, config, force=force)
         check_trackers(config.record.trackers)
@@ -98,6 +99,8 @@ def run(
         fresh, folder = where is None or not where.exists(), None
         if team.rank == 0:
             text = configuration.to_yaml(config)
+            if objects := config.env.objects():
+                text = f"{RECORDED_IN_PYTHON}{', '.join(objects)}\n{text}"
             folder = stack.enter_context(RunDir.create(where, config.name, text, force=force))
         with _removed_on_failure(folder, fresh=fresh):
             path = team.first(Path() if folder is None else folder.path)

@@ -15,11 +15,12 @@ from evo_grpo.evolve.compare import compare
 from evo_grpo.evolve.intervals import LEVEL, interval
 from evo_grpo.model.lora.configs import read_config
 from evo_grpo.model.lora.files import CONFIG as ADAPTER_CONFIG
+from evo_grpo.places import looking_in
 from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
 from evo_grpo.population.evaluate import Evaluation, evaluate
 from evo_grpo.record.choice import choose_of
 from evo_grpo.record.files import plain_value
-from evo_grpo.record.folder import is_run
+from evo_grpo.record.folder import beside, code_folder, is_run
 from evo_grpo.schema.validation import whole
 from evo_grpo.settings import RunConfig
 from evo_grpo.training.run import as_config
@@ -90,6 +91,7 @@ def evaluate_adapter(
     prompts: int | None = None,
     base: bool = True,
     allow: Sequence[str] = (),
+    code: str | Path | None = None,
 ) -> Judged:
     """Evaluate an adapter on a task as a run evaluates its winner: same prompts, samples and draws.
 
@@ -104,6 +106,8 @@ def evaluate_adapter(
         base: Whether the base is evaluated too, with the same draws.
         allow: Without a `config`, your files that may differ from those of the run, by their
             names in the error that a difference raises.
+        code: A folder in which files and modules of the task are found too, besides the working
+            folder and the folder of a YAML file.
 
     Raises:
         CheckpointError: `adapter` is neither a PEFT folder nor a run with a finished round, or a
@@ -118,7 +122,19 @@ def evaluate_adapter(
         raise ConfigError(f"split: expected validation or test, got {split!r}")
     if prompts is not None:
         whole(1).check("prompts", prompts)
-    name, folder, run = _found(Path(adapter), config, allow)
+    with looking_in(code_folder(code), is_code=True), looking_in(beside(config)):
+        return _evaluated(Path(adapter), config, split, prompts, base, allow)
+
+
+def _evaluated(
+    adapter: Path,
+    config: RunConfig | str | Path | Mapping[str, Any] | None,
+    split: JudgedOn,
+    prompts: int | None,
+    base: bool,
+    allow: Sequence[str],
+) -> Judged:
+    name, folder, run = _found(adapter, config, allow)
     fitness = run.evolve.fitness
     # Validation repeats the draws of the final comparison, and its samples where it has any.
     samples = fitness.test_samples if split == "test" else fitness.final_samples or fitness.samples
