@@ -3,7 +3,7 @@
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, cast
+from typing import Annotated, cast
 
 from pydantic import BeforeValidator
 
@@ -23,8 +23,6 @@ def _columns(value: object) -> object:
 
 class HubDataset(Group):
     """A dataset of the Hugging Face Hub. A plain string is its path: `train: openai/gsm8k`."""
-
-    shorthand: ClassVar[str | None] = "path"
 
     path: str = setting(meaning="Its id, `owner/name`.", min_length=1)
     name: str | None = setting(
