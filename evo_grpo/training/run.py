@@ -89,11 +89,12 @@ def run(
     where = None if out is None else Path(out)
     with Followers(report=report) as followers, ExitStack() as stack, team.sharing_errors():
         check_same_run(team, "run", {}, config)
-        config = with_revisions(with_shards(config, team), team)
+        config = with_shards(config, team)
         if team.rank == 0:
             check_place(where, config, force=force)
         check_trackers(config.record.trackers)
         check_found(config)
+        config = with_revisions(config, team)
         task = task_of(config)
         team.wait_for_all()  # every rank finds its code and data before the folder is created
         fresh, folder = where is None or not where.exists(), None

@@ -1,4 +1,4 @@
-"""A Hub on the loopback: the requests that `datasets` makes, for repositories in memory."""
+"""A Hub on the loopback: what `datasets` and transformers ask, for repositories in memory."""
 
 import hashlib
 import json
@@ -32,8 +32,9 @@ class Hub(BaseHTTPRequestHandler):
         self.server.asked.append(self.path)
         parts = unquote(self.path.partition("?")[0]).strip("/").split("/")
         api = parts[0] == "api"
-        name = "/".join(parts[2:4] if api else parts[1:3])
-        rest = parts[4:] if api else parts[3:]
+        # api/datasets/owner/name, datasets/owner/name, or, for a model, owner/name.
+        parts = parts[2:] if api else parts[1:] if parts[0] == "datasets" else parts
+        name, rest = "/".join(parts[:2]), parts[2:]
         if "slow" in name:
             return time.sleep(self.server.patience)
         if name not in self.server.repositories:

@@ -149,19 +149,19 @@ def differences(folder: Path, config: RunConfig) -> Differences:
         then,
         now,
         unknown,
-        changed_settings(then, now),
+        changed_settings(then, now.settings),
         list(_changed(then.files, now.files)),
         list(_changed(then.software, now.software)),
     )
 
 
-def changed_settings(then: Inputs, now: Inputs) -> list[Change]:
+def changed_settings(then: Inputs, now: Mapping[str, Any]) -> list[Change]:
     """Return the settings that differ from the record: name, recorded value, present value.
 
     A setting that the recording version of evo-grpo did not have counts as unchanged if it has this
     version's default.
     """
-    return list(_changed(_filled_in(then.settings) or then.settings, now.settings))
+    return list(_changed(_filled_in(then.settings) or then.settings, now))
 
 
 def may_change(name: str) -> bool:

@@ -92,8 +92,12 @@ def inputs_of(config: RunConfig) -> Inputs:
         rows = _data(config, name)
         if isinstance(rows, Given) or hub_dataset(rows) is not None:
             files[name] = _digest(read_rows(rows, name))
-    settings = dict(flat(config.model_dump(mode="json")))
-    return Inputs(settings, files, _software(config), places=places)
+    return Inputs(settings_of(config), files, _software(config), places=places)
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """Return the settings of a run by dotted path, as JSON values."""
+    return dict(flat(config.model_dump(mode="json")))
 
 
 def _data(config: RunConfig, name: str) -> str | HubDataset | Given | None:

@@ -154,3 +154,64 @@ def test_the_settings_of_a_dataset_are_checked():
         EnvConfig(kind="dataset", train={"path": "a/b", "splt": "test"})
     with pytest.raises(ConfigError, match=r"train.columns: expected a list of columns, or a mapp"):
         EnvConfig(kind="dataset", train={"path": "a/b", "columns": {"q": 1}})
+
+
+RUN = """
+import sys, evo_grpo
+
+if sys.argv[1] == "begin":
+    evo_grpo.run("population.yaml", out="run", progress=False)
+else:
+    evo_grpo.resume("run", rounds=2, progress=False)
+"""
+POPULATION = """
+model: {name: owner/tiny-sums}
+env:
+  kind: dataset
+  train: openai/gsm8k
+  validation: {path: openai/gsm8k, split: test}
+  test: {path: openai/gsm8k, split: test}
+  prompt: "{question}"
+  reward: hub_rewards:score
+population: {size: 2, rounds: 1, steps_per_round: 1}
+algorithm: {max_output_tokens: 4, group_size: 2}
+evolve: {fitness: {prompts: 3, test_prompts: 2}}
+record: {optuna: false}
+"""
+
+
+@pytest.mark.slow
+def test_a_run_on_a_model_and_a_dataset_of_the_hub_goes_on_without_the_hub(tmp_path):
+    pytest.importorskip("datasets", reason="needs the extra data")
+    model = ROOT / "evo_grpo" / "assets" / "tiny-sums"
+    files = {file.name: file.read_bytes() for file in model.iterdir() if file.is_file()}
+    (tmp_path / "population.yaml").write_text(POPULATION)
+    (tmp_path / "hub_rewards.py").write_text(
+        "def score(completion, answer):\n    return float(len(completion))\n"
+    )
+
+    def evo(step, **changes):
+        environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
+            "HF_HOME": str(tmp_path / "cache"),
+            "PYTHONPATH": str(ROOT),
+            **changes,
+        }
+        return subprocess.run(
+            [sys.executable, "-c", RUN, step],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    hub = {**HUB, "owner/tiny-sums": {COMMITS[1]: files}}
+    with loopback_hub(hub) as (_, url):
+        done = evo("begin", HF_ENDPOINT=url, HF_HUB_DISABLE_XET="1")
+        assert done.returncode == 0, done.stderr
+    recorded = (tmp_path / "run" / "population.yaml").read_text()
+    assert recorded.count(f"revision: {COMMITS[1]}") == 3
+    done = evo("resume", HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "run" / "rounds.jsonl").read_text().splitlines()) == 2
