@@ -143,7 +143,7 @@ def test_a_tag_that_decoding_drops_is_refused(tokenizer):
             "env.chat_template_kwargs: expected messages for the chat template, got the raw text",
         ),
         (
-            {"conversation": [{"role": "system", "content": "a"}], "system_prompt": "x"},
+            {"conversation": [{"role": "system", "content": "{question}"}], "system_prompt": "x"},
             "without a system message, got both",
         ),
         ({"few_shot": {"rows": 16, "answer": "{answer}"}}, "fewer than the 16 different prompts"),

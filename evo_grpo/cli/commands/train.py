@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -140,10 +139,7 @@ def resume(  # noqa: PLR0913 -- one argument for each option
     from evo_grpo.places import looking_in
     from evo_grpo.record.folder import code_folder, expect_run
 
-    with ExitStack() as stack:
-        stack.enter_context(audience.errors())
-        stack.enter_context(reporting_early_errors())
-        stack.enter_context(looking_in(code_folder(code), is_code=True))
+    with audience.errors(), reporting_early_errors(), looking_in(code_folder(code), is_code=True):
         if folder.is_file() and folder.suffix in (".yaml", ".yml"):
             raise RunNotFoundError(
                 f"{folder}: expected a run folder, got a file; start a run of this configuration "

@@ -175,8 +175,8 @@ def _read_file(path: Path, name: str) -> list[Any]:
         raise DataError(f"{name}: no file {shorten(str(path))!r}: {why}") from error
     if not there:
         raise DataError(
-            f"{name}: no file {str(path)!r} (looked in {_folders()}) and, "
-            "with this ending, no dataset of the Hugging Face Hub, which is named as owner/name"
+            f"{name}: no file {str(path)!r} (looked in {_folders()}); a "
+            "dataset of the Hugging Face Hub is named owner/name"
         )
     if reader is None or is_folder:
         raise DataError(

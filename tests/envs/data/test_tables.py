@@ -85,7 +85,7 @@ def test_the_source_is_not_shared():
         ),
         (iter([{"a": 1}]), "expected a datasets.Dataset, a list of dicts.*got list_iterator"),
         (7, "got int"),
-        ("nowhere.csv", "train: no file 'nowhere.csv'.*named as owner/name"),
+        ("nowhere.csv", "train: no file 'nowhere.csv'.*named owner/name"),
         ("openai/gsm8k.csv", "train: no file 'openai/gsm8k.csv'"),
     ],
 )
