@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from evo_grpo.errors import EngineUnavailable, ModelError
+from evo_grpo.places import find
 from evo_grpo.printable import shorten
 
 #: Environment variable with the folder in which `evo-grpo fetch` keeps models.
@@ -98,7 +99,7 @@ def resolve(name: str) -> Source:
     if name in PACKAGED:
         return _packaged(name)
     try:
-        path = Path(name).expanduser()
+        path = find(name)
         is_folder = path.is_dir()
     except (OSError, RuntimeError) as error:  # too long a name; the home of nobody
         why = getattr(error, "strerror", error)

@@ -25,6 +25,7 @@ PACKAGE = "evo_grpo"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("printable",),
     ("errors",),
+    ("places",),
     ("assets", "seeding", "sources", "types"),
     ("schema.patterns", "schema.validation"),
     ("schema",),

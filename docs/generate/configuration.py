@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from evo_grpo.schema.group import MUTATES, Group
 from evo_grpo.settings import RunConfig
+from evo_grpo.settings.given import Given
 
 NOUNS = {int: "integer", float: "number", str: "string", bool: "true or false"}
 SIGNS = {"gt": "> {}", "ge": "≥ {}", "lt": "< {}", "le": "≤ {}"}
@@ -57,7 +58,10 @@ names of checkpoints, the family tree.
 def page() -> str:
     """Return the whole page."""
     sections = [_section(RunConfig, ())]
-    sections += [_section(group, path) for path, group in _groups(RunConfig, ())]
+    places: dict[type[Group], list[tuple[str, ...]]] = {}
+    for path, group in _groups(RunConfig, ()):
+        places.setdefault(group, []).append(path)
+    sections += [_section(group, *paths) for group, paths in places.items()]
     return "\n".join([INTRODUCTION, *sections])
 
 
@@ -86,8 +90,9 @@ def _inner(annotation: object) -> Iterator[tuple[type[Group], str]]:
             yield inner, place + suffix
 
 
-def _section(group: type[Group], path: tuple[str, ...]) -> str:
-    title = f"## `{'.'.join(path)}`" if path else "## The top level"
+def _section(group: type[Group], *paths: tuple[str, ...]) -> str:
+    named = ", ".join(f"`{'.'.join(path)}`" for path in paths)
+    title = f"## {named}" if any(paths) else "## The top level"
     lines = [title, "", inspect.getdoc(group).split("\n\n")[0].replace("\n", " "), ""]
     lines += ["| key | type | default | meaning | mutates |", "|---|---|---|---|---|"]
     for name, field in group.model_fields.items():
@@ -104,8 +109,7 @@ def _mutates(field: FieldInfo) -> str:
 
 def _type(field: FieldInfo) -> str:
     nullable = NoneType in get_args(field.annotation)
-    kept = [argument for argument in get_args(field.annotation) if argument is not NoneType]
-    text = " or ".join(map(_noun, kept)) if nullable else _noun(field.annotation)
+    text = _noun(field.annotation)
     bounds = ", ".join(
         sign.format(f"{getattr(rule, name):g}")
         for name, sign in SIGNS.items()
@@ -130,7 +134,9 @@ def _noun(annotation: object) -> str:
     if origin is Literal:
         return "one of " + ", ".join(f"`{choice}`" for choice in arguments)
     if origin in (Union, UnionType):
-        return " or ".join(dict.fromkeys(_noun(argument) for argument in arguments))
+        # Objects come from Python alone.
+        kept = [argument for argument in arguments if argument not in (NoneType, Given)]
+        return " or ".join(dict.fromkeys(map(_noun, kept)))
     if origin is tuple:
         return f"list of {len(arguments)} numbers"
     return f"list of {_noun(arguments[0])}s" if origin is list else "mapping"
@@ -144,4 +150,5 @@ def _default(field: FieldInfo) -> str:
         return "see below"
     if value is None or isinstance(value, bool):
         return f"`{ {None: 'null', True: 'true', False: 'false'}[value] }`"
-    return f"`{value}`"
+    shown = str(value).replace("\n", "\\n")
+    return f"`{shown}`"

@@ -268,8 +268,8 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         """Return the names of objects that no file can name, so that the run cannot be resumed."""
         strategies = [name for name, field, _ in STRATEGIES if field in own]
         names = [*self.cohort.objects, *strategies]
-        if named_task(env) is None:
-            names.append(f"env ({type(env).__name__})")
+        task = named_task(env)
+        names += [f"env ({type(env).__name__})"] if task is None else task.objects()
         if self.slots != list(range(len(self))) or any(s.steps for s in self._states()):
             names.append("agents that had trained before")
         return names

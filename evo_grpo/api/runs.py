@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from evo_grpo.places import looking_in
 from evo_grpo.population.ranks.ranks import sharing_early_errors
 from evo_grpo.population.ranks.team import is_silent_rank
 from evo_grpo.readers.report.notebook import RunFolder
+from evo_grpo.record.folder import beside, code_folder
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.view import view_of
 from evo_grpo.settings import DoubtfulSetting, RunConfig, WithoutEffect
@@ -34,7 +36,9 @@ def run(
 
     Args:
         config: Settings of the run: a `RunConfig`, the path of a YAML file, or a mapping as in
-            such a file.
+            such a file, in which `env.train`, `env.validation` and `env.test` may be rows (a list
+            of mappings, a pandas frame or a datasets.Dataset) and `env.reward` functions. Files and
+            modules that a YAML file names are found in the working folder or beside it.
         out: Run folder; None creates `runs/<name>-<n>`.
         force: Replace an existing run.
         observer: Gets the progress.
@@ -50,6 +54,7 @@ def run(
     check_observer(observer or Observer())
     with sharing_early_errors():
         settings = as_config(config)
+    place = beside(config)
     if not is_silent_rank():
         for finding in without_effect_of_run(settings):
             warnings.warn(str(finding), WithoutEffect, stacklevel=2)
@@ -57,7 +62,8 @@ def run(
             warnings.warn(doubt, DoubtfulSetting, stacklevel=2)
 
     def play(audience: Observer) -> Path:
-        return play_run(settings, out=out, force=force, observer=audience)
+        with looking_in(place):
+            return play_run(settings, out=out, force=force, observer=audience)
 
     return _watched(play, progress, observer, settings.model.name)
 
@@ -67,6 +73,7 @@ def resume(
     *,
     rounds: int | None = None,
     allow: Sequence[str] = (),
+    code: str | Path | None = None,
     observer: Observer | None = None,
     progress: bool | None = None,
 ) -> Path:
@@ -84,6 +91,8 @@ def resume(
             the earlier end.
         allow: Files of yours that may have changed since the run began, by the names that the error
             gives which a change raises without this, such as "env.reward: my_rewards:score".
+        code: A folder in which the files and modules that the run names are found too; None looks
+            in the working folder only.
         observer: Gets the progress.
         progress: As for `run`.
 
@@ -99,7 +108,8 @@ def resume(
     check_observer(observer or Observer())
 
     def play(audience: Observer) -> Path:
-        return continue_run(folder, rounds=rounds, allow=allow, observer=audience)
+        with looking_in(code_folder(code), is_code=True):
+            return continue_run(folder, rounds=rounds, allow=allow, observer=audience)
 
     return _watched(play, progress, observer, str(folder))
 

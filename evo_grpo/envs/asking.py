@@ -7,14 +7,15 @@ the task. So no user code is imported, and rows are read only if no setting give
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.data.dataset import default_template
 from evo_grpo.envs.data.tables import read_rows
-from evo_grpo.envs.episodes.dialogue import OBSERVATION
+from evo_grpo.envs.episodes.dialogue import OBSERVATION, opening
 from evo_grpo.envs.finding import find_function
 from evo_grpo.envs.from_config import configured_template
+from evo_grpo.envs.prompting import prompting_template
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.registry import FAMILIES, build_task, is_multi_turn
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
@@ -46,14 +47,18 @@ class Asking:
 def asking(env: EnvConfig, seed: int) -> Asking:
     """Return how the task of a configuration asks."""
     if is_multi_turn(env.kind):
-        opening = Template.of([{"role": "user", "content": f"{{{OBSERVATION}}}"}])
-        return Asking(opening, DEFAULT_OUTPUT_TOKENS, {})
+        messages = opening(env.system_prompt) or [{"role": "user", "content": f"{{{OBSERVATION}}}"}]
+        first = replace(Template.of(messages), keywords=env.chat_template_kwargs)
+        return Asking(first, DEFAULT_OUTPUT_TOKENS, {})
     family = FAMILIES.get(env.kind.partition(":")[0])
-    if family is not None and family.names_code:
+    own = family is not None and family.names_code
+    examples = [] if env.few_shot is None else env.few_shot.rows
+    if own and not isinstance(examples, int):  # otherwise they depend on the rows of train
         template = configured_template(env)
         if template is None and env.train is not None:
             template = default_template(read_rows(env.train, "train")[0])
-        return Asking(Template.of(template), DEFAULT_OUTPUT_TOKENS, {})
+        asked = prompting_template(Template.of(template), env.prompting(), examples)
+        return Asking(asked, DEFAULT_OUTPUT_TOKENS, {})
     task = build_task(env, seed, find_function)
-    made = Template(task.prompt, task.conversation)
-    return Asking(made, task.max_output_tokens, task.splits["validation"][0])
+    example = {} if own else task.splits["validation"][0]
+    return Asking(Template.of_task(task), task.max_output_tokens, example)

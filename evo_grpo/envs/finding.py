@@ -33,6 +33,7 @@ from evo_grpo.envs.loading import (
 )
 from evo_grpo.envs.run_code import CodeOfARunError, is_guard, refuse_code_of_a_run
 from evo_grpo.errors import ConfigError
+from evo_grpo.places import folders
 
 _MOST_IMPORTS = 5
 """Most modules through which `find_name` follows `from ... import`."""
@@ -125,7 +126,7 @@ def find_name(path: str, where: str) -> Found:
 
 
 def is_installed(module: str) -> bool:
-    """Return whether an import would find a module, in the current directory too."""
+    """Return whether an import would find a module, in `places.folders` too."""
     return not isinstance(_locate(module), str)
 
 
@@ -195,8 +196,8 @@ def _locate(name: str) -> ModuleSpec | str:
     """Return the spec of a module, or the first part of its name that is missing."""
     importlib.invalidate_caches()
     seen, *rest = name.split(".")
-    # An import has the current directory at the end of sys.path: see `loading.search_here`.
-    places = [*sys.path, str(Path.cwd())]
+    # An import has these folders at the end of sys.path: see `loading.search_here`.
+    places = [*sys.path, *map(str, folders())]
     found: ModuleSpec | None = None
     for finder in sys.meta_path:
         if finder is PathFinder:

@@ -10,6 +10,7 @@ from evo_grpo.envs.loading import REWARD, Loader, load_function, split_name
 from evo_grpo.envs.messages import listed, nearest
 from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
 from evo_grpo.errors import ConfigError
+from evo_grpo.settings.given import Given
 
 if TYPE_CHECKING:
     from evo_grpo.envs.prompts import Messages
@@ -58,10 +59,11 @@ def configured_rewards(env: EnvConfig, load: Loader = load_function) -> tuple[Re
         if env.reward_weights is not None:
             raise ConfigError("env.reward_weights: expected env.reward beside it, got none")
         return ()
-    paths = [env.reward] if isinstance(env.reward, str) else env.reward
-    for path in paths:
-        split_name(path, REWARD)  # before any of them is imported
-    return as_rewards([load(path, REWARD) for path in paths], env.reward_weights)
+    for one in env.rewards:
+        if isinstance(one, str):
+            split_name(one, REWARD)  # before any of them is imported
+    functions = [one.value if isinstance(one, Given) else load(one, REWARD) for one in env.rewards]
+    return as_rewards(functions, env.reward_weights)
 
 
 def configured_template(env: EnvConfig) -> str | Messages | None:

@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
@@ -17,6 +18,7 @@ from typing import Any, cast
 from evo_grpo.envs.messages import nearest
 from evo_grpo.envs.run_code import CodeOfARunError, guard_imports
 from evo_grpo.errors import ConfigError
+from evo_grpo.places import folders
 from evo_grpo.printable import error_text, shorten
 
 Loader = Callable[[str, str], Callable[..., Any]]
@@ -36,8 +38,8 @@ def load_function(path: str, where: str = REWARD) -> Callable[..., Any]:
     """Import a function by its name.
 
     Args:
-        path: "module:function" or "package.module:object.method". Modules of the current directory
-            are found after installed ones.
+        path: "module:function" or "package.module:object.method". Modules of `places.folders` are
+            found after installed ones.
         where: The setting that holds the name, for messages.
 
     Raises:
@@ -104,9 +106,10 @@ def no_such_name(
 
 def no_such_module(path: str, where: str, name: str, missing: str) -> ConfigError:
     """Return the error for a missing module; `missing` is the module or a package above it."""
-    near = nearest(name, (file.stem for file in Path.cwd().glob("*.py")))
+    near = nearest(name, (file.stem for folder in folders() for file in folder.glob("*.py")))
+    places = " or ".join(map(str, folders()))
     return ConfigError(
-        f"{where}: {path!r}: no module {missing!r}, neither installed nor in {Path.cwd()}.{near}"
+        f"{where}: {path!r}: no module {missing!r}, neither installed nor in {places}.{near}"
     )
 
 
@@ -131,18 +134,36 @@ def _refuse_imported(found: object, path: str, where: str) -> None:
 
 
 def search_here() -> None:
-    """Add the current directory to the end of `sys.path`, and refuse modules of run folders."""
-    here = str(Path.cwd())
+    """Add `places.folders` to the end of `sys.path`, and refuse modules of run folders."""
     guard_imports()
-    # At the end, so that a file such as random.py hides no installed module. It stays there,
-    # because a function may import other modules of the directory when it is called.
-    if here not in sys.path:
-        sys.path.append(here)
+    # At the end, so that a file such as random.py hides no installed module. They stay there,
+    # because a function may import other modules of a folder when it is called.
+    sys.path += [str(folder) for folder in folders() if str(folder) not in sys.path]
     importlib.invalidate_caches()
+
+
+def _refuse_other(name: str, path: str, where: str) -> None:
+    """Refuse a module of the same name that this process imported from another folder."""
+    root = name.partition(".")[0]
+    known = getattr(sys.modules.get(root), "__file__", None)
+    found = PathFinder.find_spec(root, sys.path) if known else None
+    if known is None or found is None or found.origin is None:
+        return
+    file = Path(found.origin)
+    if Path(known).resolve() == file.resolve():
+        return
+    place = file.parent.parent if found.submodule_search_locations else file.parent
+    if place in folders():
+        raise ConfigError(
+            f"{where}: {path!r}: expected the module {root!r} in {file}, but this process has "
+            f"imported another one of that name from {known}; rename one of the two, or start "
+            "another process"
+        )
 
 
 def _import(name: str, path: str, where: str) -> ModuleType:
     search_here()
+    _refuse_other(name, path, where)
     folder = Path.cwd()
     try:
         module = importlib.import_module(name)

@@ -6,11 +6,12 @@ import re
 import string
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from evo_grpo.envs.data.tables import NO_NONE
 from evo_grpo.envs.messages import excerpt
-from evo_grpo.envs.task import SPLITS, DatasetRow, Split
+from evo_grpo.envs.task import SPLITS, DatasetRow, Split, Task
 from evo_grpo.errors import ConfigError, DataError, EvoGrpoError, PromptTooLongError
 from evo_grpo.printable import shorten
 from evo_grpo.types import Prompt
@@ -22,6 +23,9 @@ Messages = Sequence[Mapping[str, str]]
 #: Without this, transformers warns about a long prompt, which is then refused here by its row.
 _QUIET: dict[str, Any] = {"verbose": False}
 
+
+#: A text that ends in no special token.
+_PROBE = "1"
 
 #: Rows in one call of the tokenizer.
 CHUNK = 1000
@@ -38,10 +42,12 @@ class Template:
         text: A raw template with columns in braces, such as "{question}\nA:".
         conversation: Messages with templates as content, for the tokenizer's chat template. A
             completion continues a last message of the assistant.
+        keywords: Keyword arguments of the chat template.
     """
 
     text: str | None = None
     conversation: tuple[Mapping[str, str], ...] | None = None
+    keywords: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @classmethod
     def of(cls, template: str | Messages | None) -> Template:
@@ -57,6 +63,11 @@ class Template:
             made = cls(conversation=_messages(template))
         made.columns()
         return made
+
+    @classmethod
+    def of_task(cls, task: Task) -> Template:
+        """Return the template of a task."""
+        return cls(task.prompt, task.conversation, task.keywords)
 
     def columns(self) -> dict[str, str]:
         """Return its columns, each with a description, for `tables.require_columns`."""
@@ -92,16 +103,9 @@ class Template:
         if self.conversation is None:
             texts = [self.plain(row) for row in rows]
             encoded = [list(ids) for ids in tokenizer(texts, **_QUIET)["input_ids"]]
-            for text, ids in zip(texts, encoded, strict=True):
-                # Some tokenizers append the end token, after which a model completes nothing.
-                if (
-                    ids
-                    and ids[-1] == tokenizer.eos_token_id
-                    and ids != tokenizer.encode(text, add_special_tokens=False, **_QUIET)
-                ):
-                    ids.pop()
+            _drop_appended_ends(texts, encoded, tokenizer)
         else:
-            texts = [_chat(self.conversation, row, tokenizer) for row in rows]
+            texts = [_chat(self.conversation, row, tokenizer, self.keywords) for row in rows]
             encoded = list(tokenizer(texts, add_special_tokens=False, **_QUIET)["input_ids"])
         for text, ids in zip(texts, encoded, strict=True):
             if not ids:
@@ -110,6 +114,31 @@ class Template:
             (text, tuple(int(token) for token in ids))
             for text, ids in zip(texts, encoded, strict=True)
         ]
+
+
+def _drop_appended_ends(
+    texts: Sequence[str], encoded: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Drop the end token that some tokenizers append, after which a model completes nothing.
+
+    An end token that the text itself ends with is kept.
+    """
+    end = tokenizer.eos_token_id
+    closed = [number for number, ids in enumerate(encoded) if ids and ids[-1] == end]
+    if not closed:
+        return
+    # Where a tokenizer puts a token in front, its ids are longer than those of the text too.
+    front = list(tokenizer(_PROBE, **_QUIET)["input_ids"])
+    plain = _plain_ids(_PROBE, tokenizer)
+    before = next((n for n in range(len(front)) if plain and front[n:][: len(plain)] == plain), 0)
+    for number in closed:
+        if len(encoded[number]) > before + len(_plain_ids(texts[number], tokenizer)):
+            encoded[number].pop()
+
+
+def _plain_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids of a text without special tokens around it."""
+    return list(tokenizer.encode(text, add_special_tokens=False, **_QUIET))
 
 
 class RenderedPrompts:
@@ -178,7 +207,12 @@ class RenderedPrompts:
         return prompt
 
 
-def _chat(conversation: Messages, row: DatasetRow, tokenizer: PreTrainedTokenizerBase) -> str:
+def _chat(
+    conversation: Messages,
+    row: DatasetRow,
+    tokenizer: PreTrainedTokenizerBase,
+    keywords: Mapping[str, Any],
+) -> str:
     # Imported here: it comes with transformers, and is only needed once a tokenizer exists.
     from jinja2 import TemplateError
 
@@ -198,6 +232,7 @@ def _chat(conversation: Messages, row: DatasetRow, tokenizer: PreTrainedTokenize
             tokenize=False,
             add_generation_prompt=not continues,
             continue_final_message=continues,
+            **keywords,
         )
     except (TemplateError, ValueError) as error:
         roles = ", ".join(message["role"] for message in messages)
@@ -228,9 +263,21 @@ def _messages(template: object) -> tuple[Mapping[str, str], ...]:
     return tuple(dict(message) for message in template)
 
 
+class _Present(dict[str, Any]):
+    """A row of which None is no value: a prompt would say "None"."""
+
+    def __getitem__(self, column: str) -> Any:  # noqa: ANN401 -- of any column
+        value = super().__getitem__(column)
+        if value is None:
+            raise DataError(f'the column "{column}" is None; {NO_NONE}')
+        return value
+
+
 def _fill(text: str, row: DatasetRow) -> str:
     try:
-        return text.format_map(row)
+        return text.format_map(_Present(row))
+    except DataError as error:
+        raise DataError(f"prompt template {excerpt(text)} cannot be filled: {error}") from None
     # A format such as {answer:03d} on a string, or a value whose own __format__ refuses it.
     except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
         why = shorten(repr(error))

@@ -26,8 +26,10 @@ from evo_grpo.envs.data.tables import require_columns
 from evo_grpo.envs.from_config import configured_rewards, configured_template
 from evo_grpo.envs.loading import Loader, load_function
 from evo_grpo.envs.messages import listed, nearest
+from evo_grpo.envs.prompting import with_prompting
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.task import SPLITS, Split, Task
+from evo_grpo.envs.thinking import COLUMN
 from evo_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,7 +85,10 @@ _REFUSED_OF_QUESTIONS = (
     (("max_turns",), "asks one question, and takes arguments in env.args"),
 )
 _REFUSED_OF_EPISODES = (
-    ((*SPLITS, "prompt", "conversation", "reward"), "brings its own prompts and rewards"),
+    (
+        (*SPLITS, "prompt", "conversation", "few_shot", "thinking", "reward"),
+        "brings its own prompts and rewards",
+    ),
     (
         ("reward_failures", "reward_errors", "isolate"),
         "plays episodes in this process and drops those that fail",
@@ -122,7 +127,7 @@ def build_task(env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
         task = build(name, env, seed, load)
     else:
         task = _overridden(build(name, env, seed), env, load)
-    return replace(task, calls=env.calls())
+    return with_prompting(replace(task, calls=env.calls()), env.prompting(), seed)
 
 
 def build_multi_turn(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
@@ -203,6 +208,8 @@ def _overridden(task: Task, env: EnvConfig, load: Loader) -> Task:
     needs: dict[str, str] = {}
     for reward in rewards:
         needs |= reward.required_columns()
+    if env.thinking is not None:
+        needs.pop(COLUMN, None)
     template = configured_template(env)
     if template is not None:
         made = Template.of(template)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+from evo_grpo.envs.episodes.dialogue import opening
 from evo_grpo.envs.episodes.gym import MultiTurnGym
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
 from evo_grpo.envs.protocol import Environment
@@ -99,6 +100,8 @@ def environment_of(
             batch_size=batch_size,
             seed=order,
             max_output_tokens=max_output_tokens,
+            conversation_template=opening(config.system_prompt),
+            chat_template_kwargs=config.chat_template_kwargs,
             name=config.kind,
             reward_timeout=config.reward_timeout,
         )

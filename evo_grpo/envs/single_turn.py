@@ -10,6 +10,7 @@ import numpy as np
 
 from evo_grpo.envs.data.dataset import dataset_task
 from evo_grpo.envs.messages import listed
+from evo_grpo.envs.prompting import with_prompting
 from evo_grpo.envs.prompts import Messages, RenderedPrompts, Template
 from evo_grpo.envs.protocol import Ask, Experience, Floats
 from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
@@ -23,10 +24,13 @@ from evo_grpo.envs.rewards.scoring import (
     warn_of_silence,
 )
 from evo_grpo.envs.task import SPLITS, Split, Task
+from evo_grpo.envs.template_keywords import warn_of_ignored
+from evo_grpo.envs.thinking import COLUMN, check_tags, parted
 from evo_grpo.errors import ConfigError, RewardError
 from evo_grpo.seeding import generator
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.settings.env import RewardCalls
+from evo_grpo.settings.prompting import PromptSettings
 from evo_grpo.types import CompletionGroup, Prompt, Trajectory
 
 if TYPE_CHECKING:
@@ -63,8 +67,8 @@ class ReasoningGym:
         seed: Seed of the order of prompts and of the rows that are held out.
         name: Name in messages and records.
         max_output_tokens: Tokens of a usual answer, a hint; None is 32.
-        **calls: reward_timeout, reward_failures, reward_errors and isolate, as YAML's `env` has
-            them.
+        **settings: system_prompt, few_shot, chat_template_kwargs, thinking, reward_timeout,
+            reward_failures, reward_errors and isolate, as YAML's `env` has them.
 
     Raises:
         DataError: A dataset is missing, empty, or lacks a column.
@@ -87,10 +91,12 @@ class ReasoningGym:
         seed: int = 0,
         name: str = "dataset",
         max_output_tokens: int | None = None,
-        **calls: Any,
+        **settings: Any,
     ) -> None:
         if test_dataset is None:
             raise ConfigError("test_dataset: expected rows to judge the result on, got None")
+        own = {name: settings.pop(name) for name in PromptSettings.model_fields if name in settings}
+        prompting = PromptSettings(**own)
         sources: dict[Split, object] = {
             "train": train_dataset,
             "validation": validation_dataset,
@@ -104,8 +110,9 @@ class ReasoningGym:
             name=name,
             max_output_tokens=max_output_tokens or DEFAULT_OUTPUT_TOKENS,
             validation_from_few=True,
+            provided=(COLUMN,) if prompting.thinking is not None else (),
         )
-        task = replace(task, calls=RewardCalls(**calls))
+        task = with_prompting(replace(task, calls=RewardCalls(**settings)), prompting, seed)
         self._set_up(task, tokenizer, batch_size, seed, max_context_length)
 
     @classmethod
@@ -145,9 +152,10 @@ class ReasoningGym:
         self.batch_size = batch_size
         self.seed = seed
         self.max_output_tokens: int | None = task.max_output_tokens
-        self._rendered = RenderedPrompts(
-            task.splits, Template(task.prompt, task.conversation), tokenizer
-        )
+        warn_of_ignored(self.tokenizer.chat_template if task.keywords else None, task.keywords)
+        if task.thinking is not None:
+            check_tags(task.thinking, tokenizer)
+        self._rendered = RenderedPrompts(task.splits, Template.of_task(task), tokenizer)
         self._set_aside = SetAside(task.calls.reward_failures)
         isolated = task.calls.isolate == "process"
         self._process = RewardProcess(task.rewards, task.calls) if isolated else None
@@ -284,9 +292,10 @@ class ReasoningGym:
         rows = [
             (group.prompt, completion.text) for group in groups for completion in group.completions
         ]
+        answers, columns = self._parted(rows)
         batch = CompletionBatch(
-            [text for _, text in rows],
-            [prompt.columns for prompt, _ in rows],
+            answers,
+            columns,
             [prompt.text for prompt, _ in rows],
             [prompt.index for prompt, _ in rows],
         )
@@ -296,6 +305,20 @@ class ReasoningGym:
             scored = score_batch(self.task.rewards, batch, self.task.calls)
         warn_of_silence(self.task.rewards, scored)
         return scored
+
+    def _parted(
+        self, rows: Sequence[tuple[Prompt, str]]
+    ) -> tuple[list[str], list[Mapping[str, Any]]]:
+        """Return the answer in each completion, and the columns for its reward."""
+        tags = self.task.thinking
+        if tags is None:
+            return [text for _, text in rows], [prompt.columns for prompt, _ in rows]
+        parts = [parted(text, prompt.text, tags) for prompt, text in rows]
+        columns: list[Mapping[str, Any]] = [
+            {**prompt.columns, COLUMN: thought}
+            for (prompt, _), (thought, _) in zip(rows, parts, strict=True)
+        ]
+        return [answer for _, answer in parts], columns
 
     def _order(self, split: Split, purpose: str, epoch: int) -> list[int]:
         rows = len(self.task.splits[split])

@@ -12,6 +12,7 @@ from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.settings.env import RewardCalls
+from evo_grpo.settings.prompting import ThinkingTags
 
 #: One row of a dataset: column -> value.
 DatasetRow = Mapping[str, Any]
@@ -48,6 +49,9 @@ class Task:
             template, or None.
         max_output_tokens: Tokens of a usual answer with its end token, >= 1; a hint.
         calls: How the reward functions are called.
+        keywords: Keyword arguments of the chat template.
+        thinking: The tags around the thinking part of a completion, which is not its answer; None
+            if all of it is the answer.
     """
 
     name: str
@@ -57,6 +61,8 @@ class Task:
     conversation: tuple[Mapping[str, str], ...] | None = None
     max_output_tokens: int = DEFAULT_OUTPUT_TOKENS
     calls: RewardCalls = field(default_factory=RewardCalls)
+    keywords: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    thinking: ThinkingTags | None = None
 
     def __post_init__(self) -> None:
         """Check that every split has rows, and that there is one template."""

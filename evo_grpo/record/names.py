@@ -68,4 +68,4 @@ REPLAYED = ("schedule-lineage", "constant-lineage", "schedule-run", "constant-ru
 BASELINE = "# Without evolution, beside the run two folders above it; training tokens: "
 """First line of population.yaml in a folder of a comparison, before the number of tokens."""
 RECORDED_IN_PYTHON = "# Recorded by Population.train with objects that no file can name: "
-"""First line of a population.yaml that Population.train wrote for settings with objects."""
+"""First line of population.yaml where settings are objects from Python."""

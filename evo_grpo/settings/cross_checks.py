@@ -229,7 +229,7 @@ def _env(env: EnvConfig) -> Iterator[Problem]:
         text = "expected prompt or conversation, got both; remove one"
         yield Problem(("env", "conversation"), text)
     if env.reward_weights is not None:
-        wanted = len([env.reward] if isinstance(env.reward, str) else env.reward or [])
+        wanted = len(env.rewards)
         got = len(env.reward_weights)
         if wanted != got:
             text = f"expected one weight per function of env.reward ({wanted}), got {got}"

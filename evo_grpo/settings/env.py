@@ -4,7 +4,9 @@
 
 from typing import Any, ClassVar, Literal
 
-from evo_grpo.schema.group import Group, OptionalStrings, PlainMapping, same_as, setting
+from evo_grpo.schema.group import Group, PlainMapping, same_as, setting
+from evo_grpo.settings.given import Given, Rewards, Source
+from evo_grpo.settings.prompting import FewShot, PromptSettings, ThinkingTags
 
 
 class Message(Group):
@@ -60,17 +62,18 @@ class EnvConfig(Group):
         factory=dict[str, Any],
         meaning="Keyword arguments of the task, for instance `{min_terms: 2, max_terms: 2}`.",
     )
-    train: str | None = setting(
+    train: Source = setting(
         None,
-        "Training rows: a CSV, JSON, JSONL or Parquet file. Required for kind `dataset`; other "
-        "kinds have their own rows.",
-        min_length=1,
+        "Training rows: a CSV, JSON, JSONL or Parquet file, or a dataset of the Hugging Face Hub, "
+        "such as `openai/gsm8k`; in Python also a list of mappings, a pandas frame or a "
+        "`datasets.Dataset`. Required for kind `dataset`; other kinds have their "
+        "own rows.",
     )
-    validation: str | None = setting(
-        None, "Rows that selection uses; null holds out a part of `train`.", min_length=1
+    validation: Source = setting(
+        None, "Rows that selection uses, as for `train`; null holds out a part of `train`."
     )
-    test: str | None = setting(
-        None, "Rows evaluated once, at the end; null holds out a part of `train`.", min_length=1
+    test: Source = setting(
+        None, "Rows evaluated once, at the end, as for `train`; null holds out a part of `train`."
     )
     prompt: str | None = setting(
         None,
@@ -82,10 +85,14 @@ class EnvConfig(Group):
         "Messages `{role, content}` for the tokenizer's chat template, instead of `prompt`.",
         min_length=1,
     )
-    reward: OptionalStrings = setting(
+    system_prompt: str | None = same_as(PromptSettings, "system_prompt")
+    few_shot: FewShot | None = same_as(PromptSettings, "few_shot")
+    chat_template_kwargs: PlainMapping = same_as(PromptSettings, "chat_template_kwargs")
+    thinking: ThinkingTags | None = same_as(PromptSettings, "thinking")
+    reward: Rewards = setting(
         None,
-        "Reward function `module:function`, or a list of them. Required for kind `dataset`; null "
-        "takes that of the task.",
+        "Reward function `module:function`, or a list of them; in Python also the functions "
+        "themselves. Required for kind `dataset`; null takes that of the task.",
     )
     reward_weights: list[float] | None = setting(
         None, "One weight per reward function; null gives each a weight of 1."
@@ -104,3 +111,25 @@ class EnvConfig(Group):
     def calls(self) -> RewardCalls:
         """Return how reward functions are called."""
         return RewardCalls(**{name: getattr(self, name) for name in RewardCalls.model_fields})
+
+    @property
+    def rewards(self) -> list[str | Given]:
+        """The entries of `reward`; none if that is null."""
+        if isinstance(self.reward, list):
+            return self.reward
+        return [] if self.reward is None else [self.reward]
+
+    def prompting(self) -> PromptSettings:
+        """Return what surrounds a question."""
+        return PromptSettings(**{name: getattr(self, name) for name in PromptSettings.model_fields})
+
+    def objects(self) -> list[str]:
+        """Return the settings given as objects from Python, each with a description of them."""
+        found: list[str] = []
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            several: list[object] = value if isinstance(value, list) else [value]
+            found += [
+                f"env.{name} ({one.description})" for one in several if isinstance(one, Given)
+            ]
+        return found

@@ -30,7 +30,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: The file cannot be read, or for all problems in it at once, one line each.
     """
     source = str(path)
-    return _build(parse(read_text(Path(path)), source), overrides, source)
+    return _without_objects(_build(parse(read_text(Path(path)), source), overrides, source), source)
 
 
 def from_dict(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
@@ -44,7 +44,8 @@ def from_dict(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> Run
 
 def from_written(text: str, source: str) -> RunConfig:
     """Build a configuration from the text of `to_yaml` in a run folder, without anchors."""
-    return _build(_as_recorded(parse(text, source, WrittenOutLoader)), (), source)
+    recorded = _as_recorded(parse(text, source, WrittenOutLoader))
+    return _without_objects(_build(recorded, (), source), source)
 
 
 def from_recorded(settings: Mapping[str, Any]) -> RunConfig:
@@ -126,6 +127,17 @@ def _build(data: object, overrides: Sequence[str], source: str) -> RunConfig:
         return RunConfig(**settings)
     except Problems as problems:
         raise problems.of(source if not overrides else f"{source} with --set") from None
+
+
+def _without_objects(config: RunConfig, source: str) -> RunConfig:
+    """Refuse rows inside a file; a mapping from Python may have them."""
+    if objects := config.env.objects():
+        raise ConfigError(
+            f"{source}: expected the name of a file with the rows, got the rows themselves: "
+            f"{', '.join(objects)}; write them to a file ending in .jsonl, one per line, or give "
+            "the settings from Python, as a mapping"
+        )
+    return config
 
 
 def _apply(settings: dict[Any, Any], override: str) -> None:

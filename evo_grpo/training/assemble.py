@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from peft import LoraConfig
 
+from evo_grpo.envs.data.hub import pinned
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.envs.registry import build_task, is_multi_turn
 from evo_grpo.envs.resolve import environment_of
@@ -26,6 +27,7 @@ from evo_grpo.model.lora.from_peft import take_over, trainable
 from evo_grpo.model.lora.load import plan_copy
 from evo_grpo.model.refusal import unchanged_if_refused
 from evo_grpo.model.sharding import ShardedLayers
+from evo_grpo.places import find
 from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.same_base import agree_on_path, check_same_base
@@ -159,6 +161,16 @@ def with_shards(config: RunConfig, team: Team) -> RunConfig:
         config = config.replace(engine=config.engine.replace(shards=team.size))
     check_ranks(config, team)
     return config
+
+
+def with_revisions(config: RunConfig, team: Team) -> RunConfig:
+    """Return the settings of a run with the commits of its datasets on the Hub.
+
+    Raises:
+        DataError: A dataset is missing, gated or out of reach.
+    """
+    found = team.first(pinned(config.env) if team.rank == 0 else None)
+    return config.replace(env=config.env.replace(**found)) if found else config
 
 
 def check_ranks(config: RunConfig, team: Team) -> None:
@@ -329,7 +341,7 @@ def _whole_base(
     )
     if model.adapter is None:
         return base, None
-    folder = Path(model.adapter)
+    folder = find(model.adapter)
     refuse_foreign_files(folder)
     return base, AdapterCopy(read_adapter(folder), read_config(folder))
 

@@ -29,7 +29,7 @@ from evo_grpo.record.config import read_config
 from evo_grpo.record.files import reading, sync_into, writing
 from evo_grpo.record.folder import clear_run, config_text, refuse_objects, refuse_taken
 from evo_grpo.record.leaderboard import write_csv
-from evo_grpo.record.names import BASELINE, MEAN
+from evo_grpo.record.names import BASELINE, MEAN, RECORDED_IN_PYTHON
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord, outline
 from evo_grpo.record.run_dir import RunDir
@@ -46,6 +46,7 @@ from evo_grpo.training.assemble import (
     check_ranks,
     prepare,
     task_of,
+    with_revisions,
     with_shards,
 )
 from evo_grpo.training.extending import check_rounds, with_plan
@@ -95,11 +96,14 @@ def run(
             check_place(where, config, force=force)
         check_trackers(config.record.trackers)
         check_found(config)
+        config = with_revisions(config, team)
         task = task_of(config)
         team.wait_for_all()  # every rank finds its code and data before the folder is created
         fresh, folder = where is None or not where.exists(), None
         if team.rank == 0:
             text = configuration.to_yaml(config)
+            if objects := config.env.objects():
+                text = f"{RECORDED_IN_PYTHON}{', '.join(objects)}\n{text}"
             folder = stack.enter_context(RunDir.create(where, config.name, text, force=force))
             prompts = config.algorithm.prompts_per_step or DEFAULT_PROMPTS
             warn_of_shortages(task, prompts, config.evolve.fitness)

@@ -1,10 +1,15 @@
 """Who hears of a run that Python calls: nobody in a pipe unless asked, and its trackers."""
 
+import sys
+
+import pandas as pd
 import pytest
 from small_run import Told, small
 
 from evo_grpo import GRPO, resume, run
-from evo_grpo.errors import ConfigError
+from evo_grpo.errors import ConfigError, RunDirError
+from evo_grpo.record.folder import read_rounds
+from evo_grpo.training.inputs.recorded_inputs import read_inputs_of
 
 CONFIG = small(population__rounds=1)
 
@@ -64,3 +69,37 @@ def test_train_speaks_where_it_is_asked_to(capfd):
     out = capfd.readouterr().out
     assert out.startswith("tiny-sums on sums, 2 agents")
     assert "is the best: 1.00 ± 0.00 on" in out
+
+
+def test_rows_and_a_reward_from_python_train_as_those_of_files_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    rows = [{"q": f"{n:02d}+01=", "total": f"{n + 1:03d}"} for n in range(30)]
+    pd.DataFrame(rows).to_csv("rows.csv")
+    (tmp_path / "given_rewards.py").write_text(
+        "def exact(completion, total):\n    return float(completion == total)\n"
+    )
+    sys.path.append(str(tmp_path))
+    from given_rewards import exact
+
+    config = {
+        "model": "tiny-sums",
+        "env": {"kind": "dataset", "train": "rows.csv", "prompt": "{q}"},
+        "population": {"size": 2, "rounds": 1, "steps_per_round": 1},
+        "algorithm": {"max_output_tokens": 4, "group_size": 2},
+        "evolve": {"fitness": {"prompts": 3, "test_prompts": 2}},
+        "record": {"optuna": False},
+    }
+    found = []
+    for name, changes in {
+        "file": {"reward": "given_rewards:exact"},
+        "list": {"train": rows, "reward": exact},
+        "frame": {"train": pd.DataFrame(rows), "reward": exact},
+    }.items():
+        folder = run({**config, "env": config["env"] | changes}, out=name, progress=False)
+        (played,) = read_rounds(folder)
+        found.append([agent.score for agent in played.agents])
+    assert found[0] == found[1] == found[2]
+    assert read_inputs_of(tmp_path / "list").files == read_inputs_of(tmp_path / "frame").files
+    with pytest.raises(RunDirError, match=r"env.train \(list of 30 rows\), env.reward \(exact\)"):
+        resume("list", rounds=2)

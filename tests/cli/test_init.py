@@ -158,7 +158,7 @@ def test_another_folder():
     Path("there").mkdir()
     said = evo("init", "there/mine.yaml", "--template", "dataset").stdout
     assert said.endswith(
-        "next: cd there, then evo-grpo check mine.yaml, then evo-grpo run mine.yaml\n"
+        "next: evo-grpo check there/mine.yaml, then evo-grpo run there/mine.yaml\n"
     )
     assert Path("there/questions.csv").is_file()
     # Without files of its own it runs from anywhere.

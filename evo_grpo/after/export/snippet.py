@@ -119,6 +119,8 @@ def vllm_snippet(use: Use) -> str:
         last += ', lora_request=LoRARequest("adapter", 1, ".")'
     if use.template.conversation is not None and _continues(use):
         last += ", add_generation_prompt=False, continue_final_message=True"
+    if use.template.keywords:
+        last += f", chat_template_kwargs={dict(use.template.keywords)!r}"
     method = "chat" if use.template.conversation is not None else "generate"
     lines = [
         f"llm = LLM({', '.join(given)})",
@@ -169,7 +171,7 @@ def _inputs(use: Use) -> list[str]:
     how = "continue_final_message" if _continues(use) else "add_generation_prompt"
     return [
         "inputs = tokenizer.apply_chat_template(",
-        f'    messages, {how}=True, return_dict=True, return_tensors="pt"',
+        f'    messages, {how}=True{_keywords(use)}, return_dict=True, return_tensors="pt"',
         ")",
     ]
 
@@ -178,6 +180,12 @@ def _decoding(use: Use) -> str:
     if not use.temperature:
         return "do_sample=False"
     return f"do_sample=True, temperature={use.temperature}, top_k=0"
+
+
+def _keywords(use: Use) -> str:
+    """Return the keyword arguments of the chat template; it reads no names but these."""
+    named = use.template.keywords.items()
+    return "".join(f", {name}={value!r}" for name, value in named if name.isidentifier())
 
 
 def _continues(use: Use) -> bool:

@@ -23,10 +23,12 @@ from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.protocol import Ask
 from evo_grpo.envs.task import Split
 from evo_grpo.errors import ConfigError, DataError, EvoGrpoError, PromptTooLongError
+from evo_grpo.places import looking_in
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.evaluate import weighted
 from evo_grpo.record.choice import ChosenAgent, choose_of
+from evo_grpo.record.folder import code_folder
 from evo_grpo.schema.validation import shown, whole
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
@@ -98,6 +100,7 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
     seed: int = 0,
     raw: bool = False,
     allow: Sequence[str] = (),
+    code: str | Path | None = None,
 ) -> list[Sampled]:
     """Sample answers of an agent to prompts, or to rows of its task, as in training.
 
@@ -124,6 +127,7 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
         raw: Send prompts as they are, without the template.
         allow: For rows, your files that may differ from those of the run, by their names in the
             error that a difference raises.
+        code: A folder in which the files and modules that the run names are found too.
 
     Returns:
         One entry per prompt, then one per row.
@@ -140,7 +144,8 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
     given = [prompts] if isinstance(prompts, str) else list(prompts)
     numbers = [rows] if isinstance(rows, int) else list(rows)
     drawn = Drawn(n, temperature, base, seed, split, raw, allow)
-    return list(answers(choice, given, numbers, drawn))
+    with looking_in(code_folder(code), is_code=True):
+        return list(answers(choice, given, numbers, drawn))
 
 
 def answers(

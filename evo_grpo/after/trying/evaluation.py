@@ -23,11 +23,12 @@ from evo_grpo.evolve.compare import compare
 from evo_grpo.evolve.intervals import LEVEL, interval
 from evo_grpo.model.lora.configs import read_config
 from evo_grpo.model.lora.files import CONFIG as ADAPTER_CONFIG
+from evo_grpo.places import looking_in
 from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
 from evo_grpo.population.evaluate import Evaluation, evaluate, pass_at
 from evo_grpo.record.choice import choose_of
 from evo_grpo.record.files import plain_value
-from evo_grpo.record.folder import is_run
+from evo_grpo.record.folder import beside, code_folder, is_run
 from evo_grpo.schema.validation import number, whole
 from evo_grpo.settings import RunConfig
 from evo_grpo.training.assemble import task_of
@@ -184,6 +185,7 @@ def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
     correct: float | None = None,
     base: bool = True,
     allow: Sequence[str] = (),
+    code: str | Path | None = None,
 ) -> Judged:
     """Evaluate an adapter on a task as a run evaluates its winner: same prompts, samples and draws.
 
@@ -207,6 +209,8 @@ def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
         base: Whether the base is evaluated too, with the same draws.
         allow: Without a `config`, your files that may differ from those of the run, by their
             names in the error that a difference raises.
+        code: A folder in which files and modules of the task are found too, besides the working
+            folder and the folder of a YAML file.
 
     Raises:
         CheckpointError: `adapter` is neither a PEFT folder nor a run with a finished round, or a
@@ -218,7 +222,7 @@ def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
         EvoGrpoError: The base or the task cannot be loaded.
     """
     asked = Asked(split, prompts, samples, temperature, _several(pass_at), correct, base)
-    (judged,) = _evaluated(Path(adapter), config, (), asked, allow)
+    (judged,) = _evaluated(Path(adapter), config, (), asked, allow, code)
     return judged
 
 
@@ -234,6 +238,7 @@ def evaluate_files(  # noqa: PLR0913 -- all but the first three have defaults
     correct: float | None = None,
     base: bool = True,
     allow: Sequence[str] = (),
+    code: str | Path | None = None,
 ) -> list[Judged]:
     """Evaluate an adapter on several test files, each in place of `env.test`.
 
@@ -251,6 +256,7 @@ def evaluate_files(  # noqa: PLR0913 -- all but the first three have defaults
         correct: See `evaluate_adapter`.
         base: See `evaluate_adapter`.
         allow: See `evaluate_adapter`.
+        code: See `evaluate_adapter`.
 
     Returns:
         One result per file, in order.
@@ -263,7 +269,7 @@ def evaluate_files(  # noqa: PLR0913 -- all but the first three have defaults
     given = [files] if isinstance(files, str | Path) else list(files)
     if not given:
         raise ConfigError("files: expected at least one test file, got none")
-    return list(_evaluated(Path(adapter), config, given, asked, allow))
+    return _evaluated(Path(adapter), config, given, asked, allow, code)
 
 
 def _several(value: int | Sequence[int]) -> tuple[int, ...]:
@@ -271,6 +277,19 @@ def _several(value: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def _evaluated(
+    adapter: Path,
+    config: RunConfig | str | Path | Mapping[str, Any] | None,
+    files: Sequence[str | Path],
+    asked: Asked,
+    allow: Sequence[str],
+    code: str | Path | None,
+) -> list[Judged]:
+    """Return the result on each test file, with files and modules found as in a run."""
+    with looking_in(code_folder(code), is_code=True), looking_in(beside(config)):
+        return list(_results(adapter, config, files, asked, allow))
+
+
+def _results(
     adapter: Path,
     config: RunConfig | str | Path | Mapping[str, Any] | None,
     files: Sequence[str | Path],

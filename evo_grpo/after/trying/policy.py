@@ -46,7 +46,7 @@ class Policy:
         tokenizer = self.cohort.base.tokenizer
         assert tokenizer is not None, "the first environment has set it"
         env = environment_of(config.env, config.seed, DEFAULT_PROMPTS, None, task)(tokenizer)
-        self.cohort.suit(env)
+        self.cohort.adapt_to(env)
         return env
 
 

@@ -19,7 +19,7 @@ from evo_grpo.record.summary import read_summary
 from evo_grpo.settings import RunConfig
 from evo_grpo.training.inputs.differences import changed_settings, check_whole, may_change
 from evo_grpo.training.inputs.recorded_inputs import ROUNDS as PLANNED
-from evo_grpo.training.inputs.recorded_inputs import Inputs, inputs_of, read_inputs_of
+from evo_grpo.training.inputs.recorded_inputs import Inputs, read_inputs_of, settings_of
 
 _RETENTION = "record.checkpoints"
 
@@ -112,7 +112,8 @@ def _compare_settings(
     if config_text(folder).startswith(RECORDED_IN_PYTHON):
         return
     found.read(lambda: check_whole(folder, inputs))
-    changed = {name: (then, now) for name, then, now in changed_settings(inputs, inputs_of(config))}
+    present = settings_of(config)
+    changed = {name: (then, now) for name, then, now in changed_settings(inputs, present)}
     if PLANNED in changed:
         _compare_planned(folder, *changed.pop(PLANNED), inputs, played, found)
     refused = sorted(name for name in changed if finished or not may_change(name))

@@ -87,6 +87,15 @@ Settings = Annotated[
         autocompletion=complete_setting,
     ),
 ]
+Code = Annotated[
+    Path | None,
+    typer.Option(
+        "--code",
+        metavar="FOLDER",
+        help="Also look in this folder for the files and modules that the run names; by default "
+        "only in the working folder.",
+    ),
+]
 Allow = Annotated[
     list[str] | None,
     typer.Option(

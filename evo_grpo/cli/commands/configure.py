@@ -45,11 +45,8 @@ def init(
     beside = path.parent / "population.schema.json"
     if force or not beside.exists():
         write_file(beside, _schema_text())
-    # Modules that a configuration names are imported from the current folder.
-    elsewhere = bool(named) and path.parent != Path()
-    enter, file = (f"cd {path.parent}, then ", path.name) if elsewhere else ("", str(path))
     wrote = ", ".join(map(str, [path, *named]))
-    say(f"wrote {wrote}; next: {enter}evo-grpo check {file}, then evo-grpo run {file}")
+    say(f"wrote {wrote}; next: evo-grpo check {path}, then evo-grpo run {path}")
 
 
 @app.command(rich_help_panel=PANEL)
@@ -64,10 +61,13 @@ def check(
     from evo_grpo.cli.plan.document import plan_document
     from evo_grpo.cli.plan.plan import make_plan
     from evo_grpo.cli.plan.render import render_plan
+    from evo_grpo.places import looking_in
     from evo_grpo.readers.terminal.console import show, standard_output
+    from evo_grpo.record.folder import beside
 
     refuse_folder(file)
-    plan = make_plan(config.load(file, settings or ()))
+    with looking_in(beside(file)):
+        plan = make_plan(config.load(file, settings or ()))
     if as_json:
         write(json.dumps(plan_document(plan, str(file)), indent=2) + "\n")
         return

@@ -11,6 +11,7 @@ import typer
 from evo_grpo.cli.commands.app import (
     Allow,
     AsEvents,
+    Code,
     Compare,
     Debug,
     File,
@@ -60,9 +61,11 @@ def run(  # noqa: PLR0913 -- one argument for each option
 ) -> None:
     """Train and evolve the population of a configuration."""
     from evo_grpo import settings as config
+    from evo_grpo.places import looking_in
+    from evo_grpo.record.folder import beside
 
     audience = Audience(quiet=quiet, as_json=as_json)
-    with audience.errors(), reporting_early_errors():
+    with audience.errors(), reporting_early_errors(), looking_in(beside(file)):
         refuse_folder(file)
         loaded = config.load(file, settings or ())
         _check_report(report)
@@ -105,6 +108,7 @@ def resume(  # noqa: PLR0913 -- one argument for each option
         ),
     ] = None,
     allow: Allow = None,
+    code: Code = None,
     compare: Compare = False,
     report: Report = False,
     nproc: Ranks = None,
@@ -132,9 +136,10 @@ def resume(  # noqa: PLR0913 -- one argument for each option
             )
         return resumed
 
-    from evo_grpo.record.folder import expect_run
+    from evo_grpo.places import looking_in
+    from evo_grpo.record.folder import code_folder, expect_run
 
-    with audience.errors(), reporting_early_errors():
+    with audience.errors(), reporting_early_errors(), looking_in(code_folder(code), is_code=True):
         if folder.is_file() and folder.suffix in (".yaml", ".yml"):
             raise RunNotFoundError(
                 f"{folder}: expected a run folder, got a file; start a run of this configuration "

@@ -14,6 +14,7 @@ from evo_grpo.cli.commands.app import (
     Agent,
     Allow,
     BestEver,
+    Code,
     Debug,
     Member,
     Round,
@@ -64,11 +65,14 @@ def sample(  # noqa: PLR0913 -- each is an option of the command
         bool, typer.Option("--raw", help="Send the prompt without the template.")
     ] = False,
     allow: Allow = None,
+    code: Code = None,
     debug: Debug = False,
 ) -> None:
     """Sample answers of the winner, or of another agent, to prompts or rows of its task."""
+    from evo_grpo.places import looking_in
     from evo_grpo.readers.terminal.console import standard_output, warnings_to
     from evo_grpo.record.choice import choose_of
+    from evo_grpo.record.folder import code_folder
 
     if prompt is not None and row:
         raise typer.BadParameter("expected a PROMPT or --row, got both")
@@ -80,7 +84,8 @@ def sample(  # noqa: PLR0913 -- each is an option of the command
     console = standard_output()
     drawn = Drawn(n, temperature, base, seed, split, raw, allow or ())
     found = answers(choice, () if row else _prompts(prompt), row or (), drawn)
-    with warnings_to(warn), closing(found):
+    place = looking_in(code_folder(code), is_code=True)
+    with place, warnings_to(warn), closing(found):
         for one in found:
             show_sampled(console, one)
 
@@ -159,11 +164,14 @@ def evaluate(  # noqa: PLR0913 -- each is an option of the command
     base: Base = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     allow: Allow = None,
+    code: Code = None,
     debug: Debug = False,
 ) -> None:
     """Measure the mean reward and pass@k of an adapter on a task, and those of its base."""
     from evo_grpo import settings as config
+    from evo_grpo.places import looking_in
     from evo_grpo.readers.terminal.console import standard_output, warnings_to
+    from evo_grpo.record.folder import beside, code_folder
 
     if file is None and settings:
         raise typer.BadParameter("--set needs a CONFIG; give the run's own population.yaml")
@@ -173,7 +181,8 @@ def evaluate(  # noqa: PLR0913 -- each is an option of the command
         refuse_folder(file)
     loaded = None if file is None else config.load(file, settings or ())
     say(f"loading {adapter} ...", err=True)
-    with warnings_to(warn):
+    places = looking_in(code_folder(code), is_code=True), looking_in(beside(file))
+    with places[0], places[1], warnings_to(warn):
         from evo_grpo.after.trying.evaluation import evaluate_adapter, evaluate_files
         from evo_grpo.after.trying.show import show_judged
         from evo_grpo.record.files import to_line

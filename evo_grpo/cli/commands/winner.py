@@ -12,6 +12,7 @@ from evo_grpo.cli.commands.app import (
     Agent,
     Allow,
     BestEver,
+    Code,
     Debug,
     Member,
     Round,
@@ -109,11 +110,14 @@ def replay(
         bool, typer.Option("--force", help="Train again where a finished replay is there.")
     ] = False,
     allow: Allow = None,
+    code: Code = None,
     debug: Debug = False,
 ) -> None:
     """Compare the winner's schedule with its last values: train agents with each."""
+    from evo_grpo.places import looking_in
     from evo_grpo.readers.terminal import arms as shown
     from evo_grpo.readers.terminal import console as screen
+    from evo_grpo.record.folder import code_folder
     from evo_grpo.record.names import REPLAY
     from evo_grpo.record.replay import read_replay
     from evo_grpo.record.schedule import read_schedule
@@ -124,7 +128,8 @@ def replay(
     screen.show(console, shown.schedule_table(schedule))
     found = None if force else read_replay(folder)
     if found is None or repeats not in (None, found.repeats):
-        found = _train_replay(console, folder, repeats, force, allow or ())
+        with looking_in(code_folder(code), is_code=True):
+            found = _train_replay(console, folder, repeats, force, allow or ())
     shown.show_arms(console, found.arms())
     screen.say(console, f"replay: {folder / REPLAY}")
 

@@ -14,7 +14,7 @@ from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.settings.storage import check_driver
 from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.training.shortages import shortages
-from evo_grpo.training.sizing.chat_template import has_chat_template
+from evo_grpo.training.sizing.chat_template import chat_template_of, has_chat_template
 from evo_grpo.training.sizing.memory import (
     Device,
     MemoryPlan,
@@ -188,6 +188,7 @@ def make_plan(config: RunConfig) -> Plan:
             *_short_context(config, base, longest),
             *missing_device(config.engine.device, devices),
             *_tight(memory, config, devices),
+            *_ignored_keywords(config),
             *_missing_packages(config.engine),
         ),
     )
@@ -241,6 +242,17 @@ def _check_chat_template(config: RunConfig, task: _Task) -> None:
         f"env.kind: the messages of {config.env.kind!r} need a chat template, and the tokenizer of "
         f"{config.model.name!r} has none; {remedy}"
     )
+
+
+def _ignored_keywords(config: RunConfig) -> Iterator[str]:
+    """Yield a warning for keywords that the model's chat template does not read."""
+    keywords = config.env.chat_template_kwargs
+    template = chat_template_of(config.model.name) if keywords else None
+    # Imported here: only these settings need it.
+    from evo_grpo.envs.template_keywords import ignored_keywords, sentence_of_ignored
+
+    if template is not None and (found := ignored_keywords(template, keywords)):
+        yield sentence_of_ignored(found)
 
 
 def _tight(

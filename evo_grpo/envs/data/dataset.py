@@ -13,6 +13,7 @@ from evo_grpo.envs.messages import listed
 from evo_grpo.envs.prompts import Messages, Template
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.task import SPLITS, DatasetRow, Split, Task
+from evo_grpo.envs.thinking import COLUMN
 from evo_grpo.errors import ConfigError, DataError
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 
@@ -37,7 +38,8 @@ def build(name: str, env: EnvConfig, seed: int, load: Loader = load_function) ->
     if env.args:
         raise ConfigError(f'env.args: kind "dataset" takes none, got {listed(env.args)}')
     sources: dict[Split, Any] = {split: getattr(env, split) for split in SPLITS}
-    return dataset_task(seed, sources, configured_template(env), rewards)
+    provided = (COLUMN,) if env.thinking is not None else ()
+    return dataset_task(seed, sources, configured_template(env), rewards, provided=provided)
 
 
 def dataset_task(
@@ -49,6 +51,7 @@ def dataset_task(
     name: str = "dataset",
     max_output_tokens: int = DEFAULT_OUTPUT_TOKENS,
     validation_from_few: bool = False,
+    provided: Sequence[str] = (),
 ) -> Task:
     """Read the splits, hold out missing ones, and check the columns.
 
@@ -65,6 +68,7 @@ def dataset_task(
         max_output_tokens: See `Task`.
         validation_from_few: Whether a missing validation split uses the train rows if there are too
             few prompts to hold any out.
+        provided: Parameters of reward functions that are no columns.
     """
     rows: dict[Split, Sequence[DatasetRow]] = {
         split: read_rows(sources[split], split)
@@ -74,11 +78,13 @@ def dataset_task(
     if "train" not in rows:
         raise DataError("env.train: expected a dataset to learn from, got none")
     made = Template.of(default_template(rows["train"][0]) if template is None else template)
-    needs = dict(made.columns())
+    asked = made.columns()
+    needs = dict[str, str]()
     for reward in rewards:
         needs |= reward.required_columns()
+    needs = {name: who for name, who in needs.items() if name not in provided} | asked
     for split, its_rows in rows.items():
-        require_columns(its_rows, needs, _called(split, sources[split]))
+        require_columns(its_rows, needs, _called(split, sources[split]), filled=asked)
     missing: list[Split] = [split for split in SPLITS if split not in rows]
     if (
         validation_from_few

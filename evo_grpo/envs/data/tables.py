@@ -5,19 +5,25 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+from evo_grpo.envs.data.hub import hub_dataset, read_hub
 from evo_grpo.envs.messages import excerpt, listed, nearest
 from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import DataError, EngineUnavailable
+from evo_grpo.places import find, folders
 from evo_grpo.printable import shorten
 from evo_grpo.seeding import generator
+from evo_grpo.settings.given import OBJECT, Given
 
 MOST_LEVELS = 200
 """Deepest nesting of a row; recursive functions write, compare and send it."""
+
+NO_NONE = "give it a value, or drop the row"
+"""Remedy for None in a column that a prompt prints."""
 
 #: The escape of a lone surrogate, the only way for one into a file in UTF-8.
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
@@ -30,17 +36,24 @@ def read_rows(source: object, name: str = "dataset") -> list[dict[str, Any]]:
 
     Args:
         source: A path ending in .csv, .tsv, .jsonl, .json or .parquet, a `datasets.Dataset`, a
-            pandas frame, or a sequence of mappings.
+            pandas frame, a sequence of mappings, or `Given`, which holds one of them; or a dataset
+            of the Hub.
         name: Name in messages, e.g. "train".
 
     Returns:
         The rows in order, at least one. Values of CSV files are strings ("019" keeps its zero); a
         missing value of a frame is None.
     """
-    if isinstance(source, str | Path):
+    if isinstance(source, Given):
+        source = source.value
+    hub = hub_dataset(source)
+    if hub is not None:
+        rows: list[Any] = read_hub(hub, name)
+    elif isinstance(source, str | Path):
         rows = _read_file(Path(source), name)
     elif hasattr(source, "columns") and hasattr(source, "notna"):  # a pandas frame
         frame = cast("Any", source)
+        _check_once(map(str, frame.columns), f"{name}: the frame")
         rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
     elif isinstance(source, Mapping):
         raise DataError(
@@ -57,16 +70,23 @@ def read_rows(source: object, name: str = "dataset") -> list[dict[str, Any]]:
     return _checked(rows, name)
 
 
-def require_columns(rows: Sequence[DatasetRow], needs: Mapping[str, str], name: str) -> None:
+def require_columns(
+    rows: Sequence[DatasetRow],
+    needs: Mapping[str, str],
+    name: str,
+    *,
+    filled: Collection[str] = (),
+) -> None:
     """Check that every row has the columns that a template or a reward function needs.
 
     Args:
         rows: The rows.
         needs: Column -> the part that needs it, e.g. "the prompt template".
         name: Name of the rows in messages, e.g. "train".
+        filled: Those of the columns in which no value may be None.
 
     Raises:
-        DataError: A row lacks a column.
+        DataError: A row lacks a column, or has None in one that has to be filled.
     """
     for number, row in enumerate(rows):
         for column, who in needs.items():
@@ -74,6 +94,11 @@ def require_columns(rows: Sequence[DatasetRow], needs: Mapping[str, str], name: 
                 raise DataError(
                     f'{name}, row {number}: no column "{column}", which {who} needs.'
                     f"{nearest(column, row)} Columns of the row: {listed(row)}"
+                )
+            if column in filled and row[column] is None:
+                raise DataError(
+                    f'{name}, row {number}: the column "{column}" is None, which {who} would print '
+                    f'as "None"; {NO_NONE}'
                 )
 
 
@@ -126,22 +151,32 @@ def _checked(rows: Sequence[Any], name: str) -> list[dict[str, Any]]:
                 f"{name}, row {number}: expected a mapping of column to value, "
                 f"got {type(row).__name__} {str(row)[:60]!r}"
             )
+        wrong = [key for key in row if not isinstance(key, str)]
+        if wrong:
+            raise DataError(
+                f"{name}, row {number}: expected strings as names of columns, got {wrong[0]!r}; "
+                "rename it"
+            )
     return [dict(row) for row in rows]
 
 
 def _read_file(path: Path, name: str) -> list[Any]:
+    if str(path).startswith(OBJECT):
+        raise DataError(
+            f"{name}: expected rows, got {str(path)!r}, which stands for rows given from Python; "
+            "give them from Python again"
+        )
     reader = _READERS.get(path.suffix.lower())
     try:
-        path = path.expanduser()
+        path = find(path)
         there, is_folder = path.exists(), path.is_dir()
     except (OSError, RuntimeError) as error:  # a name that is too long, or ~ without a home folder
         why = getattr(error, "strerror", error)
         raise DataError(f"{name}: no file {shorten(str(path))!r}: {why}") from error
     if not there:
         raise DataError(
-            f"{name}: no file {str(path)!r} (looked in {Path.cwd()}). A dataset of the Hugging "
-            "Face hub is "
-            f'written to one by datasets.load_dataset(...).to_json("{name}.jsonl")'
+            f"{name}: no file {str(path)!r} (looked in {_folders()}); a "
+            "dataset of the Hugging Face Hub is named owner/name"
         )
     if reader is None or is_folder:
         raise DataError(
@@ -161,6 +196,10 @@ def _read_file(path: Path, name: str) -> list[Any]:
     return rows
 
 
+def _folders() -> str:
+    return " and ".join(map(str, folders()))
+
+
 def _read_csv(path: Path, name: str) -> list[Any]:
     import csv  # only this kind of file needs it
 
@@ -168,21 +207,49 @@ def _read_csv(path: Path, name: str) -> list[Any]:
     # utf-8-sig: spreadsheets begin a CSV with a byte-order mark, which would become part of a
     # column's name.
     with path.open(encoding="utf-8-sig", newline="") as file, _fields_up_to(path.stat().st_size):
-        reader = csv.DictReader(file, delimiter=delimiter, restkey="", restval=None)
+        reader = csv.DictReader(file, delimiter=delimiter, restkey=None, restval=None)
         try:
+            _check_header(list(reader.fieldnames or ()), f"{name}: the header of {str(path)!r}")
             rows = list(reader)
         except csv.Error as error:
             raise DataError(
                 f"{name}: line {reader.line_num} of {str(path)!r} cannot be read: {error}"
             ) from error
     for number, row in enumerate(rows):
-        if "" in row or None in row.values():
+        if None in row or None in row.values():
             raise DataError(
                 f"{name}: row {number} of {str(path)!r} has more or fewer values than the header "
                 "has columns "
                 f"({listed(c for c in row if c)}); quote values that hold a {delimiter!r}"
             )
+        row.pop("", None)  # the index of a pandas frame
     return rows
+
+
+def _check_header(columns: Sequence[str], where: str) -> None:
+    """Refuse columns of a CSV that share a name, or have none.
+
+    The first column may have none: pandas writes the index of a frame so.
+    """
+    unnamed = [number for number, column in enumerate(columns, start=1) if not column]
+    if unnamed not in ([], [1]) or len(columns) == len(unnamed) == 1:
+        raise DataError(
+            f"{where}: expected a name for every column, got none for column {unnamed[-1]}; name "
+            "it, or remove it (only a first column may have no name, which is left out: the index "
+            "of a pandas frame)"
+        )
+    _check_once(columns, where)
+
+
+def _check_once(columns: Iterable[str], where: str) -> None:
+    """Refuse columns that share a name."""
+    seen: set[str] = set()
+    for column in columns:
+        if column in seen:
+            raise DataError(
+                f'{where}: expected each column once, got "{column}" twice; rename one of the two'
+            )
+        seen.add(column)
 
 
 @contextmanager

@@ -5,7 +5,9 @@ Tokens that the policy sampled are never decoded and encoded again, which could 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.messages import excerpt
 from evo_grpo.envs.prompts import Messages, Template
@@ -20,22 +22,36 @@ OBSERVATION = "observation"
 _COMPLETION = "@@completion@@"
 
 
+def opening(system_prompt: str | None) -> list[Mapping[str, str]] | None:
+    """Return the opening messages with a system prompt; None is the usual opening."""
+    if system_prompt is None:
+        return None
+    return [
+        {"role": "system", "content": system_prompt},
+        {"role": "user", "content": f"{{{OBSERVATION}}}"},
+    ]
+
+
 class Dialogue:
     """Turns the texts of an environment into the token ids between two completions.
 
     Args:
         tokenizer: The base model's transformers tokenizer.
-        opening: Messages for the chat template, or a raw text, with {observation} in it; None is a
+        messages: Messages for the chat template, or a raw text, with {observation} in it; None is a
             user message with the observation.
+        keywords: Keyword arguments of the chat template.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, opening: str | Messages | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        messages: str | Messages | None = None,
+        keywords: Mapping[str, Any] | None = None,
     ) -> None:
-        if opening is None:
-            opening = [{"role": "user", "content": f"{{{OBSERVATION}}}"}]
+        if messages is None:
+            messages = [{"role": "user", "content": f"{{{OBSERVATION}}}"}]
         self.tokenizer = tokenizer
-        self._template = Template.of(opening)
+        self._template = replace(Template.of(messages), keywords=dict(keywords or {}))
         unknown = sorted(set(self._template.columns()) - {OBSERVATION})
         if unknown:
             raise ConfigError(
@@ -92,7 +108,7 @@ class Dialogue:
         messages.append({"role": "user", "content": observation})
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
+                messages, tokenize=False, add_generation_prompt=True, **self._template.keywords
             )
         except (TemplateError, ValueError) as error:
             raise ConfigError(

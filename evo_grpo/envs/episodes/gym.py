@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -15,6 +15,7 @@ from evo_grpo.envs.prompts import Messages
 from evo_grpo.envs.protocol import Ask, Experience, Floats
 from evo_grpo.envs.rewards.watch import Call, Watch, watching
 from evo_grpo.envs.task import Split
+from evo_grpo.envs.template_keywords import warn_of_ignored
 from evo_grpo.errors import ConfigError, RewardAbortError, RunFailedError
 from evo_grpo.printable import error_text
 from evo_grpo.seeding import derive
@@ -49,6 +50,7 @@ class MultiTurnGym:
         max_model_len: Tokens of an episode; None takes the wrapper's, and the model's context.
         apply_chat_template: As for `TokenObservationWrapper`, around a bare environment.
         conversation_template: As for `TokenObservationWrapper`, around a bare environment.
+        chat_template_kwargs: As for `TokenObservationWrapper`, around a bare environment.
         max_environments: Greatest number of environments at once, which then play the episodes of a
             step in several waves; None for one per episode.
         evaluation_size: Default number of episode seeds of a split.
@@ -71,6 +73,7 @@ class MultiTurnGym:
         max_model_len: int | None = None,
         apply_chat_template: bool = True,
         conversation_template: str | Messages | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         max_environments: int | None = None,
         evaluation_size: int = 32,
         name: str | None = None,
@@ -95,6 +98,7 @@ class MultiTurnGym:
         self._max_model_len = max_model_len
         self._apply_chat_template = apply_chat_template
         self._conversation_template = conversation_template
+        self._keywords = dict(chat_template_kwargs or {})
         self.max_environments = max_environments
         self._evaluation_size = evaluation_size
         self._context = max_model_len
@@ -106,6 +110,7 @@ class MultiTurnGym:
         self.max_output_tokens = max_output_tokens
         first = self._make()
         self.tokenizer = first.tokenizer
+        warn_of_ignored(self.tokenizer.chat_template if self._keywords else None, self._keywords)
         self.max_output_tokens = first.max_output_tokens
         self.max_turns = first.max_turns
         self.name = name or first.name
@@ -232,6 +237,7 @@ class MultiTurnGym:
             max_output_tokens=self.max_output_tokens,
             apply_chat_template=self._apply_chat_template,
             conversation_template=self._conversation_template,
+            chat_template_kwargs=self._keywords,
         )
 
     def _seeds(self, split: Split, first: int, count: int) -> list[int]:

@@ -75,6 +75,7 @@ class TokenObservationWrapper:
         apply_chat_template: False joins the texts as they are.
         conversation_template: Opening messages or raw text with {observation} in it, for instance
             to put a system message in front. None is one user message.
+        chat_template_kwargs: Keyword arguments of the chat template.
         end_ids: Further tokens that end a completion, besides the tokenizer's. `get_action` adds
             those of its model when it gets the observation.
 
@@ -103,6 +104,7 @@ class TokenObservationWrapper:
         *,
         apply_chat_template: bool = True,
         conversation_template: str | Messages | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         end_ids: Collection[int] = (),
     ) -> None:
         if max_turns < 1 or (max_output_tokens is not None and max_output_tokens < 1):
@@ -121,7 +123,7 @@ class TokenObservationWrapper:
         self.max_output_tokens = max_output_tokens
         self.max_model_len: int | None = None
         self._own_limit: int | None = None
-        self._dialogue = Dialogue(tokenizer, conversation_template)
+        self._dialogue = Dialogue(tokenizer, conversation_template, chat_template_kwargs)
         if max_model_len is not None:
             self.limit_context(max_model_len)
             self._own_limit = max_model_len

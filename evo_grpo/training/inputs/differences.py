@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.evolve.steer import ON_AGENTS
+from evo_grpo.places import as_option
 from evo_grpo.record.config import read_settings
 from evo_grpo.record.files import to_line
 from evo_grpo.record.names import CONFIG, INPUTS
@@ -98,8 +99,12 @@ class Differences:
             if files and name not in allowed and name in self.then.files and name in self.now.files
         }
         there = {name for name, after in changed.items() if after is not None}
+        command += as_option()
         command += "".join(f" --allow {name!r}" for name in sorted(allowed | there))
-        refused += [_refused_file(name, after, command) for name, after in changed.items()]
+        refused += [
+            _refused_file(name, after, command, self.then.places.get(name))
+            for name, after in changed.items()
+        ]
         if refused:
             raise Problems(
                 *(Problem((), text) for text in refused),
@@ -144,19 +149,19 @@ def differences(folder: Path, config: RunConfig) -> Differences:
         then,
         now,
         unknown,
-        changed_settings(then, now),
+        changed_settings(then, now.settings),
         list(_changed(then.files, now.files)),
         list(_changed(then.software, now.software)),
     )
 
 
-def changed_settings(then: Inputs, now: Inputs) -> list[Change]:
+def changed_settings(then: Inputs, now: Mapping[str, Any]) -> list[Change]:
     """Return the settings that differ from the record: name, recorded value, present value.
 
     A setting that the recording version of evo-grpo did not have counts as unchanged if it has this
     version's default.
     """
-    return list(_changed(_filled_in(then.settings) or then.settings, now.settings))
+    return list(_changed(_filled_in(then.settings) or then.settings, now))
 
 
 def may_change(name: str) -> bool:
@@ -256,7 +261,9 @@ def compare_inputs(
         "rounding from those of a run that was never stopped"
         for name, before, after in inexact
     ]
-    now = replace(found.now, changes=(*found.then.changes, *changes), id=found.then.id)
+    # The places stay those of the start of the run.
+    then = found.then
+    now = replace(found.now, changes=(*then.changes, *changes), id=then.id, places=then.places)
     return Changed(found.then, now, config, rounds is not None, notes)
 
 
@@ -306,14 +313,15 @@ def _check_allowed(allowed: set[str], then: Inputs) -> None:
         )
 
 
-def _refused_file(name: str, after: str | None, command: str) -> str:
+def _refused_file(name: str, after: str | None, command: str, place: str | None) -> str:
+    begun = "" if place is None else f" (the run was begun with {place})"
     if after is None:
         return (
-            f"the file of {name} is not there; put it back, or go on from the folder in which the "
-            "run was begun"
+            f"the file of {name} is not there{begun}; put it back, go on from the folder in which "
+            "the run was begun, or name the folder that has it with --code"
         )
     return (
-        f"the file of {name} has changed; put it back as it was, or go on with the new one: "
+        f"the file of {name} has changed{begun}; put it back as it was, or go on with the new one: "
         f"evo-grpo {command}"
     )
 

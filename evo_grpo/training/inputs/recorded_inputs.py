@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,8 +14,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from evo_grpo.envs.data.hub import hub_dataset
+from evo_grpo.envs.data.tables import read_rows
 from evo_grpo.envs.finding import defining_files
 from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.places import find
 from evo_grpo.record.digests import sha256_of
 from evo_grpo.record.files import reading, unseal
 from evo_grpo.record.names import INPUTS
@@ -22,6 +27,8 @@ from evo_grpo.record.records import RoundRecord
 from evo_grpo.schema.validated import validated
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings import RunConfig
+from evo_grpo.settings.given import Given
+from evo_grpo.settings.hub import HubDataset
 
 FORMAT = 1
 """Version of inputs.json."""
@@ -42,13 +49,15 @@ class Inputs:
     Attributes:
         settings: The resolved settings by dotted path, as JSON values.
         files: SHA-256 of each file of the user that the run reads, by the setting that names it:
-            data sets, the adapter that agents start from, the modules of rewards, environments and
-            strategies, and the modules from which these import them; None if the file was not
-            found.
+            data sets (also rows from Python and the Hub), the adapter that agents start from, the
+            modules of rewards, environments and strategies, and the modules from which these import
+            them; None if the file was not found.
         software: Versions of Python and of the packages, the processor, and the number of threads.
         changes: Changes since the start of the run, each with the round from which it applies;
             `filled_in` marks a setting that the recording version of evo-grpo did not have.
         format: Version of this record.
+        places: Path of each file of the user when the run began, for messages alone: it may come
+            from a stranger.
         id: Identifies the run outside of its folder; empty if an earlier version wrote the record.
     """
 
@@ -58,6 +67,7 @@ class Inputs:
     changes: Sequence[Mapping[str, Any]] = field(default_factory=tuple[Mapping[str, Any], ...])
     format: int = FORMAT
     id: str = ""
+    places: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def changes_of_rounds(self, played: int) -> list[Mapping[str, Any]]:
         """Return the changes of the number of rounds that were made after `played` rounds."""
@@ -75,8 +85,29 @@ _SCHEMA = TypeAdapter(Inputs)
 
 def inputs_of(config: RunConfig) -> Inputs:
     """Return the present inputs of a run, without running the user's code."""
-    files = {name: None if file is None else sha256_of(file) for name, file in _files(config)}
-    return Inputs(dict(flat(config.model_dump(mode="json"))), files, _software(config))
+    found = dict(_files(config))
+    files = {name: None if file is None else sha256_of(file) for name, file in found.items()}
+    places = {name: str(file.absolute()) for name, file in found.items() if file is not None}
+    for name in DATA:
+        rows = _data(config, name)
+        if isinstance(rows, Given) or hub_dataset(rows) is not None:
+            files[name] = _digest(read_rows(rows, name))
+    return Inputs(settings_of(config), files, _software(config), places=places)
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """Return the settings of a run by dotted path, as JSON values."""
+    return dict(flat(config.model_dump(mode="json")))
+
+
+def _data(config: RunConfig, name: str) -> str | HubDataset | Given | None:
+    return getattr(config.env, name.removeprefix("env."))
+
+
+def _digest(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the SHA-256 of rows from Python; values that JSON lacks count by their type."""
+    text = json.dumps(rows, sort_keys=True, default=lambda value: f"<{type(value).__name__}>")
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def read_inputs_of(folder: Path) -> Inputs:
@@ -135,18 +166,17 @@ def _files(config: RunConfig) -> Iterator[tuple[str, Path | None]]:
     """Yield each file of the user that a run reads, with the setting that names it."""
     env = config.env
     for name in DATA:
-        given = getattr(env, name.removeprefix("env."))
-        if given is not None:
-            yield name, Path(given)
+        given = _data(config, name)
+        if isinstance(given, str) and hub_dataset(given) is None:
+            yield name, find(given)
     if config.model.adapter is not None:
         # Agents start from this adapter, and it is the reference of the KL term in every round.
-        adapter = Path(config.model.adapter)
+        adapter = find(config.model.adapter)
         if not (adapter / _ADAPTER[-1]).exists() and (adapter / "actor").is_dir():
             adapter /= "actor"  # a checkpoint has its adapter in this subfolder
         for name in _ADAPTER:
             yield f"model.adapter: {name}", adapter / name
-    rewards = [env.reward] if isinstance(env.reward, str) else env.reward or []
-    named = [("env.reward", reward) for reward in rewards]
+    named = [("env.reward", reward) for reward in env.rewards if isinstance(reward, str)]
     family, _, rest = env.kind.partition(":")
     if family not in _CODE and ":" in rest:
         named.append(("env.kind", rest))

@@ -85,8 +85,8 @@ def test_the_source_is_not_shared():
         ),
         (iter([{"a": 1}]), "expected a datasets.Dataset, a list of dicts.*got list_iterator"),
         (7, "got int"),
-        ("nowhere.csv", "train: no file 'nowhere.csv'.*to_json"),
-        ("openai/gsm8k", "train: no file 'openai/gsm8k'"),
+        ("nowhere.csv", "train: no file 'nowhere.csv'.*named owner/name"),
+        ("openai/gsm8k.csv", "train: no file 'openai/gsm8k.csv'"),
     ],
 )
 def test_what_is_no_table_is_named(source, message):
@@ -286,3 +286,35 @@ def test_many_rows_are_not_deep(tmp_path):
     rows = [{"q": [[n]]} for n in range(500)]
     path.write_text(json.dumps(rows))
     assert read_rows(path) == rows
+
+
+def test_the_index_that_pandas_writes_is_left_out(tmp_path):
+    path = tmp_path / "rows.csv"
+    pd.DataFrame(ROWS).to_csv(path)
+    assert read_rows(path) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a,b,a\n1,2,3\n", 'the header of .*: expected each column once, got "a" twice; rename'),
+        ("a,,b\n1,2,3\n", "expected a name for every column, got none for column 2; name it"),
+        ("a,b,\n1,2,\n", "got none for column 3"),
+        (",b,\n1,2,3\n", "got none for column 3"),
+    ],
+)
+def test_a_header_that_names_a_column_twice_or_not_at_all_is_refused(tmp_path, content, message):
+    path = tmp_path / "rows.csv"
+    path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_rows(path, "train")
+
+
+def test_columns_of_objects_are_named_once_and_by_strings():
+    frame = pd.DataFrame([[1, 2]], columns=["a", "a"])
+    with pytest.raises(DataError, match='train: the frame: expected each column once, got "a"'):
+        read_rows(frame, "train")
+    with pytest.raises(
+        DataError, match=r"train, row 0: expected strings as names .* got 0; rename"
+    ):
+        read_rows(pd.DataFrame([[1]]), "train")

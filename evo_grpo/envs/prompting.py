@@ -1,0 +1,166 @@
+"""Put a system prompt and solved examples in front of the questions of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from evo_grpo.envs.data.tables import require_columns
+from evo_grpo.envs.prompts import Template
+from evo_grpo.envs.task import DatasetRow, Split, Task
+from evo_grpo.errors import ConfigError, DataError
+from evo_grpo.seeding import generator
+
+if TYPE_CHECKING:
+    from evo_grpo.settings.prompting import FewShot, PromptSettings
+
+_NO_MESSAGES = "expected messages for the chat template, got the raw text of a prompt"
+
+
+def with_prompting(task: Task, given: PromptSettings, seed: int) -> Task:
+    """Return a task with a system prompt, examples, template keywords and thinking tags.
+
+    Args:
+        task: The task, whose splits are complete: examples are taken from train alone.
+        given: The settings.
+        seed: The run's seed, which chooses the examples.
+
+    Raises:
+        ConfigError: See `prompting_template`.
+        DataError: A row lacks a column, or train has too few prompts to take examples from.
+    """
+    if given == type(given)():
+        return task
+    template = Template.of_task(task)
+    examples: Sequence[DatasetRow] = ()
+    if given.few_shot is not None:
+        task, examples = _with_examples(task, template, given.few_shot, seed)
+    made = prompting_template(template, given, examples)
+    if needs := _only_new(made.columns(), template.columns()):
+        for split, rows in task.splits.items():
+            require_columns(rows, needs, split, filled=needs)
+    return replace(
+        task,
+        prompt=made.text,
+        conversation=made.conversation,
+        keywords=made.keywords,
+        thinking=given.thinking,
+    )
+
+
+def prompting_template(
+    template: Template, given: PromptSettings, examples: Sequence[DatasetRow]
+) -> Template:
+    """Return a template with a system prompt, examples and keywords of the chat template.
+
+    Args:
+        template: The template of the question.
+        given: The settings.
+        examples: Rows of the examples of `given.few_shot`.
+
+    Raises:
+        ConfigError: A raw prompt has no place for a system message or for keywords of a chat
+            template; or the template has a system message already.
+        DataError: An example lacks a column.
+    """
+    if given.few_shot is not None:
+        template = _solved_before(template, given.few_shot, examples)
+    asked = template.conversation
+    if given.system_prompt is not None:
+        if asked is None:
+            raise ConfigError(
+                f"env.system_prompt: {_NO_MESSAGES}, which has no place for a system message; give "
+                "env.conversation, or write it into env.prompt"
+            )
+        if asked[0]["role"] == "system":
+            raise ConfigError(
+                "env.system_prompt: expected env.conversation without a system message, got both; "
+                "remove one of them"
+            )
+        system = {"role": "system", "content": given.system_prompt}
+        template = replace(template, conversation=(system, *asked))
+        template.columns()  # refuses a malformed one
+    if given.chat_template_kwargs and asked is None:
+        raise ConfigError(
+            f"env.chat_template_kwargs: {_NO_MESSAGES}, which no chat template renders; give "
+            "env.conversation, or remove them"
+        )
+    return replace(template, keywords=dict(given.chat_template_kwargs))
+
+
+def _only_new(columns: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
+    return {column: who for column, who in columns.items() if column not in known}
+
+
+def _with_examples(
+    task: Task, template: Template, few_shot: FewShot, seed: int
+) -> tuple[Task, Sequence[DatasetRow]]:
+    """Return a task without the rows that become examples, and those rows."""
+    needs = dict.fromkeys(Template.of(few_shot.answer).columns(), "env.few_shot.answer")
+    if not isinstance(few_shot.rows, int):
+        needs |= template.columns()
+        require_columns(few_shot.rows, needs, "env.few_shot.rows", filled=needs)
+        return task, few_shot.rows
+    train = task.splits["train"]
+    require_columns(train, needs, "train", filled=needs)
+    examples, rest = _taken_out(train, template, few_shot.rows, seed)
+    splits: dict[Split, Sequence[DatasetRow]] = {**task.splits, "train": rest}
+    return replace(task, splits=splits), examples
+
+
+def _taken_out(
+    train: Sequence[DatasetRow], template: Template, count: int, seed: int
+) -> tuple[list[DatasetRow], list[DatasetRow]]:
+    """Return a row for each of `count` prompts drawn from train, and the rows of other prompts."""
+    together: dict[str, list[DatasetRow]] = {}
+    for row in train:
+        together.setdefault(template.plain(row), []).append(row)
+    if count >= len(together):
+        raise DataError(
+            f"env.few_shot.rows: expected fewer than the {len(together)} different prompts of "
+            f"train, so that some are left to train on, got {count}; lower it, add rows, or write "
+            "the examples into env.few_shot.rows"
+        )
+    order = generator(seed, "few_shot").permutation(len(together))[:count]
+    keys = list(together)
+    picked = [keys[index] for index in order]
+    taken = set(picked)
+    rest = [row for key, rows in together.items() if key not in taken for row in rows]
+    return [together[key][0] for key in picked], rest
+
+
+def _solved_before(
+    template: Template, few_shot: FewShot, examples: Sequence[DatasetRow]
+) -> Template:
+    """Return a template with the questions of examples and their answers in front."""
+    answer = Template.of(few_shot.answer)
+    if template.text is not None:
+        shown = (
+            _literal(template.plain(row) + answer.plain(row) + few_shot.separator)
+            for row in examples
+        )
+        return replace(template, text="".join(shown) + template.text)
+    asked = template.conversation or ()
+    system = tuple(message for message in asked[:1] if message["role"] == "system")
+    own = asked[len(system) :]
+    solved = (message for row in examples for message in _solved(own, answer, row))
+    return replace(template, conversation=(*system, *solved, *own))
+
+
+def _solved(
+    asked: Sequence[Mapping[str, str]], answer: Template, row: DatasetRow
+) -> list[Mapping[str, str]]:
+    """Return the messages of an example: a question filled in, and its answer."""
+    filled = [
+        {"role": one["role"], "content": Template(text=one["content"]).plain(row)} for one in asked
+    ]
+    # A last message of the assistant begins each answer.
+    start = filled.pop()["content"] if filled[-1]["role"] == "assistant" else ""
+    filled.append({"role": "assistant", "content": start + answer.plain(row)})
+    return [{**one, "content": _literal(one["content"])} for one in filled]
+
+
+def _literal(text: str) -> str:
+    """Return a template that is filled in to this text."""
+    return text.replace("{", "{{").replace("}", "}}")

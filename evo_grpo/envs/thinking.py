@@ -1,0 +1,46 @@
+"""Part a completion into what the model thought and what it answered."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from evo_grpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
+
+    from evo_grpo.settings.prompting import ThinkingTags
+
+COLUMN = "thinking"
+"""Parameter with which a reward function gets the thinking part."""
+
+
+def parted(completion: str, prompt: str, tags: ThinkingTags) -> tuple[str, str]:
+    """Return the thinking part and the answer of a completion, without white space around them.
+
+    The thinking part reaches up to the first end tag. Without one, a completion that begins with
+    the start tag, or whose prompt ends with it, was cut while the model thought and has no answer;
+    any other is all answer.
+    """
+    thought, end, answer = completion.partition(tags.end)
+    if not end:
+        begun = prompt.rstrip().endswith(tags.start) or thought.lstrip().startswith(tags.start)
+        thought, answer = (thought, "") if begun else ("", thought)
+    return thought.strip().removeprefix(tags.start).strip(), answer.strip()
+
+
+def check_tags(tags: ThinkingTags, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse tags that a completion's text never has.
+
+    Raises:
+        ConfigError: A tag is a special token, which decoding leaves out.
+    """
+    special: Any = tokenizer.all_special_tokens
+    for name in ("start", "end"):
+        tag = getattr(tags, name)
+        if tag in special:
+            raise ConfigError(
+                f"env.thinking.{name}: expected a text that completions contain, got {tag!r}, a "
+                "special token of the tokenizer, which the text of a completion leaves out; take a "
+                "tokenizer in which it is an ordinary token"
+            )

@@ -1,0 +1,68 @@
+"""Folders in which the files and modules of a configuration are found.
+
+The working folder comes first. Beside it, a command looks in the folder of the YAML file that it
+was given, or in the folder of --code. A path that a run folder records is only shown, never looked
+into, because the run folder may come from a stranger.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+
+class _Place(NamedTuple):
+    folder: Path
+    is_code: bool
+
+
+_PLACES: list[_Place] = []
+
+
+@contextmanager
+def looking_in(folder: str | Path | None, *, is_code: bool = False) -> Generator[None]:
+    """Look in a folder too while the context lasts; None adds none.
+
+    Args:
+        folder: The folder.
+        is_code: Whether the user gave it as --code, which commands in messages then repeat.
+    """
+    if folder is None:
+        yield
+        return
+    place = _Place(Path(folder).absolute(), is_code)
+    before = list(sys.path)
+    _PLACES.append(place)
+    try:
+        yield
+    finally:
+        _PLACES.remove(place)
+        if str(place.folder) not in before and str(place.folder) in sys.path:
+            sys.path.remove(str(place.folder))
+
+
+def folders() -> list[Path]:
+    """Return the folders in which files and modules are found, the working folder first."""
+    return list(dict.fromkeys([Path.cwd(), *(place.folder for place in _PLACES)]))
+
+
+def find(path: str | Path) -> Path:
+    """Return the path of a file or folder, in the first of `folders` that has it.
+
+    A path that none has, and an absolute one, is returned unchanged.
+    """
+    given = Path(path).expanduser()
+    if given.is_absolute() or given.exists():
+        return given
+    there = (folder / given for folder in folders()[1:])
+    return next((one for one in there if one.exists()), given)
+
+
+def as_option() -> str:
+    """Return the option --code of the present command with a space in front, "" if it has none."""
+    given = [place.folder for place in _PLACES if place.is_code]
+    return f" --code {shlex.quote(str(given[-1]))}" if given else ""

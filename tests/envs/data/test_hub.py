@@ -1,0 +1,217 @@
+"""Datasets of the Hugging Face Hub, through a Hub on the loopback; see helpers/loopback_hub.py."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from loopback_hub import COMMITS, loopback_hub
+
+from evo_grpo.envs.data.hub import hub_dataset
+from evo_grpo.errors import ConfigError
+from evo_grpo.settings import EnvConfig
+from evo_grpo.settings.hub import HubDataset
+
+ROOT = Path(__file__).resolve().parents[3]
+README = """---
+configs:
+- config_name: main
+  default: true
+  data_files:
+  - {split: train, path: main/train.jsonl}
+  - {split: test, path: main/test.jsonl}
+- config_name: socratic
+  data_files:
+  - {split: train, path: socratic/train.jsonl}
+---
+"""
+
+
+def repository(tag):
+    """The files of a dataset with the shape of gsm8k."""
+
+    def lines(count, split):
+        rows = [
+            {"question": f"{split} {n}?", "answer": f"{tag}: {n}\n#### {n}"} for n in range(count)
+        ]
+        return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+    return {
+        "README.md": README.encode(),
+        "main/train.jsonl": lines(30, "train"),
+        "main/test.jsonl": lines(5, "test"),
+        "socratic/train.jsonl": lines(4, "socratic"),
+    }
+
+
+HUB = {
+    "openai/gsm8k": {COMMITS[0]: repository("old"), COMMITS[1]: repository("new")},
+    "openai/gated": {COMMITS[1]: repository("x")},
+}
+# One process for all cases: the Hub's address is read when its package is imported.
+SCRIPT = """
+import json, sys, time
+import datasets
+from evo_grpo.envs.data import hub
+from evo_grpo.envs.registry import build_task
+from evo_grpo.errors import EvoGrpoError
+from evo_grpo.settings import EnvConfig, from_dict
+from evo_grpo.training.inputs.recorded_inputs import inputs_of
+
+hub.TIMEOUT = 1.0
+def score(completion, answer): return 1.0
+def env(train="openai/gsm8k", **more):
+    return EnvConfig(kind="dataset", train=train, reward=score, prompt="{question}", **more)
+
+found = {}
+own = datasets.load_dataset("openai/gsm8k", "main", split="train", revision="a" * 40)
+task = build_task(env({"path": "openai/gsm8k", "revision": "a" * 40}, test="openai/gsm8k",
+    validation={"path": "openai/gsm8k", "split": "train[:3]"}), 0)
+found["train"] = list(task.splits["train"]) == list(own)
+found["test"] = [row["answer"][:4] for row in task.splits["test"]]
+found["validation"] = len(task.splits["validation"])
+found["pinned"] = {name: one.revision for name, one in hub.pinned(env(test="openai/gsm8k")).items()}
+narrow = {"path": "openai/gsm8k", "name": "socratic", "columns": {"question": "answer"}}
+found["columns"] = hub.read_hub(hub.HubDataset(**narrow), "train")[0]
+config = from_dict({"model": "tiny-sums", "env": env()})
+found["digest"] = len(inputs_of(config).files["env.train"])
+for name, train in json.loads(sys.argv[1]).items():
+    start = time.monotonic()
+    try:
+        build_task(env(train), 0)
+        found[name] = "read"
+    except EvoGrpoError as error:
+        found[name] = str(error)
+    found[name + ": late"] = time.monotonic() - start > 5
+print(json.dumps(found))
+"""
+REFUSED = {
+    "missing": ("nobody/nothing", "'nobody/nothing': expected one that is on the Hub"),
+    "gated": ("openai/gated", "is gated: expected access to it; ask for it at http://127.0.0.1"),
+    "hanging": ("openai/slow", "within 1 s, got none"),
+    "revision": ({"path": "openai/gsm8k", "revision": "v9"}, "as revision, got 'v9'"),
+    "name": ({"path": "openai/gsm8k", "name": "mian"}, "'mian' not found. Available"),
+    "split": (
+        {"path": "openai/gsm8k", "split": "vali"},
+        "expected one of its splits as split, test, train, got 'vali'",
+    ),
+    "column": (
+        {"path": "openai/gsm8k", "columns": ["question", "anwser"]},
+        "columns, answer, question, got 'anwser'. Did you mean \"answer\"?",
+    ),
+}
+
+
+def test_a_dataset_of_the_hub_is_found_pinned_read_as_datasets_does_or_named(tmp_path):
+    pytest.importorskip("datasets", reason="needs the extra data")
+    with loopback_hub(HUB) as (_, url):
+        environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
+            "HF_ENDPOINT": url,
+            "HF_HOME": str(tmp_path / "cache"),
+            "HF_TOKEN": "hf_not-to-be-shown",
+            "PYTHONPATH": str(ROOT),
+        }
+        cases = json.dumps({name: train for name, (train, _) in REFUSED.items()})
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, cases],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert "hf_not" not in done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["train"] is True  # as `datasets` reads the older commit
+    assert found["test"] == ["new:"] * 5
+    assert found["validation"] == 3
+    assert found["pinned"] == {"train": COMMITS[1], "test": COMMITS[1]}
+    assert found["columns"] == {"question": "new: 0\n#### 0"}
+    assert found["digest"] == 64
+    for name, (_, message) in REFUSED.items():
+        assert message in found[name], name
+        assert not found[f"{name}: late"], name
+
+
+def test_what_names_a_dataset_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows").write_text("")
+    assert hub_dataset("openai/gsm8k") == HubDataset(path="openai/gsm8k")
+    assert hub_dataset("owner/data-v1.1") is not None
+    for other in ("gsm8k", "data/rows", "data/rows.csv", "./gsm8k", "a/b/c", [{"a": 1}], None):
+        assert hub_dataset(other) is None
+
+
+def test_the_settings_of_a_dataset_are_checked():
+    given = EnvConfig(kind="dataset", train={"path": "a/b", "columns": ["q"]})
+    assert given.train.columns == {"q": "q"}
+    with pytest.raises(ConfigError, match=r"train.splt: unknown key; did you mean 'split'"):
+        EnvConfig(kind="dataset", train={"path": "a/b", "splt": "test"})
+    with pytest.raises(ConfigError, match=r"train.columns: expected a list of columns, or a mapp"):
+        EnvConfig(kind="dataset", train={"path": "a/b", "columns": {"q": 1}})
+
+
+RUN = """
+import sys, evo_grpo
+
+if sys.argv[1] == "begin":
+    evo_grpo.run("population.yaml", out="run", progress=False)
+else:
+    evo_grpo.resume("run", rounds=2, progress=False)
+"""
+POPULATION = """
+model: {name: owner/tiny-sums}
+env:
+  kind: dataset
+  train: openai/gsm8k
+  validation: {path: openai/gsm8k, split: test}
+  test: {path: openai/gsm8k, split: test}
+  prompt: "{question}"
+  reward: hub_rewards:score
+population: {size: 2, rounds: 1, steps_per_round: 1}
+algorithm: {max_output_tokens: 4, group_size: 2}
+evolve: {fitness: {prompts: 3, test_prompts: 2}}
+record: {optuna: false}
+"""
+
+
+@pytest.mark.slow
+def test_a_run_on_a_model_and_a_dataset_of_the_hub_goes_on_without_the_hub(tmp_path):
+    pytest.importorskip("datasets", reason="needs the extra data")
+    model = ROOT / "evo_grpo" / "assets" / "tiny-sums"
+    files = {file.name: file.read_bytes() for file in model.iterdir() if file.is_file()}
+    (tmp_path / "population.yaml").write_text(POPULATION)
+    (tmp_path / "hub_rewards.py").write_text(
+        "def score(completion, answer):\n    return float(len(completion))\n"
+    )
+
+    def evo(step, **changes):
+        environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
+            "HF_HOME": str(tmp_path / "cache"),
+            "PYTHONPATH": str(ROOT),
+            **changes,
+        }
+        return subprocess.run(
+            [sys.executable, "-c", RUN, step],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    hub = {**HUB, "owner/tiny-sums": {COMMITS[1]: files}}
+    with loopback_hub(hub) as (_, url):
+        done = evo("begin", HF_ENDPOINT=url, HF_HUB_DISABLE_XET="1")
+        assert done.returncode == 0, done.stderr
+    recorded = (tmp_path / "run" / "population.yaml").read_text()
+    assert recorded.count(f"revision: {COMMITS[1]}") == 3
+    done = evo("resume", HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "run" / "rounds.jsonl").read_text().splitlines()) == 2
