@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.data.dataset import default_template
 from evo_grpo.envs.data.tables import read_rows
+from evo_grpo.envs.describing import OBJECT
 from evo_grpo.envs.episodes.dialogue import OBSERVATION
 from evo_grpo.envs.finding import find_function
 from evo_grpo.envs.from_config import configured_template
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.registry import FAMILIES, build_task, is_multi_turn
+from evo_grpo.errors import ConfigError
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 
 if TYPE_CHECKING:
@@ -48,9 +50,14 @@ def asking(env: EnvConfig, seed: int) -> Asking:
     if is_multi_turn(env.kind):
         opening = Template.of([{"role": "user", "content": f"{{{OBSERVATION}}}"}])
         return Asking(opening, DEFAULT_OUTPUT_TOKENS, {})
-    family = FAMILIES.get(env.kind.partition(":")[0])
-    if family is not None and family.names_code:
+    family, own = FAMILIES.get(env.kind.partition(":")[0]), env.kind.startswith(OBJECT)
+    if own or (family is not None and family.names_code):
         template = configured_template(env)
+        if own and template is None:
+            raise ConfigError(
+                "prompt: the environment of the run was a Python object without a prompt template; "
+                "send your prompt as it is with --raw, or sample a row in Python"
+            )
         if template is None and env.train is not None:
             template = default_template(read_rows(env.train, "train")[0])
         return Asking(Template.of(template), DEFAULT_OUTPUT_TOKENS, {})

@@ -25,7 +25,6 @@ from evo_grpo.settings import RunConfig
 from evo_grpo.training.run import as_config
 from evo_grpo.types import Score
 
-_OBJECTS = "so its task cannot be built from the folder; give a configuration of it"
 JudgedOn = Literal["validation", "test"]
 
 
@@ -90,6 +89,7 @@ def evaluate_adapter(
     prompts: int | None = None,
     base: bool = True,
     allow: Sequence[str] = (),
+    env: object = None,
 ) -> Judged:
     """Evaluate an adapter on a task as a run evaluates its winner: same prompts, samples and draws.
 
@@ -104,6 +104,8 @@ def evaluate_adapter(
         base: Whether the base is evaluated too, with the same draws.
         allow: Without a `config`, your files that may differ from those of the run, by their
             names in the error that a difference raises.
+        env: The environment, in place of the task of `config`; for a run without a `config`, as
+            it was given to `Population.train`, if it was an object.
 
     Raises:
         CheckpointError: `adapter` is neither a PEFT folder nor a run with a finished round, or a
@@ -118,12 +120,12 @@ def evaluate_adapter(
         raise ConfigError(f"split: expected validation or test, got {split!r}")
     if prompts is not None:
         whole(1).check("prompts", prompts)
-    name, folder, run = _found(Path(adapter), config, allow)
+    name, folder, run = _found(Path(adapter), config, allow, env)
     fitness = run.evolve.fitness
     # Validation repeats the draws of the final comparison, and its samples where it has any.
     samples = fitness.test_samples if split == "test" else fitness.final_samples or fitness.samples
     count = prompts or (fitness.test_prompts if split == "test" else fitness.prompts)
-    with loaded(run, folder, with_env=True) as policy:
+    with loaded(run, folder, with_env=True, env=env) as policy:
         assert policy.env is not None, "loaded with with_env=True"
         # Base first, as at the end of a run: the same batch gives the same bits.
         found = evaluate(
@@ -175,12 +177,14 @@ def _found(
     adapter: Path,
     config: RunConfig | str | Path | Mapping[str, Any] | None,
     allow: Sequence[str],
+    env: object,
 ) -> tuple[str, Path, RunConfig]:
     """Return the name of an adapter, its PEFT folder, and the configuration of its task."""
     given = None if config is None else as_config(config)
     if is_run(adapter):
         choice = choose_of(adapter)
-        run = given or config_of(choice, _OBJECTS, f"evaluate {adapter}", allow)
+        call = f"evo_grpo.evaluate_adapter({str(adapter)!r}, env=...)"
+        run = given or config_of(choice, f"evaluate {adapter}", allow, env=env, call=call)
         return f"{choice.title} of {adapter}", adapter_of(choice), run
     refuse_foreign_files(adapter)
     if not (adapter / ADAPTER_CONFIG).is_file():

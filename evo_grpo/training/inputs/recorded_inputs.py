@@ -50,6 +50,8 @@ class Inputs:
             `filled_in` marks a setting that the recording version of evo-grpo did not have.
         format: Version of this record.
         id: Identifies the run outside of its folder; empty if an earlier version wrote the record.
+        objects: Parts of the Python objects that the run was given, each a text or a digest; see
+            `evo_grpo.envs.describing`. Empty if an earlier version wrote the record.
     """
 
     settings: Mapping[str, Any]
@@ -58,6 +60,7 @@ class Inputs:
     changes: Sequence[Mapping[str, Any]] = field(default_factory=tuple[Mapping[str, Any], ...])
     format: int = FORMAT
     id: str = ""
+    objects: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def changes_of_rounds(self, played: int) -> list[Mapping[str, Any]]:
         """Return the changes of the number of rounds that were made after `played` rounds."""
