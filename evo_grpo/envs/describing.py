@@ -58,14 +58,15 @@ def recorded_task(env: object, name: str) -> EnvConfig:
 
     They have its prompt template, so that a model of the run can be asked without the environment.
     """
+    kind = f"{OBJECT}{name}"
     if isinstance(env, DatasetEnv):
-        return env.settings
+        return env.settings.replace(kind=kind, reward_weights=None)
     task = env.task if isinstance(env, ReasoningGym) else None
     if task is None:
-        return EnvConfig(kind=f"{OBJECT}{name}")
+        return EnvConfig(kind=kind)
     messages = task.conversation
     conversation = None if messages is None else [Message(**dict(one)) for one in messages]
-    return EnvConfig(kind=f"{OBJECT}{name}", prompt=task.prompt, conversation=conversation)
+    return EnvConfig(kind=kind, prompt=task.prompt, conversation=conversation)
 
 
 def source_part(name: str, code: object) -> dict[str, str]:
