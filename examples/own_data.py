@@ -12,12 +12,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
-import evo_grpo
-from evo_grpo import GRPO, ReasoningGym
-
-TOKENIZER = Path(evo_grpo.__file__).parent / "assets" / "tiny-sums"
+from evo_grpo import GRPO, DatasetEnv
 
 
 def make_rows(count: int = 200) -> list[dict[str, str]]:
@@ -37,14 +32,8 @@ def digits(completion: str, answer: str) -> float:
 def main(rounds: int = 4, steps: int = 6, out: str = "runs/own-data") -> dict[str, Any]:
     """Train four agents, and return the summary of the run."""
     rows = make_rows()
-    env = ReasoningGym(
-        train_dataset=rows[:150],
-        validation_dataset=rows[150:170],
-        test_dataset=rows[170:],
-        tokenizer=AutoTokenizer.from_pretrained(TOKENIZER),
-        reward_fn=digits,
-        conversation_template="{question}",
-        batch_size=4,
+    env = DatasetEnv(
+        rows[:150], digits, validation=rows[150:170], test=rows[170:], prompt="{question}"
     )
     population = GRPO.population(
         size=4,

@@ -7,15 +7,10 @@ The reward of each function is recorded separately, which shows what the agents 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pandas as pd
-from transformers import AutoTokenizer
 
 import evo_grpo
-from evo_grpo import GRPO, ReasoningGym
-
-TOKENIZER = Path(evo_grpo.__file__).parent / "assets" / "tiny-sums"
+from evo_grpo import GRPO, DatasetEnv
 
 
 def right(completion: str, answer: str) -> float:
@@ -37,14 +32,12 @@ def main(rounds: int = 3, steps: int = 6, out: str = "runs/rewards") -> pd.DataF
         for a in range(10, 40)
         for b in range(10, 17)
     ]
-    env = ReasoningGym(
-        train_dataset=rows,
-        test_dataset=[{"question": f"{a}+12=", "answer": f"{a + 12:03d}"} for a in range(41, 51)],
-        tokenizer=AutoTokenizer.from_pretrained(TOKENIZER),
-        reward_fn=[right, close],
+    env = DatasetEnv(
+        rows,
+        [right, close],
+        test=[{"question": f"{a}+12=", "answer": f"{a + 12:03d}"} for a in range(41, 51)],
+        prompt="{question}",
         reward_weights=[1.0, 0.3],
-        conversation_template="{question}",
-        batch_size=4,
     )
     population = GRPO.population(
         size=4,

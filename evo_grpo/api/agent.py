@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from evo_grpo.api.by_keyword import by_keyword
-from evo_grpo.api.environments import environment_for
 from evo_grpo.api.objects import separated, warn_of_settings
 from evo_grpo.api.population import HANDLES, Population
 from evo_grpo.api.saved import load_one
@@ -43,6 +42,7 @@ from evo_grpo.schema.validation import check_all, check_folder, flag, whole
 from evo_grpo.settings import AgentSettings, PopulationConfig
 from evo_grpo.settings.keywords import AGENT_KEYWORDS, POPULATION_KEYWORDS
 from evo_grpo.training.assemble import Objects, build_agents
+from evo_grpo.training.environments import environment_for
 
 POLICY, OPTIMIZER = "actor", "optimizer"
 """Names of an agent's policy and its optimizer in `evolvable_attributes`."""

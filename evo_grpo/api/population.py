@@ -3,41 +3,45 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, final, overload
 
 import numpy as np
+from peft import LoraConfig
 
 from evo_grpo.api import left_out
-from evo_grpo.api.environments import environment_for
 from evo_grpo.api.mutation_warnings import warn_of_inert_mutations
 from evo_grpo.api.saved import ARCHIVE, Saved, load
 from evo_grpo.api.tensors import check_generated
+from evo_grpo.api.train_call import (
+    given_objects,
+    in_groups,
+    recorded_config,
+    shown_progress,
+    unnamed_objects,
+)
 from evo_grpo.api.train_signature import PopulationSignature
 from evo_grpo.envs.protocol import Environment
-from evo_grpo.envs.resolve import named_task
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.generation import check_plan, next_generation
-from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.select.protocol import Offspring
-from evo_grpo.evolve.select.tournament import TournamentSelection
-from evo_grpo.evolve.start import described_start
 from evo_grpo.learn.rows import AgentBatch
 from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import AgentState
+from evo_grpo.population.cohort.whole_rounds import LastWholeRound
 from evo_grpo.population.evaluate import evaluate
 from evo_grpo.population.round import apply
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.steps import RunWriter
 from evo_grpo.readers.report.notebook import as_html
 from evo_grpo.record.files import sync_tree
-from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.folder import expect_run, read_rounds
 from evo_grpo.record.leaderboard import from_records
 from evo_grpo.record.names import RECORDED_IN_PYTHON
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
@@ -46,36 +50,26 @@ from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.study import check_storage
 from evo_grpo.record.summary import read_summary
 from evo_grpo.record.view import view_of
-from evo_grpo.schema.group import Group
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.schema.validation import check_folder, whole
 from evo_grpo.seeding import generator
 from evo_grpo.settings import (
-    EnvConfig,
-    EvolveConfig,
-    ModelConfig,
     PopulationConfig,
-    RecordConfig,
-    RunConfig,
     to_yaml,
 )
-from evo_grpo.settings.keywords import TRAIN_KEYWORDS
 from evo_grpo.settings.trackers import check_trackers
-from evo_grpo.training.assemble import Prepared, round_settings
+from evo_grpo.training.assemble import Objects, Prepared, round_settings
+from evo_grpo.training.environments import environment_for
 from evo_grpo.training.followers import Followers
+from evo_grpo.training.from_python import FromPython, resume_from_python
 from evo_grpo.training.run import play_and_judge, play_rounds
 from evo_grpo.training.shortages import warn_of_shortages
-from evo_grpo.training.strategies import check_explorer, from_object
+from evo_grpo.training.strategies import check_explorer
 from evo_grpo.types import Member, Mutation, Score, Slot
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from evo_grpo.readers.terminal.progress import RunProgress
-
-STRATEGIES = (("selection", "selector", "plan"), ("exploration", "explorer", "explore"))
-"""Keyword of `train`, name in `RoundSettings`, and required method, of each strategy."""
 
 
 HANDLES: dict[str, Any] = {}
@@ -156,7 +150,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
             check_observer(given["observer"])
         out = None if given["out"] is None else Path(given["out"])
         played = len(self.rounds)
-        population, evolve, record, own = _in_groups(given, size=size, played=played)
+        population, evolve, record, own = in_groups(given, size=size, played=played)
         env = environment_for(self.cohort, given["env"])
         prompts = self.cohort.settings.algorithm.prompts_per_step or env.batch_size
         group_size = self.cohort.settings.algorithm.group_size
@@ -169,11 +163,17 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         warn_of_shortages(task, prompts, evolve.fitness, tests=out is not None)
         if out is not None:
             self._check_out(out)
+        objects = given_objects(self.cohort, given, own)
+        parts = {} if out is None else objects.parts(self.cohort.seed)
         left_out.went_on(self.rounds)
         self.make_up(settings)
-        prepared = Prepared(self.cohort, env, settings, tuple(self.slots))
+        whole, slots = LastWholeRound(self.cohort), tuple(self.slots)
+        prepared = Prepared(self.cohort, env, settings, slots, whole.keep, parts)
         title = self._title(env, population)
-        with _shown(given["progress"], title, self.hp_config.names()) as progress:
+        with (
+            shown_progress(given["progress"], title, self.hp_config.names()) as progress,
+            self._put_back_if_interrupted(whole, population.rounds, out),
+        ):
             observer = ObserverList(
                 tuple(o for o in (progress, given["observer"]) if o is not None)
             )
@@ -181,14 +181,33 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
                 slots = self._record(out, given, own, prepared, observer)
             else:
                 observer.started(None, population.rounds, played, None)
-                slots, writer = tuple(self.slots), RunWriter()
+                writer = RunWriter()
                 slots = play_rounds(prepared, slots, self.rounds, writer=writer, observer=observer)
-        self.keep(slots)
-        if len(self.rounds) >= population.rounds or self.rounds[-1].is_end:
-            left_out.note(self.cohort, self.rounds)
+        self._after_rounds(slots, population.rounds)
         if progress is not None:
             progress.show_ending(view_of(self if out is None else out))
         return self.rounds[played:]
+
+    def _after_rounds(self, slots: Sequence[Slot], planned: int) -> None:
+        """Keep the agents of the next round; `planned` is the number of rounds of the call."""
+        self.keep(slots)
+        if self.rounds and (len(self.rounds) >= planned or self.rounds[-1].is_end):
+            left_out.note(self.cohort, self.rounds)
+
+    @contextmanager
+    def _put_back_if_interrupted(
+        self, whole: LastWholeRound, planned: int, out: Path | None
+    ) -> Generator[None]:
+        """After an exception, Ctrl-C included, return to the end of the last finished round."""
+        try:
+            yield
+        except BaseException:
+            kept = whole.put_back()
+            if kept is not None:
+                rounds = self.rounds if out is None else read_rounds(out)
+                self.rounds = list(rounds[: kept.rounds])
+                self._after_rounds(kept.slots, planned)
+            raise
 
     def make_up(self, settings: RoundSettings) -> None:
         """Carry out the selection that the last round left out; see `evo_grpo.api.left_out`.
@@ -215,7 +234,8 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         if self.rounds:
             raise ConfigError(
                 f"out={str(out)!r}: expected a population without rounds, got one that has played "
-                f"{len(self.rounds)}; give out= at the first call, or omit it"
+                f"{len(self.rounds)}; give out= at the first call, or omit it. A run that is in a "
+                "folder continues with Population.resume(folder, env)"
             )
 
     def _record(
@@ -230,11 +250,11 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
 
         `given` are the keywords of `train`, `own` the strategies among them that are objects.
         """
-        config = self._config(str(given["name"]), given["env"], prepared)
+        config = recorded_config(prepared, str(given["name"]), given["env"])
         check_storage(config)
         check_trackers(config.record.trackers)
         text = to_yaml(config)
-        if objects := self._objects(given["env"], own):
+        if objects := unnamed_objects(self.cohort, self.slots, given["env"], own):
             text = f"{RECORDED_IN_PYTHON}{', '.join(objects)}\n{text}"
         with (
             Followers() as followers,
@@ -246,39 +266,81 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
             self.summary = read_summary(folder.path)
         return slots
 
-    def _config(self, name: str, env: object, prepared: Prepared) -> RunConfig:
-        """Return the settings of a call of `train` as a `RunConfig`, without its objects."""
-        settings, rounds = self.cohort.settings, prepared.round_settings
-        first = settings.algorithm.hparams()
-        begun = [state.hparams for state in self._states()]
-        init = described_start(begun, first, self.hp_config, self.cohort.seed)
-        return RunConfig(
-            name=name,
-            seed=settings.seed,
-            model=settings.model or ModelConfig(name=self.cohort.base.name),
-            env=named_task(env) or EnvConfig(kind=f"object:{prepared.env.name}"),
-            population=rounds.population.replace(init=init),
-            algorithm=settings.algorithm,
-            evolve=rounds.evolve.replace(hyperparameters=settings.hyperparameters),
-            engine=settings.engine,
-            record=rounds.record,
-        )
-
-    def _objects(self, env: object, own: Mapping[str, Any]) -> list[str]:
-        """Return the names of objects that no file can name, so that the run cannot be resumed."""
-        strategies = [name for name, field, _ in STRATEGIES if field in own]
-        names = [*self.cohort.objects, *strategies]
-        task = named_task(env)
-        names += [f"env ({type(env).__name__})"] if task is None else task.objects()
-        if self.slots != list(range(len(self))) or any(s.steps for s in self._states()):
-            names.append("agents that had trained before")
-        return names
-
     def _title(self, env: Environment[Any], population: PopulationConfig) -> str:
         return (
             f"{self.cohort.base.name} on {env.name}, {len(self)} agents, "
             f"{population.rounds} rounds of {population.steps_per_round} steps"
         )
+
+    @classmethod
+    def resume(  # noqa: PLR0913 -- all but the first have defaults
+        cls,
+        out: str | Path,
+        env: object = None,
+        *,
+        model: object = None,
+        tokenizer: object = None,
+        lora: LoraConfig | None = None,
+        selection: object = None,
+        exploration: object = None,
+        rounds: int | None = None,
+        allow: Sequence[str] = (),
+        observer: Observer | None = None,
+        progress: bool | None = None,
+    ) -> Population[Any]:
+        """Continue a run that `train(..., out=)` recorded, to its last round.
+
+        The result equals that of a run without the stop, to the bit. A finished run is loaded and
+        does not train, unless `rounds` extends it. Objects that population.yaml cannot name are
+        given again: its first line lists them. Their rows and sources are compared with those at
+        the begin of the run.
+
+        Args:
+            out: The run folder.
+            env: The environment as it was given to `train`, if it was an object.
+            model: The model, if the population was built from an object.
+            tokenizer: The tokenizer, if the population was built from an object.
+            lora: PEFT's LoraConfig, if the population was built from one; the checkpoints of a
+                finished round have it too.
+            selection: The selection, if it was an object.
+            exploration: The exploration, if it was an object.
+            rounds: Rounds of the whole run, in place of the recorded number.
+            allow: Files of yours, and parts of the objects, that may have changed since the run
+                began, by the names that the error gives which a change raises without this.
+            observer: Gets the progress.
+            progress: As for `train`.
+
+        Returns:
+            A population over a new base, with the rounds of the run.
+
+        Raises:
+            ConfigError: An object is missing, or differs from that of the run.
+            RunDirError: The folder is in use.
+            CheckpointError: A file of the run is missing or was changed.
+        """
+        folder = expect_run(out)
+        strategies = {"selection": selection, "exploration": exploration}
+        given = FromPython(
+            env,
+            Objects(model, tokenizer, lora),
+            {name: value for name, value in strategies.items() if value is not None},
+        )
+        with shown_progress(progress, "", ()) as shown:
+            both = ObserverList(tuple(o for o in (shown, observer) if o is not None))
+            prepared, slots = resume_from_python(
+                folder, given, rounds=rounds, allow=allow, observer=both
+            )
+        cohort, played = prepared.cohort, read_rounds(folder)
+        first = [a.agent for a in played[0].agents]
+        known = [slot for slot in first if slot in cohort.agents]
+        kind = HANDLES[cohort.settings.algorithm.kind]
+        handles = [kind.on(cohort, slot, first.index(slot)) for slot in known]
+        population = Population(cohort, handles)
+        population.rounds, population.summary = played, read_summary(folder)
+        population._after_rounds(slots, prepared.round_settings.population.rounds)
+        if shown is not None:
+            shown.show_ending(view_of(folder))
+        return population
 
     def save(self, path: str | Path) -> None:
         """Write all agents and the records of their rounds; `load` reads them.
@@ -428,47 +490,3 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
 
     def _states(self) -> list[AgentState]:
         return [self._state(position) for position in range(len(self))]
-
-
-def _in_groups(
-    given: Mapping[str, Any], *, size: int, played: int
-) -> tuple[PopulationConfig, EvolveConfig, RecordConfig, dict[str, Any]]:
-    """Sort the keywords of `train` into groups of settings.
-
-    The last value returned holds the strategies that are the user's objects, by their names in
-    `RoundSettings`.
-    """
-    groups: dict[str, dict[str, Any]] = {}
-    for name, path in TRAIN_KEYWORDS.items():
-        groups.setdefault(str(path[0]), {})[str(path[-1])] = given[name]
-    evolve, own = groups["evolve"], dict[str, Any]()
-    for name, field, method in STRATEGIES:
-        if hasattr(evolve[name], method) and not isinstance(evolve[name], Group):
-            own[field] = from_object(name, method, evolve.pop(name))
-    if size == 1 and evolve.get("selection") == TournamentSelection():
-        evolve["selection"] = NoSelection()  # one agent has no competitors
-    population = PopulationConfig(size=size, **groups["population"])
-    population = population.replace(rounds=played + population.rounds)
-    record = RecordConfig(**groups["record"])
-    if record.storage is not None and given["out"] is None:
-        raise ConfigError(
-            "storage: expected out= too, since trials are made from the rounds in a run folder; "
-            "give out=, or omit storage"
-        )
-    if record.trackers and given["out"] is None:
-        raise ConfigError(
-            "trackers: expected out= too, since trackers read the log in a run folder; give out=, "
-            "or observer=evo_grpo.Tracker(...)"
-        )
-    return population, EvolveConfig(**evolve), record, own
-
-
-def _shown(
-    wanted: bool | None, title: str, names: Sequence[str]
-) -> AbstractContextManager[RunProgress | None]:
-    """Show progress: None in a terminal or notebook only, True everywhere, False nowhere."""
-    if wanted is False:
-        return nullcontext()
-    from evo_grpo.readers.terminal.progress import progress  # loads rich
-
-    return progress(title=title, hyperparameters=names, anywhere=wanted is True)

@@ -18,7 +18,9 @@ from evo_grpo.envs.from_config import configured_template
 from evo_grpo.envs.prompting import prompting_template
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.registry import FAMILIES, build_task, is_multi_turn
+from evo_grpo.errors import ConfigError
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
+from evo_grpo.settings.given import OBJECT
 
 if TYPE_CHECKING:
     from evo_grpo.settings import EnvConfig
@@ -51,10 +53,16 @@ def asking(env: EnvConfig, seed: int) -> Asking:
         first = replace(Template.of(messages), keywords=env.chat_template_kwargs)
         return Asking(first, DEFAULT_OUTPUT_TOKENS, {})
     family = FAMILIES.get(env.kind.partition(":")[0])
-    own = family is not None and family.names_code
+    is_object = env.kind.startswith(OBJECT)
+    own = is_object or (family is not None and family.names_code)
     examples = [] if env.few_shot is None else env.few_shot.rows
     if own and not isinstance(examples, int):  # otherwise they depend on the rows of train
         template = configured_template(env)
+        if is_object and template is None:
+            raise ConfigError(
+                "prompt: the environment of the run was a Python object without a prompt template; "
+                "send your prompt as it is with --raw, or sample a row in Python"
+            )
         if template is None and env.train is not None:
             template = default_template(read_rows(env.train, "train")[0])
         asked = prompting_template(Template.of(template), env.prompting(), examples)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+from evo_grpo.envs.dataset_env import DatasetEnv
 from evo_grpo.envs.episodes.dialogue import opening
 from evo_grpo.envs.episodes.gym import MultiTurnGym
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
@@ -34,9 +35,9 @@ def resolve_environment(
 
     Args:
         env: An environment of `evo_grpo`, which is returned unchanged; the name of a task such as
-            "sums"; the settings of a task, as in YAML's `env`; or a `TokenObservationWrapper` or a
-            bare `MultiTurnEnv`, which plays one episode at a time. A bare one gets the default of
-            `env.max_turns`.
+            "sums"; the settings of a task, as in YAML's `env`; a `DatasetEnv`; or a
+            `TokenObservationWrapper` or a bare `MultiTurnEnv`, which plays one episode at a time. A
+            bare one gets the default of `env.max_turns`.
         tokenizer: The tokenizer of the base model, or None.
         seed: Seed of the data and of the order of prompts of a named task.
         max_output_tokens: Tokens of one completion in a new environment.
@@ -50,6 +51,11 @@ def resolve_environment(
             raise _no_tokenizer(f"env={named.kind!r}: a task by name")
         size = batch_size or DEFAULT_PROMPTS
         return environment_of(named, seed, size, max_output_tokens)(tokenizer)
+    if isinstance(env, DatasetEnv):
+        if tokenizer is None:
+            raise _no_tokenizer("env: a DatasetEnv")
+        size, order = batch_size or DEFAULT_PROMPTS, derive(seed, "env")
+        return ReasoningGym.from_task(env.task(seed), tokenizer, size, order)
     if isinstance(env, TokenObservationWrapper):
         return MultiTurnGym.of(env)
     made: Any = env
@@ -58,8 +64,8 @@ def resolve_environment(
     if isinstance(env, MultiTurnEnv):
         return MultiTurnGym.of(_wrapped(env, tokenizer, max_output_tokens))
     raise ConfigError(
-        "env: expected a ReasoningGym, a MultiTurnGym, an environment with reset(seed) and "
-        f"step(action), or a task's name, got {shown(env)}"
+        "env: expected a DatasetEnv, a ReasoningGym, a MultiTurnGym, an environment with "
+        f"reset(seed) and step(action), or a task's name, got {shown(env)}"
     )
 
 

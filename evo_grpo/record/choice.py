@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.record.family import best_agent, best_ever
+from evo_grpo.record.folder import continuing
 from evo_grpo.record.names import BEST
 from evo_grpo.record.summary import gain_interval
 from evo_grpo.record.view import RunView, view_of
@@ -131,7 +132,7 @@ def choose_of(
     if not rounds or (not given and round is None and view.winner is None):
         raise CheckpointError(
             f"{folder}: nothing to export, expected a finished round with a ranked agent; continue "
-            f"with: evo-grpo resume {folder}"
+            f"with: {continuing(folder)}"
         )
     if not given and round is None:
         assert view.winner is not None, "checked above"

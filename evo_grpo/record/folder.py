@@ -207,6 +207,30 @@ def config_text(folder: Path) -> str:
         ) from error
 
 
+def objects_line(folder: Path) -> str:
+    """Return the line of a run's population.yaml that lists its Python objects, "" without any."""
+    first = config_text(folder).partition("\n")[0]
+    return f"{first}\n" if first.startswith(RECORDED_IN_PYTHON) else ""
+
+
+def recorded_objects(folder: Path) -> dict[str, str]:
+    """Return the Python objects that `Population.train` was given, each with its description.
+
+    The keys are keywords such as "env" and "model"; "agents" stands for agents that had trained
+    before.
+    """
+    line = objects_line(folder)
+    named = line.removeprefix(RECORDED_IN_PYTHON).strip().split(", ") if line else []
+    return {one.partition(" ")[0]: one for one in named}
+
+
+def continuing(folder: Path) -> str:
+    """Return the command that continues a run, or the call in Python if it needs objects."""
+    if recorded_objects(folder):
+        return f"evo_grpo.Population.resume({str(folder)!r}, env=...) in Python"
+    return f"evo-grpo resume {folder}"
+
+
 def refuse_objects(folder: Path, so: str) -> None:
     """Refuse a run that was recorded from Python with objects that no file can name.
 
@@ -214,11 +238,10 @@ def refuse_objects(folder: Path, so: str) -> None:
         folder: The run folder.
         so: The consequence and the remedy, for the message.
     """
-    first = config_text(folder).partition("\n")[0]
-    if first.startswith(RECORDED_IN_PYTHON):
+    if objects := recorded_objects(folder):
         raise RunDirError(
-            f"{folder}: it was recorded from Python with "
-            f"{first.removeprefix(RECORDED_IN_PYTHON)}, which no file can name, {so}"
+            f"{folder}: it was recorded from Python with {', '.join(objects.values())}, which "
+            f"no file can name, {so}"
         )
 
 
@@ -403,7 +426,7 @@ def refuse_run(folder: Path) -> None:
         )
     raise RunDirError(
         f"{folder}: expected a new or empty folder, found an unfinished run; "
-        f"continue with: evo-grpo resume {folder}, choose another --out, or replace it with --force"
+        f"continue with: {continuing(folder)}, choose another --out, or replace it with --force"
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -85,14 +85,30 @@ class Objects:
         return tuple(name for name, value in given.items() if value is not None)
 
 
+def _nothing(slots: Sequence[Slot], rounds: int) -> None:
+    """Do nothing between two rounds."""
+
+
 @dataclass(frozen=True)
 class Prepared:
-    """Everything a run needs, built from its config; a context that frees it."""
+    """Everything a run needs; a context that frees it.
+
+    Attributes:
+        cohort: The agents and the parts that they share.
+        env: The environment.
+        round_settings: Settings of the rounds.
+        slots: Slots of the agents that play the first round.
+        between_rounds: Called before the first round and after each, with the slots that play the
+            next one and the number of finished rounds.
+        objects: Parts of the Python objects that the run was given, for its record.
+    """
 
     cohort: Cohort
     env: Environment[Any]
     round_settings: RoundSettings
     slots: tuple[Slot, ...]
+    between_rounds: Callable[[Sequence[Slot], int], None] = _nothing
+    objects: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __enter__(self) -> Self:
         return self

@@ -36,10 +36,15 @@ def check_rounds(rounds: int, played: int, planned: int) -> None:
         )
 
 
-def with_plan(config: RunConfig, rounds: Sequence[RoundRecord]) -> RoundRecord:
-    """Return the record of the last round, with a plan for a further round."""
+def with_plan(
+    config: RunConfig, rounds: Sequence[RoundRecord], settings: RoundSettings | None = None
+) -> RoundRecord:
+    """Return the record of the last round, with a plan for a further round.
+
+    `settings` are those of the rounds; None derives them from `config`.
+    """
     return planned(
-        settings_of_rounds(config),
+        settings or settings_of_rounds(config),
         rounds,
         hp_config=config.search_space(),
         seed=config.seed,
@@ -104,7 +109,9 @@ def planned(
 
 def members_of(rounds: Sequence[RoundRecord]) -> dict[int, Member]:
     """Return all members of a run by id."""
-    first = {a.member: Member(a.member, a.agent, mutation=a.mutation) for a in rounds[0].agents}
+    first = {
+        a.member: Member(a.member, a.agent, a.parent, mutation=a.mutation) for a in rounds[0].agents
+    }
     return first | {member.id: member for record in rounds for member in record.members}
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from evo_grpo.errors import CheckpointError, RunDirError
 from evo_grpo.model.digest import base_digest, comparable_digests
+from evo_grpo.model.lora.configs import read_config as read_adapter_config
+from evo_grpo.model.lora.load import fit_slot
 from evo_grpo.population.checkpoints.manifest import read_attributes
 from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.cohort.cohort import Cohort
@@ -24,8 +26,12 @@ from evo_grpo.training.writer import sees_folder
 from evo_grpo.types import Slot
 
 
-def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> tuple[Slot, ...]:
+def restore(
+    prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path, *, free: bool = True
+) -> tuple[Slot, ...]:
     """Restore a cohort to its state after the last complete round: load, then evolve as recorded.
+
+    Without `free`, agents that left after that round are kept for a later selection; see `apply`.
 
     Returns:
         The slots of the agents that play the next round.
@@ -66,10 +72,12 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
         checkpoints[cohort.archive.slot] = place
     _load(cohort, checkpoints)
     for record in last.agents:
+        state = cohort.agents[record.agent]
+        saved, recorded = list(state.history), history_of(rounds, record.member)
         # Set the member before the history: a new member clears the history.
         cohort.set_member(record.agent, members[record.member])
-        state = cohort.agents[record.agent]
-        state.history = history_of(rounds, record.member)
+        # Only a checkpoint has the scores of an agent from before the run.
+        state.history = saved if recorded and saved[-len(recorded) :] == recorded else recorded
         state.dead_steps = int(record.metrics.get("dead_steps", 0))
     if cohort.archive is not None and best is not None and best.score is not None:
         cohort.archive.history = [best.score]
@@ -77,7 +85,7 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
         cohort.move(home)
     generation = recorded_generation(cohort, slots, last)
     inherit = prepared.round_settings.evolve.inherit_optimizer
-    apply(cohort, slots, generation, inherit_optimizer=inherit)
+    apply(cohort, slots, generation, inherit_optimizer=inherit, free=free)
     cohort.reserve_members(next_member_id(rounds))
     return generation.slots
 
@@ -118,6 +126,21 @@ def _checkpoint(
     return _Checkpoint(inside(folder, copy or record.checkpoint), files, origin)
 
 
+def _fit(cohort: Cohort, slot: Slot, place: Path) -> None:
+    """Give an agent the LoRA configuration and the reference of its checkpoint.
+
+    Both may differ between agents that had trained before the run.
+    """
+    state = cohort.agents[slot]
+    if cohort.together or cohort.team.size > 1:  # such a run starts from new agents
+        return
+    if read_attributes(place).get("reference") == "own":
+        cohort.add_reference(slot)
+    config = read_adapter_config(place / "actor")
+    for name in (state.adapter, *([state.reference] if state.has_reference else ())):
+        fit_slot(cohort.slots, name, config)
+
+
 def _load(cohort: Cohort, checkpoints: Mapping[Slot, _Checkpoint]) -> None:
     """Load the agents of this rank; send their counters, which records lack, to all ranks."""
     found: dict[Slot, tuple[int, int]] = {}
@@ -133,6 +156,7 @@ def _load(cohort: Cohort, checkpoints: Mapping[Slot, _Checkpoint]) -> None:
                 f"checkpoint {place}: it was trained over base {cohort.base.name!r} with other "
                 "weights than it has now; put the base back as it was"
             )
+        _fit(cohort, slot, place)
         load_agent(cohort, slot, place, load_optimizer=True)
         state = cohort.agents[slot]
         found[slot] = state.steps, state.reference_updates

@@ -24,10 +24,17 @@ from evo_grpo.population.plan import ends_by_request
 from evo_grpo.population.ranks.ranks import find_team, sharing_early_errors
 from evo_grpo.population.ranks.team import Team
 from evo_grpo.population.round import Steerer, next_slots, play_round
+from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.steps import Limit, RunWriter
 from evo_grpo.record.config import read_config
 from evo_grpo.record.files import reading, sync_into, writing
-from evo_grpo.record.folder import clear_run, config_text, refuse_objects, refuse_taken
+from evo_grpo.record.folder import (
+    clear_run,
+    config_text,
+    objects_line,
+    refuse_objects,
+    refuse_taken,
+)
 from evo_grpo.record.leaderboard import write_csv
 from evo_grpo.record.names import BASELINE, MEAN, RECORDED_IN_PYTHON
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
@@ -165,7 +172,7 @@ def resume(
         check_same_files(team, config)
         team.wait_for_all()  # all ranks pass their checks before anything is recorded
         if opened is not None and changed is not None:
-            _record(opened, changed)
+            record_changed(opened, changed)
         prepared = stack.enter_context(prepare(config, None, team))
         watching = _watching(observer, followers, opened)
         play_and_judge(config, Path(folder), opened, prepared, watching)
@@ -181,10 +188,32 @@ def _continued_inputs(
     opened: RunDir, rounds: int | None, allow: Sequence[str], team: Team
 ) -> Changed | None:
     """Return the inputs that a run continues with, None if it is finished; record nothing."""
-    summary, begun = read_summary(opened.path), begun_extension(opened)
-    if summary is not None and begun is None and rounds in (None, summary["rounds"]):
+    if is_finished(opened, rounds):
         return None
-    config, played = _recorded_config(opened), opened.rounds()
+    return changed_inputs(opened, _recorded_config(opened), rounds, allow, team)
+
+
+def is_finished(opened: RunDir, rounds: int | None) -> bool:
+    """Return whether a run is finished and `rounds` does not extend it."""
+    summary = read_summary(opened.path)
+    if summary is None or begun_extension(opened) is not None:
+        return False
+    return rounds in (None, summary["rounds"])
+
+
+def changed_inputs(
+    opened: RunDir,
+    config: RunConfig,
+    rounds: int | None,
+    allow: Sequence[str],
+    team: Team,
+    objects: Mapping[str, str] | None = None,
+) -> Changed:
+    """Return the inputs that an unfinished run continues with; record nothing.
+
+    `objects` are the parts of the Python objects that the run is given.
+    """
+    played, begun = opened.rounds(), begun_extension(opened)
     check_ranks(config, team)
     if not played:
         check_storage(config)
@@ -193,36 +222,41 @@ def _continued_inputs(
     wanted = begun if rounds is None else rounds
     if wanted is not None:
         config = config.replace(population=config.population.replace(rounds=wanted))
-    changed = compare_inputs(opened, config, rounds=wanted, allow=allow)
+    changed = compare_inputs(opened, config, rounds=wanted, allow=allow, objects=objects)
     for note in changed.notes:
         warnings.warn(note, UserWarning, stacklevel=2)
     return changed
 
 
-def _record(opened: RunDir, changed: Changed) -> None:
-    """Record the inputs that a run continues with."""
+def record_changed(opened: RunDir, changed: Changed, settings: RoundSettings | None = None) -> None:
+    """Record the inputs that a run continues with; `settings` are those of its rounds, if known."""
     # Record the inputs first: if the process stops after this call, a resume continues with them.
     record_changes(opened, changed)
     if changed.extended:
-        opened.write_config(configuration.to_yaml(changed.config))
+        opened.write_config(objects_line(opened.path) + configuration.to_yaml(changed.config))
     if was_the_end(opened):
-        opened.reopen(with_plan(changed.config, opened.rounds()))
+        opened.reopen(with_plan(changed.config, opened.rounds(), settings))
 
 
 def _recorded_config(opened: RunDir) -> RunConfig:
     """Return the settings of a run folder; refuse a folder that cannot be resumed."""
     refuse_objects(
         opened.path,
-        "so it cannot be resumed from here; in Python, make the population again, or load its "
-        "agents from checkpoints/ with load_checkpoint, and call train",
+        "so no command can make them; continue it in Python, with env and the other objects as at "
+        f"the begin of the run: evo_grpo.Population.resume({str(opened.path)!r}, env=...)",
     )
-    if config_text(opened.path).startswith(BASELINE):
-        above = opened.path.parent.parent
+    refuse_part_of_comparison(opened.path)
+    return read_config(opened.path)
+
+
+def refuse_part_of_comparison(folder: Path) -> None:
+    """Refuse a population of a comparison, which only the comparison continues."""
+    if config_text(folder).startswith(BASELINE):
+        above = folder.parent.parent
         raise RunDirError(
-            f"{opened.path}: it is part of the comparison of {above} and ends by tokens, not "
+            f"{folder}: it is part of the comparison of {above} and ends by tokens, not "
             f"by rounds; continue with: evo-grpo resume {above} --compare"
         )
-    return read_config(opened.path)
 
 
 def play_and_judge(
@@ -348,7 +382,7 @@ class Past:
 def _past(config: RunConfig, folder: RunDir, prepared: Prepared, *, steers: bool) -> Past:
     """Read the recorded rounds of a run; add the requests made since to the last one."""
     with reading(folder.path):
-        record_inputs(folder, config)
+        record_inputs(folder, config, prepared.objects)
         rounds = folder.rounds()
         if rounds and _keeps_best(config):
             keep_best_of(folder, rounds)
@@ -409,6 +443,7 @@ def play_rounds(
     Returns:
         The slots of the remaining agents.
     """
+    prepared.between_rounds(slots, len(rounds))
     while _is_unfinished(prepared, rounds):
         record = play_round(
             prepared.cohort,
@@ -426,6 +461,7 @@ def play_rounds(
             rounds[-1] = outline(rounds[-1])
         rounds.append(record)
         slots = next_slots(record)
+        prepared.between_rounds(slots, len(rounds))
         if ends_by_request(record):
             break
     return slots

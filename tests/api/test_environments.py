@@ -6,8 +6,8 @@ from text_agents import Count, agents
 from tiny_cohort import build_model
 
 from evo_grpo import GRPO, MultiTurnGym, TokenObservationWrapper
-from evo_grpo.api.environments import environment_for
 from evo_grpo.errors import ConfigError
+from evo_grpo.training.environments import environment_for
 
 
 def test_an_agent_is_tested_in_whatever_plays():
@@ -30,7 +30,7 @@ def test_a_bare_environment_has_the_turns_of_a_configuration():
 def test_what_cannot_be_played_is_named():
     agent = agents(1)[0]
     for env in (5, object(), None):
-        with pytest.raises(ConfigError, match="env: expected a ReasoningGym, a MultiTurnGym"):
+        with pytest.raises(ConfigError, match="env: expected a DatasetEnv, a ReasoningGym, a"):
             agent.test(env)
     with pytest.raises(ConfigError, match='no task "sum"'):
         agent.test("sum")

@@ -34,11 +34,6 @@ from evo_grpo.settings import RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.types import Prompt
 
-_OBJECTS = (
-    "so its base and its task cannot be built from the folder; in Python, load a checkpoint with "
-    "load_checkpoint, and call get_action"
-)
-
 
 @dataclass(frozen=True)
 class Answers:
@@ -82,6 +77,7 @@ class Drawn:
     split: Split
     raw: bool
     allow: Sequence[str]
+    env: object = None
 
 
 def sample(  # noqa: PLR0913 -- all but the first two have defaults
@@ -101,6 +97,7 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
     raw: bool = False,
     allow: Sequence[str] = (),
     code: str | Path | None = None,
+    env: object = None,
 ) -> list[Sampled]:
     """Sample answers of an agent to prompts, or to rows of its task, as in training.
 
@@ -128,6 +125,7 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
         allow: For rows, your files that may differ from those of the run, by their names in the
             error that a difference raises.
         code: A folder in which the files and modules that the run names are found too.
+        env: For rows, the environment as it was given to `Population.train`, if it was an object.
 
     Returns:
         One entry per prompt, then one per row.
@@ -136,14 +134,14 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
         CheckpointError: No round is finished, or the checkpoint is missing or damaged.
         ConfigError: There is no such agent or row, or a number is out of range; or rows are given,
             and the settings or the files of the run have changed.
-        RunDirError: The run was recorded with objects that no file can name.
+        RunDirError: The run was recorded with a model or a tokenizer that no file can name.
         PromptTooLongError: A prompt leaves no room for an answer.
         RunFailedError: The agent, or the base, has log-probabilities that are not finite.
     """
     choice = choose_of(run, agent, member, round, best_ever=best_ever)
     given = [prompts] if isinstance(prompts, str) else list(prompts)
     numbers = [rows] if isinstance(rows, int) else list(rows)
-    drawn = Drawn(n, temperature, base, seed, split, raw, allow)
+    drawn = Drawn(n, temperature, base, seed, split, raw, allow, env)
     with looking_in(code_folder(code), is_code=True):
         return list(answers(choice, given, numbers, drawn))
 
@@ -161,12 +159,15 @@ def answers(
     check_temperature(drawn.temperature)
     # For rows the code that the task names is imported and called.
     command = f"sample {choice.run} --row N" if rows else None
-    config = config_of(choice, _OBJECTS, command, drawn.allow)
+    call = f"evo_grpo.sample({str(choice.run)!r}, rows=[...], env=...)"
+    config = config_of(choice, command, drawn.allow, env=drawn.env, call=call)
     adapter = adapter_of(choice)
     # For rows the environment has the prompts and the length of an answer.
     how = None if rows else _how(config, raw=drawn.raw)
     tokens = None if how is None else how.max_output_tokens
-    with loaded(config, adapter, with_env=bool(rows), max_output_tokens=tokens) as policy:
+    with loaded(
+        config, adapter, with_env=bool(rows), env=drawn.env, max_output_tokens=tokens
+    ) as policy:
         how = how or _how(config, raw=drawn.raw)
         slots = {choice.title: policy.slot, **({"base": None} if drawn.base else {})}
         numbers = count(1)

@@ -18,6 +18,7 @@ from evo_grpo.after.trying.policy import (
     loaded,
 )
 from evo_grpo.envs.protocol import Environment
+from evo_grpo.envs.resolve import named_task
 from evo_grpo.errors import CheckpointError, ConfigError, RunFailedError
 from evo_grpo.evolve.compare import compare
 from evo_grpo.evolve.intervals import LEVEL, interval
@@ -35,7 +36,6 @@ from evo_grpo.training.assemble import task_of
 from evo_grpo.training.run import as_config
 from evo_grpo.types import Score
 
-_OBJECTS = "so its task cannot be built from the folder; give a configuration of it"
 JudgedOn = Literal["validation", "test"]
 
 
@@ -186,6 +186,7 @@ def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
     base: bool = True,
     allow: Sequence[str] = (),
     code: str | Path | None = None,
+    env: object = None,
 ) -> Judged:
     """Evaluate an adapter on a task as a run evaluates its winner: same prompts, samples and draws.
 
@@ -211,6 +212,8 @@ def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
             names in the error that a difference raises.
         code: A folder in which files and modules of the task are found too, besides the working
             folder and the folder of a YAML file.
+        env: The environment, in place of the task of `config`; for a run without a `config`, as
+            it was given to `Population.train`, if it was an object.
 
     Raises:
         CheckpointError: `adapter` is neither a PEFT folder nor a run with a finished round, or a
@@ -222,7 +225,7 @@ def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
         EvoGrpoError: The base or the task cannot be loaded.
     """
     asked = Asked(split, prompts, samples, temperature, _several(pass_at), correct, base)
-    (judged,) = _evaluated(Path(adapter), config, (), asked, allow, code)
+    (judged,) = _evaluated(Path(adapter), config, (), asked, allow, code, env)
     return judged
 
 
@@ -269,7 +272,7 @@ def evaluate_files(  # noqa: PLR0913 -- all but the first three have defaults
     given = [files] if isinstance(files, str | Path) else list(files)
     if not given:
         raise ConfigError("files: expected at least one test file, got none")
-    return _evaluated(Path(adapter), config, given, asked, allow, code)
+    return _evaluated(Path(adapter), config, given, asked, allow, code, None)
 
 
 def _several(value: int | Sequence[int]) -> tuple[int, ...]:
@@ -283,10 +286,11 @@ def _evaluated(
     asked: Asked,
     allow: Sequence[str],
     code: str | Path | None,
+    env: object,
 ) -> list[Judged]:
     """Return the result on each test file, with files and modules found as in a run."""
     with looking_in(code_folder(code), is_code=True), looking_in(beside(config)):
-        return list(_results(adapter, config, files, asked, allow))
+        return list(_results(adapter, config, files, asked, allow, env))
 
 
 def _results(
@@ -295,9 +299,12 @@ def _results(
     files: Sequence[str | Path],
     asked: Asked,
     allow: Sequence[str],
+    env: object,
 ) -> Iterator[Judged]:
     """Yield the result on each test file; on the split of the configuration without files."""
-    name, folder, run = _found(adapter, config, allow)
+    name, folder, run = _found(adapter, config, allow, env)
+    if (named := named_task(env)) is not None:
+        run, env = run.replace(env=named), None
     asked = asked.in_run(run)
     if files and run.env.kind != "dataset":
         raise ConfigError(
@@ -305,19 +312,19 @@ def _results(
             f"{run.env.kind!r}, which has rows of its own; leave the files out"
         )
     runs = [run.replace(env=run.env.replace(test=str(file))) for file in files] or [run]
-    tasks = [task_of(one) for one in runs]
-    with loaded(runs[0], folder, with_env=True, task=tasks[0]) as policy:
+    tasks = [task_of(one) if env is None else None for one in runs]
+    with loaded(runs[0], folder, with_env=True, task=tasks[0], env=env) as policy:
         assert policy.env is not None, "loaded with with_env=True"
         for position, (one, task) in enumerate(zip(runs, tasks, strict=True)):
-            env = policy.env
+            made = policy.env
             if position:
                 assert task is not None, "a dataset has a single turn"
-                env = policy.environment(one, task)
+                made = policy.environment(one, task)
             fitness = run.evolve.fitness
             usual = fitness.test_prompts if asked.split == "test" else fitness.prompts
             size = asked.prompts or (None if files else usual)
             file = str(files[position]) if files else None
-            yield _judged(policy, env, replace(asked, prompts=size), name, file)
+            yield _judged(policy, made, replace(asked, prompts=size), name, file)
 
 
 def _judged(
@@ -395,12 +402,14 @@ def _found(
     adapter: Path,
     config: RunConfig | str | Path | Mapping[str, Any] | None,
     allow: Sequence[str],
+    env: object,
 ) -> tuple[str, Path, RunConfig]:
     """Return the name of an adapter, its PEFT folder, and the configuration of its task."""
     given = None if config is None else as_config(config)
     if is_run(adapter):
         choice = choose_of(adapter)
-        run = given or config_of(choice, _OBJECTS, f"evaluate {adapter}", allow)
+        call = f"evo_grpo.evaluate_adapter({str(adapter)!r}, env=...)"
+        run = given or config_of(choice, f"evaluate {adapter}", allow, env=env, call=call)
         return f"{choice.title} of {adapter}", adapter_of(choice), run
     refuse_foreign_files(adapter)
     if not (adapter / ADAPTER_CONFIG).is_file():

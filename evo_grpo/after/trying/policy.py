@@ -12,19 +12,21 @@ from typing import Any
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.envs.resolve import environment_of
 from evo_grpo.envs.task import Task
-from evo_grpo.errors import CheckpointError, RunFailedError
+from evo_grpo.errors import CheckpointError, RunDirError, RunFailedError
 from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.record.choice import ChosenAgent
 from evo_grpo.record.config import read_config
 from evo_grpo.record.digests import check_digests
-from evo_grpo.record.folder import refuse_objects
+from evo_grpo.record.folder import recorded_objects
 from evo_grpo.record.plain import inside
 from evo_grpo.schema.validation import LEAST, MOST, number
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
 from evo_grpo.settings.model import LoraSettings
 from evo_grpo.training.assemble import add_agents, build_cohort, build_parts
+from evo_grpo.training.environments import environment_for
+from evo_grpo.training.from_python import FromPython
 from evo_grpo.training.inputs.differences import check_inputs
 from evo_grpo.types import Slot
 
@@ -57,13 +59,14 @@ def loaded(
     *,
     with_env: bool,
     task: Task | None = None,
+    env: object = None,
     max_output_tokens: int | None = None,
 ) -> Generator[Policy]:
     """Load the base of a configuration, a PEFT folder over it and, `with_env`, its task.
 
     The adapter's own LoRA settings replace those of the configuration. `task` is the single-turn
-    task of the configuration, if it is already built. `max_output_tokens` is used where the
-    configuration has none; None takes that of the task.
+    task of the configuration, if it is already built; `env` replaces the task. `max_output_tokens`
+    is used where the configuration has none; None takes that of the task.
     """
     algorithm = config.algorithm
     if algorithm.max_output_tokens is None and max_output_tokens is not None:
@@ -74,15 +77,16 @@ def loaded(
         # One process samples, and nothing is trained.
         engine=config.engine.replace(zero=None),
     )
-    env: Environment[Any] | None = None
-    if with_env:
-        cohort, env, start = build_parts(config, agents, task)
+    made: Environment[Any] | None = None
+    if with_env and env is None:
+        cohort, made, start = build_parts(config, agents, task)
     else:
         cohort, start = build_cohort(agents)
+        made = environment_for(cohort, env) if with_env else None
     (slot,) = add_agents(cohort, 1, "same", start)
     cohort.open_engine()
     try:
-        yield Policy(cohort, env, slot)
+        yield Policy(cohort, made, slot)
     finally:
         cohort.close_engine()
 
@@ -108,20 +112,42 @@ def check_answers(who: str, logprobs: Iterable[Sequence[float] | None]) -> None:
         )
 
 
-def config_of(choice: ChosenAgent, so: str, command: str | None, allow: Iterable[str]) -> RunConfig:
-    """Return the settings of a run, where its population.yaml has all of them.
+def config_of(
+    choice: ChosenAgent,
+    command: str | None,
+    allow: Iterable[str],
+    *,
+    env: object = None,
+    call: str = "",
+) -> RunConfig:
+    """Return the settings of a run whose base can be built from them.
 
     Args:
         choice: An agent of the run.
-        so: Consequence and remedy for the error, where the run was recorded with Python objects.
         command: Command that also builds the task, whose files must be those of the run; None
             does not check them.
-        allow: Names of files that may have changed.
+        allow: Names of files, and of parts of the environment, that may have changed.
+        env: The environment, where the run was given an object.
+        call: The call in Python that `env` is given to, for messages.
+
+    Raises:
+        RunDirError: The base of the run was a Python object.
+        ConfigError: The environment, a setting or a file differs from that of the run.
     """
-    refuse_objects(choice.run, so)
+    recorded, given = recorded_objects(choice.run), FromPython(env)
+    if base := [name for name in ("model", "tokenizer") if name in recorded]:
+        raise RunDirError(
+            f"{choice.run}: it was recorded by Population.train with {' and '.join(base)}, which "
+            "no file can name, so its base cannot be built from the folder; in Python, "
+            f"evo_grpo.Population.resume({str(choice.run)!r}, env, {base[0]}=...) returns its "
+            "agents, which have the methods get_action and test"
+        )
     config = read_config(choice.run)
     if command is not None:
-        check_inputs(choice.run, config, command=command, allow=allow)
+        config = given.with_env(config, recorded, choice.run, call)
+        has_objects = any(name.partition(".")[0] == "env" for name in recorded)
+        parts = given.parts(config.seed) if has_objects else None
+        check_inputs(choice.run, config, command=command, allow=allow, objects=parts)
     return config
 
 

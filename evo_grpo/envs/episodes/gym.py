@@ -93,7 +93,7 @@ class MultiTurnGym:
                 "env_factory: expected a function that makes a new environment at each call, got "
                 f"{type(env_factory).__name__}"
             )
-        self._factory = env_factory
+        self.factory = env_factory
         self._max_turns = max_turns
         self._max_model_len = max_model_len
         self._apply_chat_template = apply_chat_template
@@ -203,7 +203,7 @@ class MultiTurnGym:
 
     def _make(self) -> TokenObservationWrapper:
         try:
-            call = Call(lambda: "env_factory", self._factory, {})
+            call = Call(lambda: "env_factory", self.factory, {})
             made: object = watching(None, lambda watch: watch.run(call))
         except RewardAbortError:
             raise

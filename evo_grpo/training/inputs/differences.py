@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from evo_grpo.envs.describing import DIGEST, ENVIRONMENT
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.evolve.steer import ON_AGENTS
 from evo_grpo.places import as_option
+from evo_grpo.printable import shorten
 from evo_grpo.record.config import read_settings
 from evo_grpo.record.files import to_line
 from evo_grpo.record.names import CONFIG, INPUTS
@@ -55,7 +57,8 @@ Change = tuple[str, Any, Any]
 class Differences:
     """Differences between recorded and present inputs.
 
-    `unknown` are settings of the run that this version does not have.
+    `unknown` are settings of the run that this version does not have. `objects` are parts of Python
+    objects; None if no objects were given.
     """
 
     folder: Path
@@ -65,6 +68,7 @@ class Differences:
     settings: list[Change]
     files: list[Change]
     software: list[Change]
+    objects: list[Change] | None = None
 
     def new(self) -> list[tuple[str, Any]]:
         """Return the settings that the record lacks, with the values that this version fills in."""
@@ -76,8 +80,9 @@ class Differences:
     ) -> None:
         """Refuse all changes that are not permitted, each by name.
 
-        The remedy in the message repeats `command`. Files named in `allow` may have changed;
-        without `files`, all files may. With `rounds`, population.rounds may have changed.
+        The remedy in the message repeats `command`. Files, and parts of Python objects, named in
+        `allow` may have changed; without `files`, all may. With `rounds`, population.rounds may
+        have changed.
 
         Raises:
             ConfigError: An input has a forbidden change, or `allow` names a file that the run does
@@ -99,12 +104,21 @@ class Differences:
             if files and name not in allowed and name in self.then.files and name in self.now.files
         }
         there = {name for name, after in changed.items() if after is not None}
-        command += as_option()
-        command += "".join(f" --allow {name!r}" for name in sorted(allowed | there))
+        parts = [one for one in self.objects or () if files and one[0] not in allowed]
+        # The parts of an environment of another class are other parts.
+        parts = [one for one in parts if one[0] == ENVIRONMENT] or parts
+        wanted = sorted(allowed | there | {name for name, _, after in parts if after is not None})
+        if self.objects is None:
+            command = f"evo-grpo {command}{as_option()}" + "".join(
+                f" --allow {name!r}" for name in wanted
+            )
+        else:
+            command = f"allow={wanted}"
         refused += [
             _refused_file(name, after, command, self.then.places.get(name))
             for name, after in changed.items()
         ]
+        refused += [_refused_part(*one, command) for one in parts]
         if refused:
             raise Problems(
                 *(Problem((), text) for text in refused),
@@ -132,8 +146,12 @@ class Differences:
         return f"{changed}; put it back in {CONFIG}, or start another run"
 
 
-def differences(folder: Path, config: RunConfig) -> Differences:
+def differences(
+    folder: Path, config: RunConfig, objects: Mapping[str, str] | None = None
+) -> Differences:
     """Return the differences between the recorded inputs of a run and its present ones.
+
+    `objects` are the parts of the Python objects that are given now; None compares none.
 
     Raises:
         ConfigError: population.yaml lacks a setting.
@@ -152,6 +170,8 @@ def differences(folder: Path, config: RunConfig) -> Differences:
         changed_settings(then, now.settings),
         list(_changed(then.files, now.files)),
         list(_changed(then.software, now.software)),
+        # A part that the recording version did not have cannot be compared.
+        None if objects is None else [c for c in _changed(then.objects, objects) if c[1]],
     )
 
 
@@ -185,8 +205,12 @@ def check_whole(folder: Path, then: Inputs, unknown: Iterable[str] = ()) -> None
         )
 
 
-def record_inputs(folder: RunDir, config: RunConfig) -> None:
+def record_inputs(
+    folder: RunDir, config: RunConfig, objects: Mapping[str, str] | None = None
+) -> None:
     """Record the inputs of a run if its folder has no record yet.
+
+    `objects` are the parts of the Python objects that the run was given.
 
     Raises:
         CheckpointError: The record is missing although rounds were played.
@@ -198,7 +222,8 @@ def record_inputs(folder: RunDir, config: RunConfig) -> None:
             f"{folder.path / INPUTS}: expected the record of what the run was made of, got no "
             "file; put it back as it was"
         )
-    folder.write_inputs(asdict(replace(inputs_of(config), id=uuid4().hex)))
+    inputs = replace(inputs_of(config), id=uuid4().hex, objects=objects or {})
+    folder.write_inputs(asdict(inputs))
 
 
 @dataclass(frozen=True)
@@ -222,21 +247,26 @@ class Changed:
 
 
 def compare_inputs(
-    folder: RunDir, config: RunConfig, *, rounds: int | None, allow: Iterable[str] = ()
+    folder: RunDir,
+    config: RunConfig,
+    *,
+    rounds: int | None,
+    allow: Iterable[str] = (),
+    objects: Mapping[str, str] | None = None,
 ) -> Changed:
     """Compare the recorded inputs of a run with those it would continue with.
 
     The settings are those of population.yaml, with the caller's `rounds` as population.rounds;
-    population.rounds cannot change in any other way. Files named in `allow` may have changed.
-    Nothing is written, except the record of a run that has none yet.
+    population.rounds cannot change in any other way. Files, and parts of Python objects, named in
+    `allow` may have changed. Nothing is written, except the record of a run that has none yet.
 
     Raises:
         ConfigError: Other inputs have changed; the message names all of them. Files may change
             before the first round is finished.
         CheckpointError: The record is missing or damaged.
     """
-    record_inputs(folder, config)
-    found, played = differences(folder.path, config), len(folder.rounds())
+    record_inputs(folder, config, objects)
+    found, played = differences(folder.path, config, objects), len(folder.rounds())
     found.refuse(
         f"resume {folder.path}",
         allow,
@@ -245,7 +275,10 @@ def compare_inputs(
     )
     changes = [
         {"round": played, "name": name, "from": before, "to": after}
-        for name, before, after in (*found.settings, *found.files, *found.software)
+        for name, before, after in (
+            *(*found.settings, *found.files),
+            *(*found.software, *(found.objects or ())),
+        )
     ]
     changes += [
         {"round": played, "name": name, "from": None, "to": value, FILLED_IN: True}
@@ -262,13 +295,23 @@ def compare_inputs(
         for name, before, after in inexact
     ]
     # The places stay those of the start of the run.
-    then = found.then
-    now = replace(found.now, changes=(*then.changes, *changes), id=then.id, places=then.places)
+    now = replace(
+        found.now,
+        changes=(*found.then.changes, *changes),
+        id=found.then.id,
+        places=found.then.places,
+        objects=found.then.objects if objects is None else objects,
+    )
     return Changed(found.then, now, config, rounds is not None, notes)
 
 
 def check_inputs(
-    folder: Path, config: RunConfig, *, command: str, allow: Iterable[str] = ()
+    folder: Path,
+    config: RunConfig,
+    *,
+    command: str,
+    allow: Iterable[str] = (),
+    objects: Mapping[str, str] | None = None,
 ) -> None:
     """Refuse to train beside a run with inputs other than the recorded ones.
 
@@ -278,7 +321,7 @@ def check_inputs(
         ConfigError: Other inputs have changed; the message names all of them.
         CheckpointError: The record is missing or damaged.
     """
-    differences(folder, config).refuse(command, allow)
+    differences(folder, config, objects).refuse(command, allow)
 
 
 def record_changes(folder: RunDir, changed: Changed) -> None:
@@ -306,8 +349,9 @@ def was_the_end(folder: RunDir) -> bool:
 
 
 def _check_allowed(allowed: set[str], then: Inputs) -> None:
-    if unknown := sorted(allowed - set(then.files)):
-        names = ", ".join(sorted(then.files)) or "none, for this run reads no file of yours"
+    known = {*then.files, *then.objects}
+    if unknown := sorted(allowed - known):
+        names = ", ".join(sorted(known)) or "none, for this run reads no file of yours"
         raise ConfigError(
             f"allow: expected names of files that the run reads ({names}), got {unknown[0]!r}"
         )
@@ -322,8 +366,27 @@ def _refused_file(name: str, after: str | None, command: str, place: str | None)
         )
     return (
         f"the file of {name} has changed{begun}; put it back as it was, or go on with the new one: "
-        f"evo-grpo {command}"
+        f"{command}"
     )
+
+
+def _refused_part(name: str, before: str, after: str | None, command: str) -> str:
+    """Return the sentence about a changed part of a Python object."""
+    if after is None or name == ENVIRONMENT:
+        now = "missing" if after is None else _part(after)
+        return (
+            f"{name} was {_part(before)} and is {now}; give the object that the run was begun "
+            "with, or start another run with Population.train"
+        )
+    if before.startswith(DIGEST):
+        found = f"{name} has changed (sha256 {_part(before)}, now {_part(after)})"
+    else:
+        found = f"{name} was {_part(before)} and is {_part(after)}"
+    return f"{found}; give what the run was begun with, or go on with this: {command}"
+
+
+def _part(value: str) -> str:
+    return shorten(value.removeprefix(DIGEST)[:12] if value.startswith(DIGEST) else value)
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:

@@ -59,6 +59,8 @@ class Inputs:
         places: Path of each file of the user when the run began, for messages alone: it may come
             from a stranger.
         id: Identifies the run outside of its folder; empty if an earlier version wrote the record.
+        objects: Parts of the Python objects that the run was given, each a text or a digest; see
+            `evo_grpo.envs.describing`. Empty if an earlier version wrote the record.
     """
 
     settings: Mapping[str, Any]
@@ -68,6 +70,7 @@ class Inputs:
     format: int = FORMAT
     id: str = ""
     places: Mapping[str, str] = field(default_factory=dict[str, str])
+    objects: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def changes_of_rounds(self, played: int) -> list[Mapping[str, Any]]:
         """Return the changes of the number of rounds that were made after `played` rounds."""

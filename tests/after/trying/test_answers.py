@@ -231,7 +231,7 @@ def test_a_run_with_objects_is_not_known_here(finished, tmp_path):
     text = (folder / "population.yaml").read_text()
     first = "# Recorded by Population.train with objects that no file can name: model\n"
     (folder / "population.yaml").write_text(first + text)
-    with pytest.raises(RunDirError, match=r"no file can name, so its base and its task.*get_act"):
+    with pytest.raises(RunDirError, match=r"no file can name, so its base cannot.*get_act"):
         sample(folder, "1+1=")
     assert yaml.safe_load(text)
 

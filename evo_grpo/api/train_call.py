@@ -1,0 +1,115 @@
+"""A call of `Population.train`: its keywords in groups of settings, its record, its progress."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from evo_grpo.envs.describing import recorded_task
+from evo_grpo.envs.resolve import named_task
+from evo_grpo.errors import ConfigError
+from evo_grpo.evolve.select.none import NoSelection
+from evo_grpo.evolve.select.tournament import TournamentSelection
+from evo_grpo.evolve.start import described_start
+from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.schema.group import Group
+from evo_grpo.settings import (
+    EvolveConfig,
+    ModelConfig,
+    PopulationConfig,
+    RecordConfig,
+    RunConfig,
+)
+from evo_grpo.settings.keywords import TRAIN_KEYWORDS
+from evo_grpo.training.assemble import Objects, Prepared
+from evo_grpo.training.from_python import STRATEGIES, FromPython
+from evo_grpo.training.strategies import from_object
+from evo_grpo.types import Slot
+
+if TYPE_CHECKING:
+    from evo_grpo.readers.terminal.progress import RunProgress
+
+
+def in_groups(
+    given: Mapping[str, Any], *, size: int, played: int
+) -> tuple[PopulationConfig, EvolveConfig, RecordConfig, dict[str, Any]]:
+    """Sort the keywords of `train` into groups of settings.
+
+    The last value returned holds the strategies that are the user's objects, by their names in
+    `RoundSettings`.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    for name, path in TRAIN_KEYWORDS.items():
+        groups.setdefault(str(path[0]), {})[str(path[-1])] = given[name]
+    evolve, own = groups["evolve"], dict[str, Any]()
+    for name, field, method in STRATEGIES:
+        if hasattr(evolve[name], method) and not isinstance(evolve[name], Group):
+            own[field] = from_object(name, method, evolve.pop(name))
+    if size == 1 and evolve.get("selection") == TournamentSelection():
+        evolve["selection"] = NoSelection()  # one agent has no competitors
+    population = PopulationConfig(size=size, **groups["population"])
+    population = population.replace(rounds=played + population.rounds)
+    record = RecordConfig(**groups["record"])
+    if record.storage is not None and given["out"] is None:
+        raise ConfigError(
+            "storage: expected out= too, since trials are made from the rounds in a run folder; "
+            "give out=, or omit storage"
+        )
+    if record.trackers and given["out"] is None:
+        raise ConfigError(
+            "trackers: expected out= too, since trackers read the log in a run folder; give out=, "
+            "or observer=evo_grpo.Tracker(...)"
+        )
+    return population, EvolveConfig(**evolve), record, own
+
+
+def recorded_config(prepared: Prepared, name: str, env: object) -> RunConfig:
+    """Return the settings of a call of `train` as a `RunConfig`, without its objects."""
+    cohort, rounds = prepared.cohort, prepared.round_settings
+    settings = cohort.settings
+    begun = [cohort.agents[slot].hparams for slot in prepared.slots]
+    init = described_start(begun, settings.algorithm.hparams(), cohort.hp_config, cohort.seed)
+    return RunConfig(
+        name=name,
+        seed=settings.seed,
+        model=settings.model or ModelConfig(name=cohort.base.name),
+        env=named_task(env) or recorded_task(env, prepared.env.name),
+        population=rounds.population.replace(init=init),
+        algorithm=settings.algorithm,
+        evolve=rounds.evolve.replace(hyperparameters=settings.hyperparameters),
+        engine=settings.engine,
+        record=rounds.record,
+    )
+
+
+def unnamed_objects(
+    cohort: Cohort, slots: Sequence[Slot], env: object, own: Mapping[str, Any]
+) -> list[str]:
+    """Return the names of objects that no file can name; only `Population.resume` can get them."""
+    strategies = [name for name, field, _ in STRATEGIES if field in own]
+    names = [*cohort.objects, *strategies]
+    task = named_task(env)
+    names += [f"env ({type(env).__name__})"] if task is None else task.objects()
+    trained = any(cohort.agents[slot].steps for slot in slots)
+    if trained or list(slots) != list(range(len(slots))):
+        names.append("agents that had trained before")
+    return names
+
+
+def given_objects(cohort: Cohort, given: Mapping[str, Any], own: Mapping[str, Any]) -> FromPython:
+    """Return the objects of a call of `train`; `own` has the strategies among them."""
+    strategies = {name: given[name] for name, field, _ in STRATEGIES if field in own}
+    tokenizer = cohort.base.tokenizer if "tokenizer" in cohort.objects else None
+    return FromPython(given["env"], Objects(tokenizer=tokenizer), strategies)
+
+
+def shown_progress(
+    wanted: bool | None, title: str, names: Sequence[str]
+) -> AbstractContextManager[RunProgress | None]:
+    """Show progress: None in a terminal or notebook only, True everywhere, False nowhere."""
+    if wanted is False:
+        return nullcontext()
+    from evo_grpo.readers.terminal.progress import progress  # loads rich
+
+    return progress(title=title, hyperparameters=names, anywhere=wanted is True)

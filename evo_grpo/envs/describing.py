@@ -1,0 +1,130 @@
+"""Describe an environment that is a Python object, so that a later call can recognise it."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+from evo_grpo.envs.dataset_env import DatasetEnv
+from evo_grpo.envs.episodes.gym import MultiTurnGym
+from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
+from evo_grpo.envs.single_turn import ReasoningGym
+from evo_grpo.envs.task import SPLITS, Task
+from evo_grpo.settings import EnvConfig
+from evo_grpo.settings.env import Message
+from evo_grpo.settings.given import OBJECT
+
+DIGEST = "sha256:"
+"""Beginning of a part that is a digest."""
+ENVIRONMENT = "env"
+"""Name of the part that holds the class of an environment."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def environment_parts(env: object, seed: int) -> dict[str, str]:
+    """Return what identifies an environment: a text or a digest, by the name of the part.
+
+    Rows are compared by their content, functions and classes by their source, without the source of
+    what they call. How reward functions are called is no part, since it changes no result.
+
+    Args:
+        env: An object as `Population.train` takes it.
+        seed: Seed of the agents, which decides on the rows that a `DatasetEnv` holds out.
+    """
+    parts = {ENVIRONMENT: type(env).__name__}
+    if isinstance(env, DatasetEnv):
+        return parts | _of_task(env.task(seed))
+    if isinstance(env, ReasoningGym):
+        return parts | _values(env, "batch_size", "seed") | _of_task(env.task)
+    if isinstance(env, MultiTurnGym):
+        names = ("batch_size", "seed", "max_turns", "max_output_tokens")
+        return parts | _values(env, *names) | source_part("env.env_factory", env.factory)
+    if isinstance(env, TokenObservationWrapper):
+        values = _values(env, "max_turns", "max_output_tokens")
+        return parts | values | source_part("env.env", type(env.env))
+    if isinstance(env, MultiTurnEnv):
+        return parts | source_part("env.class", type(env))
+    return parts | _values(env, "batch_size", "seed") | source_part("env.class", type(env))
+
+
+def recorded_task(env: object, name: str) -> EnvConfig:
+    """Return the settings of an environment for population.yaml, without its rows and functions.
+
+    They have its prompt template, so that a model of the run can be asked without the environment.
+    """
+    kind = f"{OBJECT}{name}"
+    if isinstance(env, DatasetEnv):
+        return env.settings.replace(kind=kind, reward_weights=None)
+    task = env.task if isinstance(env, ReasoningGym) else None
+    if task is None:
+        return EnvConfig(kind=kind)
+    messages = task.conversation
+    conversation = None if messages is None else [Message(**dict(one)) for one in messages]
+    return EnvConfig(kind=kind, prompt=task.prompt, conversation=conversation)
+
+
+def source_part(name: str, code: object) -> dict[str, str]:
+    """Return the digest of the source of a function, of a class or of the class of an object.
+
+    It is empty where there is no source, as for functions written in C.
+    """
+    bound = ""
+    if isinstance(code, partial):
+        given = cast("partial[Any]", code)
+        bound, code = _stable([given.args, given.keywords]), given.func
+    target: Any = code if inspect.isroutine(code) or inspect.isclass(code) else type(code)
+    try:
+        text = inspect.getsource(target)
+    except (OSError, TypeError):
+        return {}
+    return {name: _digest(f"{inspect.cleandoc(text)}{bound}")}
+
+
+def reward_parts(rewards: Iterable[object]) -> dict[str, str]:
+    """Return the digests of the sources of reward functions, given as functions or with names."""
+    parts: dict[str, str] = {}
+    for reward in rewards:
+        fn = getattr(reward, "fn", reward)
+        name = getattr(reward, "name", None) or getattr(fn, "__name__", type(fn).__name__)
+        parts |= source_part(f"env.reward: {name}", fn)
+    return parts
+
+
+def _of_task(task: Task) -> dict[str, str]:
+    parts = {f"env.{split}": _digest(_stable(list(task.splits[split]))) for split in SPLITS}
+    if task.prompt is not None:
+        parts["env.prompt"] = repr(task.prompt)
+    if task.conversation is not None:
+        parts["env.conversation"] = _stable(task.conversation)
+    parts |= reward_parts(task.rewards)
+    if task.thinking is not None:
+        parts["env.thinking"] = str(task.thinking)
+    parts["env.reward"] = ", ".join(reward.name for reward in task.rewards)
+    parts["env.reward_weights"] = _stable([reward.weight for reward in task.rewards])
+    return {**parts, "env.max_output_tokens": str(task.max_output_tokens)}
+
+
+def _values(env: object, *names: str) -> dict[str, str]:
+    return {f"env.{name}": repr(getattr(env, name)) for name in names if hasattr(env, name)}
+
+
+def _digest(text: str) -> str:
+    return DIGEST + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _stable(value: Sequence[Any] | Mapping[str, Any]) -> str:
+    """Return values as text that is equal in another process."""
+    return json.dumps(value, ensure_ascii=False, default=_text_of)
+
+
+def _text_of(value: object) -> Any:  # noqa: ANN401 -- any JSON value
+    if isinstance(value, Mapping):
+        return dict(cast("Mapping[Any, Any]", value))
+    if hasattr(value, "tolist"):  # of NumPy
+        return cast("Any", value).tolist()
+    return f"{type(value).__name__} {_ADDRESS.sub('', repr(value))}"

@@ -1,0 +1,259 @@
+"""Continues a run with the Python objects that `Population.train` was given when it began."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from evo_grpo.envs.describing import DIGEST, environment_parts, reward_parts, source_part
+from evo_grpo.envs.resolve import named_task
+from evo_grpo.errors import ConfigError
+from evo_grpo.model.lora.configs import read_config as read_adapter_config
+from evo_grpo.model.lora.from_peft import trainable
+from evo_grpo.model.refusal import unchanged_if_refused
+from evo_grpo.population.ranks.team import Team, is_one_of_several
+from evo_grpo.population.rules import RoundSettings
+from evo_grpo.record.config import read_config
+from evo_grpo.record.files import reading
+from evo_grpo.record.folder import recorded_objects
+from evo_grpo.record.observer import Observer, ObserverList, check_observer
+from evo_grpo.record.plain import inside
+from evo_grpo.record.records import RoundRecord
+from evo_grpo.record.run_dir import RunDir
+from evo_grpo.schema.validation import shown
+from evo_grpo.settings import RunConfig
+from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
+from evo_grpo.settings.given import Given
+from evo_grpo.settings.trackers import check_trackers
+from evo_grpo.training.assemble import Objects, Prepared, add_agents, build_cohort, round_settings
+from evo_grpo.training.environments import environment_for
+from evo_grpo.training.followers import Followers
+from evo_grpo.training.inputs.differences import check_inputs
+from evo_grpo.training.restoring import restore
+from evo_grpo.training.run import (
+    changed_inputs,
+    is_finished,
+    play_and_judge,
+    record_changed,
+    refuse_part_of_comparison,
+)
+from evo_grpo.training.strategies import check_explorer, from_object
+from evo_grpo.types import Slot
+
+STRATEGIES = (("selection", "selector", "plan"), ("exploration", "explorer", "explore"))
+"""Keyword of `train`, name in `RoundSettings`, and required method, of each strategy."""
+
+
+@dataclass(frozen=True)
+class FromPython:
+    """The Python objects of a run, which its population.yaml cannot name.
+
+    Attributes:
+        env: The environment, as `Population.train` takes it; None if population.yaml names it.
+        objects: Model, tokenizer and LoRA configuration.
+        strategies: Selection and exploration, by their keywords of `Population.train`.
+    """
+
+    env: object = None
+    objects: Objects = field(default_factory=Objects)
+    strategies: Mapping[str, object] = field(default_factory=dict[str, object])
+
+    def config_of(self, folder: Path, call: str, *, played: bool) -> RunConfig:
+        """Return the settings of a run, after checking that its objects are given, and no others.
+
+        Args:
+            folder: The run folder.
+            call: The call that the objects are given to, for messages.
+            played: Whether a round is finished, whose checkpoints have the state of the agents.
+
+        Raises:
+            ConfigError: An object is missing, or is given in place of one that population.yaml
+                names.
+        """
+        recorded = recorded_objects(folder)
+        config = self.with_env(read_config(folder), recorded, folder, call)
+        recorded = {name: one for name, one in recorded.items() if not _is_of_env(name)}
+        own = self.objects
+        objects = {"model": own.model, "tokenizer": own.tokenizer, "lora": own.lora}
+        named = {**objects, **self.strategies}
+        given = {name: value for name, value in named.items() if value is not None}
+        if "agents" in recorded and not played:
+            raise ConfigError(
+                f"{folder}: expected a run with a finished round, got one of agents that had "
+                "trained before, whose weights no round has recorded; call train again, with "
+                "force=True for the same folder"
+            )
+        # A checkpoint has the LoRA configuration.
+        needed = recorded.keys() - {"agents", *(("lora",) if played else ())}
+        if missing := sorted(needed - given.keys()):
+            raise ConfigError(
+                f"{folder}: expected {' and '.join(f'{name}=' for name in missing)} as at the "
+                f"begin of the run, which no file can name, got none: {call}"
+            )
+        for name in sorted(given.keys() - recorded.keys()):
+            raise ConfigError(
+                f"{name}: expected none, since population.yaml names what the run was begun with, "
+                f"got {shown(given[name])}; leave {name} out, or start another run with "
+                "Population.train"
+            )
+        return config
+
+    def with_env(
+        self, config: RunConfig, recorded: Mapping[str, str], folder: Path, call: str
+    ) -> RunConfig:
+        """Return the settings of a run with its task, whose rows and functions may be objects.
+
+        Args:
+            config: Settings of the run, with descriptions in place of objects.
+            recorded: Descriptions of the objects of the run; see `recorded_objects`.
+            folder: The run folder.
+            call: The call in Python that the environment is given to, for messages.
+
+        Raises:
+            ConfigError: The environment is missing, or is of another kind than that of the run.
+        """
+        named = None if self.env is None else named_task(self.env)
+        objects = {name: one for name, one in recorded.items() if _is_of_env(name)}
+        if not objects:
+            if self.env is not None and named != config.env:
+                raise ConfigError(
+                    f"env: expected the task that the run was begun with, {config.env.kind!r} with "
+                    f"its settings in population.yaml, got {shown(self.env)}; leave env out, or "
+                    "start another run with Population.train"
+                )
+            return config
+        described = ", ".join(objects.values())
+        if self.env is None:
+            raise ConfigError(
+                f"{folder}: expected the environment that the run was begun with, {described}, "
+                f"which no file can name, got none; give it in Python: {call}"
+            )
+        if "env" in objects:
+            if named is not None:
+                raise ConfigError(
+                    f"env: expected the environment that the run was begun with, {described}, got "
+                    f"the task {named.kind!r}; give that environment, or start another run with "
+                    "Population.train"
+                )
+            return config
+        given = [] if named is None else [one.partition(" ")[0] for one in named.objects()]
+        if named is None or sorted(set(given)) != sorted(objects):
+            raise ConfigError(
+                f"env: expected the settings of the task that the run was begun with, with "
+                f"{described} from Python, got {shown(self.env)}; give the same settings, or start "
+                "another run with Population.train"
+            )
+        return config.replace(env=named)
+
+    def parts(self, seed: int) -> dict[str, str]:
+        """Return what identifies the objects, for the record of a run; see `envs.describing`."""
+        named = None if self.env is None else named_task(self.env)
+        if named is not None:
+            parts = reward_parts(one.value for one in named.rewards if isinstance(one, Given))
+        else:
+            parts = {} if self.env is None else environment_parts(self.env, seed)
+        for name, strategy in self.strategies.items():
+            parts[name] = type(strategy).__name__
+            parts |= source_part(f"{name}: its class", type(strategy))
+        if self.objects.tokenizer is not None:
+            parts["tokenizer"] = _digest_of(self.objects.tokenizer)
+        return parts
+
+    def round_settings(self, config: RunConfig, prompts: int | None = None) -> RoundSettings:
+        """Return the settings of rounds; `prompts` are those of a step, where no setting has it."""
+        algorithm = config.algorithm
+        settings = round_settings(
+            config.population,
+            config.evolve,
+            config.record,
+            algorithm.prompts_per_step or prompts or DEFAULT_PROMPTS,
+            algorithm.group_size,
+        )
+        own: dict[str, Any] = {
+            place: from_object(name, method, self.strategies[name])
+            for name, place, method in STRATEGIES
+            if name in self.strategies
+        }
+        return replace(settings, **own)
+
+    def cohort(self, config: RunConfig, rounds: Sequence[RoundRecord], folder: Path) -> Prepared:
+        """Build the base, the agents and the environment of a run, before it is restored."""
+        agents, objects = config.agents(), self.objects
+        if objects.model is not None:
+            agents = agents.replace(model=None)
+        if "lora" in recorded_objects(folder) and objects.lora is None and rounds:
+            place = inside(folder, str(rounds[-1].agents[0].checkpoint)) / "actor"
+            objects = replace(objects, lora=trainable(read_adapter_config(place)))
+        check_explorer(self.round_settings(config).explorer, agents)
+        with unchanged_if_refused(objects.model):
+            cohort, start = build_cohort(agents, objects)
+            slots: Sequence[Slot] = tuple(a.agent for a in rounds[0].agents) if rounds else ()
+            if slots:  # not 0, 1, ... if the population was a part of another one
+                made = add_agents(cohort, max(slots) + 1, "same", start)
+            else:
+                population = config.population
+                slots = made = add_agents(cohort, population.size, population.init, start)
+        for slot in sorted(set(made) - set(slots)):
+            cohort.remove(slot)
+        env = environment_for(cohort, config.env if self.env is None else self.env)
+        cohort.open_engine()
+        settings = self.round_settings(config, env.batch_size)
+        return Prepared(cohort, env, settings, tuple(slots), objects=self.parts(config.seed))
+
+
+def resume_from_python(
+    folder: Path,
+    given: FromPython,
+    *,
+    rounds: int | None = None,
+    allow: Sequence[str] = (),
+    observer: Observer | None = None,
+) -> tuple[Prepared, tuple[Slot, ...]]:
+    """Continue a run in this process; see `evo_grpo.Population.resume`.
+
+    Returns:
+        The cohort of the run at its end, and the slots of the remaining agents.
+    """
+    observer = observer or Observer()
+    check_observer(observer)
+    if is_one_of_several():
+        raise ConfigError(
+            f"{folder}: expected one process, got several that train together; use "
+            "evo_grpo.resume(folder), which continues a run of several processes"
+        )
+    call = f"evo_grpo.Population.resume({str(folder)!r}, ...)"
+    with Followers() as followers, ExitStack() as stack:
+        with reading(folder):
+            opened = stack.enter_context(RunDir.open(folder))
+            refuse_part_of_comparison(folder)
+            played = opened.rounds()
+            config = given.config_of(folder, call, played=bool(played))
+            parts = given.parts(config.seed)
+            if is_finished(opened, rounds):
+                check_inputs(folder, config, command=call, allow=allow, objects=parts)
+                prepared = given.cohort(config, played, folder)
+                return prepared, restore(prepared, played, folder, free=False)
+            changed = changed_inputs(opened, config, rounds, allow, Team(), parts)
+        check_trackers(changed.config.record.trackers)
+        prepared = given.cohort(changed.config, played, folder)
+        record_changed(opened, changed, prepared.round_settings)
+        watching = ObserverList((observer, followers))
+        try:
+            return prepared, play_and_judge(changed.config, folder, opened, prepared, watching)
+        except BaseException:
+            prepared.cohort.close_engine()
+            raise
+
+
+def _is_of_env(name: str) -> bool:
+    return name == "env" or name.startswith("env.")
+
+
+def _digest_of(tokenizer: Any) -> str:  # noqa: ANN401 -- transformers' tokenizers
+    """Return a digest of the vocabulary and the chat template of a tokenizer."""
+    parts = (sorted(tokenizer.get_vocab().items()), getattr(tokenizer, "chat_template", None))
+    return DIGEST + hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,0 +1,87 @@
+"""DatasetEnv: the task `dataset` of a configuration, with rows and functions from Python."""
+
+import json
+
+import pandas as pd
+import pytest
+
+from evo_grpo import DatasetEnv, ReasoningGym
+from evo_grpo.envs.resolve import resolve_environment
+from evo_grpo.errors import ConfigError, DataError
+
+ROWS = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(30)]
+
+
+def right(completion, answer):
+    return float(completion == answer)
+
+
+def shorter(completion):
+    return -len(completion)
+
+
+def resolved(env, tokenizer, seed=3):
+    return resolve_environment(
+        env, tokenizer=tokenizer, seed=seed, max_output_tokens=None, batch_size=4
+    )
+
+
+def starts(env):
+    return [env.batch(step) for step in range(3)], [env.prompts(s) for s in ("validation", "test")]
+
+
+@pytest.mark.parametrize("given", [ROWS, pd.DataFrame(ROWS), "a file"], ids=["list", "frame", "f"])
+def test_it_is_the_task_of_a_configuration_with_the_same_rows(
+    given, tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "rows_of_mine.py").write_text(
+        "def right(completion, answer):\n    return float(completion == answer)\n"
+    )
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    task = {"kind": "dataset", "train": str(file), "prompt": "{question}"}
+    named = resolved({**task, "reward": "rows_of_mine:right"}, tokenizer)
+    env = DatasetEnv(file if isinstance(given, str) else given, right, prompt="{question}")
+    made = resolved(env, tokenizer)
+    assert isinstance(made, ReasoningGym)
+    assert starts(made) == starts(named)
+    assert made.batch_size == 4
+    assert starts(resolved(env, tokenizer, seed=4)) != starts(made)
+
+
+def test_rewards_weights_and_calls_are_those_given(tokenizer):
+    env = DatasetEnv(
+        ROWS, [right, shorter], reward_weights=[1.0, 0.1], test=ROWS[:3], reward_timeout=5.0
+    )
+    assert repr(env) == "DatasetEnv('dataset': 30 train, 3 test; right, shorter)"
+    task = resolved(env, tokenizer).task
+    assert [(r.name, r.weight) for r in task.rewards] == [("right", 1.0), ("shorter", 0.1)]
+    assert task.calls.reward_timeout == 5.0
+    assert list(task.splits["test"]) == ROWS[:3]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"train": []}, DataError, "train: expected at least one row"),
+        ({"train": ROWS[:4]}, DataError, "4 different prompts are too few to hold out"),
+        ({"prompt": "{query}"}, DataError, 'no column "query"'),
+        ({"reward": "right"}, ConfigError, "env.reward: "),
+        ({"reward_timeout": -1}, ConfigError, "reward_timeout: "),
+        (
+            {"reward_timeouts": 1},
+            ConfigError,
+            "DatasetEnv: .* Did you mean 'reward_timeout'",
+        ),
+        ({"kind": "sums"}, ConfigError, "DatasetEnv: unknown argument 'kind'"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_at_once(given, error, message):
+    with pytest.raises(error, match=message):
+        DatasetEnv(**{"train": ROWS, "reward": right, **given})
+
+
+def test_agents_without_a_tokenizer_cannot_play_it():
+    with pytest.raises(ConfigError, match="env: a DatasetEnv needs the model's tokenizer"):
+        resolved(DatasetEnv(ROWS, right), None)
