@@ -213,14 +213,13 @@ def judge(
 def _passes(k: int, correct: float, results: Sequence[Evaluation], prompts: int) -> dict[str, Any]:
     """Return pass@k of base and best agent, whose evaluations are `results`."""
     base, best = (pass_at(result.rewards, prompts, k, correct) for result in results)
-    ahead = compare(best, base)
     return {
         "k": k,
         "correct": correct,
         "base": _score(base),
         "best": _score(best),
-        "gain": ahead.difference,
-        "gain_se": ahead.error,
+        "gain": best.mean - base.mean,
+        "gain_se": compare(best, base).error,
     }
 
 
