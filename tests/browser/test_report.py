@@ -110,7 +110,7 @@ def test_all_figures_are_drawn_without_an_error_or_a_request(opened, run, option
 def test_a_node_of_the_tree_shows_its_details(opened, run):
     page = opened(run / "report.html", viewport={"width": 1200, "height": 900})
     tree = drawn(page, 1)
-    node = tree.locator(".scatterlayer .points path").nth(1).bounding_box()
+    node = tree.locator(".scatterlayer .points path").nth(2).bounding_box()
     page.mouse.move(node["x"] + node["width"] / 2, node["y"] + node["height"] / 2)
     label = tree.locator(".hoverlayer .hovertext")
     label.first.wait_for()

@@ -401,6 +401,7 @@ def plot_tests(found: SideBySide) -> go.Figure:
 def plot_progress(found: SideBySide) -> go.Figure:
     """Draw the best fitness so far of each run against its tokens."""
     figure = new_figure("tokens sampled", "best fitness so far (validation)")
+    figure.update_xaxes(exponentformat="none", separatethousands=True)
     for index, (one, run) in enumerate(zip(found.results, found.runs, strict=True)):
         tokens = np.cumsum(
             [r.evaluation_tokens + sum(a.tokens for a in r.agents) for r in run.rounds]

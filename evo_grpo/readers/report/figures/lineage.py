@@ -72,7 +72,7 @@ def plot_lineage(run: Run) -> go.Figure:
     for agent in slots:
         _add_agent(figure, view, lives, by_agent[agent], legend=agent in in_legend)
     _add_star(figure, view)
-    mean = any(one.born == len(view.rounds) for one in view.family)
+    mean = view.winner is not None and view.winner.agent is None
     rounds = max(1, len(view.rounds) + mean)
     _add_mutations(figure, lives, rounds)
     round_axis(figure, rounds)

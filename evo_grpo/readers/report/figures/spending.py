@@ -59,5 +59,6 @@ def _bars(values: dict[str, list[float]], title: str, shown: str) -> go.Figure:
                     "pattern": {"shape": PATTERNS[index % len(PATTERNS)], "solidity": 0.3}},
         )  # fmt: skip
     figure.update_layout(barmode="stack")
+    figure.update_yaxes(exponentformat="none", separatethousands=True)
     round_axis(figure, count)
     return figure

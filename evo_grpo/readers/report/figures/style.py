@@ -96,7 +96,7 @@ def layout(height: int) -> dict[str, Any]:
         "zerolinecolor": "rgba(128,128,128,0.4)",
         "linecolor": "rgba(128,128,128,0.4)",
         "automargin": True,
-        "exponentformat": "power",
+        "exponentformat": "e",
         "title": {"standoff": 8},
     }
     template = {
