@@ -142,15 +142,22 @@ def search_here() -> None:
     importlib.invalidate_caches()
 
 
+def _differ(known: Path, file: Path) -> bool:
+    try:
+        return known.read_bytes() != file.read_bytes()
+    except OSError:  # a compiled module, or a file that is gone
+        return False
+
+
 def _refuse_other(name: str, path: str, where: str) -> None:
-    """Refuse a module of the same name that this process imported from another folder."""
+    """Refuse a module of the same name, but other code, that this process has imported."""
     root = name.partition(".")[0]
     known = getattr(sys.modules.get(root), "__file__", None)
     found = PathFinder.find_spec(root, sys.path) if known else None
     if known is None or found is None or found.origin is None:
         return
     file = Path(found.origin)
-    if Path(known).resolve() == file.resolve():
+    if Path(known).resolve() == file.resolve() or not _differ(Path(known), file):
         return
     place = file.parent.parent if found.submodule_search_locations else file.parent
     if place in folders():

@@ -187,7 +187,8 @@ QUOTES = "put a string in quotes"
         ("model: 2026-1-1T0:00:00", "model", "expected a name or a mapping, got the date "
          "2026-01-01 00:00:00"),
         ("env: 5", "env", "expected a kind or a mapping, got 5"),
-        ("env: {train: 2026-01-01}", "env.train", "expected a string, got the date 2026-01-01"),
+        ("env: {train: 2026-01-01}", "env.train", "expected the name of a file, a "
+         "dataset of the Hub, or rows from Python, got the date 2026-01-01"),
         ("env: {reward: 1.50}", "env.reward", "expected a string, or a list of at least one "
          "string, got 1.5"),
         ("env: {conversation: [{role: user, content: 0x10}]}", "env.conversation[0].content",

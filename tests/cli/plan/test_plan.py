@@ -334,3 +334,18 @@ def test_a_plan_loads_nothing_heavy():
         "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_keywords_that_the_chat_template_ignores_are_said():
+    env = {
+        "kind": "dataset",
+        "train": [{"question": f"{n}+1="} for n in range(20)],
+        "reward": lambda completion: 1.0,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    (said,) = (
+        text for text in make_plan(from_dict({**MINIMAL, "env": env})).warnings if "chat" in text
+    )
+    assert said.startswith(
+        "env.chat_template_kwargs: the model's chat template does not read enable_thinking"
+    )
