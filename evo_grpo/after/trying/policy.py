@@ -24,6 +24,7 @@ from evo_grpo.training.assemble import add_agents, build_cohort, build_parts
 from evo_grpo.training.environments import environment_for
 from evo_grpo.training.from_python import FromPython
 from evo_grpo.training.inputs.differences import check_inputs
+from evo_grpo.training.inputs.recorded_inputs import read_inputs_of
 from evo_grpo.types import Slot
 
 
@@ -116,7 +117,12 @@ def config_of(
     config = read_config(choice.run)
     if command is not None:
         given.check_env(recorded.get("env"), config, choice.run, call)
-        parts = given.parts(config.seed) if "env" in recorded else None
+        parts: dict[str, str] | None = None
+        if "env" in recorded:
+            # Only the environment is used again.
+            then = read_inputs_of(choice.run).objects
+            others = {name: value for name, value in then.items() if not name.startswith("env")}
+            parts = others | given.parts(config.seed)
         check_inputs(choice.run, config, command=command, allow=allow, objects=parts)
     return config
 
