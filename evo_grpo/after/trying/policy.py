@@ -28,6 +28,7 @@ from evo_grpo.training.assemble import add_agents, build_cohort, build_parts
 from evo_grpo.training.environments import environment_for
 from evo_grpo.training.from_python import FromPython
 from evo_grpo.training.inputs.differences import check_inputs
+from evo_grpo.training.inputs.recorded_inputs import read_inputs_of
 from evo_grpo.types import Slot
 
 
@@ -145,8 +146,12 @@ def config_of(
     config = read_config(choice.run)
     if command is not None:
         config = given.with_env(config, recorded, choice.run, call)
-        has_objects = any(name.partition(".")[0] == "env" for name in recorded)
-        parts = given.parts(config.seed) if has_objects else None
+        parts: dict[str, str] | None = None
+        if any(name.partition(".")[0] == "env" for name in recorded):
+            # Only the environment is used again.
+            then = read_inputs_of(choice.run).objects
+            others = {name: value for name, value in then.items() if not name.startswith("env")}
+            parts = others | given.parts(config.seed)
         check_inputs(choice.run, config, command=command, allow=allow, objects=parts)
     return config
 

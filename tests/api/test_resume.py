@@ -1,0 +1,201 @@
+"""A run that `Population.train` recorded with Python objects goes on from Python, to the bit."""
+
+import json
+
+import pytest
+from peft import LoraConfig
+from small_run import Told, outcome
+from tiny_cohort import moments, same, weights
+
+from evo_grpo import GRPO, DatasetEnv, Population, evaluate_adapter, resume, sample, write_report
+from evo_grpo.after.verifying.verify import verify
+from evo_grpo.errors import ConfigError, RunDirError
+from evo_grpo.evolve.select.protocol import Offspring
+from evo_grpo.evolve.select.rank import rank
+
+ROWS = [
+    {"question": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"} for a in range(10) for b in range(4)
+]
+AGENTS = {
+    "model": "tiny-sums",
+    "lora": LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+    "group_size": 4,
+    "prompts_per_step": 2,
+    "lr": 1e-2,
+    "seed": 5,
+    "device": "cpu",
+    "hyperparameters": {"lr": {"min": 1e-4, "max": 1e-1}},
+}
+ROUND = {
+    "rounds": 3,
+    "steps_per_round": 1,
+    "fitness": {"prompts": 4, "test_prompts": 4, "test_samples": 1, "final_samples": 0},
+    "sizes": "constant",
+    "significance": None,
+    "progress": False,
+}
+
+
+def right(completion, answer):
+    return float(completion == answer)
+
+
+def half(completion, answer):
+    return 0.5 * (completion[:1] == answer[:1])
+
+
+class BestOfAll:
+    """A selection of the user's own: copies the best agent over the worst."""
+
+    def plan(self, histories, places, rng):
+        order = rank(histories)
+        best, worst = order[0], order[-1]
+        return tuple(
+            Offspring(place, best if place == worst else place, elite=place == best)
+            for place in range(len(order))
+        )
+
+
+def make(**given):
+    return GRPO.population(size=3, **{**AGENTS, **given})
+
+
+def env(rows=ROWS, reward=right, **given):
+    return DatasetEnv(rows, reward, prompt="{question}", **given)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "run"
+    population = make()
+    population.train(env(), out=out, selection=BestOfAll(), **ROUND)
+    return population, out
+
+
+def stopped(out, stop, **given):
+    with pytest.raises(KeyboardInterrupt):
+        make().train(
+            env(), out=out, selection=BestOfAll(), observer=Told(stop), **{**ROUND, **given}
+        )
+
+
+def assert_equal(first, second):
+    assert first.slots == second.slots
+    for one, other in zip(first, second, strict=True):
+        assert same(weights(first.cohort, one.slot), weights(second.cohort, other.slot))
+        kept, found = moments(first.cohort, one.slot), moments(second.cohort, other.slot)
+        assert kept.keys() == found.keys()
+        assert all((kept[key] == found[key]).all() for key in kept)
+        assert (one.hparams, one.fitness) == (other.hparams, other.fitness)
+
+
+@pytest.mark.parametrize("stop", [("learn", 0), ("evaluate", 2), ("test", 2)])
+def test_it_ends_as_the_run_that_was_not_stopped(stop, uninterrupted, tmp_path):
+    stopped(tmp_path / "run", stop)
+    # The LoraConfig is in the checkpoints of a finished round.
+    lora = {"lora": AGENTS["lora"]} if stop[1] == 0 else {}
+    population = Population.resume(
+        tmp_path / "run", env(), selection=BestOfAll(), progress=False, **lora
+    )
+    assert_equal(population, uninterrupted[0])
+    assert outcome(tmp_path / "run") == outcome(uninterrupted[1])
+    assert population.summary is not None
+    assert [record.round for record in population.rounds] == [0, 1, 2]
+
+
+def test_a_finished_run_is_loaded_and_extended(uninterrupted, tmp_path):
+    out = tmp_path / "run"
+    make().train(env(), out=out, selection=BestOfAll(), **{**ROUND, "rounds": 2})
+    loaded = Population.resume(out, env(), selection=BestOfAll(), progress=False)
+    assert len(loaded.rounds) == 2
+    extended = Population.resume(out, env(), selection=BestOfAll(), rounds=3, progress=False)
+    assert_equal(extended, uninterrupted[0])
+    # In memory too, with the selection that the last round has left out.
+    loaded.train(env(), selection=BestOfAll(), **{**ROUND, "rounds": 1})
+    assert_equal(loaded, uninterrupted[0])
+
+
+def test_what_looks_at_runs_takes_it(uninterrupted, tmp_path):
+    _, out = uninterrupted
+    assert verify(out).damage == []
+    assert write_report(out).is_file()
+    summary = json.loads((out / "summary.json").read_text())
+    judged = evaluate_adapter(out, env=env())
+    assert judged.own.mean == summary["best"]["mean"]
+    assert judged.base.mean == summary["base"]["mean"]
+    (row,) = sample(out, rows=0, n=2, env=env())
+    assert all(reward in (0.0, 1.0) for reward in row.answers[0].rewards)
+    # The template is recorded, so a prompt needs no environment.
+    (prompt,) = sample(out, "01+02=", n=1)
+    assert prompt.prompt == "01+02="
+
+
+def test_agents_that_had_trained_before_go_on(tmp_path):
+    folders = [tmp_path / "whole", tmp_path / "stopped"]
+    found = []
+    for out in folders:
+        population = make(beta=0.05)
+        population.train(env(), **{**ROUND, "rounds": 1})
+        population[1].set_reference_policy(1)
+        part = Population(population.cohort, population[1:])
+        observer = Told(("evaluate", 1)) if out == folders[1] else None
+        given = {**ROUND, "rounds": 2, "sizes": "constant", "observer": observer}
+        if observer is None:
+            part.train(env(), out=out, **given)
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                part.train(env(), out=out, **given)
+            part = Population.resume(out, env(), progress=False)
+        found.append(part)
+    assert_equal(*found)
+    assert outcome(folders[0])["leaderboard"] == outcome(folders[1])["leaderboard"]
+
+
+def test_another_environment_is_named_with_the_way_out(uninterrupted, tmp_path):
+    out = tmp_path / "run"
+    stopped(out, ("evaluate", 1))
+
+    def again(other, **given):
+        return Population.resume(
+            out, other, **{"selection": BestOfAll(), "progress": False, **given}
+        )
+
+    with pytest.raises(ConfigError, match=r"env.train has changed \(sha256 .*allow=\['env.train'"):
+        again(env(ROWS[:-1]))
+    with pytest.raises(ConfigError, match=r"env.reward was right and is half"):
+        again(env(reward=half))
+    with pytest.raises(ConfigError, match="the task 'sums'; give that environment, or start"):
+        again("sums")
+    with pytest.raises(ConfigError, match=r"env \(DatasetEnv\), which no file can name, got none"):
+        again(None)
+    with pytest.raises(ConfigError, match="expected selection= as at the begin"):
+        again(env(), selection=None)
+    with pytest.raises(ConfigError, match="selection was BestOfAll and is"):
+        again(env(), selection=Told())
+    with pytest.raises(ConfigError, match="tokenizer: expected none, since pop"):
+        again(env(), tokenizer=object())
+    with pytest.raises(ConfigError, match=r"give it in Python: evo_grpo.sample\('"):
+        sample(out, rows=0)
+    with pytest.raises(RunDirError, match=r"Population.resume\('.*run', env=...\)"):
+        resume(out)
+
+    def right(completion, answer):
+        return float(completion.strip() == answer)
+
+    with pytest.raises(ConfigError, match="right has changed") as caught:
+        again(env(reward=right))
+    assert "allow=['env.reward: right']" in str(caught.value)
+    population = again(env(reward=right), allow=["env.reward: right"])
+    assert len(population.rounds) == 3
+    changes = json.loads((out / "inputs.json").read_text())["changes"]
+    assert [one["name"] for one in changes] == ["env.reward: right"]
+
+
+def test_a_run_of_names_needs_no_objects(tmp_path):
+    out = tmp_path / "run"
+    population = make(lora={"r": 2})
+    with pytest.raises(KeyboardInterrupt):
+        population.train("sums", out=out, observer=Told(("evaluate", 1)), **ROUND)
+    with pytest.raises(ConfigError, match="env: expected the task that the run was begun with, 's"):
+        Population.resume(out, env(), progress=False)
+    assert len(Population.resume(out, "sums", progress=False).rounds) == 3
