@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.loading import REWARD, Loader, load_function, split_name
 from evo_grpo.envs.messages import listed, nearest
+from evo_grpo.envs.rewards.from_settings import scorer_of
 from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
 from evo_grpo.errors import ConfigError
 
@@ -58,10 +59,11 @@ def configured_rewards(env: EnvConfig, load: Loader = load_function) -> tuple[Re
         if env.reward_weights is not None:
             raise ConfigError("env.reward_weights: expected env.reward beside it, got none")
         return ()
-    paths = [env.reward] if isinstance(env.reward, str) else env.reward
-    for path in paths:
-        split_name(path, REWARD)  # before any of them is imported
-    return as_rewards([load(path, REWARD) for path in paths], env.reward_weights)
+    for reward in env.rewards:
+        if isinstance(reward, str):
+            split_name(reward, REWARD)  # before any of them is imported
+    made = [load(one, REWARD) if isinstance(one, str) else scorer_of(one) for one in env.rewards]
+    return as_rewards(made, env.reward_weights)
 
 
 def configured_template(env: EnvConfig) -> str | Messages | None:

@@ -7,8 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
-from evo_grpo.envs.protocol import Environment, StartT
+import numpy as np
+
+from evo_grpo.envs.protocol import Environment, Experience, Floats, StartT
 from evo_grpo.learn.objective.advantages import group_advantages
+from evo_grpo.learn.objective.overlong import (
+    longest_completion,
+    overlong_penalties,
+    with_overlong_penalty,
+)
 from evo_grpo.learn.rows import AgentBatch, rows_from_trajectories
 from evo_grpo.population.checkpoints.write import Snapshot
 from evo_grpo.population.cohort.cohort import Cohort
@@ -197,17 +204,23 @@ def train_step(
             play.tell(groups)
     with watch.phase("reward"):
         experiences = play.experiences()
+    algorithm = cohort.settings.algorithm
+    learned = [_learned_rewards(cohort, env, experience) for experience in experiences]
     batches: list[AgentBatch] = []
-    for slot, experience, size in zip(slots, experiences, sampler.group_sizes, strict=True):
-        scale = cohort.settings.algorithm.adv_scale
-        values = group_advantages(experience.rewards, size, scale=scale, weights=env.weights)
-        batches.append(AgentBatch(slot, rows_from_trajectories(experience.trajectories, values)))
+    for slot, (experience, weights), size in zip(slots, learned, sampler.group_sizes, strict=True):
+        values = group_advantages(
+            experience.rewards, size, scale=algorithm.adv_scale, weights=weights
+        )
+        rows = rows_from_trajectories(
+            experience.trajectories, values, mask_truncated=algorithm.mask_truncated_completions
+        )
+        batches.append(AgentBatch(slot, rows))
     with watch.phase("learn"):
         metrics = cohort.learn(batches, stream=("learn", *stream))
-    parts = zip(slots, tallies, experiences, sampler.group_sizes, metrics, strict=True)
-    for slot, tally, experience, size, values in parts:
+    parts = zip(slots, tallies, experiences, learned, sampler.group_sizes, metrics, strict=True)
+    for slot, tally, experience, (shaped, weights), size, values in parts:
         totals = weighted(experience.rewards, env.weights)
-        counted = reward_metrics(experience, totals, size, env.weights)
+        counted = reward_metrics(shaped, totals, size, weights)
         state = cohort.agents[slot]
         spent = {
             "lr": float(state.optimizer.param_groups[0]["lr"]),
@@ -220,6 +233,22 @@ def train_step(
         tally.completions += experience.completions
         first_group = experience.trajectories[:size]
         tally.samples = list(zip(first_group, totals[:size].tolist(), strict=True))
+
+
+def _learned_rewards(
+    cohort: Cohort, env: Environment[Any], experience: Experience
+) -> tuple[Experience, Floats]:
+    """Return an experience with the rewards that its agent learns from, and their weights (K,).
+
+    These are the rewards of the environment and, with `overlong_buffer`, the overlong penalty.
+    """
+    algorithm, longest = cohort.settings.algorithm, cohort.max_output_tokens
+    if algorithm.overlong_buffer is None:
+        return experience, env.weights
+    lengths = [longest_completion(trajectory) for trajectory in experience.trajectories]
+    penalties = overlong_penalties(lengths, longest, algorithm.overlong_buffer)
+    weight = algorithm.overlong_penalty
+    return with_overlong_penalty(experience, penalties, weight), np.append(env.weights, weight)
 
 
 def starts_from(env: Environment[StartT], first: int, count: int) -> list[StartT]:

@@ -76,6 +76,14 @@ OF_STEPS = (
     Metric("grad_norm", "Norm of the gradient before clipping.", "", "step", "mean"),
     Metric("completion_length", "Mean length of a completion.", "tokens", "step", "mean"),
     Metric("ended", "Share of completions that sampled the end token.", "share", "step", "mean"),
+    Metric(
+        "overlong_penalty",
+        "Mean of the overlong penalty, which training adds to the reward; left out without "
+        "`overlong_buffer`.",
+        "",
+        "step",
+        "mean",
+    ),
     Metric("turns", "Mean number of turns of an episode.", "turns", "step", "mean"),
     Metric(
         "cut",

@@ -224,7 +224,7 @@ def _env(env: EnvConfig) -> Iterator[Problem]:
         text = "expected prompt or conversation, got both; remove one"
         yield Problem(("env", "conversation"), text)
     if env.reward_weights is not None:
-        wanted = len([env.reward] if isinstance(env.reward, str) else env.reward or [])
+        wanted = len(env.rewards)
         got = len(env.reward_weights)
         if wanted != got:
             text = f"expected one weight per function of env.reward ({wanted}), got {got}"
@@ -259,6 +259,10 @@ def _lengths(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     if longest is not None and shortest > longest:
         text = f"expected at most max_output_tokens ({longest}), got {shortest}; lower it"
         yield Problem(("min_output_tokens",), text)
+    buffer = algorithm.overlong_buffer
+    if longest is not None and buffer is not None and buffer > longest:
+        text = f"expected at most max_output_tokens ({longest}), got {buffer}; lower it"
+        yield Problem(("overlong_buffer",), text)
     if longest is not None and context is not None and longest >= context:
         text = (
             f"expected less than max_model_len ({context}), so that a prompt fits too, got "

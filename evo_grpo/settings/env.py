@@ -4,14 +4,8 @@
 
 from typing import Any, ClassVar, Literal
 
-from evo_grpo.schema.group import Group, OptionalStrings, PlainMapping, same_as, setting
-
-
-class Message(Group):
-    """One message of a conversation."""
-
-    role: str = setting(meaning="`system`, `user` or `assistant`.", min_length=1)
-    content: str = setting(meaning="A template; `{column}` is replaced by the value of the row.")
+from evo_grpo.schema.group import Group, PlainMapping, same_as, setting
+from evo_grpo.settings.rewards import Message, Reward, Rewards
 
 
 class RewardCalls(Group):
@@ -82,10 +76,10 @@ class EnvConfig(Group):
         "Messages `{role, content}` for the tokenizer's chat template, instead of `prompt`.",
         min_length=1,
     )
-    reward: OptionalStrings = setting(
+    reward: Rewards = setting(
         None,
-        "Reward function `module:function`, or a list of them. Required for kind `dataset`; null "
-        "takes that of the task.",
+        "Reward function `module:function`, a reward model (`kind: model`), a judge (`kind: "
+        "judge`), or a list of them. Required for kind `dataset`; null takes that of the task.",
     )
     reward_weights: list[float] | None = setting(
         None, "One weight per reward function; null gives each a weight of 1."
@@ -100,6 +94,11 @@ class EnvConfig(Group):
     reward_failures: float = same_as(RewardCalls, "reward_failures")
     reward_errors: Literal["stop", "set_aside"] = same_as(RewardCalls, "reward_errors")
     isolate: Literal["process"] | None = same_as(RewardCalls, "isolate")
+
+    @property
+    def rewards(self) -> list[Reward]:
+        """The entries of `reward`; none if that is null."""
+        return [self.reward] if isinstance(self.reward, str) else list(self.reward or [])
 
     def calls(self) -> RewardCalls:
         """Return how reward functions are called."""

@@ -208,6 +208,12 @@ def _without_filter(seen: Seen) -> str | None:
     return None if seen.algorithm.filter_zero_adv else "has no effect without filter_zero_adv"
 
 
+def _without_buffer(seen: Seen) -> str | None:
+    if seen.algorithm.overlong_buffer is not None:
+        return None
+    return "has no effect without overlong_buffer; give that, or leave it out"
+
+
 def _exact_sampler(seen: Seen) -> str | None:
     if not seen.engine.rollout_settings.shares_base:
         return None
@@ -234,6 +240,7 @@ ALGORITHM: Mapping[str, Callable[[Seen], str | None]] = {
     "sampler_correction": _exact_sampler,
     "sampler_ratio_cap": _ratio_cap,
     "adv_filter_eps": _without_filter,
+    "overlong_penalty": _without_buffer,
     "kl_shaping": _without_kl,
     "separate_reference": _without_kl,
 }

@@ -145,8 +145,7 @@ def _files(config: RunConfig) -> Iterator[tuple[str, Path | None]]:
             adapter /= "actor"  # a checkpoint has its adapter in this subfolder
         for name in _ADAPTER:
             yield f"model.adapter: {name}", adapter / name
-    rewards = [env.reward] if isinstance(env.reward, str) else env.reward or []
-    named = [("env.reward", reward) for reward in rewards]
+    named = [("env.reward", reward) for reward in env.rewards if isinstance(reward, str)]
     family, _, rest = env.kind.partition(":")
     if family not in _CODE and ":" in rest:
         named.append(("env.kind", rest))
