@@ -49,7 +49,11 @@ names of checkpoints, the family tree.
 def page() -> str:
     """Return the whole page."""
     sections = [_section(RunConfig, ())]
-    sections += [_section(group, path) for path, group in _groups(RunConfig, ())]
+    seen: set[type[Group]] = set()
+    for path, group in _groups(RunConfig, ()):
+        if "[N]" not in path[-1] or group not in seen:  # an entry of a list may have a place before
+            sections.append(_section(group, path))
+        seen.add(group)
     return "\n".join([INTRODUCTION, *sections])
 
 

@@ -78,6 +78,7 @@ class AgentSignature(ABC):
         mask_truncated_completions: bool = False,
         overlong_buffer: int | None = None,
         overlong_penalty: float = 1.0,
+        dynamic_sampling_tokens: int | None = None,
         kl_shaping: bool = False,
         separate_reference: bool = False,
         lr_schedule: LRSchedule | Mapping[str, Any] | None = None,
@@ -174,6 +175,10 @@ class AgentSignature(ABC):
                 linearly, from 0 to `-overlong_penalty`. Fitness and the metric `reward` do not
                 include it. null: no penalty.
             overlong_penalty: Largest penalty of `overlong_buffer`, in units of reward.
+            dynamic_sampling_tokens: Dynamic sampling (DAPO): most further tokens of an agent in a
+                GRPO step, for replacing groups whose rewards are all equal by groups of the next
+                prompts. A group is sampled if `group_size` times `max_output_tokens` tokens are
+                left. null replaces none.
             kl_shaping: Subtract the KL per token from the advantages instead of adding a penalty.
             separate_reference: Keep a frozen adapter per agent as its reference for the KL term.
                 false uses one reference for all agents: `model.adapter`, or the base without
@@ -278,6 +283,7 @@ class AgentSignature(ABC):
         mask_truncated_completions: bool = False,
         overlong_buffer: int | None = None,
         overlong_penalty: float = 1.0,
+        dynamic_sampling_tokens: int | None = None,
         kl_shaping: bool = False,
         separate_reference: bool = False,
         lr_schedule: LRSchedule | Mapping[str, Any] | None = None,

@@ -52,6 +52,15 @@ OF_STEPS = (
         "step",
         "mean",
     ),
+    Metric(
+        "resampled",
+        "Groups sampled to replace groups with equal rewards; left out without "
+        "`dynamic_sampling_tokens`.",
+        "groups",
+        "step",
+        "sum",
+    ),
+    Metric("replaced", "Of these, groups that are learned from.", "groups", "step", "sum"),
     Metric("loss", "Loss, mean over optimizer steps.", "", "step", "mean"),
     Metric("kl", "KL divergence from the reference.", "nats per token", "step", "mean"),
     Metric("entropy", "Entropy of the policy.", "nats per token", "step", "mean"),

@@ -94,6 +94,14 @@ class AlgorithmConfig(LossFields, AgentFields):
     overlong_penalty: Annotated[float, computable(LEAST, 1e15)] = setting(
         1.0, "Largest penalty of `overlong_buffer`, in units of reward.", gt=0
     )
+    dynamic_sampling_tokens: int | None = setting(
+        None,
+        "Dynamic sampling (DAPO): most further tokens of an agent in a GRPO step, for replacing "
+        "groups whose rewards are all equal by groups of the next prompts. A group is sampled if "
+        "`group_size` times `max_output_tokens` tokens are left. null replaces none.",
+        ge=1,
+        remedy="it counts tokens of an agent in a step",
+    )
     kl_shaping: bool = setting(
         False, "Subtract the KL per token from the advantages instead of adding a penalty."
     )

@@ -98,7 +98,9 @@ class EnvConfig(Group):
     @property
     def rewards(self) -> list[Reward]:
         """The entries of `reward`; none if that is null."""
-        return [self.reward] if isinstance(self.reward, str) else list(self.reward or [])
+        if self.reward is None:
+            return []
+        return list(self.reward) if isinstance(self.reward, list) else [self.reward]
 
     def calls(self) -> RewardCalls:
         """Return how reward functions are called."""

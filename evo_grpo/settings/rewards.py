@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, model_validator
 from evo_grpo.schema.group import Group, PlainMapping, setting
 from evo_grpo.schema.messages import shown
 from evo_grpo.schema.problems import Path, Problem, Problems, nearest
+from evo_grpo.schema.validation import unwritable
 
 
 class Message(Group):
@@ -180,6 +181,8 @@ class JudgeReward(Group):
         if len(self.answers) < 2 or not all(0 <= score <= 1 for score in self.answers.values()):
             text = f"expected at least two answers with scores from 0 to 1, got {self.answers}"
             found.append(Problem(("answers",), text))
+        elif wrong := [text for answer in self.answers if (text := unwritable(answer))]:
+            found.append(Problem(("answers",), f"expected {wrong[0]} in its answers"))
         elif len({answer.strip().casefold() for answer in self.answers}) < len(self.answers):
             text = f"expected answers that differ in more than case, got {self.answers}"
             found.append(Problem(("answers",), text))
@@ -235,6 +238,8 @@ _EXPECTED = (
 
 
 def _reward(item: object, path: Path) -> Reward:
+    if isinstance(item, str) and (expected := unwritable(item)):
+        raise Problems(Problem(path, f"expected {expected}, got {shown(item)}"))
     if isinstance(item, ModelReward | JudgeReward) or (isinstance(item, str) and item):
         return item
     if not isinstance(item, Mapping):
@@ -254,4 +259,7 @@ def _reward(item: object, path: Path) -> Reward:
         raise problems.below(*path) from None
 
 
-Rewards = Annotated[str | list[Reward] | None, BeforeValidator(_rewards)]
+# The validator makes a list of one of a single mapping; the union is for the JSON Schema.
+Rewards = Annotated[
+    str | ModelReward | JudgeReward | list[Reward] | None, BeforeValidator(_rewards)
+]

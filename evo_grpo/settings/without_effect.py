@@ -214,6 +214,16 @@ def _without_buffer(seen: Seen) -> str | None:
     return "has no effect without overlong_buffer; give that, or leave it out"
 
 
+def _too_few_tokens(seen: Seen) -> str | None:
+    tokens, longest = seen.algorithm.dynamic_sampling_tokens, seen.algorithm.max_output_tokens
+    if tokens is None or longest is None or tokens >= longest * seen.bounds("group_size")[0]:
+        return None
+    return (
+        f"{tokens} has no effect: a group may take {longest} tokens, max_output_tokens, for each "
+        "of its group_size completions; raise it, or leave it out"
+    )
+
+
 def _exact_sampler(seen: Seen) -> str | None:
     if not seen.engine.rollout_settings.shares_base:
         return None
@@ -241,6 +251,7 @@ ALGORITHM: Mapping[str, Callable[[Seen], str | None]] = {
     "sampler_ratio_cap": _ratio_cap,
     "adv_filter_eps": _without_filter,
     "overlong_penalty": _without_buffer,
+    "dynamic_sampling_tokens": _too_few_tokens,
     "kl_shaping": _without_kl,
     "separate_reference": _without_kl,
 }

@@ -10,8 +10,9 @@ from small_run import small
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.learn.rows import Row
+from evo_grpo.population.rollouts import starts_from
 from evo_grpo.population.stats import Stopwatch, Tally
-from evo_grpo.population.steps import RunWriter, starts_from, train, train_step
+from evo_grpo.population.steps import RunWriter, train, train_step
 from evo_grpo.record.observer import Observer
 from evo_grpo.training.assemble import prepare
 

@@ -21,7 +21,7 @@ def heard(tmp_path_factory):
     """Every name under which a run of one turn says something."""
     from evo_grpo.record.folder import read_rounds
 
-    config = small(algorithm__overlong_buffer=1)
+    config = small(algorithm__overlong_buffer=1, algorithm__dynamic_sampling_tokens=50)
     folder = run(config, out=tmp_path_factory.mktemp("runs") / "run")
     rows, rounds = metric_rows(folder), read_rounds(folder)
     steps = {name for row in rows for name in row if name not in WHERE}

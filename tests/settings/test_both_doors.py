@@ -62,6 +62,7 @@ AGENT = {
     "mask_truncated_completions": True,
     "overlong_buffer": 2,
     "overlong_penalty": 0.5,
+    "dynamic_sampling_tokens": 100,
     "kl_shaping": True,
     "separate_reference": True,
     "lr_schedule": {"steps": 10, "warmup_proportion": 0.5},
@@ -207,7 +208,12 @@ ARRIVES = {
     "adv_norm": lambda a: {"batch": "batch_std"}[a.settings.algorithm.adv_scale],
     **{
         name: (lambda a, name=name: getattr(a.cohort.settings.algorithm, name))
-        for name in ("mask_truncated_completions", "overlong_buffer", "overlong_penalty")
+        for name in (
+            "mask_truncated_completions",
+            "overlong_buffer",
+            "overlong_penalty",
+            "dynamic_sampling_tokens",
+        )
     },
     "separate_reference": lambda a: a.state.has_reference,
     "lr_schedule": lambda a: a.settings.algorithm.lr_schedule.model_dump(),

@@ -128,7 +128,9 @@ class _Asking:
         pending = iter(bodies.items())
         failed: dict[str, Unanswered] = {}
         workers = min(self.settings.concurrency, len(bodies))
-        headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+        headers = {"Content-Type": "application/json"}
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
         limits = httpx2.Limits(max_connections=workers, max_keepalive_connections=workers)
         # `_attempt` has one time-out for a whole request. Redirects are not followed: they could
         # lead the key to another host.
@@ -198,7 +200,7 @@ class _Asking:
         try:
             async with (
                 asyncio.timeout(limit),
-                client.stream("POST", self.url, json=body) as response,
+                client.stream("POST", self.url, content=json.dumps(body)) as response,
             ):
                 data = bytearray()
                 async for chunk in response.aiter_bytes():
