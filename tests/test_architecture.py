@@ -41,6 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("population.cohort",),
     ("population.checkpoints", "population.evaluate"),
     ("population.rules", "population.stats"),
+    ("population.rollouts",),
     ("population.no_signal", "population.steps"),
     ("population",),
     ("training.sizing", "training.strategies"),

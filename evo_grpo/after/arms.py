@@ -30,8 +30,9 @@ from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.evaluate import evaluate
+from evo_grpo.population.rollouts import starts_from
 from evo_grpo.population.stats import Stopwatch, Tally
-from evo_grpo.population.steps import starts_from, train_step
+from evo_grpo.population.steps import train_step
 from evo_grpo.printable import printable
 from evo_grpo.record.arms import (
     EVOLVED,
@@ -436,8 +437,7 @@ def train(
             observer.stage(number, "learn", sampled, rows + round(sampling * to_test))
             # As in a run, all agents take the first of the same prompts.
             prompts = starts_from(env, starts, max(counts))
-            starts += max(counts)
-            train_step(
+            starts += train_step(
                 cohort,
                 env,
                 slots,
@@ -446,6 +446,7 @@ def train(
                 watch=watch,
                 tallies=tallies,
                 prompts_per_agent=counts,
+                first=starts,
             )
             sampled += sum(
                 of_agent * hparams.group_size

@@ -75,6 +75,10 @@ class AgentSignature(ABC):
         adv_clip_range: float | None = None,
         filter_zero_adv: bool = False,
         adv_filter_eps: float = 0.0,
+        mask_truncated_completions: bool = False,
+        overlong_buffer: int | None = None,
+        overlong_penalty: float = 1.0,
+        dynamic_sampling_tokens: int | None = None,
         kl_shaping: bool = False,
         separate_reference: bool = False,
         lr_schedule: LRSchedule | Mapping[str, Any] | None = None,
@@ -165,6 +169,18 @@ class AgentSignature(ABC):
             adv_clip_range: Clamp advantages to [-x, x] after all other steps; null does not clamp.
             filter_zero_adv: First drop the completions with |advantage| <= `adv_filter_eps`.
             adv_filter_eps: Threshold of `filter_zero_adv`; has no effect without it.
+            mask_truncated_completions: Leave completions that `max_output_tokens` or the context
+                cut off out of the loss and of its means. Their rewards still count in the mean of
+                their group.
+            overlong_buffer: Soft overlong penalty (DAPO, arXiv:2503.14476): in training, the last
+                `overlong_buffer` tokens before `max_output_tokens` lower the reward of a completion
+                linearly, from 0 to `-overlong_penalty`. Fitness and the metric `reward` do not
+                include it. null: no penalty.
+            overlong_penalty: Largest penalty of `overlong_buffer`, in units of reward.
+            dynamic_sampling_tokens: Dynamic sampling (DAPO): most further tokens of an agent in a
+                GRPO step, for replacing groups whose rewards are all equal by groups of the next
+                prompts. A group is sampled if `group_size` times `max_output_tokens` tokens are
+                left. null replaces none.
             kl_shaping: Subtract the KL per token from the advantages instead of adding a penalty.
             separate_reference: Keep a frozen adapter per agent as its reference for the KL term.
                 false uses one reference for all agents: `model.adapter`, or the base without
@@ -266,6 +282,10 @@ class AgentSignature(ABC):
         adv_clip_range: float | None = None,
         filter_zero_adv: bool = False,
         adv_filter_eps: float = 0.0,
+        mask_truncated_completions: bool = False,
+        overlong_buffer: int | None = None,
+        overlong_penalty: float = 1.0,
+        dynamic_sampling_tokens: int | None = None,
         kl_shaping: bool = False,
         separate_reference: bool = False,
         lr_schedule: LRSchedule | Mapping[str, Any] | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -12,12 +12,14 @@ from evo_grpo.envs.from_config import configured_template
 from evo_grpo.envs.loading import REWARD, load_function
 from evo_grpo.envs.prompting import with_prompting
 from evo_grpo.envs.prompts import Messages
+from evo_grpo.envs.rewards.from_settings import made_of
 from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
 from evo_grpo.envs.task import SPLITS, DatasetRow, Split, Task
 from evo_grpo.settings import EnvConfig
 from evo_grpo.settings.keywords import unknown_keyword
+from evo_grpo.settings.rewards import JudgeReward, ModelReward
 
-Reward = Callable[..., Any] | RewardFunction | str
+Reward = Callable[..., Any] | RewardFunction | ModelReward | JudgeReward | Mapping[str, Any] | str
 
 
 @final
@@ -108,6 +110,6 @@ _SETTINGS = [n for n in EnvConfig.model_fields if n not in (*_OWN, "kind", "args
 
 def _functions(
     reward: Reward | Sequence[Reward],
-) -> list[Callable[..., Any] | RewardFunction]:
+) -> list[Any]:
     several = [reward] if isinstance(reward, str) or not isinstance(reward, Sequence) else reward
-    return [load_function(one, REWARD) if isinstance(one, str) else one for one in several]
+    return [load_function(one, REWARD) if isinstance(one, str) else made_of(one) for one in several]

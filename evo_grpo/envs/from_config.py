@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.loading import REWARD, Loader, load_function, split_name
 from evo_grpo.envs.messages import listed, nearest
+from evo_grpo.envs.rewards.from_settings import scorer_of
 from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings.given import Given
+from evo_grpo.settings.rewards import Reward
 
 if TYPE_CHECKING:
     from evo_grpo.envs.prompts import Messages
@@ -62,8 +64,13 @@ def configured_rewards(env: EnvConfig, load: Loader = load_function) -> tuple[Re
     for one in env.rewards:
         if isinstance(one, str):
             split_name(one, REWARD)  # before any of them is imported
-    functions = [one.value if isinstance(one, Given) else load(one, REWARD) for one in env.rewards]
-    return as_rewards(functions, env.reward_weights)
+    return as_rewards([_reward(one, load) for one in env.rewards], env.reward_weights)
+
+
+def _reward(given: Reward, load: Loader) -> Any:  # noqa: ANN401 -- what `as_rewards` takes
+    if isinstance(given, str):
+        return load(given, REWARD)
+    return given.value if isinstance(given, Given) else scorer_of(given)
 
 
 def configured_template(env: EnvConfig) -> str | Messages | None:

@@ -80,6 +80,13 @@ class Template:
             return _fill(self.text, row)
         return "\n".join(_fill(message["content"], row) for message in self.conversation or ())
 
+    def messages(self, row: DatasetRow) -> list[dict[str, str]]:
+        """Return the messages of a conversation, filled in with a row."""
+        return [
+            {"role": message["role"], "content": _fill(message["content"], row)}
+            for message in self.conversation or ()
+        ]
+
     def render(
         self, row: DatasetRow, tokenizer: PreTrainedTokenizerBase
     ) -> tuple[str, tuple[int, ...]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
 import numpy as np
@@ -13,15 +15,18 @@ from evo_grpo.envs.messages import listed
 from evo_grpo.envs.prompting import with_prompting
 from evo_grpo.envs.prompts import Messages, RenderedPrompts, Template
 from evo_grpo.envs.protocol import Ask, Experience, Floats
+from evo_grpo.envs.rewards.from_settings import made_of
 from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
 from evo_grpo.envs.rewards.process import RewardProcess
 from evo_grpo.envs.rewards.reward_values import CompletionBatch
+from evo_grpo.envs.rewards.scorer import Scorer
 from evo_grpo.envs.rewards.scoring import (
     Scored,
     SetAside,
     reward_of_each,
     score_batch,
     warn_of_silence,
+    with_scorers,
 )
 from evo_grpo.envs.task import SPLITS, Split, Task
 from evo_grpo.envs.template_keywords import warn_of_ignored
@@ -31,6 +36,7 @@ from evo_grpo.seeding import generator
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.settings.env import RewardCalls
 from evo_grpo.settings.prompting import PromptSettings
+from evo_grpo.settings.rewards import JudgeReward, ModelReward
 from evo_grpo.types import CompletionGroup, Prompt, Trajectory
 
 if TYPE_CHECKING:
@@ -38,7 +44,8 @@ if TYPE_CHECKING:
 
 ANSWERS = ("answer", "solution", "ground_truth", "target", "label")
 """Usual names of the column with the right answer, which sample completions are recorded with."""
-RewardFn = Callable[..., Any] | RewardFunction | Sequence[Callable[..., Any] | RewardFunction]
+OneReward = Callable[..., Any] | RewardFunction | ModelReward | JudgeReward | Mapping[str, Any]
+RewardFn = OneReward | Sequence[OneReward]
 
 
 class ReasoningGym:
@@ -54,7 +61,7 @@ class ReasoningGym:
         test_dataset: Rows to judge the result on, once, at the end; types as for train_dataset.
         tokenizer: The base model's transformers tokenizer.
         reward_fn: One reward function or several; see `RewardFunction` for their arguments and
-            results.
+            results. A reward model or a judge is a mapping, as in YAML's `env.reward`.
         conversation_template: Messages such as [{"role": "user", "content": "Q: {question}"}] for
             the chat template, or a raw string such as "Q: {question}\nA:". Braces name columns.
         batch_size: P, prompts per step, >= 1.
@@ -106,7 +113,7 @@ class ReasoningGym:
             seed,
             sources,
             conversation_template,
-            as_rewards(reward_fn, reward_weights),
+            as_rewards(made_of(reward_fn), reward_weights),
             name=name,
             max_output_tokens=max_output_tokens or DEFAULT_OUTPUT_TOKENS,
             validation_from_few=True,
@@ -157,8 +164,9 @@ class ReasoningGym:
             check_tags(task.thinking, tokenizer)
         self._rendered = RenderedPrompts(task.splits, Template.of_task(task), tokenizer)
         self._set_aside = SetAside(task.calls.reward_failures)
-        isolated = task.calls.isolate == "process"
-        self._process = RewardProcess(task.rewards, task.calls) if isolated else None
+        self._functions = [one for one in task.rewards if not isinstance(one.fn, Scorer)]
+        isolated = task.calls.isolate == "process" and bool(self._functions)
+        self._process = RewardProcess(self._functions, task.calls) if isolated else None
         if max_context_length is not None:
             self.limit_context(max_context_length)
 
@@ -283,6 +291,30 @@ class ReasoningGym:
         """
         self._rendered.limit(max_context_length)
 
+    def prepare_rewards(self, device: str) -> None:
+        """Load the reward models to a device, and check what judges need, before the first batch.
+
+        Raises:
+            ConfigError: Something is missing.
+        """
+        for scorer in self._scorers():
+            scorer.prepare(device)
+
+    def record_rewards(self, folder: Path, rank: int = 0) -> None:
+        """Keep the answers of judges in a folder of the run, and use those that are there."""
+        for number, scorer in enumerate(self._scorers()):
+            scorer.record_in(folder, f"{scorer.__name__}-{number}-rank-{rank}")
+
+    def spent_on_rewards(self) -> dict[str, float]:
+        """Return what judges have cost since the start of the run, summed; empty without one."""
+        total = Counter[str]()
+        for scorer in self._scorers():
+            total.update(scorer.spent())
+        return dict(total)
+
+    def _scorers(self) -> list[Scorer]:
+        return [one.fn for one in self.task.rewards if isinstance(one.fn, Scorer)]
+
     def close(self) -> None:
         """End the process of the reward functions, if they have one."""
         if self._process is not None:
@@ -302,7 +334,9 @@ class ReasoningGym:
         if self._process is not None:
             scored = self._process.score(batch)
         else:
-            scored = score_batch(self.task.rewards, batch, self.task.calls)
+            scored = score_batch(self._functions, batch, self.task.calls)
+        if len(self._functions) < len(self.task.rewards):
+            scored = with_scorers(self.task.rewards, scored, batch, self.task.calls)
         warn_of_silence(self.task.rewards, scored)
         return scored
 

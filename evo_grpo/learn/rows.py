@@ -80,8 +80,13 @@ class AgentTraining:
     stream: str = ""
 
 
-def rows_from_trajectories(trajectories: Sequence[Trajectory], advantages: np.ndarray) -> list[Row]:
-    """Return rows from trajectories of one agent and their advantages (B,), without failed ones."""
+def rows_from_trajectories(
+    trajectories: Sequence[Trajectory], advantages: np.ndarray, *, mask_truncated: bool = False
+) -> list[Row]:
+    """Return rows from trajectories of one agent and their advantages (B,), without failed ones.
+
+    `mask_truncated` also leaves out trajectories whose last completion was cut off.
+    """
     return [
         Row(
             token_ids=np.asarray(trajectory.token_ids, dtype=np.int64),
@@ -92,7 +97,7 @@ def rows_from_trajectories(trajectories: Sequence[Trajectory], advantages: np.nd
             else np.asarray(trajectory.logprobs, dtype=np.float32),
         )
         for trajectory, advantage in zip(trajectories, advantages, strict=True)
-        if not trajectory.error
+        if not trajectory.error and (trajectory.ended or not mask_truncated)
     ]
 
 

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from safetensors import SafetensorError
@@ -89,16 +89,22 @@ def pick_device(device: str) -> torch.device:
 
 
 def from_pretrained(
-    source: Source, dtype: torch.dtype, extra: dict[str, Any], *, with_tokenizer: bool
+    source: Source,
+    dtype: torch.dtype,
+    extra: dict[str, Any],
+    *,
+    with_tokenizer: bool,
+    task: Literal["CausalLM", "SequenceClassification"] = "CausalLM",
 ) -> tuple[Any, Any]:
-    """Load a model, and optionally its tokenizer (else None).
+    """Load a model for a task, and optionally its tokenizer (else None).
 
     `dtype` is that of the weights, unless `extra`, the keywords for the model's `from_pretrained`,
     has another one. Python code of the model or its tokenizer runs only if `extra` has
     `trust_remote_code=True`; there is no prompt.
     """
     # Imported here: transformers takes seconds, and `evo-grpo check` must answer at once.
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import transformers
+    from transformers import AutoTokenizer
 
     # Without a value, transformers would ask on standard input whether it may run the code.
     trust = extra.get("trust_remote_code", False)
@@ -115,7 +121,7 @@ def from_pretrained(
             "ignore", message="The given NumPy array is not writable", category=UserWarning
         )
         try:
-            model, report = cast("Any", AutoModelForCausalLM).from_pretrained(
+            model, report = getattr(transformers, f"AutoModelFor{task}").from_pretrained(
                 source.path, output_loading_info=True, **{"dtype": dtype, **extra, **given}
             )
             tokenizer = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
@@ -12,8 +11,8 @@ from evo_grpo.learn.objective.advantages import group_advantages
 from evo_grpo.learn.rows import AgentBatch, rows_from_trajectories
 from evo_grpo.population.checkpoints.write import Snapshot
 from evo_grpo.population.cohort.cohort import Cohort
-from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.evaluate import weighted
+from evo_grpo.population.rollouts import play_step, starts_from
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.stats import Stopwatch, Tally, reward_metrics
 from evo_grpo.record.observer import Observer
@@ -129,9 +128,9 @@ def train(  # noqa: PLR0913 -- a round meets all parts of a run
         observer.stage(round, "learn", step, settings.population.steps_per_round)
         prompts_of = dict(zip(slots, prompts_of_step, strict=True))
         prompts = starts_from(env, starts, max(prompts_of_step))
-        starts += max(prompts_of_step)
+        used = [max(prompts_of_step)]
         for shard in cohort.shards_here(slots):
-            train_step(
+            taken = train_step(
                 cohort,
                 env,
                 shard,
@@ -140,7 +139,13 @@ def train(  # noqa: PLR0913 -- a round meets all parts of a run
                 watch=watch,
                 tallies=[tallies[slot] for slot in shard],
                 prompts_per_agent=[prompts_of[slot] for slot in shard],
+                first=starts,
             )
+            used.append(taken)
+        if cohort.settings.algorithm.dynamic_sampling_tokens is not None:
+            # All ranks begin the next step with the same prompt.
+            used = cohort.team.agree(max(used), list)
+        starts += max(used)
         if len(tallies) == len(slots):
             report_steps(settings, writer, observer, round, [step], tallies)
         if limit is not None and limit.spent(list(tallies.values())):
@@ -166,7 +171,7 @@ def report_steps(
         observer.step_done(round, step, metrics)
 
 
-def train_step(
+def train_step(  # noqa: PLR0913 -- a step meets all parts of a run
     cohort: Cohort,
     env: Environment[StartT],
     slots: Sequence[Slot],
@@ -176,38 +181,44 @@ def train_step(
     watch: Stopwatch,
     tallies: Sequence[Tally],
     prompts_per_agent: Sequence[int] | None = None,
-) -> None:
+    first: int = 0,
+) -> int:
     """Take one GRPO step with every agent: generate, score, learn.
 
     A step makes one generation call per turn, one scoring, and one fused forward and backward.
-    `prompts` are the P starts of all agents: prompts, or seeds of episodes. Agent i takes the first
-    P_i in [1, P] of them, given by `prompts_per_agent`, or all if that is None. `tallies`, in the
-    order of `slots`, receive metrics, token counts and sample completions. `watch` receives the
-    seconds of generate, reward and learn; the time of environments counts as reward.
+    `prompts` are the P starts of all agents: prompts, or seeds of episodes; the first of them is
+    start `first` of the environment's sequence. Agent i takes the first P_i in [1, P] of them,
+    given by `prompts_per_agent`, or all if that is None, and with `dynamic_sampling_tokens` later
+    ones. `tallies`, in the order of `slots`, receive metrics, token counts and sample completions.
+    `watch` receives the seconds of generate, reward and learn; the time of environments counts as
+    reward.
+
+    Returns:
+        The number of starts of the sequence, from `first`, that the agents have used.
     """
     counts = prompts_per_agent or [len(prompts)] * len(slots)
     starts = [prompts[:count] for count in counts]
-    sampler = PopulationSampler.in_training(cohort, slots, stream=("sample", *stream))
-    with watch.phase("reward"):
-        play = cohort.begin(env, starts, sampler.group_sizes)
-    while (ask := play.ask()) is not None:
-        with watch.phase("generate"):
-            groups = sampler.sample(ask)
-        with watch.phase("reward"):
-            play.tell(groups)
-    with watch.phase("reward"):
-        experiences = play.experiences()
+    rollouts = play_step(cohort, env, slots, starts, first=first, stream=stream, watch=watch)
+    sizes = [cohort.agents[slot].hparams.group_size for slot in slots]
+    algorithm = cohort.settings.algorithm
     batches: list[AgentBatch] = []
-    for slot, experience, size in zip(slots, experiences, sampler.group_sizes, strict=True):
-        scale = cohort.settings.algorithm.adv_scale
-        values = group_advantages(experience.rewards, size, scale=scale, weights=env.weights)
-        batches.append(AgentBatch(slot, rows_from_trajectories(experience.trajectories, values)))
+    for slot, rollout, size in zip(slots, rollouts, sizes, strict=True):
+        learned = rollout.learned
+        values = group_advantages(
+            learned.rewards, size, scale=algorithm.adv_scale, weights=rollout.weights
+        )
+        rows = rows_from_trajectories(
+            learned.trajectories, values, mask_truncated=algorithm.mask_truncated_completions
+        )
+        batches.append(AgentBatch(slot, rows))
     with watch.phase("learn"):
         metrics = cohort.learn(batches, stream=("learn", *stream))
-    parts = zip(slots, tallies, experiences, sampler.group_sizes, metrics, strict=True)
-    for slot, tally, experience, size, values in parts:
+    for slot, tally, rollout, size, values in zip(
+        slots, tallies, rollouts, sizes, metrics, strict=True
+    ):
+        experience = rollout.sampled
         totals = weighted(experience.rewards, env.weights)
-        counted = reward_metrics(experience, totals, size, env.weights)
+        counted = reward_metrics(rollout.shaped, totals, size, rollout.weights)
         state = cohort.agents[slot]
         spent = {
             "lr": float(state.optimizer.param_groups[0]["lr"]),
@@ -220,13 +231,4 @@ def train_step(
         tally.completions += experience.completions
         first_group = experience.trajectories[:size]
         tally.samples = list(zip(first_group, totals[:size].tolist(), strict=True))
-
-
-def starts_from(env: Environment[StartT], first: int, count: int) -> list[StartT]:
-    """Return the training starts `first` to `first + count - 1` of an environment.
-
-    All batches are slices of one sequence: batch `k` of size `n` begins at start `k * n`.
-    """
-    size = math.gcd(first, count)
-    steps = range(first // size, (first + count) // size)
-    return [start for step in steps for start in env.batch(step, size)]
+    return max(rollout.starts for rollout in rollouts)

@@ -31,6 +31,7 @@ from evo_grpo.record.names import (
     EARLIER,
     FILES,
     JOURNAL,
+    JUDGED,
     LOCK,
     MEAN,
     OF_READERS,
@@ -69,7 +70,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _JOURNAL_LOCK = f"{JOURNAL}.lock"
-_FOLDERS = (*OF_ROUNDS, COMPARE, REPLAY, STEERING)
+_FOLDERS = (*OF_ROUNDS, COMPARE, JUDGED, REPLAY, STEERING)
 _ROUND = re.compile(r"round-(\d{4,})(\.jsonl)?")
 
 
@@ -451,7 +452,14 @@ def clear_run(folder: Path) -> None:
     for path in list(folder.iterdir()):
         if EARLIER.fullmatch(path.name):
             remove(path)
-    for name in (*OF_READERS, BEST, MEAN, f"{CHECKPOINTS}/.best-new", f"{CHECKPOINTS}/.best-old"):
+    for name in (
+        *OF_READERS,
+        JUDGED,
+        BEST,
+        MEAN,
+        f"{CHECKPOINTS}/.best-new",
+        f"{CHECKPOINTS}/.best-old",
+    ):
         remove(folder / name)
     for name in OF_ROUNDS:
         for _, path in round_entries(folder / name):

@@ -53,6 +53,8 @@ TRACKERS = "trackers"
 """Files that trackers of the run write."""
 OF_READERS = (READERS, TRACKERS)
 """Folders to which other processes write while they follow the run."""
+JUDGED = "judge"
+"""Answers of judges, which a resume uses again."""
 COMPARE = "compare"
 """Files that a comparison adds to a finished run: populations without evolution, and its result."""
 COMPARISON = f"{COMPARE}/compare.json"

@@ -36,7 +36,8 @@ class Sentence:
             test prompts), "passes" (the same by pass@k), "leader" (the best agent before the end),
             "winner" (the winner, and the agent that it descends from), "schedule" (how its
             hyperparameters moved), "choice" (the final comparison), "validation" (why that score
-            differs from the test score), "share" (its part of the training tokens), "guess" (the
+            differs from the test score), "share" (its part of the training tokens), "judge" (what
+            the judge has cost), "guess" (the
             result without evolution) or "missing" (a fact that this run does not have, and why).
         text: The sentence, with a capital letter and a full stop. Names in it come from files:
             escape it.
@@ -120,6 +121,8 @@ def _finished(
     yield from _validation(winner, alone=alone)
     if not alone:
         yield Sentence("share", _share(rounds, winner.lines))
+    if (judge := summary.get("judge")) is not None:
+        yield Sentence("judge", _judge(judge))
     if comparison is not None:
         yield Sentence("guess", guess_sentence(comparison))
 
@@ -321,6 +324,14 @@ def _share(rounds: Sequence[RoundRecord], lines: Sequence[Sequence[AgentRecord]]
     return (
         f"Its line of ancestors trained on {own / max(1, total):.0%} of all training tokens "
         f"({own:,} of {total:,})."
+    )
+
+
+def _judge(spent: Mapping[str, float]) -> str:
+    tokens = spent["input_tokens"] + spent["output_tokens"]
+    cost = f", which cost {spent['cost']:.2f}" if spent["cost"] else ""
+    return (
+        f"The judge gave {count(int(spent['answers']), 'answer')}, of {tokens:,.0f} tokens{cost}."
     )
 
 

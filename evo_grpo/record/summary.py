@@ -76,6 +76,14 @@ class _Passes:
 
 
 @dataclass(frozen=True)
+class _Judge:
+    answers: float
+    input_tokens: float
+    output_tokens: float
+    cost: float
+
+
+@dataclass(frozen=True)
 class _Summary:
     split: str
     base: MeanReward
@@ -90,6 +98,7 @@ class _Summary:
     stopped: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
     earlier: list[_Earlier] = field(default_factory=list[_Earlier])
     passes: list[_Passes] = field(default_factory=list[_Passes])
+    judge: _Judge | None = None
 
 
 _SCHEMA = TypeAdapter(_Summary)
@@ -105,6 +114,8 @@ def read_summary(path: str | Path) -> dict[str, Any] | None:
         - stopped: the rules of population.stop that ended the run, with their values; empty if
           no rule did, missing if an earlier version wrote the file
         - files: SHA-256 by path of the files of a mean that won
+        - judge: answers of judges, their input_tokens and output_tokens, and their cost; missing
+          in a run without a judge
         - earlier: the results of the run before it was extended to more rounds
         - passes: see `judge.judge`; missing if an earlier version wrote the file
     """

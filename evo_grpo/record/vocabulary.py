@@ -52,6 +52,15 @@ OF_STEPS = (
         "step",
         "mean",
     ),
+    Metric(
+        "resampled",
+        "Groups sampled to replace groups with equal rewards; left out without "
+        "`dynamic_sampling_tokens`.",
+        "groups",
+        "step",
+        "sum",
+    ),
+    Metric("replaced", "Of these, groups that are learned from.", "groups", "step", "sum"),
     Metric("loss", "Loss, mean over optimizer steps.", "", "step", "mean"),
     Metric(
         "kl",
@@ -82,6 +91,14 @@ OF_STEPS = (
     Metric("grad_norm", "Norm of the gradient before clipping.", "", "step", "mean"),
     Metric("completion_length", "Mean length of a completion.", "tokens", "step", "mean"),
     Metric("ended", "Share of completions that sampled the end token.", "share", "step", "mean"),
+    Metric(
+        "overlong_penalty",
+        "Mean of the overlong penalty, which training adds to the reward; left out without "
+        "`overlong_buffer`.",
+        "",
+        "step",
+        "mean",
+    ),
     Metric("turns", "Mean number of turns of an episode.", "turns", "step", "mean"),
     Metric(
         "cut",

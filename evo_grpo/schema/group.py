@@ -174,11 +174,6 @@ def one_or_several(value: object) -> object:
     return value if isinstance(value, str) else items
 
 
-def optional_strings(value: object) -> object:
-    """Accept None, or a value that `one_or_several` accepts."""
-    return None if value is None else one_or_several(value)
-
-
 def plain(value: object, *, levels: int = 0) -> object:
     """Accept values that YAML can hold; tuples become lists."""
     if isinstance(value, str | int):
@@ -218,5 +213,4 @@ def _writable(value: str | int) -> str | int:
     return value
 
 
-OptionalStrings = Annotated[str | list[str] | None, BeforeValidator(optional_strings)]
 PlainMapping = Annotated[dict[str, Any], BeforeValidator(plain), AfterValidator(recorded)]

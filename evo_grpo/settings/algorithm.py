@@ -86,6 +86,30 @@ class AlgorithmConfig(LossFields, AgentFields):
         ge=0,
         remedy="0.0 drops only zeros",
     )
+    mask_truncated_completions: bool = setting(
+        False,
+        "Leave completions that `max_output_tokens` or the context cut off out of the loss and of "
+        "its means. Their rewards still count in the mean of their group.",
+    )
+    overlong_buffer: int | None = setting(
+        None,
+        "Soft overlong penalty (DAPO, arXiv:2503.14476): in training, the last `overlong_buffer` "
+        "tokens before `max_output_tokens` lower the reward of a completion linearly, from 0 to "
+        "`-overlong_penalty`. Fitness and the metric `reward` do not include it. null: no penalty.",
+        ge=1,
+        remedy="a quarter of max_output_tokens is usual",
+    )
+    overlong_penalty: Annotated[float, computable(LEAST, 1e15)] = setting(
+        1.0, "Largest penalty of `overlong_buffer`, in units of reward.", gt=0
+    )
+    dynamic_sampling_tokens: int | None = setting(
+        None,
+        "Dynamic sampling (DAPO): most further tokens of an agent in a GRPO step, for replacing "
+        "groups whose rewards are all equal by groups of the next prompts. A group is sampled if "
+        "`group_size` times `max_output_tokens` tokens are left. null replaces none.",
+        ge=1,
+        remedy="it counts tokens of an agent in a step",
+    )
     kl_shaping: bool = setting(
         False, "Subtract the KL per token from the advantages instead of adding a penalty."
     )

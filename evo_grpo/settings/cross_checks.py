@@ -264,6 +264,10 @@ def _lengths(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     if longest is not None and shortest > longest:
         text = f"expected at most max_output_tokens ({longest}), got {shortest}; lower it"
         yield Problem(("min_output_tokens",), text)
+    buffer = algorithm.overlong_buffer
+    if longest is not None and buffer is not None and buffer > longest:
+        text = f"expected at most max_output_tokens ({longest}), got {buffer}; lower it"
+        yield Problem(("overlong_buffer",), text)
     if longest is not None and context is not None and longest >= context:
         text = (
             f"expected less than max_model_len ({context}), so that a prompt fits too, got "

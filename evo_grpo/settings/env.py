@@ -5,15 +5,9 @@
 from typing import Any, ClassVar, Literal
 
 from evo_grpo.schema.group import Group, PlainMapping, same_as, setting
-from evo_grpo.settings.given import Given, Rewards, Source
+from evo_grpo.settings.given import Given, Source
 from evo_grpo.settings.prompting import FewShot, PromptSettings, ThinkingTags
-
-
-class Message(Group):
-    """One message of a conversation."""
-
-    role: str = setting(meaning="`system`, `user` or `assistant`.", min_length=1)
-    content: str = setting(meaning="A template; `{column}` is replaced by the value of the row.")
+from evo_grpo.settings.rewards import Message, Reward, Rewards
 
 
 class RewardCalls(Group):
@@ -91,8 +85,9 @@ class EnvConfig(Group):
     thinking: ThinkingTags | None = same_as(PromptSettings, "thinking")
     reward: Rewards = setting(
         None,
-        "Reward function `module:function`, or a list of them; in Python also the functions "
-        "themselves. Required for kind `dataset`; null takes that of the task.",
+        "Reward function `module:function`, a reward model (`kind: model`), a judge (`kind: "
+        "judge`), or a list of them; in Python also the functions themselves. Required for kind "
+        "`dataset`; null takes that of the task.",
     )
     reward_weights: list[float] | None = setting(
         None, "One weight per reward function; null gives each a weight of 1."
@@ -108,16 +103,16 @@ class EnvConfig(Group):
     reward_errors: Literal["stop", "set_aside"] = same_as(RewardCalls, "reward_errors")
     isolate: Literal["process"] | None = same_as(RewardCalls, "isolate")
 
+    @property
+    def rewards(self) -> list[Reward]:
+        """The entries of `reward`; none if that is null."""
+        if self.reward is None:
+            return []
+        return list(self.reward) if isinstance(self.reward, list) else [self.reward]
+
     def calls(self) -> RewardCalls:
         """Return how reward functions are called."""
         return RewardCalls(**{name: getattr(self, name) for name in RewardCalls.model_fields})
-
-    @property
-    def rewards(self) -> list[str | Given]:
-        """The entries of `reward`; none if that is null."""
-        if isinstance(self.reward, list):
-            return self.reward
-        return [] if self.reward is None else [self.reward]
 
     def prompting(self) -> PromptSettings:
         """Return what surrounds a question."""

@@ -15,7 +15,6 @@ from pydantic_core import (
     core_schema,
 )
 
-from evo_grpo.schema.group import optional_strings
 from evo_grpo.settings.hub import HubDataset
 
 OBJECT = "object:"
@@ -87,30 +86,10 @@ def _is_plain(value: dict[object, object]) -> bool:
     return "path" in value or all(isinstance(one, str) for one in value.values())
 
 
-def _rewards(value: object) -> object:
-    """Accept the names of functions, and functions from Python."""
-    if _is_function(value):
-        return Given(value)
-    if isinstance(value, list | tuple) and any(map(_is_given, cast("list[object]", value))):
-        entries = cast("list[object]", value)
-        return [Given(one) if _is_function(one) else _named(one) for one in entries]
-    return value if isinstance(value, Given) else optional_strings(value)
-
-
-def _is_function(value: object) -> bool:
+def is_function(value: object) -> bool:
+    """Return whether a value is a reward function from Python."""
     # A RewardFunction, which has a function, cannot be imported here.
     return callable(value) or callable(getattr(value, "fn", None))
 
 
-def _is_given(value: object) -> bool:
-    return isinstance(value, Given) or _is_function(value)
-
-
-def _named(value: object) -> object:
-    if not (isinstance(value, Given) or (isinstance(value, str) and value)):
-        raise ValueError("functions, and names of functions as module:function")
-    return value
-
-
 Source = Annotated[str | HubDataset | Given | None, BeforeValidator(_source)]
-Rewards = Annotated[str | Given | list[str | Given] | None, BeforeValidator(_rewards)]

@@ -215,6 +215,22 @@ def _without_filter(seen: Seen) -> str | None:
     return None if seen.algorithm.filter_zero_adv else "has no effect without filter_zero_adv"
 
 
+def _without_buffer(seen: Seen) -> str | None:
+    if seen.algorithm.overlong_buffer is not None:
+        return None
+    return "has no effect without overlong_buffer; give that, or leave it out"
+
+
+def _too_few_tokens(seen: Seen) -> str | None:
+    tokens, longest = seen.algorithm.dynamic_sampling_tokens, seen.algorithm.max_output_tokens
+    if tokens is None or longest is None or tokens >= longest * seen.bounds("group_size")[0]:
+        return None
+    return (
+        f"{tokens} has no effect: a group may take {longest} tokens, max_output_tokens, for each "
+        "of its group_size completions; raise it, or leave it out"
+    )
+
+
 def _exact_sampler(seen: Seen) -> str | None:
     if not seen.engine.rollout_settings.shares_base:
         return None
@@ -241,6 +257,8 @@ ALGORITHM: Mapping[str, Callable[[Seen], str | None]] = {
     "sampler_correction": _exact_sampler,
     "sampler_ratio_cap": _ratio_cap,
     "adv_filter_eps": _without_filter,
+    "overlong_penalty": _without_buffer,
+    "dynamic_sampling_tokens": _too_few_tokens,
     "kl_shaping": _without_kl,
     "separate_reference": _without_kl,
 }

@@ -5,10 +5,14 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from slow_step import slow_step
 from small_run import small
 
+from evo_grpo.errors import ConfigError
+from evo_grpo.learn.rows import Row
+from evo_grpo.population.rollouts import starts_from
 from evo_grpo.population.stats import Stopwatch, Tally
-from evo_grpo.population.steps import RunWriter, starts_from, train, train_step
+from evo_grpo.population.steps import RunWriter, train, train_step
 from evo_grpo.record.observer import Observer
 from evo_grpo.training.assemble import prepare
 
@@ -155,3 +159,72 @@ def test_each_shard_is_a_batch_of_its_own(shards, monkeypatch):
 def test_starts_are_handed_out_without_gaps():
     env = prepare(small()).env
     assert starts_from(env, 0, 2) + starts_from(env, 2, 3) == starts_from(env, 0, 5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "given"),
+    [
+        ("grpo", {}),
+        ("dapo", {"mask_truncated_completions": True}),
+        ("grpo", {"overlong_buffer": 2, "overlong_penalty": 0.7}),
+        ("dapo", {"mask_truncated_completions": True, "overlong_buffer": 3}),
+    ],
+    ids=["off", "truncated", "overlong", "both"],
+)
+def test_a_step_that_shapes_long_completions_equals_one_on_paper(loss, given, monkeypatch):
+    algorithm = {"max_output_tokens": 5, "temperature": 5.0, "update_epochs": 1, **given}
+    changes = {f"algorithm__{name}": value for name, value in algorithm.items()}
+    alone = {"population__size": 1, "evolve__selection": "none", "population__sizes": None}
+    config = small(algorithm__loss_type=loss, **alone, **changes)
+    prepared, on_paper = prepare(config), prepare(config)
+    experiences, begin = [], prepared.cohort.begin
+
+    def judge(groups):
+        texts = [one.text for group in groups for one in group.completions]
+        scores = [[sum(map(ord, text)) % 7 / 7] for text in texts]
+        return np.array(scores), [False] * len(groups)
+
+    monkeypatch.setattr(prepared.env, "judge", judge)
+
+    def spy(*args):
+        play = begin(*args)
+        ended = play.experiences
+        play.experiences = lambda: experiences.append(ended()) or experiences[-1]
+        return play
+
+    monkeypatch.setattr(prepared.cohort, "begin", spy)
+    ((tally,), _) = step(prepared)
+    ((experience,),) = experiences
+    ended = [t.ended for t in experience.trajectories]
+    assert 0 < sum(ended) < len(ended), "some completions are cut off, and some are not"
+
+    rewards = experience.rewards[:, 0].copy()
+    if "overlong_buffer" in given:
+        buffer, most = given["overlong_buffer"], given.get("overlong_penalty", 1.0)
+        for number, one in enumerate(experience.trajectories):
+            rewards[number] -= most * min(1, max(0, one.sampled - (5 - buffer)) / buffer)
+    groups = [group - group.mean() for group in rewards.reshape(4, -1)]
+    advantages = np.concatenate([group / (group.std(ddof=1) + 1e-4) for group in groups])
+    rows = [
+        Row(np.array(t.token_ids), np.array(t.mask), float(advantage))
+        for t, advantage in zip(experience.trajectories, advantages, strict=True)
+        if t.ended or "mask_truncated_completions" not in given
+    ]
+    cohort = on_paper.cohort
+    settings = cohort.settings.algorithm
+    expected, means = slow_step(cohort, rows, settings.hparams(), settings.loss(5))
+    for mine, theirs in zip(adapters(prepared.cohort)[0], expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=0)
+    metrics = tally.metrics[0]
+    assert [metrics["loss"], metrics["grad_norm"]] == pytest.approx(means, rel=1e-4, abs=1e-6)
+    assert metrics["rows"] == len(rows)
+    assert metrics["reward"] == pytest.approx(experience.rewards.mean())
+    assert ("overlong_penalty" in metrics) == ("overlong_buffer" in given)
+
+
+def test_a_buffer_longer_than_the_completions_of_the_task_is_refused():
+    assert prepare(small(algorithm__overlong_buffer=4))  # the longest completion of the task
+    with pytest.raises(ConfigError, match=r"overlong_buffer: expected at most the 4 .*, got 5"):
+        prepare(small(algorithm__overlong_buffer=5))
+    with pytest.raises(ConfigError, match=r"algorithm.overlong_buffer: expected at most max_out"):
+        small(algorithm__max_output_tokens=9, algorithm__overlong_buffer=10)

@@ -21,7 +21,8 @@ def heard(tmp_path_factory):
     """Every name under which a run of one turn says something."""
     from evo_grpo.record.folder import read_rounds
 
-    folder = run(small(), out=tmp_path_factory.mktemp("runs") / "run")
+    config = small(algorithm__overlong_buffer=1, algorithm__dynamic_sampling_tokens=50)
+    folder = run(config, out=tmp_path_factory.mktemp("runs") / "run")
     rows, rounds = metric_rows(folder), read_rounds(folder)
     steps = {name for row in rows for name in row if name not in WHERE}
     whole = values_of(RoundDone(1, rounds[-1])).values

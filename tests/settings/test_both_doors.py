@@ -59,6 +59,10 @@ AGENT = {
     "adv_clip_range": 2.0,
     "filter_zero_adv": True,
     "adv_filter_eps": 0.1,
+    "mask_truncated_completions": True,
+    "overlong_buffer": 2,
+    "overlong_penalty": 0.5,
+    "dynamic_sampling_tokens": 100,
     "kl_shaping": True,
     "separate_reference": True,
     "lr_schedule": {"steps": 10, "warmup_proportion": 0.5},
@@ -203,6 +207,15 @@ ARRIVES = {
     "min_output_tokens": lambda a: a.cohort.sampling(a.hparams).min_output_tokens,
     "max_model_len": lambda a: a.cohort.context_length,
     "adv_norm": lambda a: {"batch": "batch_std"}[a.settings.algorithm.adv_scale],
+    **{
+        name: (lambda a, name=name: getattr(a.cohort.settings.algorithm, name))
+        for name in (
+            "mask_truncated_completions",
+            "overlong_buffer",
+            "overlong_penalty",
+            "dynamic_sampling_tokens",
+        )
+    },
     "separate_reference": lambda a: a.state.has_reference,
     "lr_schedule": lambda a: a.settings.algorithm.lr_schedule.model_dump(),
     "hyperparameters": lambda a: {
@@ -255,6 +268,7 @@ def test_a_setting_arrives_at_the_object_that_uses_it(name, monkeypatch):
     threads = torch.get_num_threads()
     needs = {
         "adv_filter_eps": {"filter_zero_adv": True},
+        "overlong_penalty": {"overlong_buffer": 2},
         "kl_shaping": {"beta": 0.1},
         "kl_bias_correction": {"beta": 0.1},
         "separate_reference": {"beta": 0.1},

@@ -189,8 +189,8 @@ QUOTES = "put a string in quotes"
         ("env: 5", "env", "expected a kind or a mapping, got 5"),
         ("env: {train: 2026-01-01}", "env.train", "expected the name of a file, a "
          "dataset of the Hub, or rows from Python, got the date 2026-01-01"),
-        ("env: {reward: 1.50}", "env.reward", "expected a string, or a list of at least one "
-         "string, got 1.5"),
+        ("env: {reward: 1.50}", "env.reward", "expected a function as a string, a mapping with "
+         "kind model or judge, or a list of at least one of them, got 1.5"),
         ("env: {conversation: [{role: user, content: 0x10}]}", "env.conversation[0].content",
          "expected a string, got 16"),
     ],

@@ -38,6 +38,8 @@ DEAD = [
     ("kl_shaping", True, {}),
     ("separate_reference", True, {}),
     ("adv_filter_eps", 0.5, {}),
+    ("overlong_penalty", 0.5, {}),
+    ("dynamic_sampling_tokens", 31, {"max_output_tokens": 4, "group_size": 8}),
     ("sampler_correction", "token_truncate", {}),
     ("sampler_ratio_cap", 1.0001, {}),
 ]
@@ -121,7 +123,12 @@ def test_what_acts_is_not_warned_of(name, value, beside):
 def test_every_setting_of_the_table_is_proven_dead_and_alive():
     assert {*ALGORITHM} <= {name for name, *_ in DEAD}
     # The frozen reference of an agent that never moved it is the base, to the bit.
-    assert {*ALGORITHM} - {"separate_reference"} <= {name for name, *_ in ACTS}
+    # These act before a learn call: see tests/population/test_steps.py and test_rollouts.py.
+    outside = {"separate_reference", "overlong_penalty", "dynamic_sampling_tokens"}
+    assert {*ALGORITHM} - outside <= {name for name, *_ in ACTS}
+    assert "overlong_penalty" not in found({"overlong_penalty": 0.5, "overlong_buffer": 2})
+    enough = {"dynamic_sampling_tokens": 32, "max_output_tokens": 4, "group_size": 8}
+    assert "dynamic_sampling_tokens" not in found(enough)
     assert "separate_reference" not in found({"separate_reference": True, "beta": 0.1})
 
 

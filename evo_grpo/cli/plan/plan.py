@@ -168,7 +168,7 @@ def make_plan(config: RunConfig) -> Plan:
         max_output_tokens=longest,
         validation_prompts=validation,
         test_prompts=test,
-        tokens_per_round=_rows_per_round(config, prompts) * per_row,
+        tokens_per_round=_rows_per_round(config, prompts) * per_row + _replacing_tokens(config),
         evaluation_tokens=tuple(
             (n + _second_looks(n, fitness.second_looks))
             * validation
@@ -291,6 +291,12 @@ def _rows_per_round(config: RunConfig, prompts: int) -> int:
     planned = config.population.size * prompts * config.algorithm.group_size * steps
     rounding = 0 if least == most == config.algorithm.group_size else most // 2
     return max(planned + rounding, config.population.size * steps * most)
+
+
+def _replacing_tokens(config: RunConfig) -> int:
+    """Return the most tokens of a round for the replacement of groups with equal rewards."""
+    own = config.algorithm.dynamic_sampling_tokens or 0
+    return own * config.population.size * config.population.steps_per_round
 
 
 def _second_looks(agents: int, racing: float) -> int:

@@ -9,6 +9,7 @@ from inspect import Parameter, isclass, signature
 from typing import Any, cast
 
 from evo_grpo.envs.messages import listed
+from evo_grpo.envs.rewards.scorer import Scorer
 from evo_grpo.errors import ConfigError
 from evo_grpo.schema.validation import LARGEST_REWARD as LARGEST
 
@@ -86,6 +87,8 @@ class RewardFunction:
 
     def required_columns(self) -> dict[str, str]:
         """Return the columns without a default, each with the name of the function for messages."""
+        if isinstance(self.fn, Scorer):
+            return dict.fromkeys(self.fn.columns, f"the templates of the reward {self.name!r}")
         own = BATCH_NAMES if self.is_batch else ROW_NAMES
         return {
             p.name: f"the reward function {self.name!r}"

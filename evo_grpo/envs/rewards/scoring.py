@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -21,6 +21,7 @@ from evo_grpo.envs.rewards.reward_values import (
     as_list,
     as_number,
 )
+from evo_grpo.envs.rewards.scorer import Scorer
 from evo_grpo.envs.rewards.watch import Call
 from evo_grpo.errors import RewardError
 from evo_grpo.record.vocabulary import REWARD_OF
@@ -86,16 +87,52 @@ def score_batch(
             continue
         if reward.is_batch:
             results = as_list(reward.name, results[0], batch)
-        for number, value in enumerate(results):
-            try:
-                if type(value) is Raised:
-                    raise value.named
-                out[number, column] = as_number(reward.name, value, batch, number)
-            except RewardError as error:
-                if not keep_errors and not isinstance(error, UnusableRewardError):
-                    raise
-                failures.append(Failure((number,), str(error)))
+        failures += _fill(out[:, column], reward, results, batch, keep_errors=keep_errors)
     return Scored(out, failures)
+
+
+def with_scorers(
+    rewards: Sequence[RewardFunction], scored: Scored, batch: CompletionBatch, how: RewardCalls
+) -> Scored:
+    """Return the rewards of all K functions, from those of the functions that are no `Scorer`.
+
+    Raises:
+        RewardError: A scorer has no usable reward for a completion, and errors are not set aside.
+    """
+    out = np.full((len(batch.completions), len(rewards)), np.nan)
+    failures, known = list(scored.failures), iter(scored.rewards.T)
+    for column, reward in enumerate(rewards):
+        if not isinstance(reward.fn, Scorer):
+            out[:, column] = next(known)
+        elif len(out):
+            (call,) = calls_of([reward], batch)
+            keep_errors = how.reward_errors == "set_aside"
+            results = [
+                Raised(value) if isinstance(value, RewardError) else value
+                for value in reward.fn(**call.arguments)
+            ]
+            failures += _fill(out[:, column], reward, results, batch, keep_errors=keep_errors)
+    return Scored(out, failures)
+
+
+def _fill(
+    column: Floats,
+    reward: RewardFunction,
+    results: Sequence[Any],
+    batch: CompletionBatch,
+    *,
+    keep_errors: bool,
+) -> Iterator[Failure]:
+    """Write the results of a function, one per completion, and yield those that are no rewards."""
+    for number, value in enumerate(results):
+        try:
+            if type(value) is Raised:
+                raise value.named
+            column[number] = as_number(reward.name, value, batch, number)
+        except RewardError as error:
+            if not keep_errors and not isinstance(error, UnusableRewardError):
+                raise
+            yield Failure((number,), str(error))
 
 
 def reward_of_each(names: Sequence[str], rewards: Floats) -> dict[str, float]:

@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig
 
 from evo_grpo.envs.protocol import Environment, Play, StartT
+from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import ConfigError
 from evo_grpo.learn.learner import Learner
 from evo_grpo.learn.objective.lr_schedule import lr_factor
@@ -181,20 +182,29 @@ class Cohort:
         return min((length for length in lengths if length), default=None)
 
     def adapt_to(self, env: Environment[Any]) -> None:
-        """Adopt the defaults of an environment, and check that its prompts fit the context.
+        """Adopt the defaults of an environment, check its prompts, and load its reward models.
 
         The environment provides the tokenizer if the base has none, and the completion length.
 
         Raises:
             PromptTooLongError: A prompt does not fit; the error names split, row and limit.
+            ConfigError: `overlong_buffer` is above the completion length.
         """
         if self.base.tokenizer is None:
             self.base.tokenizer = env.tokenizer
         self._hint = env.max_output_tokens
+        buffer = self.settings.algorithm.overlong_buffer
+        if buffer is not None and buffer > self.max_output_tokens:
+            raise ConfigError(
+                f"overlong_buffer: expected at most the {self.max_output_tokens} tokens of the "
+                f"longest completion, got {buffer}; lower it, or raise max_output_tokens"
+            )
         for learner in (self.learner, *([self._turns.learner] if self._turns else ())):
             learner.limit_output(self.max_output_tokens)
         if self.context_length is not None:
             env.limit_context(self.context_length)
+        if isinstance(env, ReasoningGym):
+            env.prepare_rewards(str(self.base.device))
 
     def next_call(self) -> int:
         """Count calls that are not part of a round, so that each has a separate random stream."""

@@ -1,0 +1,213 @@
+"""A judge: a language model behind an OpenAI-compatible API that scores completions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast, final
+
+from evo_grpo.envs.messages import excerpt
+from evo_grpo.envs.prompts import Template
+from evo_grpo.envs.rewards.judge_answers import Answer, Answers
+from evo_grpo.envs.rewards.judge_client import Client, Unanswered
+from evo_grpo.envs.rewards.reward_values import UnusableRewardError
+from evo_grpo.envs.rewards.scorer import Scorer, needed_columns, template_rows
+from evo_grpo.errors import RewardError
+from evo_grpo.settings.rewards import JudgeReward
+
+LIKELIEST = 20
+"""Number of the likeliest first tokens that `score: logprob` asks for; the API allows no more."""
+LEAST_PROBABILITY = 0.5
+"""Least probability of all `answers` together; below it, the judge answers something else."""
+
+
+@final
+class Judge(Scorer):
+    """Scores completions with the model that `settings` name; see `JudgeReward`.
+
+    A question is asked once: equal questions of a run, also of a run that was resumed, get the same
+    answer. A failure of the API is not an answer and is not kept.
+
+    Raises:
+        ConfigError: A template is malformed.
+    """
+
+    __name__ = "judge"
+
+    def __init__(self, settings: JudgeReward) -> None:
+        self.settings = settings
+        roles = {"system": settings.system, "user": settings.prompt}
+        self._templates = {
+            role: Template.of(text) for role, text in roles.items() if text is not None
+        }
+        found = [name for made in self._templates.values() for name in made.columns()]
+        self.columns = needed_columns(found)
+        self._answers = Answers()
+        self._client = Client(settings)
+
+    def prepare(self, device: str) -> None:
+        """Check that the environment has the key; see `Scorer.prepare`."""
+        del device
+        self._client.check_key()
+
+    def record_in(self, folder: Path, name: str) -> None:
+        """Keep answers in a file of a folder; use the answers in all files of the folder."""
+        self._answers.record_in(folder, name)
+
+    def spent(self) -> Mapping[str, float]:
+        """Return the number of answers, their tokens, and their cost by the prices given."""
+        answers = self._answers
+        settings = self.settings
+        cost = answers.input * settings.input_price + answers.output * settings.output_price
+        return {
+            "answers": float(answers.count),
+            "input_tokens": float(answers.input),
+            "output_tokens": float(answers.output),
+            "cost": cost / 1e6,
+        }
+
+    def __call__(
+        self, *, completions: Sequence[str], prompts: Sequence[str], **columns: Sequence[Any]
+    ) -> list[float | RewardError]:
+        """Ask the judge about completions, except for what it has answered; see `Scorer`.
+
+        Raises:
+            RewardError: The API refuses the key, or does not know the URL or the model.
+            RunFailedError: An answer cannot be written.
+        """
+        rows = template_rows(completions, prompts, columns)
+        bodies = [self._body(row) for row in rows]
+        keys = [self._key(body) for body in bodies]
+        missing = {
+            key: body for key, body in zip(keys, bodies, strict=True) if key not in self._answers
+        }
+        failed: Mapping[str, Unanswered] = {}
+        if missing:
+            failed = self._client.ask(missing, self._keep)
+            self._answers.sync()
+        return [
+            self._reward(key, text, failed) for key, text in zip(keys, completions, strict=True)
+        ]
+
+    def _keep(self, key: str, reply: Mapping[str, Any]) -> None:
+        """Keep the answer in a reply, also if it has no score: it has been paid for."""
+        score, text = read_score(self.settings, reply)
+        usage = reply.get("usage")
+        counts = cast("Mapping[str, object]", usage) if isinstance(usage, Mapping) else {}
+        tokens = [_count(counts.get(name)) for name in ("prompt_tokens", "completion_tokens")]
+        self._answers.add(key, Answer(score, text, *tokens))
+
+    def _reward(
+        self, key: str, completion: str, failed: Mapping[str, Unanswered]
+    ) -> float | RewardError:
+        about = f"{self.__name__} {self.settings.model!r}, completion {excerpt(completion)}"
+        if key in failed:
+            return RewardError(f"{about}: {failed[key].why}")
+        answer = self._answers[key]
+        if answer.score is not None:
+            return answer.score
+        return UnusableRewardError(
+            f"{about}: expected {self._wanted()}, got {excerpt(answer.text)}; say in env.reward's "
+            "prompt more clearly how to answer, or raise its max_tokens"
+        )
+
+    def _wanted(self) -> str:
+        settings = self.settings
+        if settings.score == "logprob":
+            return f"one of {', '.join(settings.answers)} as the first token, with log-probs"
+        low, high = settings.range
+        return f"<{settings.tag}>number from {low:g} to {high:g}</{settings.tag}>"
+
+    def _body(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        settings = self.settings
+        body: dict[str, Any] = {
+            "model": settings.model,
+            "messages": [
+                {"role": role, "content": template.plain(row)}
+                for role, template in self._templates.items()
+            ],
+            "temperature": 0,
+            "max_tokens": settings.max_tokens,
+        }
+        if settings.score == "logprob":
+            body |= {"max_tokens": 1, "logprobs": True, "top_logprobs": LIKELIEST}
+        body |= settings.parameters
+        return {name: value for name, value in body.items() if value is not None}
+
+    def _key(self, body: Mapping[str, Any]) -> str:
+        """Return the digest of a question, and of all that decides about its score."""
+        settings = self.settings
+        how = (settings.tag, settings.range) if settings.score == "tag" else settings.answers
+        asked = json.dumps([settings.url, body, settings.score, how], sort_keys=True)
+        return hashlib.sha256(asked.encode("utf-8", errors="replace")).hexdigest()
+
+
+def read_score(settings: JudgeReward, reply: Mapping[str, Any]) -> tuple[float | None, str]:
+    """Read the score in a reply of the API.
+
+    Args:
+        settings: Those of the judge.
+        reply: The JSON of the reply, of any form.
+
+    Returns:
+        The score from 0 to 1, or None if there is none that can be used; and the answer's text.
+    """
+    choice = _first(reply.get("choices"))
+    message = choice.get("message")
+    content = cast("Mapping[str, object]", message).get("content") if _maps(message) else None
+    text = content if isinstance(content, str) else ""
+    if settings.score == "logprob":
+        return _by_logprob(settings, choice), text
+    return _by_tag(settings, text), text
+
+
+def _by_tag(settings: JudgeReward, text: str) -> float | None:
+    begin, end = f"<{settings.tag}>", f"</{settings.tag}>"
+    last = text.rfind(end)
+    first = text.rfind(begin, 0, max(last, 0))
+    if first < 0:
+        return None
+    low, high = settings.range
+    try:
+        score = float(text[first + len(begin) : last].strip())
+    except ValueError:
+        return None
+    return (score - low) / (high - low) if low <= score <= high else None
+
+
+def _by_logprob(settings: JudgeReward, choice: Mapping[str, object]) -> float | None:
+    """Return the mean score of the answers, by the probabilities of the first token."""
+    logprobs = choice.get("logprobs")
+    content = cast("Mapping[str, object]", logprobs).get("content") if _maps(logprobs) else None
+    likeliest = _first(content).get("top_logprobs")
+    if not isinstance(likeliest, list):
+        return None
+    scores = {answer.strip().casefold(): score for answer, score in settings.answers.items()}
+    total = weighed = 0.0
+    for token in cast("list[object]", likeliest):
+        one = cast("Mapping[str, object]", token) if _maps(token) else {}
+        name, logprob = one.get("token"), one.get("logprob")
+        if not isinstance(name, str) or not isinstance(logprob, int | float):
+            continue
+        score = scores.get(name.strip().casefold())
+        if score is not None and logprob <= 0:  # NaN is not
+            total += math.exp(logprob)
+            weighed += math.exp(logprob) * score
+    return weighed / total if total >= LEAST_PROBABILITY else None
+
+
+def _maps(value: object) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _first(values: object) -> Mapping[str, object]:
+    """Return the first mapping of a list, or an empty one."""
+    items = cast("list[object]", values) if isinstance(values, list) else []
+    return cast("Mapping[str, object]", items[0]) if items and _maps(items[0]) else {}
+
+
+def _count(value: object) -> int:
+    return value if type(value) is int and 0 <= value <= 10**12 else 0

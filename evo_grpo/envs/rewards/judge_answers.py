@@ -1,0 +1,151 @@
+"""The answers of a judge: in memory, and in a file of the run folder, from which a resume reads."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from evo_grpo.record.appending import append
+from evo_grpo.record.files import create_one, reading, seal, sync, unseal, writing
+from evo_grpo.record.plain import MAX_LOG_BYTES, open_plain, read_plain
+
+TEXT_CHARACTERS = 500
+"""Characters of an answer's text that are kept, for people to read."""
+_SUFFIX = ".jsonl"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer that has been paid for.
+
+    Attributes:
+        score: From 0 to 1; None if the answer has no score that can be used.
+        text: Its text, cut to its end.
+        input: Tokens that the judge read.
+        output: Tokens that it wrote.
+    """
+
+    score: float | None
+    text: str
+    input: int = 0
+    output: int = 0
+
+
+@final
+class Answers:
+    """Answers by the digest of their question.
+
+    Each answer is appended to the file as it comes, in one write, so that a process that is killed
+    loses none.
+
+    Attributes:
+        count: Number of answers to this process and, since the run began, to its rank.
+        input: Tokens that the judge has read for them.
+        output: Tokens that it has written.
+    """
+
+    def __init__(self) -> None:
+        self.count = self.input = self.output = 0
+        self._known: dict[str, Answer] = {}
+        self._path: Path | None = None
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._known
+
+    def __getitem__(self, key: str) -> Answer:
+        return self._known[key]
+
+    def record_in(self, folder: Path, name: str) -> None:
+        """Read the answers in all files of a folder, and append new ones to one of them.
+
+        The folder, and a file that other ranks do not use, are created with the first answer. A
+        line that a kill has cut off is removed; a damaged one is warned of, and asked again.
+        """
+        damaged = 0
+        with reading(folder):
+            for file in sorted(folder.glob(f"*{_SUFFIX}")):
+                lines = read_plain(file, MAX_LOG_BYTES).split(b"\n")
+                last = lines.pop()  # empty, or cut off
+                own = file.name == name + _SUFFIX
+                if last and own:
+                    _cut(file, len(last))
+                damaged += sum(not self._read(line, counts=own) for line in lines)
+        if damaged:
+            warnings.warn(
+                f"{folder}: {damaged} answers of the judge are damaged, and are asked again if "
+                "they are needed",
+                stacklevel=2,
+            )
+        self._path = folder / (name + _SUFFIX)
+
+    def add(self, key: str, answer: Answer) -> None:
+        """Keep an answer, in the file too.
+
+        Raises:
+            RunFailedError: The file cannot be written.
+        """
+        answer = Answer(answer.score, answer.text[-TEXT_CHARACTERS:], answer.input, answer.output)
+        self._keep(key, answer, counts=True)
+        if self._path is None:
+            return
+        data = {
+            "question": key,
+            "score": answer.score,
+            "input_tokens": answer.input,
+            "output_tokens": answer.output,
+            "text": answer.text,
+        }
+        with writing(self._path):
+            create_one(self._path.parent)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            with os.fdopen(open_plain(self._path, flags), "ab", buffering=0) as file:
+                append(file, seal(data).encode("utf-8", errors="replace"), durable=False)
+
+    def sync(self) -> None:
+        """Wait until the answers are on disk."""
+        if self._path is not None and self._path.exists():
+            with writing(self._path):
+                sync(self._path)
+                sync(self._path.parent)
+
+    def _keep(self, key: str, answer: Answer, *, counts: bool) -> None:
+        if counts:
+            self.count += 1
+            self.input += answer.input
+            self.output += answer.output
+        self._known[key] = answer
+
+    def _read(self, line: bytes, *, counts: bool) -> bool:
+        """Keep the answer in a line; return whether the line is whole."""
+        try:
+            data = unseal(line)
+            key, text = _typed(data, "question", str), _typed(data, "text", str)
+            tokens = [_typed(data, name, int) for name in ("input_tokens", "output_tokens")]
+            score = data.get("score")
+            if score is not None and not (isinstance(score, int | float) and 0 <= score <= 1):
+                raise ValueError("score")
+        except ValueError:
+            return False
+        answer = Answer(None if score is None else float(score), text, *tokens)
+        self._keep(key, answer, counts=counts)
+        return True
+
+
+def _typed(data: dict[str, Any], name: str, kind: type) -> Any:  # noqa: ANN401 -- of that type
+    value = data.get(name)
+    if type(value) is not kind:
+        raise ValueError(name)
+    return value
+
+
+def _cut(file: Path, count: int) -> None:
+    """Remove the last bytes of a file."""
+    with writing(file):
+        descriptor = open_plain(file, os.O_RDWR)
+        try:
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size - count)
+        finally:
+            os.close(descriptor)

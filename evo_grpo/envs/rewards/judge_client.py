@@ -1,0 +1,260 @@
+"""Requests to an OpenAI-compatible API: several at a time, with time-outs, retries and back-off."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast, final
+
+from evo_grpo.envs.rewards.watch import in_a_thread
+from evo_grpo.errors import ConfigError, RewardError
+from evo_grpo.printable import error_text, shorten
+from evo_grpo.settings.rewards import JudgeReward
+
+if TYPE_CHECKING:
+    import httpx2
+
+MOST_BYTES = 1 << 22
+"""Largest reply: 4 MiB."""
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+"""Seconds before the first retry, which double with each further one, and most of them."""
+LONGEST_WAIT = 300.0
+"""Most seconds that a server may ask to wait in Retry-After."""
+_AGAIN = frozenset({408, 409, 425, 429})
+_REFUSED = {401: "refused the key", 403: "refused access"}
+Body = Mapping[str, Any]
+Keep = Callable[[str, Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Unanswered:
+    """A question that got no answer, and why."""
+
+    why: str
+
+
+class _Trouble(Exception):
+    """A request that failed: why, whether another attempt may help, seconds that it has to wait."""
+
+    def __init__(self, why: str, *, again: bool = True, wait: float = 0.0) -> None:
+        super().__init__(why)
+        self.why = why
+        self.again = again
+        self.wait = wait
+
+
+@final
+class Client:
+    """Asks the API of a judge; see `JudgeReward` for the settings."""
+
+    def __init__(self, settings: JudgeReward) -> None:
+        self.settings = settings
+        self._url = settings.url.rstrip("/") + "/chat/completions"
+
+    def check_key(self) -> None:
+        """Check that the environment has a key that can be sent, if the settings name one.
+
+        Raises:
+            ConfigError: It has none, or one with characters that no key has.
+        """
+        self._key()
+
+    def _key(self) -> str | None:
+        name = self.settings.key_variable
+        if name is None:
+            return None
+        key = os.environ.get(name, "").strip()
+        if not key:
+            raise ConfigError(
+                f"env.reward: kind judge: expected the key of {self.settings.url} in the "
+                f"environment variable {name}, got none; set it: export {name}=..."
+            )
+        if not key.isascii() or not key.isprintable():
+            raise ConfigError(
+                f"env.reward: kind judge: expected a key of printable ASCII characters in the "
+                f"environment variable {name}, got others; set it again"
+            )
+        return key
+
+    def ask(self, bodies: Mapping[str, Body], keep: Keep) -> dict[str, Unanswered]:
+        """Send requests, `concurrency` at a time.
+
+        Works inside a running event loop, as in a notebook, from another thread.
+
+        Args:
+            bodies: Request -> JSON body.
+            keep: Called with a request and the JSON of its reply as soon as it comes.
+
+        Returns:
+            The requests that got no reply after all retries. If one stays without a reply and no
+            other got one in the meantime, the rest is not sent.
+
+        Raises:
+            RewardError: The API refuses the key, or does not know the URL or the model.
+        """
+        asking = _Asking(self._url, self._key(), self.settings, keep)
+        work = asking.all(bodies)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(work)
+        try:
+            return in_a_thread("judge", lambda: asyncio.run(work)).result()
+        finally:
+            asking.stopped.set()  # after Ctrl-C, the thread sends no more
+
+
+class _Asking:
+    """The requests of one batch."""
+
+    def __init__(self, url: str, key: str | None, settings: JudgeReward, keep: Keep) -> None:
+        self.url = url
+        self.settings = settings
+        self.keep = keep
+        self.stopped = threading.Event()
+        self._key = key
+        self._replies = 0
+
+    async def all(self, bodies: Mapping[str, Body]) -> dict[str, Unanswered]:
+        """Send all requests; see `Client.ask`."""
+        # Imported here: only a judge needs it, and it takes a tenth of a second.
+        import httpx2
+
+        pending = iter(bodies.items())
+        failed: dict[str, Unanswered] = {}
+        workers = min(self.settings.concurrency, len(bodies))
+        headers = {"Content-Type": "application/json"}
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        limits = httpx2.Limits(max_connections=workers, max_keepalive_connections=workers)
+        # `_attempt` has one time-out for a whole request. Redirects are not followed: they could
+        # lead the key to another host.
+        async with httpx2.AsyncClient(headers=headers, limits=limits, timeout=None) as client:
+            tasks = [
+                asyncio.ensure_future(self._work(client, pending, failed)) for _ in range(workers)
+            ]
+            done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            # After an error, no request begins, and those under way end: they may be paid for.
+            self.stopped.set()
+            ended = await asyncio.gather(*done, *rest, return_exceptions=True)
+        for error in ended:
+            if isinstance(error, BaseException):
+                raise error
+        why = next(iter(failed.values()), Unanswered("it was not asked"))
+        failed |= {key: why for key, _ in pending}
+        return failed
+
+    async def _work(
+        self,
+        client: httpx2.AsyncClient,
+        pending: Iterator[tuple[str, Body]],
+        failed: dict[str, Unanswered],
+    ) -> None:
+        while not self.stopped.is_set():
+            request = next(pending, None)
+            if request is None:
+                return
+            key, body = request
+            before = self._replies
+            try:
+                reply = await self._reply(client, key, body)
+            except _Trouble as trouble:
+                failed[key] = Unanswered(trouble.why)
+                if trouble.again and self._replies == before:
+                    self.stopped.set()  # not this request alone: the API is down
+                continue
+            self._replies += 1
+            self.keep(key, reply)
+
+    async def _reply(self, client: httpx2.AsyncClient, key: str, body: Body) -> Mapping[str, Any]:
+        """Send a request until there is a reply, with pauses in between."""
+        # Other requests wait for other times, and the same ones when the run is repeated.
+        spread = 0.75 + int(key[:8], 16) / 2**33
+        attempt = 0
+        while True:
+            try:
+                return await self._attempt(client, body)
+            except _Trouble as trouble:
+                if not trouble.again or attempt == self.settings.retries or self.stopped.is_set():
+                    tried = f" in {attempt + 1} attempts" if attempt else ""
+                    raise _Trouble(f"{trouble.why}{tried}", again=trouble.again) from None
+                pause = min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE) * spread
+                await self._pause(max(pause, trouble.wait))
+            attempt += 1
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait, but not for longer than the batch goes on."""
+        end = time.monotonic() + seconds
+        while not self.stopped.is_set() and (left := end - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, 0.2))
+
+    async def _attempt(self, client: httpx2.AsyncClient, body: Body) -> Mapping[str, Any]:
+        import httpx2
+
+        limit = self.settings.timeout
+        try:
+            async with (
+                asyncio.timeout(limit),
+                client.stream("POST", self.url, content=json.dumps(body)) as response,
+            ):
+                data = bytearray()
+                async for chunk in response.aiter_bytes():
+                    data += chunk
+                    if len(data) > MOST_BYTES:
+                        raise _Trouble(f"the API sent more than {MOST_BYTES:,} bytes", again=False)
+        except TimeoutError:
+            raise _Trouble(f"the API gave no answer within {limit:g} s") from None
+        except httpx2.HTTPError as error:
+            raise _Trouble(f"the API cannot be reached ({self._safe(error_text(error))})") from None
+        if response.status_code != 200:
+            raise self._refusal(response.status_code, bytes(data), response.headers)
+        try:
+            reply = json.loads(data)
+        except (ValueError, RecursionError):
+            reply = None
+        found = cast("Mapping[str, Any]", reply) if isinstance(reply, Mapping) else {}
+        if not isinstance(found.get("choices"), list):
+            raise _Trouble(f"expected choices from the API, got {self._excerpt(bytes(data))}")
+        return found
+
+    def _refusal(self, status: int, data: bytes, headers: Mapping[str, str]) -> _Trouble:
+        """Return the trouble of a status; raise for one that every request would get."""
+        url, name = self.settings.url, self.settings.key_variable
+        if status in _REFUSED:
+            # What the server says may hold the key.
+            has = "env.reward sends none: name it in key_variable"
+            if name is not None:
+                has = f"see that the environment variable {name} has the right one"
+            raise RewardError(
+                f"env.reward: kind judge: {url} {_REFUSED[status]} (status {status}); {has}, then "
+                "go on with: evo-grpo resume RUN"
+            )
+        said = self._excerpt(data)
+        if status == 404 or 300 <= status < 400:
+            raise RewardError(
+                f"env.reward: kind judge: expected {self.url} to have a model "
+                f"{self.settings.model!r}, got status {status}: {said}; correct url or model"
+            )
+        again = status in _AGAIN or status >= 500
+        wait = _seconds(headers.get("retry-after", "")) if again else 0.0
+        return _Trouble(f"the API answered with status {status}: {said}", again=again, wait=wait)
+
+    def _excerpt(self, data: bytes) -> str:
+        return self._safe(repr(shorten(data[:2000].decode("utf-8", errors="replace"), 200)))
+
+    def _safe(self, text: str) -> str:
+        return text.replace(self._key, "***") if self._key else text
+
+
+def _seconds(text: str) -> float:
+    """Return the seconds of a header Retry-After, 0 for a date or anything else."""
+    try:
+        found = float(text)
+    except ValueError:
+        return 0.0
+    return min(found, LONGEST_WAIT) if found > 0 else 0.0

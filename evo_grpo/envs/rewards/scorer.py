@@ -1,0 +1,70 @@
+"""The base class of rewards that a model computes: a reward model, a judge."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from evo_grpo.errors import RewardError
+
+
+class Scorer(ABC):
+    """A reward function of this package, which scores completions with a model.
+
+    It is called once per batch, in the process of the run: `env.reward_timeout` and `env.isolate`,
+    which guard against code of the user, do not apply to it.
+
+    Attributes:
+        columns: Names of the columns that its templates need.
+    """
+
+    __name__: str = "scorer"
+    columns: Sequence[str] = ()
+
+    def prepare(self, device: str) -> None:  # noqa: B027 -- not all have something to do
+        """Load and check what scoring needs, before the first batch; repeated calls do nothing.
+
+        Args:
+            device: Device of the run, such as "cpu" or "cuda:0".
+
+        Raises:
+            ConfigError: Something is missing.
+        """
+
+    def record_in(self, folder: Path, name: str) -> None:  # noqa: B027 -- the same
+        """Keep results in a folder of the run, under a name of its own, and use earlier ones."""
+
+    def spent(self) -> Mapping[str, float]:
+        """Return what scoring has cost since the start of the run; empty if it costs nothing."""
+        return {}
+
+    @abstractmethod
+    def __call__(
+        self, *, completions: Sequence[str], prompts: Sequence[str], **columns: Sequence[Any]
+    ) -> list[float | RewardError]:
+        """Score completions.
+
+        Args:
+            completions: B completions.
+            prompts: The B texts that the agents were given.
+            **columns: B values of each column of the rows.
+
+        Returns:
+            B rewards; in place of a reward that cannot be used, the error that says why.
+        """
+
+
+def template_rows(
+    completions: Sequence[str], prompts: Sequence[str], columns: Mapping[str, Sequence[Any]]
+) -> Iterator[dict[str, Any]]:
+    """Yield what the templates of a scorer may name, for each of B completions."""
+    for number, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
+        row = {name: values[number] for name, values in columns.items()}
+        yield {**row, "completion": completion, "prompt": prompt}
+
+
+def needed_columns(names: Sequence[str]) -> list[str]:
+    """Return the names in templates that the rows have to have as columns."""
+    return [name for name in names if name not in ("completion", "prompt")]

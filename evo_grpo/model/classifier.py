@@ -1,0 +1,203 @@
+"""A sequence classifier of transformers that scores texts in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor
+
+from evo_grpo.errors import ConfigError, ModelError
+from evo_grpo.model.loading import from_pretrained, pick_device, pick_dtype
+from evo_grpo.sources import resolve
+
+_UNLIMITED = 10**9
+"""Tokenizers without a limit have a `model_max_length` beyond this."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Texts as token ids.
+
+    Attributes:
+        rows: For each of B texts, or pairs of texts, its `input_ids` and perhaps `token_type_ids`.
+        cut: Number of texts that were longer than the classifier reads, and lost their end.
+    """
+
+    rows: Sequence[Mapping[str, Sequence[int]]]
+    cut: int = 0
+
+
+@final
+class Classifier:
+    """Scores texts with one output of a classifier; `load` creates one.
+
+    Args:
+        model: A `...ForSequenceClassification` of transformers.
+        tokenizer: Its tokenizer.
+        label: The output, by its label in the model's config; None for a model with one output.
+        max_tokens: Longest input in tokens; None takes the positions of the model.
+
+    Raises:
+        ModelError: The model has several outputs and there is no label, or has no such label.
+    """
+
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401 -- transformers has a class per architecture
+        tokenizer: Any,  # noqa: ANN401 -- the same
+        label: str | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.output = _output_of(model.config, label)
+        limits = [max_tokens, getattr(model.config, "max_position_embeddings", None)]
+        limits.append(tokenizer.model_max_length)
+        #: Longest input in tokens; None for any length.
+        self.max_tokens = min((n for n in limits if n and 0 < n < _UNLIMITED), default=None)
+
+    @classmethod
+    def load(
+        cls, name: str, *, device: str, dtype: str, label: str | None, max_tokens: int | None
+    ) -> Self:
+        """Load a classifier by the name of a folder or hub id, from safetensors alone.
+
+        Raises:
+            ModelError: It cannot be loaded, is no sequence classifier, or lacks the label.
+        """
+        where = pick_device(device)
+        try:
+            model, tokenizer = from_pretrained(
+                resolve(name),
+                pick_dtype(dtype, where),
+                {"use_safetensors": True},
+                with_tokenizer=True,
+                task="SequenceClassification",
+            )
+            return cls(model.to(where), tokenizer, label, max_tokens)
+        except ModelError as error:
+            raise ModelError(f"env.reward: kind model: {error}") from error
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Return a conversation as text, by the classifier's chat template.
+
+        Raises:
+            ConfigError: It has none, or refuses the conversation.
+        """
+        # Imported here: it comes with transformers.
+        from jinja2 import TemplateError
+
+        if not self.tokenizer.chat_template:
+            raise ConfigError(
+                "env.reward: kind model: its tokenizer has no chat template for a conversation; "
+                "give text instead"
+            )
+        try:
+            return self.tokenizer.apply_chat_template(list(messages), tokenize=False)
+        except (TemplateError, ValueError) as error:
+            raise ConfigError(
+                f"env.reward: kind model: its chat template refuses the conversation: {error}"
+            ) from error
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        pairs: Sequence[str] | None = None,
+        *,
+        special_tokens: bool = True,
+    ) -> Encoded:
+        """Return the token ids of B texts, or of B pairs of texts."""
+        options: dict[str, Any] = {"add_special_tokens": special_tokens, "verbose": False}
+        whole = self._tokenized(texts, pairs, options)
+        limit = self.max_tokens
+        if limit is None or all(len(row["input_ids"]) <= limit for row in whole):
+            return Encoded(whole)
+        options |= {"truncation": True, "max_length": limit}
+        cut = self._tokenized(texts, pairs, options)
+        return Encoded(cut, sum(len(row["input_ids"]) > limit for row in whole))
+
+    def _tokenized(
+        self, texts: Sequence[str], pairs: Sequence[str] | None, options: Mapping[str, Any]
+    ) -> list[dict[str, list[int]]]:
+        made = self.tokenizer(list(texts), None if pairs is None else list(pairs), **options)
+        names = [name for name in ("input_ids", "token_type_ids") if name in made]
+        return [{name: made[name][row] for name in names} for row in range(len(texts))]
+
+    @torch.no_grad()
+    def scores(
+        self, encoded: Encoded, *, batch_size: int, probability: bool = False
+    ) -> list[float]:
+        """Return B scores: outputs of the classifier, or their probabilities.
+
+        Args:
+            encoded: B texts.
+            batch_size: Texts of one forward pass, >= 1; texts of similar length go together.
+            probability: Take the softmax over the labels, or the sigmoid of a single output.
+        """
+        order = sorted(
+            range(len(encoded.rows)), key=lambda row: len(encoded.rows[row]["input_ids"])
+        )
+        scores = [0.0] * len(order)
+        for first in range(0, len(order), batch_size):
+            numbers = order[first : first + batch_size]
+            logits = self._logits([encoded.rows[number] for number in numbers]).float()
+            if probability:
+                single = logits.shape[1] == 1
+                logits = logits.sigmoid() if single else logits.softmax(dim=1)
+            for number, score in zip(numbers, logits[:, self.output].tolist(), strict=True):
+                scores[number] = score
+        return scores
+
+    def _logits(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> Tensor:
+        """Return (B, labels) outputs of texts, padded on the right.
+
+        Decoders are read at the last token that is not the padding token of their config. If that
+        has none, an id that no text has takes its place, so that this is the last token.
+        """
+        config = self.model.config.get_text_config()
+        padding = config.pad_token_id
+        if padding is None and len(rows) > 1:
+            padding = _unused(rows, config.vocab_size)
+            if padding is None:
+                return torch.cat([self._logits([row]) for row in rows])
+            config.pad_token_id = padding
+            try:
+                return self._logits(rows)
+            finally:
+                config.pad_token_id = None
+        width = max(1, *(len(row["input_ids"]) for row in rows))
+        given = {
+            name: self._padded([row[name] for row in rows], width, filler)
+            for name, filler in (("input_ids", padding or 0), ("token_type_ids", 0))
+            if name in rows[0]
+        }
+        ones = [[1] * len(row["input_ids"]) for row in rows]
+        return self.model(**given, attention_mask=self._padded(ones, width, 0)).logits
+
+    def _padded(self, values: Sequence[Sequence[int]], width: int, filler: int) -> Tensor:
+        full = [[*row, *[filler] * (width - len(row))] for row in values]
+        return torch.tensor(full, dtype=torch.int64, device=self.model.device)
+
+
+def _unused(rows: Sequence[Mapping[str, Sequence[int]]], vocabulary: int) -> int | None:
+    used = {id for row in rows for id in row["input_ids"]}
+    free: Iterator[int] = (id for id in range(vocabulary) if id not in used)
+    return next(free, None)
+
+
+def _output_of(config: Any, label: str | None) -> int:  # noqa: ANN401 -- a config of transformers
+    labels = {int(number): str(name) for number, name in config.id2label.items()}
+    if label is None and len(labels) == 1:
+        return 0
+    found = [number for number, name in labels.items() if name == label]
+    if not found:
+        shown = ", ".join(labels.values())
+        got = "none" if label is None else repr(label)
+        raise ModelError(
+            f"label: expected one of the {len(labels)} labels {shown}, got {got}; choose the one "
+            "whose score is the reward"
+        )
+    return found[0]

@@ -1,0 +1,240 @@
+"""Plays the rollouts of a step; replaces groups that teach nothing by groups of the next prompts.
+
+The second is the dynamic sampling of DAPO (arXiv:2503.14476). All agents take their prompts from
+one sequence, so that they meet the same ones: an agent whose groups are dead reads on in it, until
+its places are filled or its tokens are spent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from evo_grpo.envs.protocol import Environment, Experience, Floats, StartT
+from evo_grpo.learn.objective.advantages import zero_variance_groups
+from evo_grpo.learn.objective.overlong import (
+    longest_completion,
+    overlong_penalties,
+    with_overlong_penalty,
+)
+from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.population.cohort.sampler import PopulationSampler
+from evo_grpo.population.stats import Stopwatch
+from evo_grpo.record.vocabulary import over_steps
+from evo_grpo.types import Slot
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The rollout of one agent in a step.
+
+    Attributes:
+        sampled: Everything that it sampled, with the rewards of the environment.
+        shaped: The same with the rewards that it learns from, which may have a further column.
+        learned: The groups that it learns from: those of `shaped`, unless some were replaced.
+        weights: (K,) weights of the rewards in `shaped` and `learned`.
+        starts: Number of starts of the common sequence that it has used.
+    """
+
+    sampled: Experience
+    shaped: Experience
+    learned: Experience
+    weights: Floats
+    starts: int
+
+
+def play_step(
+    cohort: Cohort,
+    env: Environment[StartT],
+    slots: Sequence[Slot],
+    starts: Sequence[Sequence[StartT]],
+    *,
+    first: int,
+    stream: Sequence[str | int],
+    watch: Stopwatch,
+) -> list[Rollout]:
+    """Sample and score a step of several agents in one generation call per turn.
+
+    With `dynamic_sampling_tokens`, further calls replace groups whose rewards are all equal.
+
+    Args:
+        cohort: The agents.
+        env: The environment.
+        slots: The agents that play.
+        starts: For each agent its starts, the first P_i of one list.
+        first: Position of that list in the sequence of the environment.
+        stream: Path of the random stream of the step.
+        watch: Receives the seconds of generate and reward.
+    """
+    experiences = _played(cohort, env, slots, starts, stream=stream, watch=watch)
+    counts = [len(own) for own in starts]
+    rollouts = [_rollout(cohort, env, *pair) for pair in zip(experiences, counts, strict=True)]
+    budget = cohort.settings.algorithm.dynamic_sampling_tokens
+    if budget is None:
+        return rollouts
+    # An episode has several completions.
+    longest = cohort.max_output_tokens * getattr(env, "max_turns", 1)
+    agents = [
+        _Filling(rollout, cohort.agents[slot].hparams.group_size, longest, budget)
+        for slot, rollout in zip(slots, rollouts, strict=True)
+    ]
+    wave = 0
+    while asking := [number for number, agent in enumerate(agents) if agent.wanted()]:
+        wave += 1
+        more = [
+            starts_from(env, first + agents[number].starts, agents[number].wanted())
+            for number in asking
+        ]
+        again = [slots[number] for number in asking]
+        path = (*stream, "wave", wave)
+        found = _played(cohort, env, again, more, stream=path, watch=watch)
+        for number, experience, own in zip(asking, found, more, strict=True):
+            agents[number].add(_rollout(cohort, env, experience, len(own)))
+    return [agent.rollout() for agent in agents]
+
+
+def starts_from(env: Environment[StartT], first: int, count: int) -> list[StartT]:
+    """Return the training starts `first` to `first + count - 1` of an environment.
+
+    All batches are slices of one sequence: batch `k` of size `n` begins at start `k * n`.
+    """
+    size = math.gcd(first, count)
+    steps = range(first // size, (first + count) // size)
+    return [start for step in steps for start in env.batch(step, size)]
+
+
+@dataclass
+class _Filling:
+    """The places of an agent's batch, some of which have a dead group.
+
+    Attributes:
+        begun: The rollout of the first prompts.
+        size: G, completions of a group.
+        longest: Most tokens of a completion or episode.
+        tokens: Tokens that may still be sampled.
+    """
+
+    begun: Rollout
+    size: int
+    longest: int
+    tokens: int
+    more: list[Rollout] = field(default_factory=list[Rollout])
+    places: list[Experience] = field(init=False)
+    dead: list[int] = field(init=False)
+    filled: int = 0
+
+    def __post_init__(self) -> None:
+        self.places = _groups(self.begun.shaped, self.size)
+        self.dead = np.flatnonzero(self._is_dead(self.begun)).tolist()
+
+    @property
+    def starts(self) -> int:
+        """Number of starts used."""
+        return self.begun.starts + sum(rollout.starts for rollout in self.more)
+
+    def wanted(self) -> int:
+        """Return the number of further groups: one per dead place, as far as tokens suffice."""
+        return min(len(self.dead), self.tokens // (self.size * self.longest))
+
+    def add(self, rollout: Rollout) -> None:
+        """Put further groups into the places of dead ones, in order; drop those that are dead."""
+        # An environment that drops all its episodes samples nothing, and would never end.
+        self.tokens -= rollout.sampled.tokens or self.tokens
+        self.more.append(rollout)
+        groups = _groups(rollout.shaped, self.size)
+        for group, is_dead in zip(groups, self._is_dead(rollout), strict=True):
+            if not is_dead:
+                self.places[self.dead.pop(0)] = group
+                self.filled += 1
+
+    def rollout(self) -> Rollout:
+        """Return the rollout with everything sampled, and the groups in their places."""
+        parts = [self.begun, *self.more]
+        counted = {
+            "resampled": float(sum(rollout.starts for rollout in self.more)),
+            "replaced": float(self.filled),
+        }
+        shaped = joined([one.shaped for one in parts])
+        return Rollout(
+            sampled=joined([one.sampled for one in parts]),
+            shaped=Experience(shaped.trajectories, shaped.rewards, {**shaped.metrics, **counted}),
+            learned=joined(self.places),
+            weights=self.begun.weights,
+            starts=self.starts,
+        )
+
+    def _is_dead(self, rollout: Rollout) -> Any:  # noqa: ANN401 -- (groups,) numpy bool
+        return zero_variance_groups(rollout.shaped.rewards, self.size, weights=rollout.weights)
+
+
+def joined(parts: Sequence[Experience]) -> Experience:
+    """Return the experiences of one agent, at least one, as one experience.
+
+    Metrics are summed, or are means over completions, as the vocabulary says for the steps of a
+    round.
+    """
+    metrics: dict[str, float] = {}
+    for name in dict.fromkeys(name for part in parts for name in part.metrics):
+        known = [part for part in parts if name in part.metrics]
+        values = [part.metrics[name] for part in known]
+        if (over := over_steps(name)) in ("sum", "max"):
+            metrics[name] = sum(values) if over == "sum" else max(values)
+        else:
+            counts = [max(1, len(part.trajectories)) for part in known]
+            metrics[name] = float(np.average(values, weights=counts))
+    return Experience(
+        tuple(trajectory for part in parts for trajectory in part.trajectories),
+        np.concatenate([part.rewards for part in parts]),
+        metrics,
+    )
+
+
+def _groups(experience: Experience, size: int) -> list[Experience]:
+    firsts = range(0, len(experience.trajectories), size)
+    return [
+        Experience(
+            experience.trajectories[first : first + size], experience.rewards[first : first + size]
+        )
+        for first in firsts
+    ]
+
+
+def _played(
+    cohort: Cohort,
+    env: Environment[StartT],
+    slots: Sequence[Slot],
+    starts: Sequence[Sequence[StartT]],
+    *,
+    stream: Sequence[str | int],
+    watch: Stopwatch,
+) -> list[Experience]:
+    """Play from starts to rewards; the time of environments counts as reward."""
+    sampler = PopulationSampler.in_training(cohort, slots, stream=("sample", *stream))
+    with watch.phase("reward"):
+        play = cohort.begin(env, starts, sampler.group_sizes)
+    while (ask := play.ask()) is not None:
+        with watch.phase("generate"):
+            groups = sampler.sample(ask)
+        with watch.phase("reward"):
+            play.tell(groups)
+    with watch.phase("reward"):
+        return play.experiences()
+
+
+def _rollout(cohort: Cohort, env: Environment[Any], experience: Experience, starts: int) -> Rollout:
+    """Return a rollout with the rewards of the environment and, if it is on, the overlong penalty.
+
+    All its groups are learned from.
+    """
+    algorithm, longest = cohort.settings.algorithm, cohort.max_output_tokens
+    if algorithm.overlong_buffer is None:
+        return Rollout(experience, experience, experience, env.weights, starts)
+    lengths = [longest_completion(trajectory) for trajectory in experience.trajectories]
+    penalties = overlong_penalties(lengths, longest, algorithm.overlong_buffer)
+    weight = algorithm.overlong_penalty
+    shaped = with_overlong_penalty(experience, penalties, weight)
+    return Rollout(experience, shaped, shaped, np.append(env.weights, weight), starts)

@@ -1,0 +1,307 @@
+"""A judge on the loopback: scores, failures, and answers that are paid for once."""
+
+import asyncio
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from judge_server import by_digits, judging, says, score_of
+
+from evo_grpo.envs.rewards import judge_client
+from evo_grpo.envs.rewards.judge import Judge, read_score
+from evo_grpo.envs.rewards.reward_values import UnusableRewardError
+from evo_grpo.errors import ConfigError, RewardError
+from evo_grpo.settings.rewards import JudgeReward
+
+PROMPT = "Q: {question} A: {completion} Answer with <score>0 to 10</score>"
+KEY = "sk-very-secret-key"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(judge_client, "FIRST_PAUSE", 0.01)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+
+
+def made(url, **settings):
+    return Judge(JudgeReward(**{"url": url, "model": "m", "prompt": PROMPT, **settings}))
+
+
+def ask(judge, completions):
+    return judge(
+        completions=completions,
+        prompts=["p"] * len(completions),
+        question=[f"q{number % 7}" for number in range(len(completions))],
+    )
+
+
+def slow(completions):
+    """The rewards of `by_digits`, one after another."""
+    made_of = [PROMPT.format(question=f"q{n % 7}", completion=c) for n, c in enumerate(completions)]
+    return [score_of(text) / 10 for text in made_of]
+
+
+def test_answers_equal_those_of_one_request_after_another():
+    completions = [f"{number * 37}" for number in range(40)]
+    with judging(by_digits) as server:
+        judge = made(server.url, concurrency=5, input_price=2.0, output_price=30.0)
+        assert ask(judge, completions) == pytest.approx(slow(completions))
+        assert server.most <= 5
+        asked = server.requests
+        assert ask(judge, completions[:3] * 2)[:3] == pytest.approx(slow(completions)[:3])
+        assert judge.spent() == {
+            "answers": float(server.requests),
+            "input_tokens": 100.0 * server.requests,
+            "output_tokens": 10.0 * server.requests,
+            "cost": pytest.approx(server.requests * (100 * 2 + 10 * 30) / 1e6),
+        }
+        assert asked == 40
+    assert server.keys == [None] * server.requests
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("<score>7</score>", 0.7),
+        ("<score>2</score> no, <score> 10.0 </score>.", 1.0),
+        ("<score>11</score>", None),
+        ("<score>nan</score>", None),
+        ("<score>seven</score>", None),
+        ("score 7", None),
+        ("</score><score>", None),
+        ("<score>" * 100_000, None),
+        (None, None),
+    ],
+)
+def test_the_last_tag_is_the_score(text, score):
+    settings = JudgeReward(url="http://h/v1", model="m", prompt=PROMPT)
+    assert read_score(settings, says(text))[0] == score
+
+
+def likeliest(**logprobs):
+    tokens = [{"token": name, "logprob": math.log(p)} for name, p in logprobs.items()]
+    return {"choices": [{"message": {}, "logprobs": {"content": [{"top_logprobs": tokens}]}}]}
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        (likeliest(yes=0.3, Yes=0.3, No=0.2, maybe=0.2), 0.75),
+        (likeliest(No=0.9), 0.0),
+        (likeliest(Yes=0.2, No=0.2, I=0.6), None),
+        (likeliest(), None),
+        ({"choices": [{"logprobs": {"content": [{"top_logprobs": [3, {"token": []}]}]}}]}, None),
+        ({"choices": [3]}, None),
+        ({"choices": []}, None),
+    ],
+)
+def test_the_score_by_log_probs_is_the_mean_by_probability(reply, score):
+    settings = JudgeReward(url="http://h/v1", model="m", prompt="{completion}", score="logprob")
+    assert read_score(settings, reply)[0] == (None if score is None else pytest.approx(score))
+
+
+def test_log_probs_are_asked_for_and_parameters_replace_fields():
+    seen = []
+
+    def answer(body, number):
+        seen.append(body)
+        return 200, likeliest(yes=0.6, no=0.4)
+
+    with judging(answer) as server:
+        given = {"temperature": None, "seed": 3}
+        judge = made(server.url, score="logprob", prompt="{completion}", parameters=given)
+        assert ask(judge, ["x"]) == pytest.approx([0.6])
+    assert seen[0] == {
+        "model": "m",
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 1,
+        "logprobs": True,
+        "top_logprobs": 20,
+        "seed": 3,
+    }
+
+
+def test_failures_are_tried_again():
+    def answer(body, number):
+        broken = {1: (500, b"oops"), 2: (429, b"slow down"), 3: (200, b"not JSON"), 4: (200, {})}
+        return broken.get(number) or by_digits(body)
+
+    with judging(answer) as server:
+        server.headers["Retry-After"] = "0.01"
+        assert ask(made(server.url, concurrency=1, retries=4), ["a1"]) == slow(["a1"])
+        assert server.requests == 5
+
+
+def test_a_request_that_stays_without_an_answer_is_an_error_of_its_completion_alone():
+    def answer(body, number):
+        if "bad" in body["messages"][0]["content"]:
+            return 400, {"error": "content filter"}
+        return by_digits(body)
+
+    with judging(answer) as server:
+        completions = ["bad", *map(str, range(20))]
+        first, *others = ask(made(server.url), completions)
+        assert others == pytest.approx(slow(completions)[1:])
+        assert isinstance(first, RewardError)
+        assert "status 400" in str(first)
+        assert "content filter" in str(first)
+
+
+def test_an_api_that_is_down_is_not_asked_for_every_completion():
+    with judging(lambda body, number: (503, b"down")) as server:
+        found = ask(made(server.url, retries=1, concurrency=2), list(map(str, range(50))))
+        assert server.requests <= 6
+    assert all("status 503" in str(one) for one in found)
+    assert "in 2 attempts" in str(found[0])
+
+
+def test_a_slow_judge_is_given_up_after_the_time_out():
+    with judging(lambda body, number: (0, None)) as server:
+        begun = time.monotonic()
+        (found,) = ask(made(server.url, timeout=0.2, retries=1), ["x"])
+        assert time.monotonic() - begun < 5
+    assert "no answer within 0.2 s in 2 attempts" in str(found)
+
+
+def test_nonsense_is_unusable_and_not_paid_for_again():
+    with judging(lambda body, number: (200, says("I cannot say."))) as server:
+        judge = made(server.url)
+        for _ in range(2):
+            (found,) = ask(judge, ["x"])
+            assert isinstance(found, UnusableRewardError)
+            assert "expected <score>number from 0 to 10</score>, got 'I cannot say.'" in str(found)
+        assert server.requests == 1
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refused_key_ends_the_run_and_is_never_shown(status, caplog):
+    caplog.set_level("DEBUG")
+
+    def answer(body, number):
+        return status, {"error": f"Incorrect API key {KEY}"}
+
+    with judging(answer) as server:
+        judge = made(server.url, key_variable="JUDGE_KEY")
+        with pytest.raises(RewardError, match="environment variable JUDGE_KEY") as caught:
+            ask(judge, ["x"])
+        assert server.keys == [f"Bearer {KEY}"]
+        with pytest.raises(RewardError, match="sends none: name it in key_variable"):
+            ask(made(server.url), ["x"])
+    # A server that repeats the key elsewhere does not spread it either.
+    with judging(lambda body, number: (400, f"{KEY}?".encode())) as server:
+        (found,) = ask(made(server.url, key_variable="JUDGE_KEY"), ["x"])
+    shown = f"{caught.value} {caught.value.__context__!r} {found} {caplog.text}"
+    assert "***?" in shown
+    assert KEY not in shown
+
+
+def test_a_key_that_is_missing_or_broken_is_refused_before_anything_is_sent(monkeypatch):
+    judge = made("http://127.0.0.1:1/v1", key_variable="JUDGE_KEY")
+    judge.prepare("cpu")
+    monkeypatch.setenv("JUDGE_KEY", "a\nb")
+    with pytest.raises(ConfigError, match="printable ASCII"):
+        judge.prepare("cpu")
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(ConfigError, match="JUDGE_KEY, got none; set it: export JUDGE_KEY"):
+        judge.prepare("cpu")
+
+
+def test_a_redirect_is_not_followed():
+    with judging(lambda body, number: (307, b"")) as server:
+        server.headers["Location"] = server.url + "/other"
+        with pytest.raises(RewardError, match="status 307"):
+            ask(made(server.url, key_variable="JUDGE_KEY"), ["x"])
+        assert server.requests == 1
+
+
+def test_a_reply_without_an_end_is_cut():
+    with judging(lambda body, number: (200, b"x" * (judge_client.MOST_BYTES + 1))) as server:
+        (found,) = ask(made(server.url), ["x"])
+    assert "more than 4,194,304 bytes" in str(found)
+
+
+def test_it_works_inside_an_event_loop():
+    async def cell(url):
+        return ask(made(url), ["a1"])
+
+    with judging(by_digits) as server:
+        assert asyncio.run(cell(server.url)) == slow(["a1"])
+
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from evo_grpo.envs.rewards import judge_client
+from evo_grpo.envs.rewards.judge import Judge
+from evo_grpo.settings.rewards import JudgeReward
+judge_client.FIRST_PAUSE = 0.01
+url, prompt, folder = sys.argv[1:]
+judge = Judge(JudgeReward(url=url, model="m", prompt=prompt, concurrency=4))
+judge.record_in(Path(folder), "judge-0-rank-0")
+texts = [f"{number * 37}" for number in range(200)]
+columns = [f"q{number % 7}" for number in range(200)]
+print(json.dumps(judge(completions=texts, prompts=texts, question=columns)))
+"""
+
+
+def test_of_200_answers_with_a_tenth_failing_none_is_paid_for_twice_after_a_kill(tmp_path):
+    held = True
+
+    def answer(body, number):
+        if held and number > 130:
+            return 0, None  # nothing more is answered until the process is dead
+        return (503, b"busy") if number % 10 == 0 else by_digits(body)
+
+    def begin(url):
+        return subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, url, PROMPT, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        )
+
+    file = tmp_path / "judge-0-rank-0.jsonl"
+    with judging(answer) as server:
+        process = begin(server.url)
+        # Four are held, so that none is under way; of the others, 13 failed.
+        while server.requests < 134 or file.read_bytes().count(b"\n") < 117:
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        assert len(server.paid) == 117
+        with file.open("ab") as cut:
+            cut.write(b'{"question": "cut off by the ki')
+        held = False
+        output, _ = begin(server.url).communicate()
+        completions = [f"{number * 37}" for number in range(200)]
+        assert json.loads(output) == pytest.approx(slow(completions))
+        assert len(server.paid) == len(set(server.paid)) == 200
+    judge = made(server.url)
+    judge.record_in(tmp_path, "judge-0-rank-0")
+    assert judge.spent()["answers"] == 200
+
+
+def test_a_damaged_answer_is_asked_again_and_a_link_is_refused(tmp_path):
+    with judging(by_digits) as server:
+        judge = made(server.url)
+        judge.record_in(tmp_path / "judge", "a")
+        ask(judge, ["1", "2"])
+        file = tmp_path / "judge" / "a.jsonl"
+        first, second = file.read_text().splitlines()
+        file.write_text(first.replace('"score": ', '"score": 1') + "\n" + second + "\n")
+        again = made(server.url)
+        with pytest.warns(UserWarning, match="1 answers of the judge are damaged"):
+            again.record_in(tmp_path / "judge", "b")
+        assert ask(again, ["1", "2"]) == slow(["1", "2"])
+        assert server.requests == 3
+    (tmp_path / "judge" / "z.jsonl").symlink_to(file)
+    with pytest.raises(Exception, match="expected a regular file"):
+        made(server.url).record_in(tmp_path / "judge", "a")
