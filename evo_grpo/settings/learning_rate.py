@@ -81,6 +81,8 @@ def unusual_lr(
         ranges: The ranges of hyperparameters; None for the default.
     """
     usual = usual_lr(model)
+    if model is None:  # a module may be as small as the embedded models
+        usual = usual._replace(models="modules of any size", high=EMBEDDED.high)
     # A start far below the range of an embedded model is a lesson of the first template.
     low, high = OTHERS.low / DECADE, usual.high * DECADE
     given = {"algorithm.lr": first.lr}

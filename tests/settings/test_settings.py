@@ -244,7 +244,7 @@ def test_unknown_keys_name_the_nearest_right_one(override: str, message: str):
         ("population.size=null", "population.size: expected an integer >= 1, got null"),
         ("population=[1]", "population: expected a mapping, got a list ([1])"),
         ("algorithm.lr=-1", "algorithm.lr: expected a number > 0, or null, got -1"),
-        ("algorithm.lr=.nan", "algorithm.lr: expected a finite number > 0, got nan"),
+        ("algorithm.lr=.nan", "algorithm.lr: expected a finite number > 0, or null, got nan"),
         (
             "algorithm.top_p=1.5",
             "algorithm.top_p: expected a number in (0, 1], got 1.5; 1.0 keeps all tokens",
@@ -371,7 +371,7 @@ def test_a_start_of_each_agent_survives_the_file():
             "evolve.hyperparameters.lr: expected min <= max, got min 2 > max 1; swap the two",
         ),
         (
-            ["evolve.hyperparameters={lr: {min: 1e-6, max: 1e-4}}"],
+            ["algorithm.lr=1e-3", "evolve.hyperparameters={lr: {min: 1e-6, max: 1e-4}}"],
             "algorithm.lr: expected a value inside evolve.hyperparameters.lr [1e-06, 0.0001], "
             "got 0.001; move it, or widen the range",
         ),
