@@ -57,7 +57,9 @@ SHOWN = {
 """Values that the axis of a metric shows in any case, so that rounding and noise look small."""
 QUIET = 8
 """Least span of an axis, in standard deviations of the noise from step to step."""
-COLUMNS, ROW, HEIGHT, TITLE = 2, 240, 260, 36
+COLUMNS, ROW, HEIGHT, TITLE = 2, 260, 260, 36
+BETWEEN, ABOVE = 80, 80
+"""Pixels between two rows, and above the first one for its titles and the legend."""
 _PREFIX = "reward/"
 
 
@@ -102,16 +104,18 @@ def plot_diagnostics(run: Run, names: Sequence[str] | None = None) -> go.Figure:
     chosen = list(names) if names is not None else metric_names(measured)
     rows = max(1, -(-len(chosen) // COLUMNS))
     titles = [label(name) for name in chosen]
+    drawn = ROW * rows - BETWEEN
     figure = make_subplots(
         rows=rows, cols=COLUMNS, subplot_titles=titles, shared_xaxes=False,
-        horizontal_spacing=0.18, vertical_spacing=60 / (60 + ROW * rows),
+        horizontal_spacing=0.18, vertical_spacing=BETWEEN / drawn,
     )  # fmt: skip
-    figure.update_layout(**layout(60 + ROW * rows), margin_r=MARGIN)
+    figure.update_layout(**layout(drawn + ABOVE + BOTTOM))
+    figure.update_layout(margin={"t": ABOVE, "r": MARGIN}, legend_y=1 + 28 / drawn)
     named: set[int] = set()
     for number, name in enumerate(chosen):
         row, column = divmod(number, COLUMNS)
         own = measured.get(name, [])
-        _add_curves(figure, view, own, name, named, ROW - 60, row=row + 1, col=column + 1)
+        _add_curves(figure, view, own, name, named, ROW - BETWEEN, row=row + 1, col=column + 1)
     figure.update_xaxes(title_text="step")
     return figure
 
