@@ -238,7 +238,7 @@ def test_a_folder_is_given_at_the_first_call_and_is_no_run_to_resume(tmp_path):
     with pytest.raises(RunDirError, match="found a"):
         make(2).train("sums", rounds=1, out=tmp_path / "a", **ROUND)
     (tmp_path / "a" / "summary.json").unlink()  # as if it had been stopped
-    with pytest.raises(RunDirError, match=r"Population\.train with lora, which no file can name"):
+    with pytest.raises(RunDirError, match="recorded from Python with lora, which no file can name"):
         resume(tmp_path / "a")
 
 

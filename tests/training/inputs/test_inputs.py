@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 
 import pytest
 import yaml
@@ -31,6 +32,7 @@ def mine(tmp_path, monkeypatch):
     """A run of one's own data and reward, stopped after its first round."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "input_rewards", raising=False)
     (tmp_path / "rows.jsonl").write_text(
         "".join(json.dumps({"question": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(60))
     )
@@ -187,7 +189,7 @@ def test_before_the_first_round_is_finished_a_file_may_change(mine, monkeypatch)
 
 def test_a_file_that_is_gone_is_refused(mine):
     (mine.parent / "input_rewards.py").unlink()
-    with pytest.raises(ConfigError, match=r"input_rewards:score is not there; put it back"):
+    with pytest.raises(ConfigError, match=r"score is not there \(.* begun with .*\); put it back"):
         resume(mine)
 
 
