@@ -74,7 +74,8 @@ class FromPython:
                 names.
         """
         recorded, config = recorded_objects(folder), read_config(folder)
-        self.check_env(recorded.pop("env", None), config, folder, call)
+        config = self.with_env(recorded, config, folder, call)
+        recorded = {n: text for n, text in recorded.items() if n.partition(".")[0] != "env"}
         own = self.objects
         objects = {"model": own.model, "tokenizer": own.tokenizer, "lora": own.lora}
         named = {**objects, **self.strategies}
@@ -100,34 +101,44 @@ class FromPython:
             )
         return config
 
-    def check_env(self, recorded: str | None, config: RunConfig, folder: Path, call: str) -> None:
-        """Refuse an environment of another kind than that of the run.
+    def with_env(
+        self, recorded: Mapping[str, str], config: RunConfig, folder: Path, call: str
+    ) -> RunConfig:
+        """Return the settings of a run with the rows and functions that they were given.
 
         Args:
-            recorded: Description of the environment of the run, None if population.yaml names it.
+            recorded: The objects of the run; see `recorded_objects`.
             config: Settings of the run.
             folder: The run folder.
             call: The call in Python that the environment is given to, for messages.
+
+        Raises:
+            ConfigError: The environment is missing, or is of another kind than that of the run.
         """
+        own = recorded.get("env")
+        inside_settings = [text for name, text in recorded.items() if name.startswith("env.")]
         named = None if self.env is None else named_task(self.env)
-        if recorded is None:
+        if own is None and not inside_settings:
             if self.env is not None and named != config.env:
                 raise ConfigError(
                     f"env: expected the task that the run was begun with, {config.env.kind!r} with "
                     f"its settings in population.yaml, got {shown(self.env)}; leave env out, or "
                     "start another run with Population.train"
                 )
-        elif self.env is None:
+            return config
+        begun = own or f"settings with {', '.join(inside_settings)}"
+        if self.env is None:
             raise ConfigError(
-                f"{folder}: expected the environment that the run was begun with, {recorded}, "
+                f"{folder}: expected the environment that the run was begun with, {begun}, "
                 f"which no file can name, got none; give it in Python: {call}"
             )
-        elif named is not None:
+        if (named is None) != (own is not None):
+            got = type(self.env).__name__ if named is None else f"the task {named.kind!r}"
             raise ConfigError(
-                f"env: expected the environment that the run was begun with, {recorded}, got the "
-                f"task {named.kind!r}; give that environment, or start another run with "
-                "Population.train"
+                f"env: expected the environment that the run was begun with, {begun}, got "
+                f"{got}; give that environment, or start another run with Population.train"
             )
+        return config if named is None else config.replace(env=named)
 
     def parts(self, seed: int) -> dict[str, str]:
         """Return what identifies the objects, for the record of a run; see `envs.describing`."""

@@ -116,7 +116,7 @@ def config_of(
         )
     config = read_config(choice.run)
     if command is not None:
-        given.check_env(recorded.get("env"), config, choice.run, call)
+        config = given.with_env(recorded, config, choice.run, call)
         parts: dict[str, str] | None = None
         if "env" in recorded:
             # Only the environment is used again.
