@@ -74,9 +74,9 @@ class FromPython:
             ConfigError: An object is missing, or is given in place of one that population.yaml
                 names.
         """
-        recorded = recorded_objects(folder)
-        config = self.with_env(read_config(folder), recorded, folder, call)
-        recorded = {name: one for name, one in recorded.items() if not _is_of_env(name)}
+        recorded, config = recorded_objects(folder), read_config(folder)
+        config = self.with_env(recorded, config, folder, call)
+        recorded = {n: text for n, text in recorded.items() if n.partition(".")[0] != "env"}
         own = self.objects
         objects = {"model": own.model, "tokenizer": own.tokenizer, "lora": own.lora}
         named = {**objects, **self.strategies}
@@ -103,22 +103,23 @@ class FromPython:
         return config
 
     def with_env(
-        self, config: RunConfig, recorded: Mapping[str, str], folder: Path, call: str
+        self, recorded: Mapping[str, str], config: RunConfig, folder: Path, call: str
     ) -> RunConfig:
-        """Return the settings of a run with its task, whose rows and functions may be objects.
+        """Return the settings of a run with the rows and functions that they were given.
 
         Args:
-            config: Settings of the run, with descriptions in place of objects.
-            recorded: Descriptions of the objects of the run; see `recorded_objects`.
+            recorded: The objects of the run; see `recorded_objects`.
+            config: Settings of the run.
             folder: The run folder.
             call: The call in Python that the environment is given to, for messages.
 
         Raises:
             ConfigError: The environment is missing, or is of another kind than that of the run.
         """
+        own = recorded.get("env")
+        inside_settings = [text for name, text in recorded.items() if name.startswith("env.")]
         named = None if self.env is None else named_task(self.env)
-        objects = {name: one for name, one in recorded.items() if _is_of_env(name)}
-        if not objects:
+        if own is None and not inside_settings:
             if self.env is not None and named != config.env:
                 raise ConfigError(
                     f"env: expected the task that the run was begun with, {config.env.kind!r} with "
@@ -126,28 +127,19 @@ class FromPython:
                     "start another run with Population.train"
                 )
             return config
-        described = ", ".join(objects.values())
+        begun = own or f"settings with {', '.join(inside_settings)}"
         if self.env is None:
             raise ConfigError(
-                f"{folder}: expected the environment that the run was begun with, {described}, "
+                f"{folder}: expected the environment that the run was begun with, {begun}, "
                 f"which no file can name, got none; give it in Python: {call}"
             )
-        if "env" in objects:
-            if named is not None:
-                raise ConfigError(
-                    f"env: expected the environment that the run was begun with, {described}, got "
-                    f"the task {named.kind!r}; give that environment, or start another run with "
-                    "Population.train"
-                )
-            return config
-        given = [] if named is None else [one.partition(" ")[0] for one in named.objects()]
-        if named is None or sorted(set(given)) != sorted(objects):
+        if (named is None) != (own is not None):
+            got = type(self.env).__name__ if named is None else f"the task {named.kind!r}"
             raise ConfigError(
-                f"env: expected the settings of the task that the run was begun with, with "
-                f"{described} from Python, got {shown(self.env)}; give the same settings, or start "
-                "another run with Population.train"
+                f"env: expected the environment that the run was begun with, {begun}, got "
+                f"{got}; give that environment, or start another run with Population.train"
             )
-        return config.replace(env=named)
+        return config if named is None else config.replace(env=named)
 
     def parts(self, seed: int) -> dict[str, str]:
         """Return what identifies the objects, for the record of a run; see `envs.describing`."""
@@ -247,10 +239,6 @@ def resume_from_python(
         except BaseException:
             prepared.cohort.close_engine()
             raise
-
-
-def _is_of_env(name: str) -> bool:
-    return name == "env" or name.startswith("env.")
 
 
 def _digest_of(tokenizer: Any) -> str:  # noqa: ANN401 -- transformers' tokenizers

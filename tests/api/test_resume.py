@@ -1,6 +1,7 @@
 """A run that `Population.train` recorded with Python objects goes on from Python, to the bit."""
 
 import json
+import shutil
 
 import pytest
 from peft import LoraConfig
@@ -12,6 +13,9 @@ from evo_grpo.after.verifying.verify import verify
 from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.evolve.select.rank import rank
+from evo_grpo.record.names import RECORDED_IN_PYTHON
+from evo_grpo.settings import EnvConfig
+from evo_grpo.training.from_python import FromPython
 
 ROWS = [
     {"question": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"} for a in range(10) for b in range(4)
@@ -199,3 +203,18 @@ def test_a_run_of_names_needs_no_objects(tmp_path):
     with pytest.raises(ConfigError, match="env: expected the task that the run was begun with, 's"):
         Population.resume(out, env(), progress=False)
     assert len(Population.resume(out, "sums", progress=False).rounds) == 3
+
+
+def test_settings_with_rows_take_the_place_of_their_description(uninterrupted, tmp_path):
+    """Rows and functions inside the settings of a task, of which the folder has a description."""
+    out = shutil.copytree(uninterrupted[1], tmp_path / "run")
+    text = (out / "population.yaml").read_text().partition("\n")[2]
+    first = f"{RECORDED_IN_PYTHON}env.train (list of 2 rows)\n"
+    (out / "population.yaml").write_text(first + text)
+    task = {"kind": "sums", "args": {"high": 20}}
+    config = FromPython(task).config_of(out, "resume(...)", played=True)
+    assert config.env == EnvConfig(**task)
+    with pytest.raises(ConfigError, match=r"env.train \(list of 2 rows\), got DatasetEnv; give"):
+        FromPython(env()).config_of(out, "resume(...)", played=True)
+    with pytest.raises(ConfigError, match=r"which no file can name, got none; give it .*resume\("):
+        FromPython().config_of(out, "resume(...)", played=True)

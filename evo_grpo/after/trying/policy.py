@@ -145,7 +145,7 @@ def config_of(
         )
     config = read_config(choice.run)
     if command is not None:
-        config = given.with_env(config, recorded, choice.run, call)
+        config = given.with_env(recorded, config, choice.run, call)
         parts: dict[str, str] | None = None
         if any(name.partition(".")[0] == "env" for name in recorded):
             # Only the environment is used again.
