@@ -174,6 +174,7 @@ def test_each_agent_learns_what_its_plan_says(finished, monkeypatch):
     def spy(cohort, env, slots, prompts, *, prompts_per_agent, stream, **more):
         values = [cohort.agents[slot].hparams for slot in slots]
         seen.append((stream, values, tuple(prompts_per_agent), [p.index for p in prompts]))
+        return len(prompts)
 
     monkeypatch.setattr("evo_grpo.after.arms.train_step", spy)
     plans = trainings(read_schedule(finished))
@@ -203,6 +204,7 @@ def test_the_time_left_is_right_within_a_factor_of_two_after_the_first_step(monk
         for name, value in seconds.items():
             watch.seconds[name] = watch.seconds.get(name, 0) + value * (1 if now[0] else 1.5)
         now[0] = sum(watch.seconds.values())
+        return len(prompts)
 
     class Watching(Observer):
         def stage(self, round, name, done, total):
