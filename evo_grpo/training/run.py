@@ -45,6 +45,7 @@ from evo_grpo.training.assemble import (
     check_ranks,
     prepare,
     task_of,
+    with_limits,
     with_shards,
 )
 from evo_grpo.training.extending import check_rounds, with_plan
@@ -94,6 +95,7 @@ def run(
         check_trackers(config.record.trackers)
         check_found(config)
         task = task_of(config)
+        config = with_limits(config, task, team)
         team.wait_for_all()  # every rank finds its code and data before the folder is created
         fresh, folder = where is None or not where.exists(), None
         if team.rank == 0:
