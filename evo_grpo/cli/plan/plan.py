@@ -165,21 +165,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
     per_row = task.turns * longest
     places = _places(config)
     devices = cuda_devices()
-    on = dtypes(config, gpu)
-    fit = _fit(config, base, longest, on, gpu, devices)
-    memory = {
-        name: fit.plan
-        if fit is not None and fit.dtype == name
-        else plan_memory(
-            # What a run would choose depends on the device.
-            with_few(config) if device == "cuda" else config,
-            base,
-            longest,
-            dtype=name,
-            device=device,
-        )
-        for name, device in on.items()
-    }
+    fit, memory = _memory(config, base, longest, gpu, devices)
     finalists = _finalists(config, places)
     return Plan(
         config=config,
@@ -203,7 +189,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
         test_tokens=2 * test * fitness.test_samples * per_row,
         base=base,
         adapter_parameters=lora_parameters(base, config.model.lora),
-        memory=tuple(plan for plan in memory.values() if plan is not None),
+        memory=memory,
         fit=fit,
         warnings=(
             *warnings(config),
@@ -270,6 +256,32 @@ def _check_chat_template(config: RunConfig, task: _Task) -> None:
         f"env.kind: the messages of {config.env.kind!r} need a chat template, and the tokenizer of "
         f"{config.model.name!r} has none; {remedy}"
     )
+
+
+def _memory(
+    config: RunConfig,
+    base: ModelSize,
+    longest: int,
+    gpu: Gpu | None,
+    devices: Sequence[int | None] | None,
+) -> tuple[Fit | None, tuple[MemoryPlan, ...]]:
+    """Return whether the run fits, and its memory by dtype."""
+    on = dtypes(config, gpu)
+    fit = _fit(config, base, longest, on, gpu, devices)
+    memory = {
+        name: fit.plan
+        if fit is not None and fit.dtype == name
+        else plan_memory(
+            # What a run would choose depends on the device.
+            with_few(config) if device == "cuda" else config,
+            base,
+            longest,
+            dtype=name,
+            device=device,
+        )
+        for name, device in on.items()
+    }
+    return fit, tuple(plan for plan in memory.values() if plan is not None)
 
 
 def _fit(

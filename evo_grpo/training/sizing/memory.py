@@ -136,25 +136,7 @@ def predict(
     if base is None or weights is None or size.shape is None:
         return None
     each = DTYPE_BYTES[dtype]
-    linears = sum(inputs * outputs for inputs, outputs in size.linears.values())
-    largest = max(inputs * outputs for inputs, outputs in size.linears.values())
-    sharded = (linears * each) // work.shards + (base - linears * each) if work.shards > 1 else base
-    stored = stored_bytes(work.parameters, reference=work.references)
-    held = [
-        Part("Python and libraries", PROCESS_BYTES[device], ""),
-        Part(
-            "base",
-            sharded + (largest * each if engine.quantization or work.shards > 1 else 0),
-            "engine.dtype, engine.quantization",
-        ),
-        Part(
-            "agents",
-            work.agents * trained_bytes(work.parameters, reference=work.references)
-            + (stored if work.archive else 0)
-            + (work.parameters * _REFERENCE_BYTES if work.start else 0),
-            "population.size, model.lora.r",
-        ),
-    ]
+    held = _held(size, work, engine, base, each, device)
     rollout = engine.rollout_settings
     most = max(work.rows, work.evaluation_rows)
     decoded = max(min(engine.decode_rows, most), min(work.least_rows, most))
@@ -172,9 +154,8 @@ def predict(
     held += rollout.held_memory(load)
     if device == "cpu":
         # Agents are copied before the next round, and the copies are written while it trains.
-        held.append(
-            Part("checkpoints being written", work.agents * stored, "population.size, model.lora.r")
-        )
+        written = work.agents * stored_bytes(work.parameters, reference=work.references)
+        held.append(Part("checkpoints being written", written, "population.size, model.lora.r"))
     budget = engine.max_tokens_per_microbatch or micro_batch_tokens(size.shape, each, device)
     return MemoryPlan(
         dtype,
@@ -187,6 +168,31 @@ def predict(
         row=work.prompt_tokens + work.output_tokens,
         remedies=tuple(rollout.remedies(load)),
     )
+
+
+def _held(
+    size: ModelSize, work: Work, engine: EngineConfig, base: int, each: int, device: Device
+) -> list[Part]:
+    """Return the trainer's memory throughout a run, without that of a rollout engine."""
+    linears = sum(inputs * outputs for inputs, outputs in size.linears.values())
+    largest = max(inputs * outputs for inputs, outputs in size.linears.values())
+    sharded = (linears * each) // work.shards + (base - linears * each) if work.shards > 1 else base
+    stored = stored_bytes(work.parameters, reference=work.references)
+    return [
+        Part("Python and libraries", PROCESS_BYTES[device], ""),
+        Part(
+            "base",
+            sharded + (largest * each if engine.quantization or work.shards > 1 else 0),
+            "engine.dtype, engine.quantization",
+        ),
+        Part(
+            "agents",
+            work.agents * trained_bytes(work.parameters, reference=work.references)
+            + (stored if work.archive else 0)
+            + (work.parameters * _REFERENCE_BYTES if work.start else 0),
+            "population.size, model.lora.r",
+        ),
+    ]
 
 
 @dataclass(frozen=True)
