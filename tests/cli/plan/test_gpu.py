@@ -22,7 +22,6 @@ algorithm: {max_output_tokens: 512, max_model_len: 1024}
 def asked(tmp_path, monkeypatch):
     """A hub, and a configuration of its model in the working folder; the requests."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("evo_grpo.training.sizing.hub_files.SECONDS", 0.5)
     Path("q.yaml").write_text(FILE)
     models = {"owner/qwen": {"config.json": json.dumps(QWEN3_4B).encode()}, "owner/slow": HANGS}
     with hub_in_use(models, tmp_path / "hub", monkeypatch) as asked:
@@ -60,7 +59,8 @@ def test_what_check_proposes_passes_check(options):
     }
 
 
-def test_offline_nothing_is_asked_and_a_silent_hub_is_one_line(asked):
+def test_offline_nothing_is_asked_and_a_silent_hub_is_one_line(asked, monkeypatch):
+    monkeypatch.setattr("evo_grpo.training.sizing.hub_files.SECONDS", 0.5)
     offline = check("--offline")
     assert (offline.exit_code, asked) == (0, [])
     assert "its size is unknown until it is downloaded" in offline.stdout
@@ -75,7 +75,7 @@ def test_offline_nothing_is_asked_and_a_silent_hub_is_one_line(asked):
 
 
 @pytest.mark.usefixtures("asked")
-def test_bad_input_is_named():
+def test_bad_input_is_named(monkeypatch):
     unknown = check("--gpu", "rtx-4091")
     assert unknown.exit_code == 2
     assert "got 'rtx-4091', did you mean rtx-4090?" in str(unknown.stderr)
@@ -83,6 +83,7 @@ def test_bad_input_is_named():
     assert missing.exit_code == 2
     assert "an id that does not exist or is private" in str(missing.stderr)
     assert "owner/qwem" in str(missing.stderr)
+    monkeypatch.setattr("evo_grpo.training.sizing.hub_files.SECONDS", 0.5)
     slow = check("--gpu", "24GB", "--set", "model.name=owner/slow")
     assert slow.exit_code == 2
     assert "--gpu 24GB: the memory of the run is unknown: http" in str(slow.stderr)
