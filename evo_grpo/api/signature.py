@@ -94,9 +94,10 @@ class AgentSignature(ABC):
         zero: Literal[2, 3] | None = None,
         rollout: Literal["native", "vllm"] = "native",
         vllm: VLLMSettings | Mapping[str, Any] = VLLMSettings(),
+        memory: str | None = None,
         max_tokens_per_microbatch: int | None = None,
         max_rows_per_microbatch: int | None = None,
-        max_decode_rows: int = 1024,
+        max_decode_rows: int | None = None,
         max_decode_prompts: int | None = None,
         gradient_checkpointing: bool = False,
         compile: str | None = None,
@@ -207,11 +208,14 @@ class AgentSignature(ABC):
             rollout: The rollout engine: `native`, which is built in, or `vllm`, which must be
                 installed.
             vllm: How vLLM generates.
+            memory: Memory that each process may use, such as `24GB` (10^9 bytes) or `24GiB` (2^30).
+                null is all of a CUDA device; on a CPU, nothing is chosen by it.
             max_tokens_per_microbatch: Most padded tokens in one forward and backward pass; fewer
-                need less memory. null depends on the model: 2,048 (large) to 8,192 (small) on a
-                CPU, 4,096 on other devices.
+                need less memory. null depends on the model on a CPU, from 2,048 (large) to 8,192
+                (small); on a CUDA device, or with `memory`, it is as many as fit.
             max_rows_per_microbatch: Most rows in one forward and backward pass; null sets no limit.
             max_decode_rows: Most completions decoded at once; fewer need less memory for the cache.
+                null is 1,024 on a CPU, and on a CUDA device, or with `memory`, as many as fit.
             max_decode_prompts: Most prompts of each agent decoded at once; null sets no limit.
             gradient_checkpointing: Recompute activations in the backward pass; slower, but needs
                 less memory.
@@ -301,9 +305,10 @@ class AgentSignature(ABC):
         zero: Literal[2, 3] | None = None,
         rollout: Literal["native", "vllm"] = "native",
         vllm: VLLMSettings | Mapping[str, Any] = VLLMSettings(),
+        memory: str | None = None,
         max_tokens_per_microbatch: int | None = None,
         max_rows_per_microbatch: int | None = None,
-        max_decode_rows: int = 1024,
+        max_decode_rows: int | None = None,
         max_decode_prompts: int | None = None,
         gradient_checkpointing: bool = False,
         compile: str | None = None,

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 else:
     EngineName = Literal[tuple(ENGINES)]
 
+DECODE_ROWS = 1024
+"""Completions decoded at once where nothing says how many fit."""
+_UNITS = {"MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30}
+
 
 class EngineConfig(Group):
     """Where and how a run trains and generates."""
@@ -61,17 +65,27 @@ class EngineConfig(Group):
         "The rollout engine: `native`, which is built in, or `vllm`, which must be installed.",
     )
     vllm: VLLMSettings = setting(VLLMSettings(), "How vLLM generates.")
+    memory: str | None = setting(
+        None,
+        "Memory that each process may use, such as `24GB` (10^9 bytes) or `24GiB` (2^30). null is "
+        "all of a CUDA device; on a CPU, nothing is chosen by it.",
+        pattern=r"^[0-9]{1,5}(\.[0-9]{1,3})?(MB|MiB|GB|GiB)$",
+    )
     max_tokens_per_microbatch: int | None = setting(
         None,
         "Most padded tokens in one forward and backward pass; fewer need less memory. null depends "
-        "on the model: 2,048 (large) to 8,192 (small) on a CPU, 4,096 on other devices.",
+        "on the model on a CPU, from 2,048 (large) to 8,192 (small); on a CUDA device, or with "
+        "`memory`, it is as many as fit.",
         ge=1,
     )
     max_rows_per_microbatch: int | None = setting(
         None, "Most rows in one forward and backward pass; null sets no limit.", ge=1
     )
-    max_decode_rows: int = setting(
-        1024, "Most completions decoded at once; fewer need less memory for the cache.", ge=1
+    max_decode_rows: int | None = setting(
+        None,
+        "Most completions decoded at once; fewer need less memory for the cache. null is 1,024 on "
+        "a CPU, and on a CUDA device, or with `memory`, as many as fit.",
+        ge=1,
     )
     max_decode_prompts: int | None = setting(
         None, "Most prompts of each agent decoded at once; null sets no limit.", ge=1
@@ -85,6 +99,19 @@ class EngineConfig(Group):
         "null does not compile.",
         min_length=1,
     )
+
+    @property
+    def decode_rows(self) -> int:
+        """Most completions decoded at once, where `max_decode_rows` is null too."""
+        return self.max_decode_rows or DECODE_ROWS
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The bytes of `memory`; None without it."""
+        if self.memory is None:
+            return None
+        number = self.memory.rstrip("GMiB")
+        return int(float(number) * _UNITS[self.memory[len(number) :]])
 
     @property
     def each_alone(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -48,10 +49,11 @@ from evo_grpo.settings import (
 )
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.settings.cross_checks import divides_quantized
-from evo_grpo.sources import resolve
+from evo_grpo.training.sizing.fitting import LIMITS, Setup, fill_limits
+from evo_grpo.training.sizing.hub_files import check_available
 from evo_grpo.training.sizing.memory import Device
 from evo_grpo.training.sizing.model_size import read_model_size
-from evo_grpo.training.sizing.planning import check_fits, machine_memory, plan_memory, tight
+from evo_grpo.training.sizing.planning import check_fits, format_bytes, machine_memory
 from evo_grpo.training.strategies import check_explorer, explorer, selector
 from evo_grpo.types import Slot
 
@@ -143,28 +145,73 @@ def task_of(config: RunConfig) -> Task | None:
 
 def check_memory(config: RunConfig, task: Task | None, processes: int) -> None:
     """Refuse a run that needs more memory than the device has, before anything is loaded."""
+    setup = _setup(config, task, processes)
+    if setup is None:
+        return
+    try:
+        plan = setup.plan(config)
+    except EvoGrpoError:
+        return  # loading the model reports the error
+    name = "this machine" if setup.device == "cpu" else "the CUDA device"
+    check_fits(plan, setup.capacity, name)
+    if plan is not None and plan.peak > setup.capacity and not is_silent_rank():
+        text = (
+            f"the run takes about {format_bytes(plan.peak)} of memory and {name} has "
+            f"{format_bytes(setup.capacity)}; evo-grpo check proposes settings that fit"
+        )
+        warnings.warn(text, DoubtfulSetting, stacklevel=4)
+
+
+def _setup(config: RunConfig, task: Task | None, processes: int) -> Setup | None:
+    """Return where a run computes; None if the memory there, or the model's size, is unknown."""
     where = pick_device(config.engine.device)
     on: Device | None = {"cpu": "cpu", "cuda": "cuda"}.get(where.type)  # pyright: ignore[reportAssignmentType] -- the values are of that type
     if on is None:
-        return
-    dtype = str(pick_dtype(config.engine.dtype, where)).removeprefix("torch.")
+        return None
     there = machine_memory() if on == "cpu" else torch.cuda.mem_get_info(where)[1]
+    limits = [size for size in (there, config.engine.memory_bytes) if size is not None]
     try:
         size = read_model_size(config.model.name)
-        hint = DEFAULT_OUTPUT_TOKENS if task is None else task.max_output_tokens
-        output = config.algorithm.max_output_tokens or hint
-        plan = plan_memory(config, size, output, dtype=dtype, device=on, processes=processes)
     except EvoGrpoError:
-        return  # loading the model reports the error
-    name = "this machine" if on == "cpu" else str(where)
-    check_fits(plan, there, name)
-    if not is_silent_rank() and (text := tight(plan, there, name)) is not None:
-        warnings.warn(text, DoubtfulSetting, stacklevel=4)
+        return None  # loading the model reports the error
+    if not limits:
+        return None
+    hint = DEFAULT_OUTPUT_TOKENS if task is None else task.max_output_tokens
+    return Setup(
+        size,
+        config.algorithm.max_output_tokens or hint,
+        str(pick_dtype(config.engine.dtype, where)).removeprefix("torch."),
+        on,
+        min(limits),
+        processes,
+    )
+
+
+def with_limits(config: RunConfig, task: Task | None, team: Team) -> RunConfig:
+    """Return the settings of a run with the rows and tokens that fit where its limits are null.
+
+    Like the number of shards, the numbers never change afterwards, since they decide how sums are
+    rounded. On a CPU without `engine.memory`, null stays. All ranks take the least number of any.
+    """
+    setup = _setup(config, task, team.size)
+    filled = config
+    if setup is not None and (setup.device == "cuda" or config.engine.memory is not None):
+        with suppress(EvoGrpoError):  # loading the model reports the error
+            filled = fill_limits(config, setup)
+    found = {name: getattr(filled.engine, name) for name in LIMITS}
+    every = team.gather(found)
+    agreed = {
+        name: min((one[name] for one in every if one[name] is not None), default=None)
+        for name in LIMITS
+    }
+    if all(getattr(config.engine, name) == value for name, value in agreed.items()):
+        return config
+    return config.replace(engine=config.engine.replace(**agreed))
 
 
 def check_found(config: RunConfig) -> None:
     """Check that the base and the engine of a run exist, before anything is loaded or written."""
-    resolve(config.model.name)
+    check_available(config.model.name)
     check_engine(config.engine, ranks=is_one_of_several())
 
 

@@ -55,6 +55,7 @@ from evo_grpo.training.assemble import (
     check_ranks,
     prepare,
     task_of,
+    with_limits,
     with_revisions,
     with_shards,
 )
@@ -107,6 +108,7 @@ def run(
         check_found(config)
         config = with_revisions(config, team)
         task = task_of(config)
+        config = with_limits(config, task, team)
         team.wait_for_all()  # every rank finds its code and data before the folder is created
         fresh, folder = where is None or not where.exists(), None
         if team.rank == 0:

@@ -35,6 +35,26 @@ LARGE: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+#: Configurations of released models, without what decides no size.
+RELEASED: dict[str, dict[str, Any]] = {
+    "Qwen3-4B": {
+        "model_type": "qwen3", "hidden_size": 2560, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "intermediate_size": 9728, "vocab_size": 151936, "tie_word_embeddings": True,
+        "max_position_embeddings": 40960,
+    },
+    "Llama-3.1-8B": {
+        "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
+        "vocab_size": 128256, "tie_word_embeddings": False, "max_position_embeddings": 131072,
+    },
+    "Qwen2.5-0.5B": {
+        "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864,
+        "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 32768,
+    },
+}  # fmt: skip
+
 #: What all of them have.
 COMMON: dict[str, Any] = {
     "max_position_embeddings": 1024, "tie_word_embeddings": True, "pad_token_id": 0,

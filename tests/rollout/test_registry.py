@@ -55,7 +55,7 @@ class ToySettings(RolloutSettings):
     def plan_lines(self):
         yield "generates", "a toy"
 
-    def held_memory(self, base, device):
+    def held_memory(self, load):
         return (Part("toy", 3_000_000, "engine.rollout"),)
 """
 ENGINE = """

@@ -75,6 +75,7 @@ AGENT = {
     "zero": 2,
     "rollout": "vllm",
     "vllm": {"process": "inside", "gpu_memory_utilization": 0.5},
+    "memory": "8GB",
     "max_tokens_per_microbatch": 77,
     "max_rows_per_microbatch": 5,
     "max_decode_rows": 6,
@@ -289,8 +290,8 @@ def test_a_setting_arrives_at_the_object_that_uses_it(name, monkeypatch):
 
 
 def test_the_rest_arrives_while_the_base_is_loaded(tmp_path, monkeypatch):
-    # That of DeepSpeed's stage is tested with DeepSpeed.
-    assert set(AGENT) - set(ARRIVES) == {"trust_remote_code", "adapter", "zero"}
+    # DeepSpeed tests its stage; a memory decides the limits of a run, and nothing here.
+    assert set(AGENT) - set(ARRIVES) == {"trust_remote_code", "adapter", "zero", "memory"}
     first = GRPO(model="tiny-sums")
     with torch.no_grad():
         for parameter in first.cohort.slots.parameters("actor_0"):

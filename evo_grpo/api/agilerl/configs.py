@@ -104,7 +104,7 @@ class VLLMConfig:
             dtype=None if vllm.dtype == "auto" else vllm.dtype,
             stop_sequences=vllm.stop_sequences or None,
             max_num_seqs=_UNSAID["max_num_seqs"]
-            if engine.max_decode_rows == type(engine)().max_decode_rows
+            if engine.max_decode_rows is None
             else engine.max_decode_rows,
         )
         return cls(**given)

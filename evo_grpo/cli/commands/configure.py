@@ -53,10 +53,26 @@ def init(
 def check(
     file: File = Path("population.yaml"),
     settings: Settings = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu",
+            metavar="GPU",
+            help="Plan for a card: its memory, such as 24GB, or its name, such as a100-80gb. "
+            "Fails if the run does not fit.",
+        ),
+    ] = None,
+    offline: Annotated[
+        bool,
+        typer.Option("--offline", help="Do not fetch the config.json of a hub model."),
+    ] = False,
     as_json: AsDocument = False,
     debug: Debug = False,
 ) -> None:
-    """Validate a configuration; print its tokens, memory and files."""
+    """Validate a configuration; print its tokens, memory and files.
+
+    Of a hub model, only config.json and the files of the chat template are fetched.
+    """
     from evo_grpo import settings as config
     from evo_grpo.cli.plan.document import plan_document
     from evo_grpo.cli.plan.plan import make_plan
@@ -64,14 +80,22 @@ def check(
     from evo_grpo.places import looking_in
     from evo_grpo.readers.terminal.console import show, standard_output
     from evo_grpo.record.folder import beside
+    from evo_grpo.training.sizing.gpus import parse_gpu
 
     refuse_folder(file)
+    card = None if gpu is None else parse_gpu(gpu)
     with looking_in(beside(file)):
-        plan = make_plan(config.load(file, settings or ()))
+        plan = make_plan(config.load(file, settings or ()), gpu=card, online=not offline)
     if as_json:
         write(json.dumps(plan_document(plan, str(file)), indent=2) + "\n")
-        return
-    show(standard_output(), render_plan(plan, str(file)))
+    else:
+        show(standard_output(), render_plan(plan, str(file)))
+    if card is not None and (plan.fit is None or not plan.fit.fits):
+        raise ConfigError(
+            f"--gpu {gpu}: the run does not fit; see the warning"
+            if plan.fit is not None
+            else f"--gpu {gpu}: the memory of the run is unknown: {plan.base.note}"
+        )
 
 
 @app.command(rich_help_panel=PANEL)

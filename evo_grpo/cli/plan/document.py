@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from evo_grpo.cli.plan.fit import Fit
 from evo_grpo.cli.plan.plan import Plan
 
 
@@ -41,5 +42,18 @@ def plan_document(plan: Plan, source: str) -> dict[str, Any]:
             }
             for memory in plan.memory
         ],
+        "fit": _fit(plan.fit),
         "warnings": list(plan.warnings),
+    }
+
+
+def _fit(fit: Fit | None) -> dict[str, Any] | None:
+    if fit is None:
+        return None
+    return {
+        "place": fit.place,
+        "bytes": fit.capacity,
+        "fits": fit.fits,
+        "chosen": dict(fit.chosen),
+        "proposal": None if fit.proposal is None else dict(fit.proposal.changes),
     }

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from evo_grpo.cli.plan.fit import Fit, fit_of
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.sizes import places_by_round
 from evo_grpo.settings import EngineConfig, RunConfig, warnings
@@ -15,6 +16,9 @@ from evo_grpo.settings.storage import check_driver
 from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.training.shortages import shortages
 from evo_grpo.training.sizing.chat_template import chat_template_of, has_chat_template
+from evo_grpo.training.sizing.fitting import with_few
+from evo_grpo.training.sizing.gpus import Gpu
+from evo_grpo.training.sizing.hub_files import fetch_small_files
 from evo_grpo.training.sizing.memory import (
     Device,
     MemoryPlan,
@@ -23,13 +27,11 @@ from evo_grpo.training.sizing.memory import (
     trained_bytes,
 )
 from evo_grpo.training.sizing.model_size import ModelSize, lora_parameters, read_model_size
-from evo_grpo.training.sizing.planning import (
-    cuda_devices,
-    machine_memory,
-    plan_memory,
-    tight,
-)
+from evo_grpo.training.sizing.planning import cuda_devices, machine_memory, plan_memory
 from evo_grpo.training.strategies import check_strategies
+
+MACHINE = "this machine"
+"""Name of the memory of a CPU."""
 
 
 class Plan(NamedTuple):
@@ -56,7 +58,9 @@ class Plan(NamedTuple):
         base: The base model.
         adapter_parameters: Parameters of one adapter, or None if unknown.
         memory: Memory of one process by dtype: with `auto`, on the CPU and on CUDA; empty if
-            unknown.
+            unknown. On a CUDA device of unknown size, with few rows and tokens at once.
+        fit: Whether the run fits into the GPU that was named or seen, or into this machine; None
+            without a known memory or size.
         warnings: One sentence for each setting without effect, and for each missing requirement.
     """
 
@@ -79,6 +83,7 @@ class Plan(NamedTuple):
     base: ModelSize
     adapter_parameters: int | None
     memory: tuple[MemoryPlan, ...]
+    fit: Fit | None
     warnings: tuple[str, ...]
 
     @property
@@ -103,7 +108,8 @@ class Plan(NamedTuple):
     def base_bytes(self) -> dict[str, int]:
         """Bytes of the base by dtype; with `auto`, those on the CPU and those on CUDA."""
         quantization = self.config.engine.quantization
-        sizes = {n: base_bytes(self.base, n, quantization) for n in dtypes(self.config)}
+        on = [one.dtype for one in self.memory] or list(dtypes(self.config))
+        sizes = {n: base_bytes(self.base, n, quantization) for n in on}
         return {name: size for name, size in sizes.items() if size is not None}
 
     @property
@@ -127,10 +133,15 @@ class Plan(NamedTuple):
         return (kept + best + mean) * stored
 
 
-def make_plan(config: RunConfig) -> Plan:
+def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False) -> Plan:
     """Make the plan of a run: count the rows of its task, then read the size of its model.
 
     Code that the configuration names is not imported.
+
+    Args:
+        config: The settings of the run.
+        gpu: The card to plan for; None plans for the devices of this machine.
+        online: Whether the config.json of a hub model may be fetched.
 
     Raises:
         EvoGrpoError: The task's rows, columns or rewards, a user's strategy, or the model is not
@@ -140,7 +151,10 @@ def make_plan(config: RunConfig) -> Plan:
     check_trackers(config.record.trackers)
     task = _read_task(config)
     check_strategies(config.evolve)
+    silent = fetch_small_files(config.model.name) if online else None
     base = read_model_size(config.model.name)
+    if silent is not None and base.parameters is None:
+        base = base._replace(note=silent)
     _check_chat_template(config, task)
     algorithm, fitness = config.algorithm, config.evolve.fitness
     longest = algorithm.max_output_tokens or task.output_tokens
@@ -150,12 +164,9 @@ def make_plan(config: RunConfig) -> Plan:
     test = min(fitness.test_prompts, task.rows.get("test", fitness.test_prompts))
     per_row = task.turns * longest
     places = _places(config)
-    memory = {
-        name: plan_memory(config, base, longest, dtype=name, device=on)
-        for name, on in dtypes(config).items()
-    }
-    finalists = _finalists(config, places)
     devices = cuda_devices()
+    fit, memory = _memory(config, base, longest, gpu, devices)
+    finalists = _finalists(config, places)
     return Plan(
         config=config,
         task=task.name,
@@ -181,13 +192,15 @@ def make_plan(config: RunConfig) -> Plan:
         test_tokens=2 * test * fitness.per_prompt(fitness.test_samples) * per_row,
         base=base,
         adapter_parameters=lora_parameters(base, config.model.lora),
-        memory=tuple(plan for plan in memory.values() if plan is not None),
+        memory=memory,
+        fit=fit,
         warnings=(
             *warnings(config),
+            *((f"model {base.name}: {base.note}",) if silent and base.parameters is None else ()),
             *shortages(task.rows, prompts, config.evolve.fitness),
             *_short_context(config, base, longest),
-            *missing_device(config.engine.device, devices),
-            *_tight(memory, config, devices),
+            *(missing_device(config.engine.device, devices) if gpu is None else ()),
+            *(() if fit is None or fit.fits else (fit.sentence(),)),
             *_ignored_keywords(config),
             *_missing_packages(config.engine),
         ),
@@ -219,9 +232,15 @@ def _missing_packages(engine: EngineConfig) -> Iterator[str]:
     yield from engine.rollout_settings.missing()
 
 
-def dtypes(config: RunConfig) -> dict[str, Device]:
-    """Return the possible dtypes of the base, each with its device."""
+def dtypes(config: RunConfig, gpu: Gpu | None = None) -> dict[str, Device]:
+    """Return the possible dtypes of the base, each with its device; for a GPU only its own."""
     dtype, device = config.engine.dtype, config.engine.device
+    if gpu is not None:
+        if device in ("cpu", "mps"):
+            raise ConfigError(
+                f"--gpu: expected engine.device auto or cuda, got {device}; leave one of them out"
+            )
+        return {"bfloat16" if dtype == "auto" else dtype: "cuda"}
     if dtype != "auto":
         return {dtype: "cuda" if device.startswith("cuda") else "cpu"}
     if device.startswith("cuda"):
@@ -255,23 +274,61 @@ def _ignored_keywords(config: RunConfig) -> Iterator[str]:
         yield sentence_of_ignored(found)
 
 
-def _tight(
-    memory: Mapping[str, MemoryPlan | None],
+def _memory(
     config: RunConfig,
+    base: ModelSize,
+    longest: int,
+    gpu: Gpu | None,
+    devices: Sequence[int | None] | None,
+) -> tuple[Fit | None, tuple[MemoryPlan, ...]]:
+    """Return whether the run fits, and its memory by dtype."""
+    on = dtypes(config, gpu)
+    fit = _fit(config, base, longest, on, gpu, devices)
+    memory = {
+        name: fit.plan
+        if fit is not None and fit.dtype == name
+        else plan_memory(
+            # What a run would choose depends on the device.
+            with_few(config) if device == "cuda" else config,
+            base,
+            longest,
+            dtype=name,
+            device=device,
+        )
+        for name, device in on.items()
+    }
+    return fit, tuple(plan for plan in memory.values() if plan is not None)
+
+
+def _fit(
+    config: RunConfig,
+    base: ModelSize,
+    longest: int,
+    on: Mapping[str, Device],
+    gpu: Gpu | None,
     cuda: Sequence[int | None] | None,
-) -> list[str]:
-    """Return a warning if the device that the run would use is too small."""
+) -> Fit | None:
+    """Return whether the run fits where it would compute; None if that is unknown."""
+    budget = config.engine.memory_bytes
     devices = [size for size in cuda or () if size is not None]
-    on = dtypes(config)
-    found = [
-        tight(plan, min(devices), "the CUDA device")
-        if on[name] == "cuda" and devices
-        else tight(plan, machine_memory(), "this machine")
-        if on[name] == "cpu" and not (config.engine.device == "auto" and cuda)
-        else None
-        for name, plan in memory.items()
-    ]
-    return [text for text in found if text is not None]
+    for dtype, device in on.items():
+        if gpu is not None:
+            place, capacity = gpu.name, gpu.bytes
+        elif device == "cuda":
+            place, capacity = "the CUDA device", min(devices, default=None)
+        elif config.engine.device == "auto" and cuda:
+            continue  # the run would use CUDA
+        else:
+            place, capacity = MACHINE, machine_memory()
+        if budget is not None:
+            place, capacity = "engine.memory", min(budget, capacity or budget)
+        if capacity is not None:
+            chooses = device == "cuda" or budget is not None
+            return fit_of(
+                config, base, longest, dtype=dtype, device=device, place=place,
+                capacity=capacity, chooses=chooses,
+            )  # fmt: skip
+    return None
 
 
 def _places(config: RunConfig) -> tuple[int, ...]:

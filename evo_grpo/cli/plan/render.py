@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from evo_grpo.cli.plan.plan import Plan
+from evo_grpo.cli.plan.plan import MACHINE, Plan, dtypes
 from evo_grpo.readers.terminal.console import NOTICE, safe
 from evo_grpo.record.names import (
     CHECKPOINTS,
@@ -191,7 +191,7 @@ def _base(plan: Plan) -> str:
 def _by_dtype(plan: Plan, sizes: Mapping[str, int]) -> Iterator[str]:
     """Yield each size with its dtype; with `auto`, also with its device."""
     places = {"float32": "float32 on the CPU", "bfloat16": "bfloat16 on CUDA"}
-    auto = plan.config.engine.dtype == "auto"
+    auto = plan.config.engine.dtype == "auto" and len(sizes) > 1
     for dtype, size in sizes.items():
         yield f"{format_bytes(size)} in {places[dtype] if auto else dtype}"
 
@@ -226,7 +226,20 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
         return
     peaks = " or ".join(_by_dtype(plan, {memory.dtype: memory.peak for memory in plan.memory}))
     yield "memory", f"about {peaks} at the peak, in one process"
-    yield "", ", ".join(f"{one.name} {format_bytes(one.bytes)}" for one in plan.memory[0].parts)
+    fit = plan.fit
+    shown = plan.memory[0] if fit is None else fit.plan
+    yield "", ", ".join(f"{one.name} {format_bytes(one.bytes)}" for one in shown.parts)
+    if fit is None or fit.place == MACHINE:  # a machine that is too small is warned of
+        if any(on == "cuda" for on in dtypes(plan.config).values()):
+            yield (
+                "",
+                "on CUDA with few rows at once; --gpu 24GB or --gpu h100 plans for a card",
+            )
+        return
+    verdict = "fits into" if fit.fits else "does not fit into"
+    yield "", f"{verdict} the {format_bytes(fit.capacity)} of {fit.place}"
+    if fit.chosen:
+        yield "", f"chosen: {', '.join(f'{name} {value:,}' for name, value in fit.chosen.items())}"
 
 
 def _ranks(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 from rich.console import Console, Group, RenderableType
@@ -20,12 +20,13 @@ from evo_grpo.readers.terminal.formatting import (
     round_line,
     shown_names,
 )
-from evo_grpo.readers.terminal.pace import Pace
+from evo_grpo.readers.terminal.pace import Completions, Pace
 from evo_grpo.record import columns
 from evo_grpo.record.family import best_agent
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.wording import hyperparameter, number
 from evo_grpo.schema.shown import short_name
+from evo_grpo.types import Slot
 
 MUTATED = f"bold {NOTICE}"
 STANDARD_ERROR = "±"
@@ -70,16 +71,22 @@ class LiveTable:
         return Live(console=self.console, get_renderable=self.render, refresh_per_second=8)
 
     def start(
-        self, title: str, rounds: int, first_round: int, hyperparameters: Sequence[str]
+        self,
+        title: str,
+        rounds: int,
+        first_round: int,
+        hyperparameters: Sequence[str],
+        work: Completions | None = None,
     ) -> None:
         """Print the title and start drawing; a second run starts with an empty table.
 
-        `first_round` is 0-based, and `hyperparameters` are shown beside the common ones.
+        `first_round` is 0-based, and `hyperparameters` are shown beside the common ones. `work` are
+        the completions of the run, for the time left.
         """
         self.rounds = rounds
         self.names = shown_names(hyperparameters)
         self.last = self.drawn = None
-        self.pace.start(rounds, first_round)
+        self.pace.start(rounds, first_round, work)
         say(self.console, title, "bold", wrap=True)
         self.bar.reset(
             self.task,
@@ -96,6 +103,11 @@ class LiveTable:
         self.pace.stage(name, done, total)
         text = f"{name} {done}/{total}" if total > 1 else name
         self.bar.update(self.task, description=self._title(round), stage=text)
+
+    def step_done(self, round: int, step: int, metrics: Mapping[Slot, Mapping[str, float]]) -> None:
+        """Update the speed and the time left."""
+        del round, step
+        self.pace.step_done(metrics)
 
     def round_done(self, record: RoundRecord) -> None:
         """Advance the bar, fill the table, and print the result and the decisions of the round."""

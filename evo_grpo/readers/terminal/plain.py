@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 from rich.console import Console
@@ -16,12 +16,15 @@ from evo_grpo.readers.terminal.formatting import (
     round_line,
     shown_names,
 )
-from evo_grpo.readers.terminal.pace import Pace
+from evo_grpo.readers.terminal.pace import Completions, Pace
 from evo_grpo.record import columns
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.wording import hyperparameter, number
 from evo_grpo.schema.shown import short_name
+from evo_grpo.types import Slot
 
+LONG = 60.0
+"""Seconds left after the first step from which on they are printed."""
 SECONDS_BETWEEN_LINES = 30.0
 """Seconds between the lines of a long round, which show in a log that the run is alive."""
 
@@ -35,15 +38,22 @@ class PlainLines:
         self.rounds = 0
         self.names: list[str] = []
         self.pace = Pace()
+        self.estimated = False  # whether the time left was printed before the first round's end
         self.last_line = time.monotonic()
 
     def start(
-        self, title: str, rounds: int, first_round: int, hyperparameters: Sequence[str]
+        self,
+        title: str,
+        rounds: int,
+        first_round: int,
+        hyperparameters: Sequence[str],
+        work: Completions | None = None,
     ) -> None:
         """Print the title; `LiveTable.start` has the arguments."""
         self.rounds = rounds
         self.names = shown_names(hyperparameters)
-        self.pace.start(rounds, first_round)
+        self.pace.start(rounds, first_round, work)
+        self.estimated = False
         self._line(title)
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
@@ -51,6 +61,15 @@ class PlainLines:
         self.pace.stage(name, done, total)
         if time.monotonic() - self.last_line >= SECONDS_BETWEEN_LINES:
             self._line(f"  round {round + 1}/{self.rounds}: {name} {done}/{total}{self._eta()}")
+
+    def step_done(self, round: int, step: int, metrics: Mapping[Slot, Mapping[str, float]]) -> None:
+        """Print the speed and the time left of a long run after its first step."""
+        self.pace.step_done(metrics)
+        left, speed = self.pace.left(), self.pace.tokens_per_second
+        if not self.estimated and left is not None and left >= LONG and speed is not None:
+            where = f"  round {round + 1}/{self.rounds}: step {step + 1}"
+            self._line(f"{where}  {speed:,.0f} tok/s{self._eta()}")
+        self.estimated = True
 
     def round_done(self, record: RoundRecord) -> None:
         """Print the round, its agents, the decisions about them, and the mutations."""

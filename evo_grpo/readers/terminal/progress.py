@@ -14,12 +14,14 @@ from rich.console import Console
 from evo_grpo.readers.terminal.console import say, standard_output
 from evo_grpo.readers.terminal.ending import show_ending, show_next
 from evo_grpo.readers.terminal.live import LiveTable
+from evo_grpo.readers.terminal.pace import Completions
 from evo_grpo.readers.terminal.plain import PlainLines
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.view import RunView
 from evo_grpo.record.wording import count
 from evo_grpo.settings import RunConfig
+from evo_grpo.types import Slot
 
 
 @final
@@ -80,19 +82,25 @@ class RunProgress(Observer):
         self.run_dir = run_dir
         self.rounds_done = first_round
         self.began = True
-        title, hyperparameters = self.title, self.hyperparameters
+        title, hyperparameters, work = self.title, self.hyperparameters, None
         if isinstance(settings, RunConfig):
             title, hyperparameters = describe(settings, limited=self.limited)
+            work = None if self.limited else Completions.of(settings)
         if self.view is not None:
             first = title if run_dir is None else f"{run_dir}: {title}"
             if first_round:
                 first += f", going on after round {first_round}"
-            self.view.start(first, rounds, first_round, hyperparameters)
+            self.view.start(first, rounds, first_round, hyperparameters, work)
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
         """See `Observer`."""
         if self.view is not None:
             self.view.stage(round, name, done, total)
+
+    def step_done(self, round: int, step: int, metrics: Mapping[Slot, Mapping[str, float]]) -> None:
+        """See `Observer`."""
+        if self.view is not None:
+            self.view.step_done(round, step, metrics)
 
     def round_done(self, record: RoundRecord) -> None:
         """See `Observer`."""

@@ -62,7 +62,7 @@ class NativeEngine(RolloutEngine):
         longest = settings.algorithm.max_model_len
         self.slots = slots
         self.base: SharedBase = slots.base
-        self.max_rows = self._wanted_rows = settings.engine.max_decode_rows
+        self.max_rows = self._wanted_rows = settings.engine.decode_rows
         self.max_prompts = settings.engine.max_decode_prompts
         # Processes that compute together cannot repeat a call that ran out of memory.
         self.repeats = settings.engine.each_alone

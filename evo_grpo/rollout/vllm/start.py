@@ -188,7 +188,7 @@ def llm_keywords(
         "generation_config": "vllm",
         "seed": 0,
         "max_model_len": context,
-        "max_num_seqs": engine.max_decode_rows,
+        "max_num_seqs": engine.decode_rows,
         "dtype": str(base.dtype).removeprefix("torch.") if own.dtype == "auto" else own.dtype,
         "enforce_eager": on_cpu if own.enforce_eager is None else own.enforce_eager,
         "gpu_memory_utilization": own.gpu_memory_utilization,

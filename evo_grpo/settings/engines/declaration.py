@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from evo_grpo.schema.group import Group
 from evo_grpo.schema.problems import Problem
-from evo_grpo.settings.engines.memory import Device, Part, Shape, Work
+from evo_grpo.settings.engines.memory import EngineLoad, Part
 from evo_grpo.settings.model import LoraSettings
 
 
@@ -51,26 +51,22 @@ class RolloutSettings(Group):
         """Yield (title, text) for the printed plan; an empty title continues the row before."""
         yield from ()
 
-    def held_memory(self, base: int, device: Device) -> tuple[Part, ...]:
-        """Return the memory that the engine holds all the time, beside the trainer's.
-
-        Args:
-            base: Bytes of the base's weights.
-            device: Where the base is.
-        """
-        del base, device
+    def held_memory(self, load: EngineLoad) -> tuple[Part, ...]:
+        """Return the memory that the engine holds all the time, beside the trainer's."""
+        del load
         return ()
 
-    def sampling_memory(
-        self, shape: Shape, work: Work, *, rows: int, element: int
-    ) -> tuple[Part, ...]:
-        """Return the memory that the trainer's process needs only while the engine samples.
-
-        Args:
-            shape: Sizes of the base's layers.
-            work: The most that the process computes at once.
-            rows: Completions decoded at once.
-            element: Bytes of one number in the base's dtype.
-        """
-        del shape, work, rows, element
+    def sampling_memory(self, load: EngineLoad) -> tuple[Part, ...]:
+        """Return the memory that is needed only while the engine samples."""
+        del load
         return ()
+
+    def shortages(self, load: EngineLoad) -> Iterator[str]:
+        """Yield a sentence for each limit of the engine's own that is too low for the base."""
+        del load
+        yield from ()
+
+    def remedies(self, load: EngineLoad) -> Iterator[Mapping[str, object]]:
+        """Yield changes of own settings that need less memory or end a shortage, best first."""
+        del load
+        yield from ()

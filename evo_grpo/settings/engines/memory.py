@@ -18,6 +18,7 @@ class Shape(NamedTuple):
         query_width: Width of the queries of all heads.
         kv_width: Width of the keys of all heads, and of the values.
         vocabulary: Number of logits per token.
+        heads: Query heads.
     """
 
     layers: int
@@ -26,6 +27,7 @@ class Shape(NamedTuple):
     query_width: int
     kv_width: int
     vocabulary: int
+    heads: int = 1
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ class Work:
         filtered: Whether top-k or top-p sorts the vocabulary.
         specialised: Whether the joined layers of the Llama family run instead of the modules.
         shards: Processes that divide the base's weights; 1 if each process has all of them.
+        group: Completions of one prompt, whose prompt the joined layers compute once.
+        least_rows: Completions that cannot be decoded in several parts: those of one prompt of
+            every agent.
+        head_norms: Whether queries and keys have norms of their own.
     """
 
     agents: int
@@ -61,6 +67,9 @@ class Work:
     filtered: bool = False
     specialised: bool = True
     shards: int = 1
+    group: int = 1
+    least_rows: int = 1
+    head_norms: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,3 +85,30 @@ class Part:
     name: str
     bytes: int
     settings: str
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """The values from which an engine's memory is computed.
+
+    Attributes:
+        shape: Sizes of the base's layers.
+        work: The most that the process computes at once.
+        rows: Completions decoded at once.
+        element: Bytes of one number in the base's dtype.
+        weights: Bytes of the base's weights in its dtype, not quantised.
+        base: Bytes of the base as the trainer holds it.
+        device: Where the base is.
+        capacity: Bytes of that device; None if unknown.
+        number: Number of that device.
+    """
+
+    shape: Shape
+    work: Work
+    rows: int
+    element: int
+    weights: int
+    base: int
+    device: Device
+    capacity: int | None = None
+    number: int = 0

@@ -5,7 +5,7 @@
 from typing import ClassVar
 
 from evo_grpo.settings.engines.declaration import RolloutSettings
-from evo_grpo.settings.engines.memory import Part, Shape, Work
+from evo_grpo.settings.engines.memory import EngineLoad, Part, Shape, Work
 
 _DRAW_TENSORS = 4
 """float32 tensors (rows, V) that exist while tokens are drawn: logits, log-probs, probabilities,
@@ -20,17 +20,20 @@ class NativeSettings(RolloutSettings):
     implementation: ClassVar[str] = "evo_grpo.rollout.native.engine:NativeEngine"
     shares_base: ClassVar[bool] = True
 
-    def sampling_memory(
-        self, shape: Shape, work: Work, *, rows: int, element: int
-    ) -> tuple[Part, ...]:
+    def sampling_memory(self, load: EngineLoad) -> tuple[Part, ...]:
         """Return the keys and values, the tensors of a draw and the joined adapters."""
+        shape, work, rows, element = load.shape, load.work, load.rows, load.element
         columns = work.prompt_tokens + work.output_tokens
         layer = rows * columns * 2 * shape.kv_width * element
+        # One layer is copied while finished rows are removed. The modules' attention also repeats
+        # the keys and values of a layer for every query head.
+        more = layer
+        if not work.specialised:
+            more = max(layer, rows * columns * 2 * shape.query_width * element)
         tensors = _DRAW_TENSORS + (_SORT_TENSORS if work.filtered else 0)
         tensors += 0 if element == 4 else 0.5
         return (
-            # One layer is copied while finished rows are removed.
-            Part("keys and values", (shape.layers + 1) * layer, "engine.max_decode_rows"),
+            Part("keys and values", shape.layers * layer + more, "engine.max_decode_rows"),
             Part(
                 "logits of a token",
                 int(tensors * rows * shape.vocabulary * 4),

@@ -5,6 +5,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -13,7 +14,7 @@ from pydantic import BeforeValidator
 from evo_grpo.schema.group import PlainMapping, setting
 from evo_grpo.schema.problems import Problem
 from evo_grpo.settings.engines.declaration import RolloutSettings
-from evo_grpo.settings.engines.memory import Device, Part
+from evo_grpo.settings.engines.memory import Device, EngineLoad, Part
 from evo_grpo.settings.model import LoraSettings
 
 OURS = (
@@ -28,6 +29,11 @@ _PROCESS_BYTES: Mapping[Device, int] = {"cpu": 1700 << 20, "cuda": 1 << 30}
 """Memory of vLLM's process before it loads a model."""
 _CACHE_BYTES = 1 << 30
 """Keys and values where no setting gives their size."""
+_LOGIT_TENSORS = 2
+"""float32 tensors (rows, V) that exist while tokens are drawn."""
+_SEQUENCES = 16
+"""Sequences for which a proposed share of a device has room; with fewer, vLLM would be slow."""
+_LOWERS = "engine.vllm.sleep_level, engine.vllm.gpu_memory_utilization"
 
 
 def _strings(value: object) -> object:
@@ -200,8 +206,83 @@ class VLLMSettings(RolloutSettings):
             "corrects for the difference",
         )
 
-    def held_memory(self, base: int, device: Device) -> tuple[Part, ...]:
-        """Return the memory of vLLM: its process, the base once more, keys and values."""
-        cache = self.kv_cache_memory_bytes or _CACHE_BYTES
-        lowers = "engine.vllm.kv_cache_memory_bytes, engine.vllm.gpu_memory_utilization"
-        return (Part("vLLM", _PROCESS_BYTES[device] + base + cache, lowers),)
+    def held_memory(self, load: EngineLoad) -> tuple[Part, ...]:
+        """Return what vLLM holds while agents learn: everything, or its process if it sleeps."""
+        if self._elsewhere(load):
+            return ()
+        awake, asleep = self._awake(load), self._asleep(load)
+        if not self._sleeps(load):
+            return (Part("vLLM", awake, _LOWERS),)
+        return (Part("vLLM asleep", asleep, ""),)
+
+    def sampling_memory(self, load: EngineLoad) -> tuple[Part, ...]:
+        """Return what a sleeping vLLM takes back to sample."""
+        if self._elsewhere(load) or not self._sleeps(load):
+            return ()
+        return (Part("vLLM awake", self._awake(load) - self._asleep(load), _LOWERS),)
+
+    def shortages(self, load: EngineLoad) -> Iterator[str]:
+        """Yield a sentence if vLLM's share of a GPU does not hold its weights and one sequence."""
+        share, least = self._share(load), self._least(load)
+        if share is not None and share < least:
+            yield (
+                f"engine.vllm.gpu_memory_utilization {self.gpu_memory_utilization:g} gives vLLM "
+                f"{share / 1e9:.1f} GB, and its base, adapters and one sequence take "
+                f"{least / 1e9:.1f} GB"
+            )
+
+    def remedies(self, load: EngineLoad) -> Iterator[Mapping[str, object]]:
+        """Yield a sleep level, and the share of a GPU that holds the base and some sequences."""
+        if self._elsewhere(load):
+            return
+        if load.device == "cuda" and not self.sleep_level:
+            yield {"sleep_level": 1}
+        share = self._share(load)
+        if share is not None and load.capacity is not None:
+            # Room for the sequences that are decoded at once, or for some of them.
+            wanted = self._least(load) + min(load.rows, _SEQUENCES) * self._sequence(load)
+            part = ceil(100 * wanted / load.capacity) / 100
+            if part <= 1 and part != self.gpu_memory_utilization:
+                yield {"gpu_memory_utilization": part}
+
+    def _sleeps(self, load: EngineLoad) -> bool:
+        return self.sleep_level > 0 and load.device == "cuda"
+
+    def _elsewhere(self, load: EngineLoad) -> bool:
+        """Return whether vLLM has devices of its own, without that of the trainer."""
+        on_cuda, chosen = load.device == "cuda", self.devices
+        return on_cuda and chosen is not None and load.number not in chosen
+
+    def _share(self, load: EngineLoad) -> int | None:
+        """Return the bytes of a device that vLLM may use; None if they are not limited so."""
+        if load.device != "cuda" or load.capacity is None or self.kv_cache_memory_bytes is not None:
+            return None
+        return int(self.gpu_memory_utilization * load.capacity)
+
+    def _asleep(self, load: EngineLoad) -> int:
+        return _PROCESS_BYTES[load.device]
+
+    def _sequence(self, load: EngineLoad) -> int:
+        """Return the bytes of the keys and values of one sequence."""
+        work, shape = load.work, load.shape
+        each = 1 if (self.kv_cache_dtype or "").startswith("fp8") else load.element
+        tokens = work.prompt_tokens + work.output_tokens
+        return tokens * shape.layers * 2 * shape.kv_width * each // self.tensor_parallel_size
+
+    def _least(self, load: EngineLoad) -> int:
+        """Return the bytes of vLLM with one sequence: process, base, adapters, logits."""
+        work = load.work
+        agents = self.max_loras or work.agents
+        weights = load.weights
+        if self.quantization is not None and load.element > 1:
+            weights //= 2  # 8 bits; a smaller quantisation leaves more for keys and values
+        adapters = agents * work.parameters * load.element
+        logits = _LOGIT_TENSORS * 4 * load.rows * load.shape.vocabulary
+        divided = (weights + adapters) // self.tensor_parallel_size
+        return _PROCESS_BYTES[load.device] + divided + logits + self._sequence(load)
+
+    def _awake(self, load: EngineLoad) -> int:
+        least, share = self._least(load), self._share(load)
+        if share is not None:
+            return max(least, share)  # vLLM fills its share with keys and values
+        return least - self._sequence(load) + (self.kv_cache_memory_bytes or _CACHE_BYTES)

@@ -34,7 +34,7 @@ from evo_grpo.training.inputs.recorded_inputs import (
 
 _HONOURED = (
     *("record.completions", "record.metrics", "record.checkpoints"),
-    *("record.optuna", "record.storage", "record.trackers"),
+    *("record.optuna", "record.storage", "record.trackers", "engine.memory"),
     *(f"engine.{name}.{own}" for name, kind in ENGINES.items() for own in kind.adjustable),
     *("env.reward_timeout", "env.reward_failures", "env.reward_errors", "env.isolate"),
     *(f"population.stop.{rule}" for rule in StopConfig.model_fields),

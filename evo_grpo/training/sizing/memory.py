@@ -11,10 +11,11 @@ agree within 20%.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from evo_grpo.settings import EngineConfig
-from evo_grpo.settings.engines.memory import Device, Part, Shape, Work
+from evo_grpo.settings.engines.memory import Device, EngineLoad, Part, Shape, Work
 from evo_grpo.training.sizing.model_size import ModelSize
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -31,6 +32,9 @@ LOGIT_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
 ACTIVATION_BYTES = 1 << 29
 CPU_TOKENS = (2048, 8192)
 DEVICE_TOKENS = 4096
+#: As in `model.forward.prefix` and `model.llama.attention`.
+MIN_SAVED_SHARE = 0.05
+SHORT = 128
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,26 @@ class MemoryPlan:
         held: Memory that is in use throughout the run.
         sampling: Additional memory while the engine samples.
         learning: Additional memory while agents learn; sampling and learning alternate.
+        shortages: A sentence for each limit of the rollout engine that is too low.
+        decode_rows: Completions decoded at once.
+        micro_batch_tokens: Most tokens of a micro-batch.
+        row: Tokens of the longest prompt with its completion.
+        remedies: Changes of the rollout engine's settings that need less memory, best first.
     """
 
     dtype: str
     held: tuple[Part, ...]
     sampling: tuple[Part, ...]
     learning: tuple[Part, ...]
+    shortages: tuple[str, ...] = ()
+    decode_rows: int = 0
+    micro_batch_tokens: int = 0
+    row: int = 0
+    remedies: tuple[Mapping[str, object], ...] = ()
+
+    def fits(self, capacity: float) -> bool:
+        """Return whether the plan fits into so many bytes, and no limit is too low."""
+        return self.peak <= capacity and not self.shortages
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -100,18 +118,67 @@ def base_bytes(size: ModelSize, dtype: str, quantization: str | None = None) -> 
 
 
 def predict(
-    size: ModelSize, work: Work, engine: EngineConfig, *, dtype: str, device: Device
+    size: ModelSize,
+    work: Work,
+    engine: EngineConfig,
+    *,
+    dtype: str,
+    device: Device,
+    capacity: int | None = None,
 ) -> MemoryPlan | None:
-    """Return the memory of a run; None if the model's layers are unknown."""
+    """Return the memory of a run; None if the model's layers are unknown.
+
+    `capacity` is the memory of the device in bytes, of which an engine may take a share; None if
+    unknown.
+    """
     base = base_bytes(size, dtype, engine.quantization)
-    if base is None or size.shape is None:
+    weights = base_bytes(size, dtype)
+    if base is None or weights is None or size.shape is None:
         return None
     each = DTYPE_BYTES[dtype]
+    held = _held(size, work, engine, base, each, device)
+    rollout = engine.rollout_settings
+    most = max(work.rows, work.evaluation_rows)
+    decoded = max(min(engine.decode_rows, most), min(work.least_rows, most))
+    load = EngineLoad(
+        shape=size.shape,
+        work=work,
+        rows=decoded,
+        element=each,
+        weights=weights,
+        base=base,
+        device=device,
+        capacity=capacity,
+        number=int(engine.device.partition(":")[2] or 0),
+    )
+    held += rollout.held_memory(load)
+    if device == "cpu":
+        # Agents are copied before the next round, and the copies are written while it trains.
+        written = work.agents * stored_bytes(work.parameters, reference=work.references)
+        held.append(Part("checkpoints being written", written, "population.size, model.lora.r"))
+    budget = engine.max_tokens_per_microbatch or micro_batch_tokens(size.shape, each, device)
+    return MemoryPlan(
+        dtype,
+        tuple(held),
+        rollout.sampling_memory(load),
+        _learning(size.shape, work, engine, budget, each, device),
+        shortages=tuple(rollout.shortages(load)),
+        decode_rows=decoded,
+        micro_batch_tokens=budget,
+        row=work.prompt_tokens + work.output_tokens,
+        remedies=tuple(rollout.remedies(load)),
+    )
+
+
+def _held(
+    size: ModelSize, work: Work, engine: EngineConfig, base: int, each: int, device: Device
+) -> list[Part]:
+    """Return the trainer's memory throughout a run, without that of a rollout engine."""
     linears = sum(inputs * outputs for inputs, outputs in size.linears.values())
     largest = max(inputs * outputs for inputs, outputs in size.linears.values())
     sharded = (linears * each) // work.shards + (base - linears * each) if work.shards > 1 else base
     stored = stored_bytes(work.parameters, reference=work.references)
-    held = [
+    return [
         Part("Python and libraries", PROCESS_BYTES[device], ""),
         Part(
             "base",
@@ -126,47 +193,118 @@ def predict(
             "population.size, model.lora.r",
         ),
     ]
-    rollout = engine.rollout_settings
-    held += rollout.held_memory(base, device)
-    if device == "cpu":
-        # Agents are copied before the next round, and the copies are written while it trains.
-        held.append(
-            Part("checkpoints being written", work.agents * stored, "population.size, model.lora.r")
-        )
-    decoded = min(engine.max_decode_rows, max(work.rows, work.evaluation_rows))
-    return MemoryPlan(
-        dtype,
-        tuple(held),
-        rollout.sampling_memory(size.shape, work, rows=decoded, element=each),
-        _learning(size.shape, work, engine, each, device),
-    )
+
+
+@dataclass(frozen=True)
+class LearnBatch:
+    """The tokens of the largest micro-batch.
+
+    Attributes:
+        rows: B.
+        prefixes: Prompts that are computed once for several rows; 0 if whole rows are computed.
+        prompt: Tokens of a prompt.
+        rest: Tokens of a row that are computed per row.
+    """
+
+    rows: int
+    prefixes: int
+    prompt: int
+    rest: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a layer computes."""
+        return self.prefixes * self.prompt + self.rows * self.rest
+
+    @property
+    def seen(self) -> int:
+        """Keys that a layer computes or copies."""
+        own = self.rest + (self.prompt if self.prefixes else 0)
+        return self.prefixes * self.prompt + self.rows * own
+
+
+def learn_batch(work: Work, budget: int, most_rows: int | None) -> LearnBatch:
+    """Return the largest micro-batch of at most `budget` padded tokens and `most_rows` rows.
+
+    The budget counts a shared prompt once, also for modules, which compute whole rows.
+    """
+    prompt, output = work.prompt_tokens, work.output_tokens
+    rows = max(1, min(work.rows, most_rows or work.rows, budget // max(1, output)))
+    while rows > 1 and _padded(rows, work) > budget:
+        rows -= max(1, int(rows * (1 - budget / _padded(rows, work))))
+    prefixes, rest = -(-rows // min(work.group, rows)), output - 1
+    shares = prefixes * prompt + rows * rest <= (1 - MIN_SAVED_SHARE) * rows * (prompt + rest)
+    if work.specialised and shares:
+        return LearnBatch(rows, prefixes, prompt, rest)
+    return LearnBatch(rows, 0, prompt, prompt + output)
+
+
+def _padded(rows: int, work: Work) -> int:
+    prompts = -(-rows // work.group)
+    return min(rows, prompts) * work.prompt_tokens + rows * work.output_tokens
+
+
+def saved_bytes(shape: Shape, work: Work, batch: LearnBatch, each: int, device: Device) -> int:
+    """Return the bytes that one layer keeps for its backward pass.
+
+    Every linear layer has an adapter. `each` is the size of a number in the base's dtype.
+    """
+    hidden, queries, kv, inner = shape.hidden, shape.query_width, shape.kv_width, shape.inner
+    tokens = batch.tokens
+    # The inputs of both norms and of the linear layers, the gate, both parts of its product, and
+    # the products with A of seven adapters.
+    kept = tokens * (4 * hidden + 2 * queries + 4 * inner + 7 * work.rank)
+    wide = 2 * tokens  # float32 scales of both norms
+    if not work.specialised:
+        kept += tokens * 2 * kv
+        wide += 2 * tokens * shape.heads if work.head_norms else 0
+        if each < 4:  # norms keep a copy of their input in float32
+            kept += tokens * 2 * hidden
+        if work.head_norms:
+            kept += tokens * (queries + kv) * (1 if each == 4 else 2)
+        return each * kept + 4 * (wide + tokens * shape.heads)
+    kept += 2 * kv * batch.seen
+    rests = batch.rest + (batch.prompt if batch.prefixes else 0)
+    if device == "cpu" and batch.rest * rests <= SHORT * SHORT and batch.prompt <= SHORT:
+        # The attention of short rows keeps its weights.
+        prompts = batch.prefixes * batch.prompt * batch.prompt
+        kept += shape.heads * (prompts + batch.rows * batch.rest * rests)
+    else:
+        wide += tokens * shape.heads
+        if batch.prefixes:
+            kept += tokens * queries  # the outputs of prompts and rests are joined
+            if device == "cuda":  # keys and values are repeated for the heads
+                kept += 2 * (queries - kv) * batch.rows * rests
+    return each * kept + 4 * wide
 
 
 def _learning(
-    shape: Shape, work: Work, engine: EngineConfig, each: int, device: Device
+    shape: Shape, work: Work, engine: EngineConfig, budget: int, each: int, device: Device
 ) -> tuple[Part, ...]:
-    budget = engine.max_tokens_per_microbatch or micro_batch_tokens(shape, each, device)
-    row = work.prompt_tokens + work.output_tokens
-    most = work.rows if engine.max_rows_per_microbatch is None else engine.max_rows_per_microbatch
-    tokens = max(row, min(budget, min(work.rows, most) * row))
-    hidden, queries, kv, inner = shape.hidden, shape.query_width, shape.kv_width, shape.inner
-    # Elements per token that a layer keeps for the backward pass.
-    kept = 4 * hidden + 2 * queries + 2 * kv + 3 * inner
-    if not work.specialised:
-        # The modules also keep float32 copies in norms, rotated queries and keys, and both gates.
-        kept += 4 * hidden + 2 * queries + 2 * kv + 2 * inner
-    # Elements per token while a layer or its gradient is computed.
-    passing = 3 * hidden + 4 * inner
+    batch = learn_batch(work, budget, engine.max_rows_per_microbatch)
+    hidden, inner, tokens = shape.hidden, shape.inner, batch.tokens
+    layer = saved_bytes(shape, work, batch, each, device)
+    # Gradients of a layer that exist at once.
+    passing = tokens * each * (3 * hidden + (2 if work.specialised else 3) * inner)
     if engine.gradient_checkpointing:
-        activations = shape.layers * hidden + kept + passing
+        activations = shape.layers * tokens * hidden * each + layer + passing
     else:
-        activations = shape.layers * kept + passing
+        activations = shape.layers * layer + passing
+    # The last hidden states: all, those of the generated tokens, and their normalised ones.
+    activations += 3 * tokens * hidden * each
     lowers = "engine.max_tokens_per_microbatch, engine.gradient_checkpointing"
-    # The adapters' gradients are counted with the agents.
-    return (
-        Part("activations of a micro-batch", tokens * activations * each, lowers),
+    parts = [
+        # The adapters' gradients are counted with the agents.
+        Part("activations of a micro-batch", activations, lowers),
         Part("logits of a block", 3 * 4 * LOGIT_ELEMENTS[device], ""),
-    )
+    ]
+    if not work.specialised:
+        # A step stacks the adapters of a layer and keeps the stacks for the backward pass.
+        stacks = work.agents * work.parameters * each
+        if engine.gradient_checkpointing:
+            stacks //= shape.layers
+        parts.append(Part("adapters side by side", stacks, "population.size"))
+    return tuple(parts)
 
 
 def micro_batch_tokens(shape: Shape, each: int, device: Device) -> int:

@@ -183,7 +183,7 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelSize:
             for layer in range(layers)
             for part, (inputs, outputs, _) in one.items()
         },
-        shape=Shape(layers, hidden, inner, heads * head, kv_heads * head, vocabulary),
+        shape=Shape(layers, hidden, inner, heads * head, kv_heads * head, vocabulary, heads),
     )
 
 

@@ -19,6 +19,8 @@ PROMPT_TOKENS = 128
 TOLERANCE = 0.2
 #: Families whose layers run joined; see `model.llama`.
 _SPECIALISED = ("llama", "mistral", "qwen2")
+#: Families whose queries and keys have norms of their own.
+_HEAD_NORMS = ("qwen3",)
 _SIGNS_OF_A_DEVICE = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -31,6 +33,7 @@ def plan_memory(
     dtype: str,
     device: Device,
     processes: int = 1,
+    capacity: int | None = None,
 ) -> MemoryPlan | None:
     """Return the peak memory of each process of a run; None if unknown.
 
@@ -41,6 +44,7 @@ def plan_memory(
         dtype: Dtype of the base.
         device: Device of the base.
         processes: Number of processes.
+        capacity: Bytes of the device; None if unknown.
     """
     parameters = lora_parameters(size, config.model.lora)
     if parameters is None:
@@ -50,7 +54,10 @@ def plan_memory(
     dealt = 1 if config.engine.zero is not None else processes
     agents = -(-population.size // dealt)
     divided = config.engine.base == "sharded" or config.engine.zero == 3
-    rows = population.size * (algorithm.prompts_per_step or DEFAULT_PROMPTS) * algorithm.group_size
+    # The agents of a shard generate and learn in one batch.
+    together = -(-population.size // max(dealt, config.engine.shards or 1))
+    prompts = algorithm.prompts_per_step or DEFAULT_PROMPTS
+    rows = together * prompts * algorithm.group_size
     context = algorithm.max_model_len or min(size.context or 1 << 30, PROMPT_TOKENS + output)
     lora = config.model.lora
     work = Work(
@@ -60,8 +67,8 @@ def plan_memory(
         start=config.model.adapter is not None and not algorithm.separate_reference,
         parameters=parameters,
         rank=max([lora.r, *lora.rank_pattern.values()]),
-        rows=-(-rows // processes),
-        evaluation_rows=agents * fitness.prompts * fitness.per_prompt(fitness.samples),
+        rows=rows if config.engine.zero is None else -(-rows // processes),
+        evaluation_rows=together * fitness.prompts * fitness.per_prompt(fitness.samples),
         prompt_tokens=max(1, context - output),
         output_tokens=output,
         filtered=algorithm.top_p < 1 or algorithm.top_k > 0,
@@ -72,8 +79,11 @@ def plan_memory(
             and not lora.dropout
         ),
         shards=processes if divided else 1,
+        group=algorithm.group_size,
+        least_rows=together * algorithm.group_size,
+        head_norms=size.architecture in _HEAD_NORMS,
     )
-    return predict(size, work, config.engine, dtype=dtype, device=device)
+    return predict(size, work, config.engine, dtype=dtype, device=device, capacity=capacity)
 
 
 def check_fits(plan: MemoryPlan | None, there: int | None, device: str) -> None:
@@ -93,19 +103,7 @@ def check_fits(plan: MemoryPlan | None, there: int | None, device: str) -> None:
     raise ConfigError(
         f"memory: expected a run that fits into the {format_bytes(there)} of {device}, got one "
         f"that takes about {format_bytes(plan.peak)}; the largest part is {part.name} with "
-        f"{format_bytes(part.bytes)}: lower {part.settings}"
-    )
-
-
-def tight(plan: MemoryPlan | None, there: int | None, device: str) -> str | None:
-    """Return a warning if a plan may not fit; None if it fits or is unknown."""
-    if plan is None or there is None or plan.peak <= there:
-        return None
-    part = plan.largest
-    return (
-        f"the run takes about {format_bytes(plan.peak)} of memory and {device} has "
-        f"{format_bytes(there)}; the largest part is {part.name} ({format_bytes(part.bytes)}): "
-        f"{part.settings} lowers it"
+        f"{format_bytes(part.bytes)}: lower {part.settings}; evo-grpo check proposes values"
     )
 
 

@@ -18,6 +18,7 @@ from evo_grpo.record.folder import read_rounds
 from evo_grpo.settings import from_dict, load
 from evo_grpo.sources import embedded_models
 from evo_grpo.training.assemble import round_settings
+from evo_grpo.training.sizing.gpus import Gpu
 from evo_grpo.training.sizing.memory import MemoryPlan
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -214,6 +215,34 @@ def test_a_machine_that_is_too_small_is_warned_of(monkeypatch):
     assert any(
         "of memory and the CUDA device has 105 MB" in text for text in make_plan(auto).warnings
     )
+
+
+def test_a_card_is_planned_for_where_it_is_not(monkeypatch):
+    monkeypatch.setattr("evo_grpo.cli.plan.plan.cuda_devices", list)
+    monkeypatch.setattr("evo_grpo.cli.plan.plan.machine_memory", lambda: 1)
+    config = from_dict(MINIMAL, ["engine.device=cuda"])
+    wide = make_plan(config, gpu=Gpu("24GB", 24 * 10**9))
+    assert (wide.fit.fits, wide.warnings) == (True, ())
+    assert wide.fit.chosen == {
+        "engine.max_decode_rows": 512,  # an evaluation of eight agents
+        "engine.max_tokens_per_microbatch": wide.memory[0].micro_batch_tokens,
+    }
+    assert [memory.dtype for memory in wide.memory] == ["bfloat16"]
+    narrow = make_plan(config, gpu=Gpu("850MB", 850 * 10**6))
+    fewer = from_dict(MINIMAL, ["engine.device=cuda", "engine.max_decode_rows=4096"])
+    assert narrow.fit.fits
+    given = make_plan(
+        from_dict(MINIMAL, ["engine={device: cuda, max_tokens_per_microbatch: 999999}",
+                            "algorithm.prompts_per_step=64"]),
+        gpu=Gpu("900MB", 900 * 10**6),
+    )  # fmt: skip
+    (warning,) = given.warnings
+    assert not given.fit.fits
+    assert "and 900MB has 900 MB; the largest part is activations of a micro-batch" in warning
+    assert "--set engine.max_tokens_per_microbatch=" in warning
+    assert make_plan(fewer, gpu=Gpu("24GB", 24 * 10**9)).fit.fits
+    with pytest.raises(ConfigError, match=r"--gpu: expected engine.device auto or cuda, got cpu"):
+        make_plan(from_dict(MINIMAL, ["engine.device=cpu"]), gpu=Gpu("24GB", 24 * 10**9))
 
 
 def test_a_missing_device_is_warned_of(monkeypatch):

@@ -96,6 +96,20 @@ def test_a_narrow_terminal_leaves_out_columns_and_cuts_none(
     assert not any(title in text for title in hidden)
 
 
+def test_the_first_step_of_a_long_run_is_printed_with_what_is_left():
+    now = [0.0]
+    view = PlainLines(console := Console(file=io.StringIO(), width=200))
+    view.pace.clock = lambda: now[0]
+    shown = RunProgress(view)
+    shown.started(Path("here"), 2, 0, small_config())
+    for step in range(2):
+        now[0] += 900.0
+        shown.step_done(0, step, {0: {"rows": 8.0, "tokens": 9000.0}})
+    lines = [line for line in console.file.getvalue().splitlines() if "tok/s" in line]
+    (line,) = lines
+    assert re.fullmatch(r"  round 1/2: step 1  10 tok/s  ETA \d+:\d\d:\d\d", line)
+
+
 def test_a_second_run_of_a_view_leaves_what_was_printed_since_the_first():
     console = terminal()
     view = LiveTable(console)

@@ -8,7 +8,14 @@ from transformers import LlamaConfig
 
 from evo_grpo.model.base import SharedBase
 from evo_grpo.settings import EngineConfig
-from evo_grpo.training.sizing.memory import Work, base_bytes, micro_batch_tokens, predict, total
+from evo_grpo.training.sizing.memory import (
+    Work,
+    base_bytes,
+    learn_batch,
+    micro_batch_tokens,
+    predict,
+    total,
+)
 from evo_grpo.training.sizing.model_size import from_config, read_model_size
 
 SHAPE = {
@@ -117,5 +124,20 @@ def test_a_quantised_base_has_the_bytes_that_are_loaded(tmp_path, kind):
 def test_vllm_holds_the_base_once_more_and_the_trainer_samples_nothing():
     found = plan(rollout="vllm", vllm={"kv_cache_memory_bytes": 7 << 20})
     assert found.sampling == ()
-    process = 1700 << 20
-    assert part(found, "vLLM") == process + (7 << 20) + part(found, "base")
+    process, adapters, logits = 1700 << 20, 8 * 1000 * 4, 2 * 4 * 512 * 49152
+    assert part(found, "vLLM") == process + (7 << 20) + part(found, "base") + adapters + logits
+    quantised = plan(rollout="vllm", quantization="int8", vllm={"kv_cache_memory_bytes": 7 << 20})
+    assert part(quantised, "vLLM") == part(found, "vLLM")  # the trainer's base alone is quantised
+
+
+def test_a_prompt_is_computed_once_for_its_completions_but_not_by_modules():
+    work = replace(WORK, prompt_tokens=96, output_tokens=33, rows=64, group=8)
+    shared = learn_batch(work, 1 << 20, None)
+    assert (shared.rows, shared.prefixes, shared.tokens) == (64, 8, 8 * 96 + 64 * 32)
+    whole = learn_batch(replace(work, specialised=False), 1 << 20, None)
+    assert (whole.prefixes, whole.tokens) == (0, 64 * 129)
+    # The budget counts a shared prompt once, for modules too.
+    half = learn_batch(replace(work, specialised=False), 8 * 96 // 2 + 64 * 33 // 2, None)
+    assert half.rows == 32
+    assert learn_batch(work, 1 << 20, 5).rows == 5
+    assert learn_batch(work, 1, None).rows == 1

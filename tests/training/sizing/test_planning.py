@@ -19,7 +19,7 @@ PLAN = MemoryPlan(
 )
 
 
-def test_what_cannot_fit_is_refused_and_what_may_not_is_warned_of():
+def test_what_cannot_fit_is_refused():
     planning.check_fits(PLAN, 800, "this machine")
     with pytest.raises(
         ConfigError,
@@ -27,16 +27,11 @@ def test_what_cannot_fit_is_refused_and_what_may_not_is_warned_of():
         r"largest part is activations with 600 bytes: lower engine.max_tokens_per_microbatch",
     ):
         planning.check_fits(PLAN, 799, "this machine")
-    assert planning.tight(PLAN, 1000, "this machine") is None
-    assert "takes about 1.0 kB of memory and this machine has 999 bytes" in (
-        planning.tight(PLAN, 999, "this machine") or ""
-    )
 
 
 def test_what_is_unknown_fits():
     planning.check_fits(None, 10, "this machine")
     planning.check_fits(PLAN, None, "this machine")
-    assert planning.tight(None, 10, "cuda:0") is planning.tight(PLAN, None, "cuda:0") is None
 
 
 def test_a_run_is_refused_before_its_model_is_loaded(tmp_path, monkeypatch):
@@ -80,6 +75,23 @@ def test_a_divided_base_is_a_part_in_each_process(engine):
     ]  # fmt: skip
     whole, part = ({p.name: p.bytes for p in plan.held}["base"] for plan in plans if plan)
     assert part < whole / 2
+
+
+def test_the_agents_of_a_shard_are_in_one_batch_and_a_sharded_base_has_as_many_parts():
+    size = read_model_size("tiny-sums")
+
+    def plan(processes=1, **engine):
+        config = small(population__size=8, algorithm__prompts_per_step=64, engine=engine)
+        found = planning.plan_memory(
+            config, size, 32, dtype="float32", device="cpu", processes=processes
+        )
+        assert found is not None
+        return found
+
+    together, apart = plan(device="cpu"), plan(device="cpu", shards=4)
+    assert {p.name: p.bytes for p in apart.held} == {p.name: p.bytes for p in together.held}
+    assert apart.decode_rows * 4 == together.decode_rows * 2  # 2,048 rows are above the limit
+    assert sum(p.bytes for p in apart.sampling) < sum(p.bytes for p in together.sampling)
 
 
 def test_a_containers_limit_counts(tmp_path, monkeypatch):

@@ -1,0 +1,172 @@
+"""Fetches the small files of a hub model: its config.json and what a chat template needs.
+
+The hub's client retries a failed request for almost a minute. A check must answer sooner, so the
+requests run in a thread, and the caller stops waiting after `SECONDS`.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from threading import Thread
+from typing import Any
+
+from evo_grpo.errors import ModelError
+from evo_grpo.printable import shorten
+from evo_grpo.sources import resolve
+
+#: Files that tell the size of a model and whether its tokenizer has a chat template.
+CONFIG = "config.json"
+OTHERS = ("tokenizer_config.json", "chat_template.jinja")
+#: Files of which a model with weights has one.
+WEIGHTS = (
+    *("model.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+#: Seconds for all files together.
+SECONDS = 8.0
+
+
+def fetch_small_files(name: str, *, seconds: float | None = None) -> str | None:
+    """Fetch the small files of a model into the hub's cache; weights are not fetched.
+
+    Files in the cache are compared with the hub's by their tags, and fetched again if they differ.
+    Nothing is fetched for a model that is no hub id, or if HF_HUB_OFFLINE is set.
+
+    Args:
+        name: The name of a model.
+        seconds: The time for all files together; None for `SECONDS`.
+
+    Returns:
+        None, or why the hub could not be asked.
+
+    Raises:
+        ModelError: The hub has no such model, does not give access to it, or the model has no
+            config.json.
+        EngineUnavailable: See `sources.resolve`.
+    """
+    source = resolve(name)
+    if source.local:
+        return None
+    outcome: list[BaseException | None] = []
+
+    def work() -> None:
+        try:
+            _download(source.path)
+        except BaseException as error:
+            outcome.append(error)
+        else:
+            outcome.append(None)
+
+    # A daemon: a request that hangs must not keep the process alive.
+    thread = Thread(target=work, name="hub-files", daemon=True)
+    thread.start()
+    patience = SECONDS if seconds is None else seconds
+    thread.join(patience)
+    if not outcome:
+        return f"{_endpoint()} gives no answer within {patience:g} s"
+    return None if outcome[0] is None else _reason(name, outcome[0])
+
+
+def check_available(name: str) -> None:
+    """Refuse a hub model that cannot be downloaded, before a run is set up.
+
+    A model whose weights are in the hub's cache needs no request.
+
+    Raises:
+        ModelError: The hub refuses the model (see `fetch_small_files`), or cannot be asked.
+        EngineUnavailable: See `sources.resolve`.
+    """
+    source = resolve(name)
+    if source.local or _has_weights(source.path):
+        return
+    why = fetch_small_files(name)
+    if why is not None:
+        raise ModelError(
+            f"model {name!r}: {why}, and its weights are not in the cache; a hub id needs the "
+            "network or a warm cache: connect, or name a folder with the model"
+        )
+
+
+def _has_weights(repository: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return any(isinstance(try_to_load_from_cache(repository, file), str) for file in WEIGHTS)
+    except HFValidationError:
+        return False  # the request that follows names the reason
+
+
+def _download(repository: str) -> None:
+    # Imported here: only a hub id needs it; it is a dependency of transformers.
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub.utils import tqdm
+
+    class Silent(tqdm):
+        """A progress bar that is not shown: the files are small."""
+
+        def __init__(self, *given: Any, **keywords: Any) -> None:
+            super().__init__(*given, **{**keywords, "disable": True})
+
+    own = os.environ.get("HF_ENDPOINT")
+    # Unlike a download, this request is not repeated, so that a missing network shows at once.
+    get_hf_file_metadata(hf_hub_url(repository, CONFIG, endpoint=own), timeout=SECONDS / 2)
+    get = partial(hf_hub_download, repository, endpoint=own, tqdm_class=Silent)
+    get(CONFIG)
+    for file in OTHERS:
+        try:
+            get(file)
+        except LocalEntryNotFoundError:
+            raise
+        except EntryNotFoundError:
+            continue  # the cache records that the model has no such file
+
+
+def _endpoint() -> str:
+    from huggingface_hub import constants
+
+    return os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
+
+
+def _reason(name: str, error: BaseException) -> str | None:
+    """Return why the hub could not be asked; raise ModelError if it refused the model."""
+    from huggingface_hub.errors import (
+        DisabledRepoError,
+        EntryNotFoundError,
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    if isinstance(error, GatedRepoError | DisabledRepoError):
+        raise ModelError(
+            f"model {name!r}: the hub does not give access to it; accept its terms on "
+            f"{_endpoint()}/{name}, then log in with: hf auth login"
+        ) from None
+    if isinstance(error, RepositoryNotFoundError):
+        raise ModelError(
+            f"model {name!r}: expected a model of {_endpoint()}, got an id that does not exist or "
+            "is private; check its spelling, or log in with: hf auth login"
+        ) from None
+    if isinstance(error, HFValidationError):
+        raise ModelError(f"model {name!r}: expected a hub id owner/name: {error}") from None
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set, and its config.json is not in the cache"
+    if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+        raise ModelError(
+            f"model {name!r}: expected a config.json on the hub, found none, so transformers "
+            "cannot load it; name the model that it was made from, or download its .gguf file and "
+            "name that"
+        ) from None
+    if isinstance(error, Exception):  # the hub's client has changed the library of its requests
+        return f"{_endpoint()} cannot be reached: {shorten(_first_line(error), 200)}"
+    raise error
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

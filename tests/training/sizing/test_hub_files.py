@@ -1,0 +1,79 @@
+"""What is fetched of a hub model before a run, and what is said where it cannot be fetched."""
+
+import json
+import time
+
+import pytest
+from model_hub import GATED, HANGS, QWEN3_4B, hub_in_use
+
+from evo_grpo import run
+from evo_grpo.errors import ModelError
+from evo_grpo.settings import from_dict
+from evo_grpo.training.sizing.chat_template import has_chat_template
+from evo_grpo.training.sizing.hub_files import check_available, fetch_small_files
+from evo_grpo.training.sizing.model_size import read_model_size
+
+MODELS = {
+    "owner/qwen": {
+        "config.json": json.dumps(QWEN3_4B).encode(),
+        "tokenizer_config.json": b"{}",
+        "chat_template.jinja": b"{{ messages }}",
+        "model.safetensors": b"eight gigabytes",
+    },
+    "owner/no-config": {"adapter_config.json": b"{}"},
+    "owner/closed": GATED,
+    "owner/slow": HANGS,
+}
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub on the loopback address and an empty cache; the paths that were asked for."""
+    with hub_in_use(MODELS, tmp_path / "hub", monkeypatch) as asked:
+        yield asked
+
+
+def test_the_size_of_a_hub_model_is_known_without_its_weights(hub):
+    assert read_model_size("owner/qwen").parameters is None
+    assert fetch_small_files("owner/qwen") is None
+    size = read_model_size("owner/qwen")
+    assert (size.parameters, size.context) == (4_022_468_096, 40960)
+    assert has_chat_template("owner/qwen") is True
+    assert not any("safetensors" in path for path in hub)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("owner/none", r"an id that does not exist or is private; check its spelling"),
+        ("owner/closed", r"does not give access to it; accept its terms on http.*/owner/closed"),
+        ("owner/no-config", r"expected a config.json on the hub, found none"),
+        ("owner/a b", r"expected a hub id owner/name"),
+    ],
+)
+@pytest.mark.parametrize("asks", [fetch_small_files, check_available])
+@pytest.mark.usefixtures("hub")
+def test_a_refused_model_is_named_with_the_remedy(asks, name, message):
+    with pytest.raises(ModelError, match=f"^model '{name}': .*{message}"):
+        asks(name)
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_hub_that_hangs_is_left_in_time():
+    start = time.monotonic()
+    why = fetch_small_files("owner/slow", seconds=0.3)
+    assert time.monotonic() - start < 2
+    assert why is not None
+    assert why.endswith("gives no answer within 0.3 s")
+
+
+def test_a_hub_that_is_not_there_is_one_line_and_ends_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    start = time.monotonic()
+    config = from_dict({"model": "owner/qwen", "env": "sums"})
+    with pytest.raises(ModelError, match=r"127.0.0.1:9 cannot be reached: .*weights are not in"):
+        run(config, out=tmp_path / "run")
+    assert time.monotonic() - start < 5
+    assert not (tmp_path / "run").exists()
