@@ -11,12 +11,12 @@ from evo_grpo.places import looking_in
 from evo_grpo.population.ranks.ranks import sharing_early_errors
 from evo_grpo.population.ranks.team import is_silent_rank
 from evo_grpo.readers.report.notebook import RunFolder
-from evo_grpo.record.folder import beside, code_folder
+from evo_grpo.record.code import beside, code_folder
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.view import view_of
 from evo_grpo.settings import DoubtfulSetting, RunConfig, WithoutEffect
 from evo_grpo.settings.run import doubts_of_run, without_effect_of_run
-from evo_grpo.training.run import as_config
+from evo_grpo.settings.yaml import as_config
 from evo_grpo.training.run import resume as continue_run
 from evo_grpo.training.run import run as play_run
 

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from evo_grpo.errors import CheckpointError, ConfigError, RunDirError, RunNotFoundError
+from evo_grpo.errors import CheckpointError, RunDirError, RunNotFoundError
 from evo_grpo.record.files import (
     create_folder,
     is_temporary,
@@ -84,39 +84,6 @@ def run_containing(path: Path) -> Path | None:
     """Return the run folder that contains a path, before or after following links, or None."""
     folders = [place for one in (path.absolute(), path.resolve()) for place in (one, *one.parents)]
     return next((folder for folder in folders if is_run(folder)), None)
-
-
-def beside(config: object) -> Path | None:
-    """Return the folder in which files and modules of a configuration are found too.
-
-    This is the folder of a YAML file, unless it lies in a run folder, whose copy of the file may
-    come from a stranger. None for a configuration that is not the path of a file.
-    """
-    if not isinstance(config, str | Path):
-        return None
-    folder = Path(config).expanduser().absolute().parent
-    return None if run_containing(folder) else folder
-
-
-def code_folder(path: str | Path | None) -> Path | None:
-    """Return the folder of --code.
-
-    Raises:
-        ConfigError: It is no folder, or lies in a run folder, whose code is never imported.
-    """
-    if path is None:
-        return None
-    folder = Path(path).expanduser().absolute()
-    if not folder.is_dir():
-        raise ConfigError(
-            f"--code {path}: expected a folder, got {'a file' if folder.exists() else 'none'}"
-        )
-    if run := run_containing(folder):
-        raise ConfigError(
-            f"--code {path}: expected a folder outside of any run folder, got one in {run}: what "
-            "lies there may have come with the folder; read it, and move it out of there"
-        )
-    return folder
 
 
 def is_trained(folder: Path) -> bool:

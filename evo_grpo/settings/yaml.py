@@ -42,6 +42,23 @@ def from_dict(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> Run
     return _build(settings, overrides, "configuration")
 
 
+def as_config(config: RunConfig | str | Path | Mapping[str, Any]) -> RunConfig:
+    """Return the settings of a run, given as a RunConfig, the path of a YAML file or a mapping.
+
+    Raises:
+        ConfigError: The argument has another type, or a setting is wrong.
+    """
+    if isinstance(config, RunConfig):
+        return config
+    if isinstance(config, str | Path):
+        return load(config)
+    if isinstance(config, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
+        return from_dict(config)
+    raise ConfigError(
+        f"config: expected a RunConfig, the path of a YAML file or a mapping, got {shown(config)}"
+    )
+
+
 def from_written(text: str, source: str) -> RunConfig:
     """Build a configuration from the text of `to_yaml` in a run folder, without anchors."""
     recorded = _as_recorded(parse(text, source, WrittenOutLoader))

@@ -20,7 +20,7 @@ from typing import Any
 
 from evo_grpo import settings as configuration
 from evo_grpo.envs.single_turn import ReasoningGym
-from evo_grpo.errors import ConfigError, EvoGrpoError, RunDirError
+from evo_grpo.errors import EvoGrpoError, RunDirError
 from evo_grpo.population.checkpoints.write import snapshot_agent
 from evo_grpo.population.plan import ends_by_request
 from evo_grpo.population.ranks.ranks import find_team, sharing_early_errors
@@ -44,11 +44,11 @@ from evo_grpo.record.records import RoundRecord, outline
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.study import FolderStudy, check_storage
 from evo_grpo.record.summary import read_summary
-from evo_grpo.schema.validation import shown
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
 from evo_grpo.settings.storage import is_url
 from evo_grpo.settings.trackers import check_trackers
+from evo_grpo.settings.yaml import as_config
 from evo_grpo.training.assemble import (
     Prepared,
     check_found,
@@ -487,20 +487,3 @@ def play_rounds(
 def _is_unfinished(prepared: Prepared, rounds: Sequence[RoundRecord]) -> bool:
     ended = bool(rounds) and rounds[-1].is_end
     return len(rounds) < prepared.round_settings.population.rounds and not ended
-
-
-def as_config(config: RunConfig | str | Path | Mapping[str, Any]) -> RunConfig:
-    """Return the settings of a run, given as a RunConfig, the path of a YAML file or a mapping.
-
-    Raises:
-        ConfigError: The argument has another type, or a setting is wrong.
-    """
-    if isinstance(config, RunConfig):
-        return config
-    if isinstance(config, str | Path):
-        return configuration.load(config)
-    if isinstance(config, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
-        return configuration.from_dict(config)
-    raise ConfigError(
-        f"config: expected a RunConfig, the path of a YAML file or a mapping, got {shown(config)}"
-    )

@@ -205,6 +205,7 @@ def test_a_run_that_is_replaced_loses_its_comparison(compared, tmp_path):
     assert read_comparison(folder) is None
 
 
+@pytest.mark.filterwarnings("ignore:evolve.hyperparameters is empty")
 def test_where_nothing_may_differ_there_is_nothing_to_draw(tmp_path):
     config = small(population__size=2, population__rounds=1, evolve__hyperparameters={})
     result = compare(run(config, out=tmp_path / "run"))

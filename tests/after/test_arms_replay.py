@@ -226,6 +226,7 @@ def test_the_time_left_is_right_within_a_factor_of_two_after_the_first_step(monk
         assert 0.5 < expected / (end - at) < 2
 
 
+@pytest.mark.filterwarnings("ignore:evolve.hyperparameters is empty")
 def test_where_nothing_moved_a_replay_says_so_before_it_trains(tmp_path):
     config = small(population__size=2, population__rounds=2, evolve__hyperparameters={})
     folder = run(config, out=tmp_path / "run")

@@ -438,7 +438,6 @@ def test_plain_lines_of_a_round(loop: SimpleNamespace):
         "round 1/2  best 0.500 ± 0.050 (agent 0)  mean 0.375  2,000 tokens  3.0 s  667 tok/s  ETA "
     )
     assert lines[6].startswith("round 2/2  best 0.750")
-    assert "ETA" not in lines[6]  # nothing is left after the last round
     assert lines[3] == (
         "  agent 0  fitness 0.500 ± 0.050  reward 0.400  kl 0.0123  zero-var 0.25  "
         "lr 1e-3  beta 0  clip 0.2  group 8  temperature 1"

@@ -82,7 +82,7 @@ def test_a_template_passes_check(name: str):
     assert text.count("#") > 12
     # The model of one is fetched, which a test does not do.
     settings = ("--set", "model=tiny-sums") if name == "smollm2" else ()
-    checked = evo("check", *settings)
+    checked = evo("check", "--offline", *settings)
     assert checked.exit_code == 0, checked.stderr
     warnings = [line for line in checked.stdout.splitlines() if line.startswith("warning:")]
     on_gpus = ("engine.device is cuda",) if name in ("vllm", "slurm") else ()

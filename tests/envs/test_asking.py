@@ -45,5 +45,5 @@ def test_several_turns_begin_with_what_the_environment_says():
 
 
 def test_a_kind_that_there_is_not():
-    with pytest.raises(ConfigError, match="object:Mine"):
+    with pytest.raises(ConfigError, match="was a Python object without a prompt template"):
         asking(EnvConfig(kind="object:Mine"), 0)

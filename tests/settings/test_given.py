@@ -48,8 +48,14 @@ def test_a_file_names_its_rows(tmp_path):
             "train: expected the name of a file, a dataset of the Hub, or .* got 5",
         ),
         ({"train": ""}, "train: expected a string that is not empty"),
-        ({"reward": [exact, 3]}, "reward: expected functions, and names of functions"),
-        ({"reward": 7}, "reward: expected a string, or a list of at least one string"),
+        (
+            {"reward": [exact, 3]},
+            r"reward\[1\]: expected a function as a string, .* got 3",
+        ),
+        (
+            {"reward": 7},
+            "reward: expected a function as a string, a mapping with kind",
+        ),
         ({"few_shot": {"rows": 0, "answer": "x"}}, "few_shot.rows: expected an integer >= 1, or"),
         ({"chat_template_kwargs": {"tokenize": True}}, "and not tokenize, which evo-grpo sets"),
     ],

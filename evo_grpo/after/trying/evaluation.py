@@ -28,12 +28,13 @@ from evo_grpo.places import looking_in
 from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
 from evo_grpo.population.evaluate import Evaluation, evaluate, pass_at
 from evo_grpo.record.choice import choose_of
+from evo_grpo.record.code import beside, code_folder
 from evo_grpo.record.files import plain_value
-from evo_grpo.record.folder import beside, code_folder, is_run
+from evo_grpo.record.folder import is_run
 from evo_grpo.schema.validation import number, whole
 from evo_grpo.settings import RunConfig
+from evo_grpo.settings.yaml import as_config
 from evo_grpo.training.assemble import task_of
-from evo_grpo.training.run import as_config
 from evo_grpo.types import Score
 
 JudgedOn = Literal["validation", "test"]

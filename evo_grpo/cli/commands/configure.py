@@ -79,7 +79,7 @@ def check(
     from evo_grpo.cli.plan.render import render_plan
     from evo_grpo.places import looking_in
     from evo_grpo.readers.terminal.console import show, standard_output
-    from evo_grpo.record.folder import beside
+    from evo_grpo.record.code import beside
     from evo_grpo.training.sizing.gpus import parse_gpu
 
     refuse_folder(file)
