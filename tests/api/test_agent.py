@@ -329,8 +329,8 @@ def test_the_signature_shows_every_setting_with_its_default(cls):
         value = defaults
         for part in path:
             value = getattr(value, part)
-        # The default lr follows the model.
-        assert shown[name].default == (None if name == "lr" else value), name
+        # The default lr and its range follow the model.
+        assert shown[name].default == (None if name in ("lr", "hyperparameters") else value), name
     several = inspect.signature(cls.population).parameters
     assert set(several) == {*AGENT_KEYWORDS, *POPULATION_KEYWORDS, "tokenizer"}
     assert (several["size"].default, several["init"].default) == (8, "latin_hypercube")

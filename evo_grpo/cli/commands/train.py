@@ -130,10 +130,8 @@ def resume(  # noqa: PLR0913 -- one argument for each option
             report=report,
         )
         if not progress.began and audience.person:
-            say(
-                f"{folder}: {_finished(folder)}; to play more rounds: evo-grpo resume {folder} "
-                "--rounds N"
-            )
+            more = f"evo-grpo resume {folder} --rounds N"
+            say(f"{folder}: {_finished(folder)}; to play more rounds: {more}")
         return resumed
 
     from evo_grpo.places import looking_in
