@@ -81,6 +81,8 @@ _NOUNS: dict[str, str] = {
 _PATTERNS = {
     "kind": 'a module and a class in it, for instance "my_module:MyClass"',
     "device": "auto, cpu, mps, cuda or cuda:N",
+    "tag": "a letter, followed by letters, digits, underscores and dashes",
+    "memory": "a number with its unit, MB, MiB, GB or GiB, for instance 24GB",
     "name": "letters, digits, dots, dashes and underscores: it names the folder of the run",
 }
 _NUMERIC = frozenset(

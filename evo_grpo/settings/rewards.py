@@ -2,6 +2,7 @@
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, cast
 from urllib.parse import urlsplit
@@ -33,6 +34,21 @@ def _pair(value: object) -> object:
 
 
 Bounds = Annotated[tuple[float, float], BeforeValidator(_pair)]
+
+
+def _variable(value: object) -> object:
+    """Refuse what names no environment variable, without showing it: it may be the key."""
+    if value is None or (isinstance(value, str) and _VARIABLE.fullmatch(value)):
+        return value
+    text = (
+        "expected the name of an environment variable, such as OPENAI_API_KEY, got something else, "
+        "which is not shown here, since it may be the key; put the key into a variable and name it"
+    )
+    raise Problems(Problem((), text))
+
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+VariableName = Annotated[str, BeforeValidator(_variable)]
 
 
 class ModelReward(Group):
@@ -136,11 +152,10 @@ class JudgeReward(Group):
         "is one token.",
         factory=lambda: {"yes": 1.0, "no": 0.0},
     )
-    key_variable: str | None = setting(
+    key_variable: VariableName | None = setting(
         None,
         "Environment variable with the key, such as `OPENAI_API_KEY`; null sends none. The key "
         "itself is neither printed nor recorded.",
-        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
     )
     max_tokens: int = setting(512, "Longest answer of `tag` in tokens.", ge=1)
     parameters: PlainMapping = setting(

@@ -23,7 +23,7 @@ def _with_a_run(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_everything_on_the_page_runs_in_its_order(monkeypatch, capsys):
     commands = re.findall(r"^evo-grpo (.*)$", "".join(blocks("console")), re.MULTILINE)
-    assert len(commands) == 11
+    assert len(commands) == 13
     for command in commands:
         result = CliRunner().invoke(app, shlex.split(command))
         assert result.exit_code == 0, (command, result.output)

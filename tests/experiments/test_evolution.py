@@ -259,6 +259,7 @@ def test_a_round_in_the_archive_is_no_round_of_the_schedule(one_run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", ["default-8", "one"])
+@pytest.mark.filterwarnings("ignore:evolve.hyperparameters is empty")
 def test_a_run_samples_the_rows_that_were_planned(one_run, arm):
     line = one_run.measure("sums", arm, 0, quick=True)
     assert line["state"] == "ok"

@@ -145,8 +145,8 @@ def run_folder(played, printed):
         path = re.sub(r"round-\d+", "round-0000", re.sub(r"agent-\d+", "agent-00", path))
         assert path in rows or path.startswith(tuple(folders)), path
     there = {name for name in rows if (run / name).exists()}
-    # What some runs alone have: a mean that won, a best agent of an earlier round, notes.
-    assert set(rows) - there <= {"checkpoints/mean/", "checkpoints/best/", "notes.jsonl"}
+    # What some runs alone have: a mean that won, a best agent of an earlier round, notes, a judge.
+    assert set(rows) - there <= {"checkpoints/mean/", "checkpoints/best/", "notes.jsonl", "judge/"}
     for name, verdict in rows.items():
         if verdict.strip().startswith("yes"):
             gone = run / name

@@ -268,6 +268,10 @@ def test_unknown_keys_name_the_nearest_right_one(override: str, message: str):
             "model.lora.target_modules: expected a string, or a list of at least one string",
         ),
         ("env.reward=[f, 1]", "env.reward[1]: expected a function as a string, a mapping with"),
+        (
+            "engine.memory=24gb",
+            "engine.memory: expected a number with its unit, MB, MiB",
+        ),
         ("engine.device=gpu", "engine.device: expected auto, cpu, mps, cuda or cuda:N"),
         ("name=a/b", "name: expected letters, digits, dots, dashes and underscores"),
         ("env.args={d: 2026-01-01}", "a date has to be quoted"),

@@ -213,6 +213,12 @@ def test_a_key_that_is_missing_or_broken_is_refused_before_anything_is_sent(monk
         judge.prepare("cpu")
 
 
+def test_a_key_in_place_of_the_name_of_its_variable_is_refused_unseen():
+    with pytest.raises(ConfigError, match="expected the name of an environment") as caught:
+        made("http://127.0.0.1:1/v1", key_variable="sk-abc-123")
+    assert "abc" not in str(caught.value)
+
+
 def test_a_redirect_is_not_followed():
     with judging(lambda body, number: (307, b"")) as server:
         server.headers["Location"] = server.url + "/other"
