@@ -459,7 +459,7 @@ def test_a_process_that_a_call_forks_may_end_as_it_likes():
             os._exit(7)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-    assert run(forks).tolist() == [[7.0]] * 3
+    assert run(forks, timeout=60).tolist() == [[7.0]] * 3
 
 
 def test_a_thread_of_a_call_that_ends_the_process_ends_it_with_an_error():
