@@ -204,7 +204,7 @@ def test_a_base_that_vllm_cannot_run_is_named(python):
     slots = tiny.population(tiny.gpt2(), (4,))
     with pytest.raises(
         EngineUnavailable,
-        match=r"raised ValueError while starting: GPT2\w* does not support LoRA yet; mend",
+        match=r"raised ValueError while starting: GPT2\w* does not support LoRA yet; fix that",
     ):
         VLLMEngine(slots, settings_of("child", python=python))
 
