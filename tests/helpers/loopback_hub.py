@@ -10,6 +10,13 @@ from urllib.parse import unquote
 
 COMMITS = ("a" * 40, "b" * 40)
 """The commits of every repository: the older one, and that of the branch main."""
+#: The config.json of Qwen3-4B, without what decides no size.
+QWEN3_4B = {
+    "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+}  # fmt: skip
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -103,3 +110,21 @@ def loopback_hub(repositories, patience=30.0):
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def hub_in_use(models, cache, monkeypatch):
+    """Make `huggingface_hub` ask a loopback Hub for models, id -> file -> bytes; yields requests.
+
+    The cache is empty at first.
+    """
+    with loopback_hub({name: {COMMITS[-1]: files} for name, files in models.items()}) as (hub, url):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+        monkeypatch.setattr(
+            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+            url + "/{repo_id}/resolve/{revision}/{filename}",
+        )
+        yield hub.asked

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from model_hub import HANGS, QWEN3_4B, hub_in_use
+from loopback_hub import QWEN3_4B, hub_in_use
 from typer.testing import CliRunner
 
 from evo_grpo.cli.commands import app
@@ -23,7 +23,7 @@ def asked(tmp_path, monkeypatch):
     """A hub, and a configuration of its model in the working folder; the requests."""
     monkeypatch.chdir(tmp_path)
     Path("q.yaml").write_text(FILE)
-    models = {"owner/qwen": {"config.json": json.dumps(QWEN3_4B).encode()}, "owner/slow": HANGS}
+    models = {"owner/qwen": {"config.json": json.dumps(QWEN3_4B).encode()}}
     with hub_in_use(models, tmp_path / "hub", monkeypatch) as asked:
         yield asked
 

@@ -1,7 +1,7 @@
 """What is chosen where a limit is null, and what is proposed where a run does not fit."""
 
 import pytest
-from model_hub import QWEN3_4B
+from loopback_hub import QWEN3_4B
 from small_run import outcome, small
 
 from evo_grpo import resume, run

@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from model_hub import GATED, HANGS, QWEN3_4B, hub_in_use
+from loopback_hub import QWEN3_4B, hub_in_use
 
 from evo_grpo import run
 from evo_grpo.errors import ModelError
@@ -21,8 +21,7 @@ MODELS = {
         "model.safetensors": b"eight gigabytes",
     },
     "owner/no-config": {"adapter_config.json": b"{}"},
-    "owner/closed": GATED,
-    "owner/slow": HANGS,
+    "owner/gated": {},
 }
 
 
@@ -46,7 +45,7 @@ def test_the_size_of_a_hub_model_is_known_without_its_weights(hub):
     ("name", "message"),
     [
         ("owner/none", r"an id that does not exist or is private; check its spelling"),
-        ("owner/closed", r"does not give access to it; accept its terms on http.*/owner/closed"),
+        ("owner/gated", r"does not give access to it; accept its terms on http.*/owner/gated"),
         ("owner/no-config", r"expected a config.json on the hub, found none"),
         ("owner/a b", r"expected a hub id owner/name"),
     ],
