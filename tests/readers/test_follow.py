@@ -118,6 +118,7 @@ def test_one_that_hangs_is_left_once_the_others_are_done(run, package, monkeypat
     one, two = following.follow_all(run, ["wandb", "report"], storage=None, warn=print)
     import wandb
 
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "reader-wandb"]
     wandb.go_on.set()
     assert str(one.error) == (
         "wandb: nothing was read for 600 s after the end of the run; continue with: "
@@ -125,7 +126,6 @@ def test_one_that_hangs_is_left_once_the_others_are_done(run, package, monkeypat
     )
     assert two.error is None
     assert "3 rounds, finished" in (run / "report.html").read_text(encoding="utf-8")
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "reader-wandb"]
     thread.join(30)
 
 
