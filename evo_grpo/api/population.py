@@ -201,7 +201,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         """After an exception, Ctrl-C included, return to the end of the last finished round."""
         try:
             yield
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the stop button of a notebook
             kept = whole.put_back()
             if kept is not None:
                 rounds = self.rounds if out is None else read_rounds(out)
