@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
-import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from inspect import unwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -159,9 +159,9 @@ def open_study(
                 storage=storage, study_name=name, direction="maximize", load_if_exists=True
             )
     if study.metric_names is None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            study.set_metric_names(["fitness"])
+        # Without the decorator, which warns that the method is experimental. In the writer's thread
+        # `catch_warnings` could drop a warning of the main thread: all threads share the filters.
+        unwrap(optuna.Study.set_metric_names)(study, ["fitness"])
     present = study.user_attrs
     for key, value in (attributes or {}).items():
         if key not in present or present[key] != value:

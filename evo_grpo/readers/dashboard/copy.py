@@ -88,18 +88,18 @@ class StudyCopy:
             summary=self._summary,
             config=self._config.model_dump(),
         )
+        if view.rounds:
+            # A panel of the dashboard sets the height, and has room below.
+            tree = plot_lineage(view).update_layout(
+                title="Family tree",
+                height=None,
+                margin={"t": 60},
+                legend={"yanchor": "top", "y": -0.3},
+            )
+            self._pages.save_plotly_graph_object(self._study, tree, graph_object_id=FIGURE)
+        # After the figure, so that whoever reads the winner's name finds the whole tree.
         note = study_note(self._folder, self._config, _original(self._folder), view)
         self._pages.save_note(self._study, note)
-        if not view.rounds:
-            return
-        # A panel of the dashboard sets the height, and has room below.
-        tree = plot_lineage(view).update_layout(
-            title="Family tree",
-            height=None,
-            margin={"t": 60},
-            legend={"yanchor": "top", "y": -0.3},
-        )
-        self._pages.save_plotly_graph_object(self._study, tree, graph_object_id=FIGURE)
 
     def _add(self, record: RoundRecord) -> None:
         by_agent = {agent.agent: agent for agent in record.agents}
