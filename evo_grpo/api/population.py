@@ -31,6 +31,7 @@ from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.generation import check_plan, next_generation
 from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.learn.rows import AgentBatch
+from evo_grpo.places import looking_in
 from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import AgentState
@@ -40,6 +41,7 @@ from evo_grpo.population.round import apply
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.steps import RunWriter
 from evo_grpo.readers.report.notebook import as_html
+from evo_grpo.record.code import code_folder
 from evo_grpo.record.files import sync_tree
 from evo_grpo.record.folder import expect_run, read_rounds
 from evo_grpo.record.leaderboard import from_records
@@ -285,6 +287,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         exploration: object = None,
         rounds: int | None = None,
         allow: Sequence[str] = (),
+        code: str | Path | None = None,
         observer: Observer | None = None,
         progress: bool | None = None,
     ) -> Population[Any]:
@@ -307,6 +310,8 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
             rounds: Rounds of the whole run, in place of the recorded number.
             allow: Files of yours, and parts of the objects, that may have changed since the run
                 began, by the names that the error gives which a change raises without this.
+            code: A folder in which the files and modules that the run names are found too; None
+                looks in the working folder only.
             observer: Gets the progress.
             progress: As for `train`.
 
@@ -325,7 +330,10 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
             Objects(model, tokenizer, lora),
             {name: value for name, value in strategies.items() if value is not None},
         )
-        with shown_progress(progress, "", ()) as shown:
+        with (
+            looking_in(code_folder(code), is_code=True),
+            shown_progress(progress, "", ()) as shown,
+        ):
             both = ObserverList(tuple(o for o in (shown, observer) if o is not None))
             prepared, slots = resume_from_python(
                 folder, given, rounds=rounds, allow=allow, observer=both

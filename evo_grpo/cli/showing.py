@@ -157,6 +157,7 @@ def _show_end(
     """Show the result of a finished run, its folder, and the next commands."""
     from evo_grpo.readers.database import study_of
     from evo_grpo.readers.terminal.ending import show_next
+    from evo_grpo.record.view import view_of
 
     _show_result(audience, finished)
     if compare:
@@ -170,7 +171,8 @@ def _show_end(
     if audience.quiet:
         say(str(finished))
     if audience.person:
-        show_next(audience.console, str(finished), study_of(finished))
+        worse = bool(view_of(finished).loss)
+        show_next(audience.console, str(finished), study_of(finished), worse=worse)
 
 
 def _compare(audience: Audience, folder: Path, allow: Sequence[str]) -> None:

@@ -11,10 +11,8 @@ from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.record.family import best_agent, best_ever
 from evo_grpo.record.folder import continuing
 from evo_grpo.record.names import BEST
-from evo_grpo.record.summary import gain_interval
 from evo_grpo.record.view import RunView, view_of
 from evo_grpo.record.winner import SelectedAgent, select, winner_files
-from evo_grpo.record.wording import count, with_error
 
 if TYPE_CHECKING:
     from evo_grpo.record.records import AgentRecord, RoundRecord
@@ -58,16 +56,8 @@ class ChosenAgent:
 
     @property
     def loss(self) -> str:
-        """How far the winner is behind the base model, if it is; otherwise an empty string.
-
-        It is behind if the 95% interval of its gain on the test prompts lies below zero.
-        """
-        summary = self.view.summary
-        if summary is None or not self.is_winner or not (ends := gain_interval(summary))[1] < 0:
-            return ""
-        gain = with_error(summary["gain"], summary["gain_se"], 4)
-        prompts = count(summary["best"]["n"], f"{summary['split']} prompt")
-        return f"{gain}, 95% interval {ends[0]:+.4f} to {ends[1]:+.4f}, on {prompts}"
+        """`RunView.loss` of the winner; an empty string for every other agent."""
+        return self.view.loss if self.is_winner else ""
 
     @property
     def better_ever(self) -> AgentRecord | None:

@@ -30,9 +30,10 @@ from evo_grpo.record.leaderboard import leaderboard_rows
 from evo_grpo.record.names import COMPLETIONS
 from evo_grpo.record.plain import MAX_LOG_BYTES, inside, read_plain
 from evo_grpo.record.story import Sentence, tell_story
-from evo_grpo.record.summary import read_summary, score_of
+from evo_grpo.record.summary import gain_interval, read_summary, score_of
 from evo_grpo.record.trouble import Trouble, find_trouble
 from evo_grpo.record.winner import SelectedAgent, rivals_of, winner_of
+from evo_grpo.record.wording import count, with_error
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.yaml import from_recorded
@@ -113,6 +114,19 @@ class RunView:
     def base(self) -> Score | None:
         """The score of the base model on the test prompts; None before the end."""
         return None if self.summary is None else score_of(self.summary["base"])
+
+    @cached_property
+    def loss(self) -> str:
+        """How far the winner is behind the base model, if it is; otherwise an empty string.
+
+        It is behind if the 95% interval of its gain on the test prompts lies below zero.
+        """
+        summary = self.summary
+        if summary is None or not (ends := gain_interval(summary))[1] < 0:
+            return ""
+        gain = with_error(summary["gain"], summary["gain_se"], 4)
+        prompts = count(summary["best"]["n"], f"{summary['split']} prompt")
+        return f"{gain}, 95% interval {ends[0]:+.4f} to {ends[1]:+.4f}, on {prompts}"
 
     @cached_property
     def leaderboard(self) -> list[dict[str, Any]]:

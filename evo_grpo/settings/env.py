@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from evo_grpo.schema.group import Group, PlainMapping, same_as, setting
 from evo_grpo.settings.given import Given, Source
 from evo_grpo.settings.prompting import FewShot, PromptSettings, ThinkingTags
-from evo_grpo.settings.rewards import Message, Reward, Rewards
+from evo_grpo.settings.rewards import Message, ModelReward, Reward, Rewards
 
 
 class RewardCalls(Group):
@@ -109,6 +109,11 @@ class EnvConfig(Group):
         if self.reward is None:
             return []
         return list(self.reward) if isinstance(self.reward, list) else [self.reward]
+
+    @property
+    def reward_models(self) -> list[ModelReward]:
+        """The reward models among the entries of `reward`."""
+        return [one for one in self.rewards if isinstance(one, ModelReward)]
 
     def calls(self) -> RewardCalls:
         """Return how reward functions are called."""

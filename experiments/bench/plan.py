@@ -37,8 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
         "layers": 3, "vocabulary": 8192,
     },
     "Qwen3-4B, bfloat16": {
-        "agents": 2, "groups": 4, "prompts": 1, "prompt": 64, "tokens": 64, "rank": 16,
-        "layers": 2, "vocabulary": 8192, "dtype": "bfloat16", "only_saved": True,
+        "agents": 2, "groups": 2, "prompts": 1, "prompt": 16, "tokens": 16, "rank": 16,
+        "layers": 1, "vocabulary": 8192, "dtype": "bfloat16", "only_saved": True,
     },
     "Llama-3.1-8B": {
         "agents": 2, "groups": 2, "prompts": 1, "prompt": 64, "tokens": 128, "rank": 16,

@@ -10,7 +10,7 @@ from tiny_cohort import moments, same, weights
 
 from evo_grpo import GRPO, DatasetEnv, Population, evaluate_adapter, resume, sample, write_report
 from evo_grpo.after.verifying.verify import verify
-from evo_grpo.errors import ConfigError, RunDirError
+from evo_grpo.errors import ConfigError, EvoGrpoError, RunDirError
 from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.evolve.select.rank import rank
 from evo_grpo.record.names import RECORDED_IN_PYTHON
@@ -203,6 +203,25 @@ def test_a_run_of_names_needs_no_objects(tmp_path):
     with pytest.raises(ConfigError, match="env: expected the task that the run was begun with, 's"):
         Population.resume(out, env(), progress=False)
     assert len(Population.resume(out, "sums", progress=False).rounds) == 3
+
+
+def test_rows_and_modules_of_the_run_are_found_in_the_folder_of_code(tmp_path, monkeypatch):
+    code, out = tmp_path / "code", tmp_path / "run"
+    code.mkdir()
+    rows = "".join(f"{a:02d}+{b:02d}=,{a + b}\n" for a in range(9) for b in range(6))
+    (code / "sums_here.csv").write_text(f"question,answer\n{rows}")
+    (code / "rewards_here.py").write_text(
+        "def same(completion, answer):\n    return float(completion[-1:] == str(answer)[-1])\n"
+    )
+    task = {"kind": "dataset", "train": "sums_here.csv", "prompt": "{question}",
+            "reward": "rewards_here:same"}  # fmt: skip
+    monkeypatch.chdir(code)
+    with pytest.raises(KeyboardInterrupt):
+        make(lora={"r": 2}).train(task, out=out, observer=Told(("evaluate", 1)), **ROUND)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(EvoGrpoError, match="sums_here"):
+        Population.resume(out, progress=False)
+    assert len(Population.resume(out, code=code, progress=False).rounds) == 3
 
 
 def test_settings_with_rows_take_the_place_of_their_description(uninterrupted, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from rank_runs import (
+    DYNAMIC,
     POPULATION,
     alone,
     children,
@@ -28,7 +29,8 @@ pytestmark = pytest.mark.distributed
 
 CASES = {
     "as it is": {},
-    "archive, racing and a mean": {
+    "archive, racing, a mean and dynamic sampling": {
+        "algorithm": DYNAMIC,
         "evolve": {
             **SETTINGS["evolve"],
             "archive": True,

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 from rank_runs import (
+    DYNAMIC,
     POPULATION,
     alone,
     equal,
     evo,
+    resampled,
     slow_reward,
     together,
     wait_for,
@@ -59,10 +61,11 @@ def nproc(ranks, *arguments):
 
 
 def test_a_run_over_a_divided_base_is_the_run_over_a_whole_one(tmp_path):
-    file = written(tmp_path, engine=SHARDED, **EVERYTHING)
+    file = written(tmp_path, engine=SHARDED, algorithm=DYNAMIC, **EVERYTHING)
     alone("run", file, "--out", tmp_path / "one")
     nproc(2, "run", file, "--out", tmp_path / "two")
     equal(tmp_path / "one", tmp_path / "two")
+    assert len(set(resampled(tmp_path / "one"))) > 1
 
 
 def test_a_run_over_a_divided_base_is_nearly_that_over_replicas(tmp_path):

@@ -10,6 +10,8 @@ from pathlib import Path
 from ranks import finish, start
 from small_run import SETTINGS, outcome
 
+from evo_grpo.record.step_metrics import metric_rows
+
 #: Five agents on two shards, three and two, then two and two, then two and one: agents move, a
 #: child's parent may live elsewhere, and a step has several micro-batches.
 POPULATION = {
@@ -17,6 +19,15 @@ POPULATION = {
     "engine": {"device": "cpu", "threads": 1, "shards": 2, "max_rows_per_microbatch": 5},
     "algorithm": {**SETTINGS["algorithm"], "separate_reference": True, "beta": 0.02},
 }
+
+#: Agents whose groups teach nothing read on, so that ranks have unequal numbers of passes.
+DYNAMIC = {**POPULATION["algorithm"], "dynamic_sampling_tokens": 64}
+
+
+def resampled(folder):
+    """Further prompts of each agent in the first step of a run."""
+    rows = metric_rows(folder)
+    return [row["resampled"] for row in rows if row["round"] == row["step"] == 0]
 
 
 def written(folder, **changes):

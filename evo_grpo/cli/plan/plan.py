@@ -26,7 +26,12 @@ from evo_grpo.training.sizing.memory import (
     stored_bytes,
     trained_bytes,
 )
-from evo_grpo.training.sizing.model_size import ModelSize, lora_parameters, read_model_size
+from evo_grpo.training.sizing.model_size import (
+    ModelSize,
+    classifier_parameters,
+    lora_parameters,
+    read_model_size,
+)
 from evo_grpo.training.sizing.planning import cuda_devices, machine_memory, plan_memory
 from evo_grpo.training.strategies import check_strategies
 
@@ -151,7 +156,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
     check_trackers(config.record.trackers)
     task = _read_task(config)
     check_strategies(config.evolve)
-    silent = fetch_small_files(config.model.name) if online else None
+    silent = _fetch(config) if online else None
     base = read_model_size(config.model.name)
     if silent is not None and base.parameters is None:
         base = base._replace(note=silent)
@@ -201,7 +206,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
             *_short_context(config, base, longest),
             *(missing_device(config.engine.device, devices) if gpu is None else ()),
             *(() if fit is None or fit.fits else (fit.sentence(),)),
-            *_ignored_keywords(config),
+            *_of_models(config),
             *_missing_packages(config.engine),
         ),
     )
@@ -263,8 +268,26 @@ def _check_chat_template(config: RunConfig, task: _Task) -> None:
     )
 
 
-def _ignored_keywords(config: RunConfig) -> Iterator[str]:
-    """Yield a warning for keywords that the model's chat template does not read."""
+def _fetch(config: RunConfig) -> str | None:
+    """Fetch the small files of the run's models; return why the hub could not be asked, or None."""
+    silent = fetch_small_files(config.model.name)
+    if silent is None:
+        for reward in config.env.reward_models:
+            fetch_small_files(reward.name)
+    return silent
+
+
+def _of_models(config: RunConfig) -> Iterator[str]:
+    """Yield a warning for keywords that the model's chat template does not read.
+
+    And one for each reward model that the memory of the plan leaves out.
+    """
+    for reward in config.env.reward_models:
+        if classifier_parameters(reward.name) is None:
+            yield (
+                f"env.reward: the memory leaves out the reward model {reward.name}, whose size is "
+                "unknown until it is downloaded"
+            )
     keywords = config.env.chat_template_kwargs
     template = chat_template_of(config.model.name) if keywords else None
     # Imported here: only these settings need it.

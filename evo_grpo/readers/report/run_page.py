@@ -20,6 +20,7 @@ from evo_grpo.readers.report.side_by_side import add_arms
 from evo_grpo.readers.report.tables import completions_table, headline, leaderboard_table
 from evo_grpo.record.files import atomic_write
 from evo_grpo.record.folder import expect_run
+from evo_grpo.record.leaderboard import order_text
 from evo_grpo.record.log import Entry, RoundDone, RunFinished, RunStarted
 from evo_grpo.record.names import REPORT, SUMMARY
 from evo_grpo.record.view import RunView, view_of
@@ -219,7 +220,7 @@ def _add_tables(page: Page, view: RunView) -> None:
         sortable(table, classes),
         "Click on a title to sort. Rounds count from 1. Fitness is the score on the validation "
         "prompts of the last round of an agent, final that in the final comparison, test that on "
-        "the test prompts. Agents that left come last.",
+        f"the test prompts. Agents that left come last. {order_text(view.leaderboard)}".rstrip(),
     )
     found = completions_table(view)
     page.data("completions", found)

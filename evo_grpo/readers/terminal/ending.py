@@ -45,31 +45,35 @@ def show_ending(console: Console, view: RunView) -> None:
         say(console, f"and {more} more warnings: see the report")
 
 
-def show_next(console: Console, run: str, study: tuple[str, str] | None = None) -> None:
+def show_next(
+    console: Console, run: str, study: tuple[str, str] | None = None, *, worse: bool = False
+) -> None:
     """Print the run folder, and commands that use it.
 
     `study` has the name and the database of its Optuna study, unless it is the folder's journal.
+    `worse` says that the winner is worse than the base model, which `export` refuses.
     """
     console.print()
     if study is not None:
         say(console, f"Study: {study[0]} in {study[1]}")
     say(console, f"Run folder: {run}")
-    path = shlex.quote(run)
+    commands = _commands(shlex.quote(run), worse=worse)
     if console.is_terminal:
         # One per line, so that each can be selected whole.
         say(console, "Next:")
-        for command in _commands(path):
+        for command in commands:
             show(console, Padding(safe(command, "bold"), (0, 0, 0, 2)))
     else:
-        say(console, f"Next: {', '.join(_commands(path))}")
+        say(console, f"Next: {', '.join(commands)}")
 
 
-def _commands(path: str) -> tuple[str, ...]:
+def _commands(path: str, *, worse: bool) -> tuple[str, ...]:
     """Return commands that work in this shell and with the installed packages."""
     program = program_name()
     # The report needs plotly, an optional package.
     look = "report" if find_spec("plotly") else "lineage"
-    return f"{program} {look} {path}", f"{program} export {path} OUT"
+    first = f"{program} {look} {path}"
+    return (first,) if worse else (first, f"{program} export {path} OUT")
 
 
 def program_name() -> str:

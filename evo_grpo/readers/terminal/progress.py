@@ -128,7 +128,7 @@ class RunProgress(Observer):
         if self.view is not None and run.rounds:
             show_ending(self.view.console, run)
             if self.run_dir is not None:
-                show_next(self.view.console, str(self.run_dir))
+                show_next(self.view.console, str(self.run_dir), worse=bool(run.loss))
 
     def how_to_resume(self) -> str:
         """Return the progress of an interrupted run, and the command that continues it."""

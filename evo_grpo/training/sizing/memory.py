@@ -11,7 +11,7 @@ agree within 20%.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from evo_grpo.settings import EngineConfig
@@ -125,18 +125,19 @@ def predict(
     dtype: str,
     device: Device,
     capacity: int | None = None,
+    others: Sequence[Part] = (),
 ) -> MemoryPlan | None:
     """Return the memory of a run; None if the model's layers are unknown.
 
     `capacity` is the memory of the device in bytes, of which an engine may take a share; None if
-    unknown.
+    unknown. `others` are held beside the base throughout the run.
     """
     base = base_bytes(size, dtype, engine.quantization)
     weights = base_bytes(size, dtype)
     if base is None or weights is None or size.shape is None:
         return None
     each = DTYPE_BYTES[dtype]
-    held = _held(size, work, engine, base, each, device)
+    held = [*_held(size, work, engine, base, each, device), *others]
     rollout = engine.rollout_settings
     most = max(work.rows, work.evaluation_rows)
     decoded = max(min(engine.decode_rows, most), min(work.least_rows, most))

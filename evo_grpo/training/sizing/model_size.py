@@ -78,6 +78,29 @@ def read_model_size(name: str) -> ModelSize:
     return _from_folder(name, folder)
 
 
+def classifier_parameters(name: str) -> int | None:
+    """Return the number of parameters of a sequence classifier, or None if it is unknown.
+
+    Without weights in the folder or the hub's cache, it is derived from the config.json.
+
+    Raises:
+        ModelError: The model does not exist, or its files are damaged.
+    """
+    source = resolve(name)
+    folder = Path(source.path) if source.local else _cached(source)
+    if folder is None or source.gguf_file is not None:
+        return None
+    stored = _stored_parameters(folder)
+    if stored is not None:
+        return stored
+    config = read_object(name, folder / "config.json")
+    size = from_config(name, {"model_type": "", **config, "tie_word_embeddings": True})
+    labels = config.get("num_labels") or len(config.get("id2label") or ()) or 2
+    if size.parameters is None or size.shape is None:
+        return None
+    return size.parameters + labels * size.shape.hidden
+
+
 def lora_parameters(size: ModelSize, lora: LoraSettings) -> int | None:
     """Return the number of parameters of one adapter, or None if the layers are unknown.
 

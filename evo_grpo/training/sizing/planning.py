@@ -10,8 +10,12 @@ from pathlib import Path
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
-from evo_grpo.training.sizing.memory import Device, MemoryPlan, Work, predict
-from evo_grpo.training.sizing.model_size import ModelSize, lora_parameters
+from evo_grpo.training.sizing.memory import DTYPE_BYTES, Device, MemoryPlan, Part, Work, predict
+from evo_grpo.training.sizing.model_size import (
+    ModelSize,
+    classifier_parameters,
+    lora_parameters,
+)
 
 #: Assumed tokens of a prompt, unless `algorithm.max_model_len` is set.
 PROMPT_TOKENS = 128
@@ -83,7 +87,33 @@ def plan_memory(
         least_rows=together * algorithm.group_size,
         head_norms=size.architecture in _HEAD_NORMS,
     )
-    return predict(size, work, config.engine, dtype=dtype, device=device, capacity=capacity)
+    return predict(
+        size,
+        work,
+        config.engine,
+        dtype=dtype,
+        device=device,
+        capacity=capacity,
+        others=reward_models(config, device),
+    )
+
+
+def reward_models(config: RunConfig, device: Device) -> list[Part]:
+    """Return the weights of each reward model, 0 bytes for one of unknown size.
+
+    Raises:
+        ModelError: A reward model does not exist, or its files are damaged.
+    """
+    auto = "bfloat16" if device == "cuda" else "float32"
+    return [
+        Part(
+            f"reward model {reward.name}",
+            (classifier_parameters(reward.name) or 0)
+            * DTYPE_BYTES[auto if reward.dtype == "auto" else reward.dtype],
+            "dtype of env.reward",
+        )
+        for reward in config.env.reward_models
+    ]
 
 
 def check_fits(plan: MemoryPlan | None, there: int | None, device: str) -> None:

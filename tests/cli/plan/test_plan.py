@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from small_run import small
+from transformers import AutoConfig
 
 from evo_grpo import run
 from evo_grpo.cli.plan.plan import make_plan, missing_device
@@ -20,6 +21,7 @@ from evo_grpo.sources import embedded_models
 from evo_grpo.training.assemble import round_settings
 from evo_grpo.training.sizing.gpus import Gpu
 from evo_grpo.training.sizing.memory import MemoryPlan
+from evo_grpo.training.sizing.model_size import classifier_parameters
 
 ROOT = Path(__file__).resolve().parents[3]
 MINIMAL = {"model": "tiny-sums", "env": "sums"}
@@ -378,3 +380,19 @@ def test_keywords_that_the_chat_template_ignores_are_said():
     assert said.startswith(
         "env.chat_template_kwargs: the model's chat template does not read enable_thinking"
     )
+
+
+def test_a_reward_model_is_in_the_memory_or_named_as_left_out(tmp_path):
+    folder = tmp_path / "judge"
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "vocab_size": 1000, "num_labels": 1}  # fmt: skip
+    AutoConfig.for_model("qwen2", **shape).save_pretrained(folder)
+    with_reward = from_dict(MINIMAL, [f"env.reward={{kind: model, name: {folder}}}"])
+    more, less = (make_plan(config).memory[0] for config in (with_reward, from_dict(MINIMAL)))
+    parameters = classifier_parameters(str(folder))
+    assert parameters > 1000 * 64
+    assert more.peak - less.peak == 4 * parameters
+
+    AutoConfig.for_model("bert").save_pretrained(folder)
+    (warning,) = [line for line in make_plan(with_reward).warnings if "reward model" in line]
+    assert f"leaves out the reward model {folder}" in warning

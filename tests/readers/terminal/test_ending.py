@@ -95,6 +95,12 @@ def test_next_are_commands_to_copy():
     ]
 
 
+def test_next_exports_no_winner_that_export_refuses():
+    pipe = console(terminal=False)
+    show_next(pipe, "runs/one", worse=True)
+    assert "Next: evo-grpo report runs/one\n" in pipe.file.getvalue()
+
+
 def test_next_is_no_report_where_plotly_is_missing(monkeypatch):
     monkeypatch.setattr("evo_grpo.readers.terminal.ending.find_spec", lambda name: None)
     pipe = console(terminal=False)

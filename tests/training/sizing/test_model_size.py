@@ -13,7 +13,11 @@ from evo_grpo.errors import ModelError
 from evo_grpo.settings import LoraSettings
 from evo_grpo.sources import embedded_models
 from evo_grpo.training.sizing.gguf_header import read_header
-from evo_grpo.training.sizing.model_size import lora_parameters, read_model_size
+from evo_grpo.training.sizing.model_size import (
+    classifier_parameters,
+    lora_parameters,
+    read_model_size,
+)
 
 BASE = {
     "hidden_size": 16,
@@ -182,3 +186,29 @@ def test_damaged_and_missing_models(tmp_path: Path):
         read_model_size(str(tmp_path))
     with pytest.raises(ModelError, match="neither an embedded model"):
         read_model_size("tiny-sum")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("with_weights", [False, True])
+def test_a_classifier_has_an_output_per_label_in_place_of_the_head(tied, with_weights, tmp_path):
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    config = AutoConfig.for_model(
+        "qwen2", **BASE, tie_word_embeddings=tied, num_labels=3, pad_token_id=0
+    )
+    model = AutoModelForSequenceClassification.from_config(config)
+    (model if with_weights else config).save_pretrained(tmp_path)
+    made = sum(parameter.numel() for parameter in model.parameters())
+    assert classifier_parameters(str(tmp_path)) == made
+
+
+def test_a_classifier_of_unknown_layers_is_known_with_its_weights(tmp_path):
+    from transformers import BertConfig, BertForSequenceClassification
+
+    shape = {name: BASE[name] for name in BASE if name != "num_key_value_heads"}
+    model = BertForSequenceClassification(BertConfig(**shape))
+    model.config.save_pretrained(tmp_path)
+    assert classifier_parameters(str(tmp_path)) is None
+    model.save_pretrained(tmp_path)
+    made = sum(parameter.numel() for parameter in model.parameters())
+    assert classifier_parameters(str(tmp_path)) == made
