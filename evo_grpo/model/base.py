@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -30,6 +31,9 @@ from evo_grpo.model.refusal import unchanged_if_refused
 from evo_grpo.model.rotary import hold_frequencies, switch_length
 from evo_grpo.model.sparse import beyond, remedy, selection_length
 from evo_grpo.sources import resolve
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 #: Bytes of activations of one forward and backward on a CPU, and the range of tokens. With fewer
 #: tokens, matmuls are small and passes many; more tokens exceed the cache without being faster.
@@ -358,17 +362,25 @@ class SharedBase:
         """Return final hidden states (B, T, H) of ids (B, T), with the active adapters."""
         return self.run(input_ids=input_ids, use_cache=False, **kwargs)
 
-    def run(self, **inputs: Any) -> Tensor:
+    def run(self, cache: Cache | None = None, **inputs: Any) -> Tensor:
         """Run the trunk once and return final hidden states (B, T, H).
 
         All forward passes use this method, since those of a base that is divided among processes
-        are counted.
+        are counted. `cache` holds the earlier columns, and takes up those of `inputs`.
         """
+        if cache is not None:
+            inputs |= {self._cache_keyword: cache, "use_cache": True}
         with nullcontext() if self.passes is None else self.passes.forward():
             return self.entry(**inputs)
 
     def _trunk_states(self, **inputs: Any) -> Tensor:
         return self.trunk(**inputs).last_hidden_state
+
+    @property
+    def _cache_keyword(self) -> str:
+        """The trunk's name of a cache; state-space models and transformers 5.24 have their own."""
+        taken = inspect.signature(self.trunk.forward).parameters
+        return next((n for n in ("cache_params", "cache") if n in taken), "past_key_values")
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward of a loss that was computed through `run`."""

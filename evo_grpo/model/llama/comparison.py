@@ -224,7 +224,7 @@ def _cached(base: SharedBase, ids: Tensor, steps: int) -> Tensor:
     cache = DynamicCache(config=base.model.config)
     first = ids.shape[1] - steps
     pieces = [ids[:, :first], *ids[:, first:].split(1, dim=1)]
-    states = [base.run(input_ids=part, past_key_values=cache, use_cache=True) for part in pieces]
+    states = [base.run(cache, input_ids=part) for part in pieces]
     return torch.cat([part[0, -1:] for part in states])
 
 

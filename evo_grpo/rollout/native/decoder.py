@@ -8,7 +8,6 @@ with a third of the operations. One test suite covers all three.
 
 from __future__ import annotations
 
-import inspect
 from typing import Protocol, cast, final
 
 import torch
@@ -64,7 +63,7 @@ class ModuleDecoder:
     def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Run prompts; see `Decoder`."""
         self.cache = RowCache(self.layers, ids.shape[1])
-        hidden = self.base.run(input_ids=ids, past_key_values=self.cache, use_cache=True)
+        hidden = self.base.run(self.cache, input_ids=ids)
         return hidden[torch.arange(len(ids), device=hidden.device), lengths - 1]
 
     def expand(self, source: Tensor, columns: int) -> None:
@@ -82,11 +81,10 @@ class ModuleDecoder:
             added = torch.zeros(mask.shape, dtype=self.base.dtype, device=mask.device)
             mask = added.masked_fill_(~mask, torch.finfo(added.dtype).min)
         hidden = self.base.run(
+            self.cache,
             input_ids=tokens[:, None],
             position_ids=positions[:, None],
             attention_mask=mask,
-            past_key_values=self.cache,
-            use_cache=True,
         )
         return hidden[:, 0]
 
@@ -103,8 +101,6 @@ class EqualLengthDecoder:
         """Keep the base; `prefill` makes the cache."""
         self.base = base
         self.cache: Cache = DynamicCache()
-        taken = inspect.signature(base.trunk.forward).parameters
-        self._name = "cache_params" if "cache_params" in taken else "past_key_values"
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Run prompts of one length; see `Decoder`."""
@@ -128,7 +124,7 @@ class EqualLengthDecoder:
 
     def _run(self, ids: Tensor) -> Tensor:
         """Run ids (B, T), which the cache keeps; return the last hidden states (B, H)."""
-        return self.base.run(input_ids=ids, use_cache=True, **{self._name: self.cache})[:, -1]
+        return self.base.run(self.cache, input_ids=ids)[:, -1]
 
 
 def attention_of(base: SharedBase) -> str:
