@@ -6,14 +6,16 @@
   the plan must be equal.
 - Saved tensors: `torch.autograd.graph.saved_tensors_hooks` collects what a learn pass keeps for its
   backward, without the weights.
-- Peaks: N agents sample and learn in a fresh process on one thread; the peak resident memory is
-  compared with the prediction of `evo_grpo.training.sizing.memory`.
+- Peaks: N agents sample and learn in a fresh process on one thread, whose allocator returns freed
+  memory at once; the peak resident memory is compared with the prediction of
+  `evo_grpo.training.sizing.memory`.
 
 Models that do not fit here have fewer layers and a smaller vocabulary; the widths are their own.
 """
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from collections.abc import Mapping
@@ -211,8 +213,7 @@ def saved(job: Mapping[str, Any], base: Any, cohort: Any, one: Any) -> dict[str,
     batch, each = learn_batch(work, 1 << 20, None), DTYPE_BYTES[job.get("dtype", "float32")]
     planned = shape.layers * saved_bytes(shape, work, batch, each, "cpu")
     planned += 3 * batch.tokens * shape.hidden * each
-    if not work.specialised:
-        planned += work.agents * work.parameters * each
+    planned += work.agents * work.parameters * each  # the adapters of a layer, stacked
     mib = 1 / 2**20
     return {
         "saved": sum(storage.nbytes() for storage in kept.values()) * mib,
@@ -238,6 +239,8 @@ def main() -> int:
         off = abs(counts["planned"] - counts["made"])
         off += abs(counts["planned adapter"] - counts["made adapter"])
         report.at_most(f"wrong parameters, {name}", off, 0)
+    # Peaks are of memory in use: by default glibc keeps freed memory, in gaps.
+    os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     repeats = arguments.repeats or (1 if arguments.quick else 3)
     for case in arguments.cases:
         found: dict[str, float] = {}
