@@ -200,7 +200,8 @@ test-vllm: $(VLLM_STAMP)
 	EVO_GRPO_VLLM=$(CURDIR)/$(VLLM)/bin/python $(PYTEST) -m vllm --timeout 300 tests/rollout/vllm $(ARGS)
 
 # At the end it says of each property how many inputs were tried and whether one failed. `make test`
-# tries up to a hundred inputs of each, the same ones every time. One that hangs is given five minutes.
+# and `make test-slow` try up to a hundred inputs of each, the same ones every time. One that hangs is
+# given five minutes.
 FUZZ_SECONDS = $(or $(EVO_GRPO_FUZZ_SECONDS),600)
 fuzz: $(STAMP)
 	EVO_GRPO_FUZZ_SECONDS=$(FUZZ_SECONDS) $(PYTEST) tests/fuzz \

@@ -218,6 +218,7 @@ def without_signal(folder, rounds=ROUNDS, observer=None, **changes):
     return read_rounds(folder), read_summary(folder)
 
 
+@pytest.mark.slow
 def test_a_run_that_has_nothing_to_learn_from_ends_after_three_rounds(tmp_path):
     rounds, summary = without_signal(tmp_path / "run")
     assert [record.stopped for record in rounds] == [(), (), ("no_signal",)]

@@ -120,6 +120,7 @@ def test_a_call_that_a_rule_ended_goes_on_with_its_selection():
     assert board(once).equals(board(twice))
 
 
+@pytest.mark.slow
 def test_looking_at_agents_changes_no_selection(tmp_path):
     once, twice = make(), make()
     once.train(SUMS, rounds=2, **ROUND)

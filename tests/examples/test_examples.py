@@ -49,6 +49,7 @@ def test_a_selection_of_ones_own_plans(main, capsys):
     assert "most improved" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_winner_is_served(main, capsys):
     with main("export_and_serve.py")(rounds=1, port=0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -484,6 +484,7 @@ def test_agilerl_stands_beside_ours(report):
     assert "| not reached | 120.0 | .900 | 61,000 | 3.0 | 3.0 | > 40 × |" in row
 
 
+@pytest.mark.slow
 def test_pictures_stand_by_themselves_and_are_equal_for_equal_lines(report, results):
     pytest.importorskip("matplotlib")
     import pictures

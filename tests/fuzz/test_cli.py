@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from fuzzing import fuzz
 from hypothesis import example
 from hypothesis import strategies as st
@@ -32,6 +33,7 @@ def some_files() -> None:
         run_folder("runs/two", rounds=0, summary=False)
 
 
+@pytest.mark.slow
 @fuzz(command=st.sampled_from(COMMANDS), arguments=ARGUMENTS)
 @example(command="check", arguments=["\0"])
 @example(command="check", arguments=["population.yaml", "--set", "model=~nobody"])

@@ -11,6 +11,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from fuzzing import fuzz, is_told, told_or
 from hypothesis import example
@@ -91,6 +92,7 @@ def shown(folder: Path) -> None:
             assert result.stderr.strip()
 
 
+@pytest.mark.slow
 @fuzz(quick=60, line=st.integers(0, 1), changes=CHANGES)
 def test_any_sealed_round_is_read_or_refused(line: int, changes: Changes):
     lines = (finished() / "rounds.jsonl").read_bytes().splitlines()
@@ -99,6 +101,7 @@ def test_any_sealed_round_is_read_or_refused(line: int, changes: Changes):
     of_run(b"\n".join(lines) + b"\n")
 
 
+@pytest.mark.slow
 @fuzz(quick=60, start=st.floats(0, 1), length=st.integers(0, 80), content=st.binary(max_size=80))
 @example(start=0.0, length=0, content=b"\xef\xbb\xbf")
 @example(start=1.0, length=0, content=b"\0")
@@ -166,6 +169,7 @@ def test_any_adapter_config_is_loaded_or_refused(changes: Changes):
     loads(with_digests({**checkpoint(), name: json.dumps(document).encode()}))
 
 
+@pytest.mark.slow
 @fuzz(
     quick=25,
     name=st.sampled_from(["actor/adapter_model.safetensors", "optimizer.safetensors"]),

@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 
+import pytest
 import yaml
 from fuzzing import fuzz, told_or
 from hypothesis import example
@@ -197,6 +198,7 @@ def test_any_values_are_taken_or_refused(settings: dict[object, object]):
     planned(told_or(lambda: from_dict(settings), ConfigError))
 
 
+@pytest.mark.slow
 @fuzz(assigned=st.lists(st.tuples(PATHS, VALUES), min_size=1, max_size=4))
 @example(assigned=[(("evolve", "hyperparameters", "group_size"), {"min": 4, "max": 1e300})])
 @example(assigned=[(("seed",), 10**4000)])

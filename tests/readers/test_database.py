@@ -115,6 +115,7 @@ def test_every_round_is_there_once_however_often_it_is_read(tmp_path, records):
     assert json.loads((folder / "readers/optuna.json").read_text())["id"] == "small-id-1"
 
 
+@pytest.mark.slow
 def test_tables_whose_making_was_killed_get_no_second_study_of_a_name(tmp_path, records, url):
     folder = folder_of(tmp_path / "run", records)
     RDBStorage(url).engine.dispose()
@@ -298,6 +299,7 @@ def test_a_database_that_is_gone_is_named_in_its_own_words(tmp_path, records):
         send(folder, "sqlite:////no/such/folder/x.db")
 
 
+@pytest.mark.slow
 def test_a_database_that_goes_in_the_middle_gets_the_rest_later(
     tmp_path, url, records, monkeypatch
 ):
@@ -393,6 +395,7 @@ def test_the_mean_of_an_earlier_end_is_nobodys_parent(tmp_path, url, records):
     assert all(one[5]["parent_trial"] != 9 for one in found)
 
 
+@pytest.mark.slow
 def test_a_real_run_and_its_study(tmp_path, url):
     """From its settings to the trials, over a stop and more rounds than it began with."""
     with pytest.raises(KeyboardInterrupt):

@@ -79,6 +79,7 @@ WHERE = {
 """The displays that have to show a number that a run has."""
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
@@ -101,6 +102,7 @@ def test_all_displays_show_the_numbers_of_the_records(kind, size, rounds, seed, 
         assert WHERE[name] <= showing[name], name
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(kind=st.sampled_from(KINDS), size=st.integers(2, 5), seed=st.integers(0, 10_000))
 def test_the_first_row_is_the_winner_with_the_numbers_of_the_records(kind, size, seed):

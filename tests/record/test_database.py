@@ -77,6 +77,7 @@ def test_a_missing_driver_is_named_before_there_is_a_folder(tmp_path, monkeypatc
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_database_that_is_gone_when_a_run_goes_on_does_not_stop_it(tmp_path):
     from small_run import Told
 

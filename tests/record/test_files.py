@@ -36,6 +36,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(st.dictionaries(TEXT, VALUES))
 def test_a_sealed_line_is_read_back_as_it_was(data):

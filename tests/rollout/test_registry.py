@@ -120,6 +120,7 @@ def with_toy(tmp_path_factory):
     return call
 
 
+@pytest.mark.slow
 def test_check_reads_the_declaration_of_a_new_engine(with_toy):
     shown = " ".join(with_toy("check", max_decode_rows=3).stdout.split())
     for text in (

@@ -129,6 +129,7 @@ def test_a_kill_in_the_middle_of_an_extension_is_made_good(tmp_path, monkeypatch
         equal_but_for_the_way(long, short)
 
 
+@pytest.mark.slow
 def test_an_extension_that_was_stopped_at_once_may_be_made_longer_but_not_taken_back(
     tmp_path, monkeypatch
 ):

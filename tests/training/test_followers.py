@@ -28,6 +28,7 @@ def strict_run(folder):
         return run(CONFIG, out=folder)
 
 
+@pytest.mark.slow
 def test_a_tracker_gets_the_whole_run_and_changes_nothing_of_it(tmp_path, package, plain):  # noqa: F811
     note = f"open({str(tmp_path / 'nice')!r}, 'w').write(str(os.nice(0)))"
     package.write(before=f"{note}; print('hello'); print('hello from a package')")
@@ -92,6 +93,7 @@ def test_a_run_does_not_wait_for_a_package_that_hangs(tmp_path, package, monkeyp
     assert package.steps == WHOLE
 
 
+@pytest.mark.slow
 def test_a_run_does_not_wait_for_what_a_package_does_at_its_end(tmp_path, package, monkeypatch):  # noqa: F811
     monkeypatch.setenv("MAY_END", str(tmp_path / "may-end"))
     package.write(

@@ -25,6 +25,7 @@ def flip(file):
     file.write_bytes(bytes(data))
 
 
+@pytest.mark.slow
 def test_what_was_added_is_as_it_was_written(added, made):
     found, alone = verify(added), verify(made / "finished")
     assert found.damage == found.notes == []

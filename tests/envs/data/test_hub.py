@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 from loopback_hub import COMMITS, loopback_hub
+from small_run import SETTINGS, outcome
 
 from evo_grpo.envs.data.hub import hub_dataset
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings import EnvConfig
 from evo_grpo.settings.hub import HubDataset
+from evo_grpo.sources import embedded_models
 
 ROOT = Path(__file__).resolve().parents[3]
 README = """---
@@ -55,8 +57,11 @@ SCRIPT = """
 import json, sys, time
 import datasets
 from evo_grpo.envs.data import hub
+from transformers import AutoTokenizer
 from evo_grpo.envs.registry import build_task
+from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import EvoGrpoError
+from evo_grpo.sources import embedded_models
 from evo_grpo.settings import EnvConfig, from_dict
 from evo_grpo.training.inputs.recorded_inputs import inputs_of
 
@@ -70,6 +75,13 @@ own = datasets.load_dataset("openai/gsm8k", "main", split="train", revision="a" 
 task = build_task(env({"path": "openai/gsm8k", "revision": "a" * 40}, test="openai/gsm8k",
     validation={"path": "openai/gsm8k", "split": "train[:3]"}), 0)
 found["train"] = list(task.splits["train"]) == list(own)
+def first_batch(train, **more):
+    settings = env(train, test="openai/gsm8k", **more)
+    made = ReasoningGym.from_task(build_task(settings, 7), tokenizer, batch_size=6, seed=7)
+    return [(prompt.text, prompt.columns) for prompt in made.batch(0)]
+
+tokenizer = AutoTokenizer.from_pretrained(embedded_models()["tiny-sums"])
+found["batch"] = first_batch({"path": "openai/gsm8k", "revision": "a" * 40}) == first_batch(own)
 found["test"] = [row["answer"][:4] for row in task.splits["test"]]
 found["validation"] = len(task.splits["validation"])
 found["pinned"] = {name: one.revision for name, one in hub.pinned(env(test="openai/gsm8k")).items()}
@@ -104,6 +116,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 def test_a_dataset_of_the_hub_is_found_pinned_read_as_datasets_does_or_named(tmp_path):
     pytest.importorskip("datasets", reason="needs the extra data")
     with loopback_hub(HUB) as (_, url):
@@ -127,6 +140,7 @@ def test_a_dataset_of_the_hub_is_found_pinned_read_as_datasets_does_or_named(tmp
     assert "hf_not" not in done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["train"] is True  # as `datasets` reads the older commit
+    assert found["batch"] is True
     assert found["test"] == ["new:"] * 5
     assert found["validation"] == 3
     assert found["pinned"] == {"train": COMMITS[1], "test": COMMITS[1]}
@@ -135,6 +149,50 @@ def test_a_dataset_of_the_hub_is_found_pinned_read_as_datasets_does_or_named(tmp
     for name, (_, message) in REFUSED.items():
         assert message in found[name], name
         assert not found[f"{name}: late"], name
+
+
+@pytest.mark.slow
+def test_a_run_of_a_model_and_a_dataset_of_the_hub_goes_on_without_it(tmp_path):
+    pytest.importorskip("datasets", reason="needs the extra data")
+    model = embedded_models()["tiny-sums"]
+    rows = [{"question": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"} for a in range(9)
+            for b in range(6)]  # fmt: skip
+    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    hub = {
+        "someone/tiny": {COMMITS[1]: {p.name: p.read_bytes() for p in model.iterdir()}},
+        "someone/sums": {COMMITS[1]: {"train.jsonl": data}},
+    }
+    (tmp_path / "my_rewards.py").write_text(
+        "def last(completion, answer):\n    return float(completion[-1:] == answer[-1])\n"
+    )
+    task = {"kind": "dataset", "train": "someone/sums", "prompt": "{question}",
+            "reward": "my_rewards:last"}  # fmt: skip
+    settings = {**SETTINGS, "model": "someone/tiny", "env": task}
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))  # JSON is YAML
+
+    def evo(*arguments, **more):
+        done = subprocess.run(
+            [sys.executable, "-m", "evo_grpo", *arguments],
+            env={**environment, **more}, cwd=tmp_path, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+
+    with loopback_hub(hub) as (_, url):
+        environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
+            "HF_ENDPOINT": url,
+            "HF_HOME": str(tmp_path / "cache"),
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        }
+        evo("run", "run.yaml", "--out", "whole")
+        evo("run", "run.yaml", "--out", "run", "--set", "population.rounds=2")
+    # The Hub is gone.
+    evo("resume", "run", "--rounds", "3", HF_HUB_OFFLINE="1")
+    evo("resume", "run")
+    first, second = outcome(tmp_path / "whole"), outcome(tmp_path / "run")
+    assert first["leaderboard"] == second["leaderboard"]
+    assert first["rounds"] == second["rounds"]
 
 
 def test_what_names_a_dataset_of_the_hub(tmp_path, monkeypatch):

@@ -257,6 +257,7 @@ print(json.dumps(judge(completions=texts, prompts=texts, question=columns)))
 """
 
 
+@pytest.mark.slow
 def test_of_200_answers_with_a_tenth_failing_none_is_paid_for_twice_after_a_kill(tmp_path):
     held = True
 

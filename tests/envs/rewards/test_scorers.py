@@ -144,6 +144,7 @@ def config_of(url):
     return small(env__reward=[judge(url, input_price=10.0)], population__rounds=2)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_pays_for_no_answer_twice_and_ends_as_it_would_have(tmp_path):
     with judging(by_digits) as server:
         stopped = stopped_and_resumed(config_of(server.url), tmp_path / "stopped", ("evaluate", 1))

@@ -149,6 +149,7 @@ def test_neither_another_page_nor_another_user_is_answered(folder):
         dashboard.browser.open(request, timeout=SECONDS).close()
 
 
+@pytest.mark.slow
 def test_rounds_that_are_finished_meanwhile_are_shown(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(small(), out=tmp_path / "run", observer=Told(("learn", 1)))

@@ -100,6 +100,7 @@ def whole(tmp_path_factory):
         return run(config("inside"), out=tmp_path_factory.mktemp("runs") / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("double")
 def test_a_resumed_run_equals_one_that_was_not_stopped(whole, order, tmp_path):
     folder = tmp_path / "stopped"

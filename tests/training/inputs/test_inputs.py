@@ -359,6 +359,7 @@ def test_what_is_trained_beside_a_run_is_made_of_the_same(mine):
     assert (mine / "inputs.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_population_beside_a_run_is_trained_anew_with_other_files(mine):
     resume(mine)
     with pytest.raises(KeyboardInterrupt):
