@@ -131,15 +131,14 @@ def unknown_key(root: type[BaseModel], group: type[BaseModel] | None, path: Path
     key = str(path[-1])
     elsewhere = [p for p in leaves(root) if p[-1] == key]
     if (other := other_name(key, names)) is not None:
-        hint = f"here it is {other}"
-    elif near := nearest(key, names):
+        return f"unknown key; here it is {other}."
+    if near := nearest(key, names):
         hint = f"did you mean {near!r}?"
     elif elsewhere:
         hint = f"did you mean {' or '.join(map(dotted, elsewhere))}?"
     else:
         hint = ""
-    end = hint if hint.endswith("?") else f"{hint}."
-    return f"unknown key; {f'{end} Expected' if hint else 'expected'} one of: {', '.join(names)}"
+    return f"unknown key; {f'{hint} Expected' if hint else 'expected'} one of: {', '.join(names)}"
 
 
 def other_name(key: str, names: Collection[str]) -> str | None:

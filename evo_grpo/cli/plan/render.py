@@ -162,8 +162,13 @@ def _shown(value: object) -> str:
 
 def _mutating(plan: Plan) -> str:
     ranges = plan.config.search_space()
-    shown = (f"{name} in [{ranges[name].min:g}, {ranges[name].max:g}]" for name in ranges.names())
-    return ", ".join(shown) or "nothing"
+    ends = {
+        name: (shown_value(ranges[name].min), shown_value(ranges[name].max))
+        for name in ranges.names()
+    }
+    return (
+        ", ".join(f"{name} in [{low}, {high}]" for name, (low, high) in ends.items()) or "nothing"
+    )
 
 
 def _lr(plan: Plan) -> str:
