@@ -197,7 +197,8 @@ $(VLLM_STAMP): $(STAMP)
 
 # The variable turns the skip for a missing vLLM into a failure.
 test-vllm: $(VLLM_STAMP)
-	EVO_GRPO_VLLM=$(CURDIR)/$(VLLM)/bin/python $(PYTEST) -m vllm --timeout 300 tests/rollout/vllm $(ARGS)
+	EVO_GRPO_VLLM=$(CURDIR)/$(VLLM)/bin/python $(TESTS) $(BIN)/python -m pytest -rs -m vllm \
+	  --timeout 300 tests/rollout/vllm $(ARGS)
 
 # At the end it says of each property how many inputs were tried and whether one failed. `make test`
 # and `make test-slow` try up to a hundred inputs of each, the same ones every time. One that hangs is
