@@ -203,7 +203,7 @@ def test_check_prints_the_plan():
     assert result.stderr == ""
     lines = {line[:12].strip(): line[12:] for line in result.stdout.splitlines()[2:]}
     assert lines["population"].startswith("8 agents, 6 rounds of 8 steps, grpo, selection tour")
-    assert "lr in [0.0001, 0.003]" in lines["mutates"]
+    assert "lr in [1e-4, 3e-3]" in lines["mutates"]
     assert lines["task"] == "sums: 9,000 train, 500 validation, 500 test rows"
     assert lines["places"] == "8, 4, 2, 2, 2, 2 agents"
     assert lines["a step"].startswith("256 rows in all, of at most 4 tokens: 32 per agent")
