@@ -35,23 +35,23 @@ CASES: dict[str, dict[str, Any]] = {
         "agents": 4, "groups": 4, "prompts": 1, "prompt": 6, "tokens": 24, "rank": 16,
     },
     "Qwen3-4B": {
-        "agents": 2, "groups": 4, "prompts": 1, "prompt": 64, "tokens": 64, "rank": 16,
-        "layers": 3, "vocabulary": 8192,
+        "agents": 2, "groups": 4, "prompts": 1, "prompt": 32, "tokens": 32, "rank": 16,
+        "layers": 2, "vocabulary": 8192,
     },
     "Qwen3-4B, bfloat16": {
         "agents": 2, "groups": 2, "prompts": 1, "prompt": 16, "tokens": 16, "rank": 16,
         "layers": 1, "vocabulary": 8192, "dtype": "bfloat16", "only_saved": True,
     },
     "Llama-3.1-8B": {
-        "agents": 2, "groups": 2, "prompts": 1, "prompt": 64, "tokens": 128, "rank": 16,
+        "agents": 2, "groups": 4, "prompts": 1, "prompt": 32, "tokens": 48, "rank": 16,
         "layers": 2, "vocabulary": 8192,
     },
     "Llama-3.1-8B, checkpointing": {
-        "agents": 2, "groups": 2, "prompts": 1, "prompt": 64, "tokens": 128, "rank": 16,
+        "agents": 2, "groups": 4, "prompts": 1, "prompt": 32, "tokens": 48, "rank": 16,
         "layers": 2, "vocabulary": 8192, "engine": {"gradient_checkpointing": True},
     },
     "Qwen2.5-0.5B": {
-        "agents": 2, "groups": 4, "prompts": 1, "prompt": 32, "tokens": 64, "rank": 8,
+        "agents": 2, "groups": 4, "prompts": 1, "prompt": 16, "tokens": 32, "rank": 8,
     },
 }  # fmt: skip
 #: Largest relative error.
@@ -249,6 +249,7 @@ def main() -> int:
             told = [child(SCRIPT, job) for _ in range(repeats if part == "peaks" else 1)]
             found |= {name: statistics.median(one[name] for one in told) for name in told[0]}
         report.add("Measured and planned (MiB)", case=case, **found)
+        print(json.dumps({"case": case, **found}), flush=True)
         for name in ("saved", "sampling peak", "learning peak"):
             if name in found:
                 off = found[f"planned {name}"] / found[name] - 1

@@ -6,7 +6,7 @@ The memory of the agents is exact: 16 bytes per parameter of an adapter (weight,
 two moments of AdamW, in float32), 4 more for a reference, 12 for the archive, and 4 for an adapter
 from which all agents start, which is then their reference. Sampling and learning count the tensors
 that exist at once. experiments/bench/plan.py compares the prediction with measured peaks; they
-agree within 6%, of memory in use: glibc keeps freed memory in gaps, up to 15% more on a CPU.
+agree within 7%, of memory in use: glibc keeps freed memory in gaps, up to 15% more on a CPU.
 """
 
 from __future__ import annotations
