@@ -1,6 +1,8 @@
 import json
 import shutil
+from inspect import Parameter, Signature
 from pathlib import Path
+from types import SimpleNamespace
 
 import architectures
 import pytest
@@ -10,6 +12,7 @@ from gguf_files import write_gguf
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    DynamicCache,
     Gemma2Config,
     RecurrentGemmaConfig,
     WhisperConfig,
@@ -340,3 +343,22 @@ class TestContext:
         assert SharedBase(WhisperForCausalLM(whisper).eval()).context_length == 24
         assert SharedBase(architectures.mpt()).context_length == tiny.CONTEXT
         assert SharedBase(architectures.bloom()).context_length == 0
+
+
+@pytest.mark.parametrize("name", ["cache", "cache_params", "past_key_values"])
+def test_a_cache_is_passed_by_the_name_that_the_model_has(name, monkeypatch):
+    """transformers 5.24 renames past_key_values."""
+    base = SharedBase.load("tiny-sums", device="cpu", dtype="float32")
+    given = {}
+
+    def forward(input_ids=None, use_cache=None, **own):
+        given.update(own, use_cache=use_cache)
+        return SimpleNamespace(last_hidden_state=input_ids)
+
+    names = ("input_ids", "use_cache", name)
+    parameters = [Parameter(one, Parameter.KEYWORD_ONLY) for one in names]
+    forward.__signature__ = Signature(parameters)
+    monkeypatch.setattr(base.trunk, "forward", forward)
+    cache = DynamicCache()
+    base.run(cache, input_ids=torch.tensor([[3]]))
+    assert given == {name: cache, "use_cache": True}

@@ -162,13 +162,9 @@ def _shown(value: object) -> str:
 
 def _mutating(plan: Plan) -> str:
     ranges = plan.config.search_space()
-    ends = {
-        name: (shown_value(ranges[name].min), shown_value(ranges[name].max))
-        for name in ranges.names()
-    }
-    return (
-        ", ".join(f"{name} in [{low}, {high}]" for name, (low, high) in ends.items()) or "nothing"
-    )
+    ends = ((name, ranges[name].min, ranges[name].max) for name in ranges.names())
+    shown = (f"{name} in [{shown_value(low)}, {shown_value(high)}]" for name, low, high in ends)
+    return ", ".join(shown) or "nothing"
 
 
 def _lr(plan: Plan) -> str:

@@ -116,17 +116,22 @@ REFUSED = {
 }
 
 
+def asking(url, folder):
+    """The environment of a process that asks this Hub alone, with a cache of its own."""
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
+        "HF_ENDPOINT": url,
+        "HF_HOME": str(folder / "cache"),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
 @pytest.mark.slow
 def test_a_dataset_of_the_hub_is_found_pinned_read_as_datasets_does_or_named(tmp_path):
     pytest.importorskip("datasets", reason="needs the extra data")
     with loopback_hub(HUB) as (_, url):
-        environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
-            "HF_ENDPOINT": url,
-            "HF_HOME": str(tmp_path / "cache"),
-            "HF_TOKEN": "hf_not-to-be-shown",
-            "PYTHONPATH": str(ROOT),
-        }
+        environment = {**asking(url, tmp_path), "HF_TOKEN": "hf_not-to-be-shown"}
         cases = json.dumps({name: train for name, (train, _) in REFUSED.items()})
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT, cases],
@@ -178,13 +183,7 @@ def test_a_run_of_a_model_and_a_dataset_of_the_hub_goes_on_without_it(tmp_path):
         assert done.returncode == 0, done.stderr
 
     with loopback_hub(hub) as (_, url):
-        environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
-            "HF_ENDPOINT": url,
-            "HF_HOME": str(tmp_path / "cache"),
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-        }
+        environment = asking(url, tmp_path)
         evo("run", "run.yaml", "--out", "whole")
         evo("run", "run.yaml", "--out", "run", "--set", "population.rounds=2")
     # The Hub is gone.
