@@ -50,6 +50,8 @@ IN_MEMORY := $(shell test -z "$(TMPDIR)" && test "$(ROOM)" -gt 6000000 2>/dev/nu
 TESTS := PYTHONDONTWRITEBYTECODE= $(IN_MEMORY) OMP_NUM_THREADS=1
 # Each worker gets neighbouring tests, and so most fixtures of a module are made in one of them alone.
 IN_TWO := -rs -n 2 --dist worksteal
+# Slow tests wait for other processes: a third worker computes meanwhile.
+IN_THREE := -rs -n 3 --dist worksteal
 PYTEST := $(TESTS) $(BIN)/python -m pytest $(IN_TWO)
 # Packages that do not install beside constraints.txt, in a folder of their own.
 OUTSIDE := .outside
@@ -115,7 +117,7 @@ test-slow: $(STAMP)
 	  $(BIN)/python -m pip wheel -qq --disable-pip-version-check $(PIP_ARGS) --no-deps \
 	    --wheel-dir "$$wheels" . && \
 	  export EVO_GRPO_WHEEL=$$(echo "$$wheels"/*.whl) && \
-	  { $(PYTEST) -m slow --timeout 900 $(ARGS) || test $$? -eq 5; }
+	  { $(TESTS) $(BIN)/python -m pytest $(IN_THREE) -m 'slow and not torture' --timeout 900 $(ARGS) || test $$? -eq 5; }
 
 # Runs in several processes on this machine, each with one thread.
 test-distributed: $(STAMP)

@@ -53,7 +53,7 @@ def stopped(folder, keep):
     return folder
 
 
-@pytest.fixture(scope="module", params=["all", "last"])
+@pytest.fixture(scope="module", params=["all", pytest.param("last", marks=pytest.mark.torture)])
 def runs(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("runs")
     whole = run(small(record__checkpoints=request.param), out=folder / "whole")

@@ -41,6 +41,7 @@ def evo(*arguments):
     return CliRunner().invoke(app, [str(one) for one in arguments])
 
 
+@pytest.mark.slow
 def test_files_and_modules_beside_a_file_are_found_and_a_run_knows_where_they_were(jobs):
     checked = evo("check", "jobs/population.yaml")
     assert checked.exit_code == 0, checked.output

@@ -47,6 +47,7 @@ def whole(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_without_rules_plays_all_rounds(whole):
     assert len(read_rounds(whole)) == ROUNDS
     assert read_summary(whole)["stopped"] == {}
@@ -66,6 +67,7 @@ def rule_for(name, rounds, ends):
     return 1, ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fitness", "patience", "tokens"])
 def test_a_rule_ends_the_run_after_the_round_in_which_it_holds(tmp_path, whole, name):
     value, ends = rule_for(name, read_rounds(whole), 2)
@@ -115,6 +117,7 @@ def ended(tmp_path_factory, whole):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["done", "test"])
 def test_a_run_that_is_stopped_at_such_an_end_comes_to_it(tmp_path, whole, ended, at):
     value, ends = rule_for("tokens", read_rounds(whole), 1)
@@ -178,6 +181,7 @@ def test_a_kill_in_the_middle_of_an_extension_to_the_planned_rounds_is_made_good
     assert outcome(tmp_path / "run")["leaderboard"] == outcome(whole)["leaderboard"]
 
 
+@pytest.mark.slow
 def test_what_steering_asked_for_of_an_extension_survives_a_stop_of_it(tmp_path, whole):
     value, _ = rule_for("tokens", read_rounds(whole), 1)
 
@@ -196,6 +200,7 @@ def test_what_steering_asked_for_of_an_extension_survives_a_stop_of_it(tmp_path,
     sound(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_comparison_has_the_tokens_of_the_rounds_that_were_played(tmp_path, ended):
     shutil.copytree(ended, tmp_path / "run")
     result = compare(tmp_path / "run")
@@ -237,6 +242,7 @@ def test_a_run_that_has_nothing_to_learn_from_ends_after_three_rounds(tmp_path):
     assert (len(rounds), summary["stopped"]) == (ROUNDS, {})
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version_goes_on_without_the_rule(tmp_path):
     folder = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):

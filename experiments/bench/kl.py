@@ -242,7 +242,7 @@ def main() -> int:
         most = found["largest difference in errors"]
         report.at_most(f"{name}: sampled - analytic", most, MOST_STANDARD_ERRORS, "standard errors")
     for name in (*PENALTIES, QUICKSTART):
-        found = descent(name)
+        found = descent(name, calls=EVERY if arguments.quick else CALLS)
         report.add(
             "KL(policy || reference), nats per completion, after learn calls without a reward",
             estimator=name, **{str(EVERY * i): value for i, value in enumerate(found)},

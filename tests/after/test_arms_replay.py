@@ -76,6 +76,7 @@ def adapters(folder):
     }
 
 
+@pytest.mark.slow
 def test_what_it_leaves(replayed, finished):
     found, folder, told = replayed
     assert evo_grpo.replay is replay
@@ -148,6 +149,7 @@ def test_the_winner_is_judged_with_its_weights_and_each_kind_with_its_counts(cop
         assert [sum(m["rows"] for m in tally.metrics) for tally in tallies] == [one.rows] * 2
 
 
+@pytest.mark.slow
 def test_a_second_replay_gives_the_same(replayed, copy):
     found, folder, _ = replayed
     again = replay(copy, repeats=2)
@@ -259,6 +261,7 @@ def test_a_finished_replay_is_returned_as_it_is_unless_forced(replayed, monkeypa
     assert (folder / "replay" / "replay.json").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_an_interrupted_replay_starts_anew(copy, replayed):
     with pytest.raises(KeyboardInterrupt):
         replay(copy, repeats=1, observer=Told(("test", 2)))
@@ -286,6 +289,7 @@ def test_the_run_is_locked_meanwhile(copy):
         replay(copy, observer=Meddling())
 
 
+@pytest.mark.slow
 def test_only_the_winners_checkpoint_is_needed(copy):
     kept = copy / read_schedule(copy).checkpoint
     shutil.copytree(kept, copy.parent / "kept")

@@ -10,6 +10,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.training.environments import environment_for
 
 
+@pytest.mark.slow
 def test_an_agent_is_tested_in_whatever_plays():
     agent = agents(1)[0]
     tokenizer = agent.cohort.base.tokenizer

@@ -135,6 +135,7 @@ def test_looking_at_agents_changes_no_selection(tmp_path):
     assert board(once).drop(columns="member").equals(board(twice).drop(columns="member"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["collapsed", "constant"])
 def test_a_population_that_was_saved_in_between_is_the_same(case, tmp_path):
     given = {**ROUND, **CASES[case]}
@@ -201,6 +202,7 @@ def test_a_selection_by_hand_takes_the_place_of_the_one_left_out():
     assert [a.member for a in population.rounds[1].agents] == members
 
 
+@pytest.mark.slow
 def test_the_call_that_goes_on_says_how_agents_are_selected():
     population = make()
     population.train(SUMS, rounds=1, significance=None, **ROUND)

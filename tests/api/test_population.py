@@ -99,6 +99,7 @@ def test_training_plays_rounds_and_ranks_all_agents():
     )
 
 
+@pytest.mark.slow
 def test_two_populations_of_one_seed_are_alike_and_of_another_are_not():
     tables = []
     for seed in (1, 1, 2):
@@ -109,6 +110,7 @@ def test_two_populations_of_one_seed_are_alike_and_of_another_are_not():
     assert not tables[0].equals(tables[2])
 
 
+@pytest.mark.slow
 def test_a_second_call_goes_on():
     population = make()
     first = population.train("sums", rounds=1, **ROUND)
@@ -189,6 +191,7 @@ def test_select_mutate_learn_by_hand():
     assert len({agent.state.member.id for agent in population}) == 3
 
 
+@pytest.mark.slow
 def test_tests_share_their_draws():
     population = make(2)
     env = environment_for(population.cohort, "sums")
@@ -229,6 +232,7 @@ def test_a_folder_records_rounds_trials_and_checkpoints(tmp_path):
     assert "trained on `sums`" in card
 
 
+@pytest.mark.slow
 def test_a_folder_is_given_at_the_first_call_and_is_no_run_to_resume(tmp_path):
     population = make(2)
     population.train("sums", rounds=1, out=tmp_path / "a", **ROUND)
@@ -344,6 +348,7 @@ class Both:
         return Offspring(0, 0, elite=True), Offspring(1, 0)
 
 
+@pytest.mark.slow
 def test_what_cannot_mutate_warns():
     population = make(1, hyperparameters={})
     with pytest.warns(UserWarning, match="no hyperparameters to mutate, so nothing"):

@@ -134,6 +134,7 @@ def test_what_looks_at_runs_takes_it(uninterrupted, tmp_path):
     assert prompt.prompt == "01+02="
 
 
+@pytest.mark.slow
 def test_agents_that_had_trained_before_go_on(tmp_path):
     folders = [tmp_path / "whole", tmp_path / "stopped"]
     found = []
@@ -195,6 +196,7 @@ def test_another_environment_is_named_with_the_way_out(uninterrupted, tmp_path):
     assert [one["name"] for one in changes] == ["env.reward: right"]
 
 
+@pytest.mark.slow
 def test_a_run_of_names_needs_no_objects(tmp_path):
     out = tmp_path / "run"
     population = make(lora={"r": 2})
@@ -205,6 +207,7 @@ def test_a_run_of_names_needs_no_objects(tmp_path):
     assert len(Population.resume(out, "sums", progress=False).rounds) == 3
 
 
+@pytest.mark.slow
 def test_rows_and_modules_of_the_run_are_found_in_the_folder_of_code(tmp_path, monkeypatch):
     code, out = tmp_path / "code", tmp_path / "run"
     code.mkdir()

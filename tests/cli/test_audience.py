@@ -228,6 +228,7 @@ WARNED = ["check", "a.yaml", "--set", "algorithm.update_epochs=1", "--set"]
 WARNED += ["evolve.hyperparameters.clip_coef={min: 0.1, max: 0.3}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "ended", "first", "message"),
     [

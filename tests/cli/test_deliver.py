@@ -72,6 +72,7 @@ def test_run_names_a_server_that_is_not_there_and_leaves_no_folder():
     assert not Path("out").exists()
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_the_name_of_its_study(made):
     result = evo("run", written(storage="sqlite"), "--out", "out", "--set", "population.rounds=1")
     assert result.exit_code == 0, result.output

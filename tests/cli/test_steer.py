@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked import Forked
 from small_run import SETTINGS
 from steered_runs import steered_outcome, tensors
 from typer.testing import CliRunner, Result
@@ -36,18 +37,13 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     Path("population.yaml").write_text(text)
 
 
-def started(*arguments: str) -> subprocess.Popen:
+def started(*arguments: str) -> Forked:
     path = f"{os.getcwd()}:{os.environ.get('PYTHONPATH', '')}"
-    return subprocess.Popen(
-        [sys.executable, "-m", "evo_grpo", *arguments],
-        # Whoever runs the tests in the background has it ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    return Forked(("-m", "evo_grpo", *arguments), env=environment)
 
 
-def ended(process: subprocess.Popen, code: int = 0) -> str:
+def ended(process: Forked, code: int = 0) -> str:
     out, said = process.communicate(timeout=120)
     assert process.returncode == code, out + said
     assert "Traceback" not in said
@@ -71,7 +67,7 @@ def refused(*arguments: str) -> str:
     return result.stderr
 
 
-def wait(true, process: subprocess.Popen | None = None):
+def wait(true, process: Forked | None = None):
     until = time.monotonic() + 100
     while not true():
         assert time.monotonic() < until

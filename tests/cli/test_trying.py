@@ -83,6 +83,7 @@ def test_an_export_is_evaluated_on_a_configuration(folder, tmp_path):
     assert len(alone.stdout.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_first_line_comes_before_torch_is_loaded(folder):
     """Loading takes seconds; that it has begun is said first."""
     code = (

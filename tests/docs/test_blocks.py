@@ -21,14 +21,7 @@ NOT_RUN = [
         *block.skipped_commands().items(),
     ]
 ]
-PLAYED = [
-    *(page for page in PAGES if BLOCKS[page]),
-    *(
-        pytest.param(page, marks=pytest.mark.slow, id=f"{page}-slow")
-        for page in PAGES
-        if any("slow" in block.marks for block in BLOCKS[page])
-    ),
-]
+PLAYED = [page for page in PAGES if BLOCKS[page]]
 
 
 @pytest.fixture
@@ -56,9 +49,8 @@ def forget_modules_below(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PLAYED)
-def test_the_blocks_of_a_page_run(page, reader, request, capsys):
-    slow = request.node.get_closest_marker("slow") is not None
-    played = play(page, slow=slow)
+def test_the_blocks_of_a_page_run(page, reader, capsys):
+    played = play(page)
     check = page_checks.CHECKS.get(page)
     if check is not None:
         check(played, capsys.readouterr().out)
@@ -106,13 +98,11 @@ def test_marks_choose_what_runs(tmp_path, monkeypatch):
     (tmp_path / "page.md").write_text(
         "<!-- not run: there is no such thing -->\n```python\n1 / 0\n```\n"
         "```python\nran = ['fast']\n```\n"
-        "<!-- slow -->\n```python\nran.append('slow')\n```\n"
         "<!-- fails: 2 -->\n```console\n$ evo-grpo check none.yaml\nno such file\n```\n"
         '```python title="mine.py"\nx = 3\n```\n'
     )
-    assert play("page.md").space["ran"] == ["fast"]
-    played = play("page.md", slow=True)
-    assert played.space["ran"] == ["fast", "slow"]
+    played = play("page.md")
+    assert played.space["ran"] == ["fast"]
     ((command, output),) = played.runs
     assert command == ["check", "none.yaml"]
     assert "none.yaml" in output

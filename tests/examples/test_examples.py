@@ -30,6 +30,7 @@ def test_own_data_learns(main, capsys):
     assert "digits right on 30 test rows" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_several_rewards_are_told_apart(main):
     means = main("several_rewards.py")(rounds=2, steps=2)
     assert {"reward/right", "reward/close"} <= set(means.columns)

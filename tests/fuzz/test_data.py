@@ -4,6 +4,7 @@ import json
 from functools import partial
 from pathlib import Path
 
+import pytest
 from fuzzing import fuzz, told_or
 from hypothesis import example
 from hypothesis import strategies as st
@@ -60,6 +61,7 @@ JSON = st.recursive(
 ROWS = st.lists(st.dictionaries(st.text(max_size=4), JSON, max_size=3), min_size=1, max_size=4)
 
 
+@pytest.mark.slow
 @fuzz(rows=ROWS)
 def test_rows_that_json_can_write_are_read_as_they_were(rows: list[dict[str, object]]):
     text = json.dumps(rows)

@@ -154,6 +154,7 @@ def with_digests(files: dict[str, bytes]) -> dict[str, bytes]:
     return {**files, "attributes.json": json.dumps(attributes).encode()}
 
 
+@pytest.mark.slow
 @fuzz(quick=25, changes=CHANGES)
 @example(changes=[(370, ({"": ""},))])
 def test_any_attributes_are_loaded_or_refused(changes: Changes):
@@ -161,6 +162,7 @@ def test_any_attributes_are_loaded_or_refused(changes: Changes):
     loads({**checkpoint(), "attributes.json": json.dumps(document).encode()})
 
 
+@pytest.mark.slow
 @fuzz(quick=25, changes=CHANGES)
 @example(changes=[(2, None), (1, ({"": 10**400},))])
 def test_any_adapter_config_is_loaded_or_refused(changes: Changes):

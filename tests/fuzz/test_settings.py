@@ -113,6 +113,7 @@ def test_any_text_is_read_or_refused(text: str):
     read(text.encode())
 
 
+@pytest.mark.slow
 @fuzz(text=mutated())
 @example(text=f"{MINIMAL}population: {{rounds: 99999999999999999999}}")
 @example(text=f"{MINIMAL}algorithm: {{lr: 1e308}}")
@@ -122,6 +123,7 @@ def test_a_valid_file_that_was_damaged_is_read_or_refused(text: str):
     read(text.encode())
 
 
+@pytest.mark.slow
 @fuzz(quick=60, values=st.lists(st.sampled_from(TOKENS), max_size=12))
 @example(values=["~", "nobody"])
 def test_any_override_is_taken_or_refused(values: list[str]):

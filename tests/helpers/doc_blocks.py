@@ -14,7 +14,6 @@ Comments right above a block say what a reader does not see:
                                         of one in the other; see tests/helpers/small_run.py
     <!-- fails: 2 -->                   the exit code that its last command has to have
     <!-- warns -->                      its warnings are no errors
-    <!-- slow -->                       runs in `make test-slow` alone
 
 `pip install` and `make` do not run: their extras have to be in pyproject.toml, their targets in the
 Makefile.
@@ -45,7 +44,7 @@ FENCE = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 MARK = re.compile(r"<!--\s*(\w[\w ,-]*?)(?::\s*(.*?))?\s*-->")
-NAMES = {"not run", "small", "given", "fails", "warns", "slow"}
+NAMES = {"not run", "small", "given", "fails", "warns"}
 LANGUAGES = {"python", "sh", "console", "yaml", "json", "text", ""}
 # Built by `build_task` without a package that may be missing.
 BUILT = ("dataset", "sums", "foods", "python:", "reasoning_gym:")
@@ -126,16 +125,11 @@ class Played:
     configs: list = field(default_factory=list)
 
 
-def play(page, *, slow=False):
-    """Run the blocks of a page in the current directory.
-
-    Args:
-        page: Path below the repository's root.
-        slow: Whether those marked slow run too.
-    """
+def play(page):
+    """Run the blocks of a page, a path below the repository's root, in the current directory."""
     played = Played(page)
     for block in blocks(page):
-        if "not run" in block.marks or ("slow" in block.marks and not slow):
+        if "not run" in block.marks:
             continue
         try:
             _run(block, played)

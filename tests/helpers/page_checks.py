@@ -14,8 +14,10 @@ from evo_grpo.cli.commands import app
 from evo_grpo.envs.registry import FAMILIES
 from evo_grpo.evolve.explore.registry import Exploration
 from evo_grpo.evolve.select.registry import Selection
+from evo_grpo.record.arms import read_comparison
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.leaderboard import TIE_LEVEL
+from evo_grpo.record.summary import read_summary
 from evo_grpo.record.view import view_of
 from evo_grpo.types import Decision
 
@@ -158,8 +160,16 @@ def run_folder(played, printed):
 
 
 def quickstart(played, printed):
-    """The adapter answers, with PEFT alone."""
+    """The adapter answers, with PEFT alone; each run has learned what it is for."""
     assert re.fullmatch(r"12\+07=\d+\n", printed)
+    # What `make run` shows: a guess learns nothing, random ones something, evolution most.
+    guess, random, evolved = read_comparison("runs/first")["arms"]
+    assert guess["test"]["mean"] < 0.45
+    assert guess["test"]["mean"] + 0.2 < random["test"]["mean"] < evolved["test"]["mean"] - 0.03
+    totals = [sum(arm["tokens"].values()) for arm in (guess, random, evolved)]
+    assert max(totals) < 1.02 * min(totals)
+    learned = read_summary("runs/dataset-1")
+    assert learned["gain"] > 4 * learned["gain_se"]
 
 
 def python(played, printed):

@@ -2,11 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+from forked import Forked
 from ranks import finish, start
 from small_run import SETTINGS, outcome
 
@@ -44,12 +43,9 @@ def evo(*arguments):
 
 def alone(*arguments, cwd=None):
     """Run the command in one process; it must succeed."""
-    done = subprocess.run(
-        [sys.executable, *map(str, evo(*arguments))],
-        cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    process = Forked(evo(*arguments), cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    ((_, said, code),) = finish([process], seconds=120)
+    assert code == 0, said
 
 
 def together(ranks, *arguments, **given):

@@ -2,8 +2,8 @@
 
 import os
 import socket
-import subprocess
-import sys
+
+from forked import Forked
 
 SECONDS = 240
 
@@ -29,13 +29,10 @@ def start(ranks, *command, places=None, env=None):
         **(env or {}),
     }
     return [
-        subprocess.Popen(
-            [sys.executable, *map(str, command)],
+        Forked(
+            command,
             cwd=places[rank] if places else None,
             env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
         )
         for rank in range(ranks)
     ]

@@ -46,6 +46,7 @@ def outcomes(folder):
     return scores, torch.tensor(losses), torch.tensor(norms), [line["reduced"] for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.1])  # through layers of its own, and the modules
 def test_a_step_is_repeated_with_smaller_micro_batches(tmp_path, monkeypatch, dropout):
     """It fails in its second micro-batch, when gradients and metrics hold the first."""
@@ -72,6 +73,7 @@ def test_a_step_is_repeated_with_smaller_micro_batches(tmp_path, monkeypatch, dr
     assert short[3] == [{"max_tokens_per_microbatch": 20}] * 2
 
 
+@pytest.mark.slow
 def test_completions_are_decoded_again_in_smaller_parts(tmp_path, monkeypatch):
     scores, losses, norms, _ = outcomes(run(settings(), out=tmp_path / "whole"))
     failures = short_of_memory(

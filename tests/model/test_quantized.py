@@ -169,6 +169,7 @@ def test_another_device_is_refused(folder):
         )
 
 
+@pytest.mark.slow
 def test_a_run_repeats_and_resumes_to_the_bit(tmp_path):
     config = small(engine__quantization="int8")
     whole = run(config, out=tmp_path / "whole")

@@ -87,6 +87,7 @@ def always_equal(monkeypatch):
     return small()
 
 
+@pytest.mark.slow
 def test_a_run_warns_once_and_not_again_after_a_resume(always_equal, tmp_path):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

@@ -162,6 +162,7 @@ def test_prompts_that_are_all_dead_end_with_the_tokens(monkeypatch):
         assert prepared.cohort.agents[slot].dead_steps == 1
 
 
+@pytest.mark.slow
 def test_a_resumed_run_replaces_the_same_groups(tmp_path):
     config = small(algorithm__dynamic_sampling_tokens=300, population__rounds=2)
     resumed = stopped_and_resumed(config, tmp_path / "resumed", ("evaluate", 1))

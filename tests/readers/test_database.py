@@ -103,6 +103,7 @@ def expected(records, space=HP_CONFIG):
     return list(map(said, lineage.study.trials))
 
 
+@pytest.mark.slow
 def test_every_round_is_there_once_however_often_it_is_read(tmp_path, records):
     url = f"sqlite:///{tmp_path / 'new.db'}"  # whose tables are created too
     folder = folder_of(tmp_path / "run", records)
@@ -128,6 +129,7 @@ def test_tables_whose_making_was_killed_get_no_second_study_of_a_name(tmp_path, 
         assert studies(url) == {"small-id-1": expected(records)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trials", [0, 4, 6], ids=["at once", "in a round", "after a round"])
 def test_one_that_is_killed_in_the_middle_adds_what_is_missing(
     tmp_path, url, records, trials, monkeypatch
@@ -168,6 +170,7 @@ def test_a_run_that_goes_on_gets_its_new_rounds(tmp_path, url, records):
     assert studies(url) == {"small-id-1": expected(records[:3])}
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_name_that_are_read_at_once_have_a_study_each(tmp_path, url, records):
     others = timed(make_run(size=3, rounds=4, seed=5))
     runs = {"id-1": records, "id-2": others}
@@ -199,6 +202,7 @@ def test_a_copy_that_goes_on_as_the_run_does_adds_nothing(tmp_path, url, records
     assert studies(url) == {"small-id-1": expected(records)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agents", [1, 3], ids=["half a round", "a round"])
 def test_a_copy_that_went_on_differently_gets_a_study_of_its_own(tmp_path, url, records, agents):
     """With its whole history; the study of the run has nothing of the copy."""
@@ -218,6 +222,7 @@ def test_a_copy_that_went_on_differently_gets_a_study_of_its_own(tmp_path, url, 
     assert studies(url) == {"small-id-1": expected(there), name: expected(others)}
 
 
+@pytest.mark.slow
 def test_a_copy_that_lost_the_connection_while_it_moved_finds_its_study_again(
     tmp_path, url, records, monkeypatch
 ):
@@ -253,6 +258,7 @@ def test_another_version_of_the_same_trials_is_no_other_run(tmp_path, url, recor
     assert studies(url) == {"small-id-1": expected([*fewer[:2], *records[2:]])}
 
 
+@pytest.mark.slow
 def test_of_a_trial_that_is_there_twice_the_first_counts(tmp_path, url, records):
     """So Optuna leaves it where a server did not confirm it."""
     folder = folder_of(tmp_path / "run", records[:1])
@@ -352,6 +358,7 @@ def summary_of(last, **best):
     }
 
 
+@pytest.mark.slow
 def test_the_mean_that_a_run_ended_with_is_added_once(tmp_path, url, records):
     folder = folder_of(tmp_path / "run", records)
     send(folder, url)

@@ -139,6 +139,7 @@ def test_two_at_once_write_nothing_twice(run, package):  # noqa: F811
     assert package.steps == WHOLE
 
 
+@pytest.mark.slow
 def test_the_page_of_a_run_is_written_as_the_run_is(tmp_path):
     run = run_folder(str(tmp_path / "run"), rounds=1, summary=False)
     evo_grpo.follow(run, ["report"])
@@ -163,6 +164,7 @@ def test_without_plotly_a_page_is_refused(run, monkeypatch):
         evo_grpo.follow(run, ["report"])
 
 
+@pytest.mark.slow
 def test_the_database_of_another_run_is_kept_apart(run):
     first, second = (f"sqlite:///{run.parent / name}.db" for name in ("one", "two"))
     (one,) = evo_grpo.follow(run, ["optuna"], storage=first)
@@ -210,6 +212,7 @@ def follow(*arguments):
     return CliRunner().invoke(app, ["follow", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_the_command_says_how_far_each_reader_is(run, package):  # noqa: F811
     package.write()
     result = follow(run, "--to", "report, wandb")

@@ -119,6 +119,7 @@ def test_steps_that_a_resume_takes_otherwise_are_read_anew(copied):
     assert again.steps == cursor.steps + len(after.agents)
 
 
+@pytest.mark.slow
 def test_what_a_stopped_run_plays_again_comes_once_more_and_equal(tmp_path, folder):
     out = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):

@@ -99,6 +99,7 @@ def test_the_file_is_one_of_its_round_and_a_change_of_it_is_found(folder):
     assert f"{name}: is missing" in text
 
 
+@pytest.mark.slow
 def test_a_run_stopped_in_a_round_goes_on_to_the_same_files(folder, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(config(), out=tmp_path / "stopped", observer=Told(("evaluate", 1)))

@@ -316,6 +316,7 @@ def test_a_lock_that_cannot_be_given_back_leaves_no_file(tmp_path, records, monk
     assert [said(trial) for trial in trials(folder, None)] == expected(records)
 
 
+@pytest.mark.slow
 def test_a_full_disk_of_sqlite_says_how_to_go_on(tmp_path, records, monkeypatch):
     folder = copied(tmp_path / "run", records, "sqlite", 1)
     connect = sqlite3.connect
@@ -333,6 +334,7 @@ def test_a_full_disk_of_sqlite_says_how_to_go_on(tmp_path, records, monkeypatch)
     assert [said(trial) for trial in trials(folder, "sqlite")] == expected(records)
 
 
+@pytest.mark.slow
 def test_the_mean_of_an_earlier_end_goes_when_the_run_goes_on(tmp_path, records, kind):
     """It would be a trial of a round that has others now."""
     parents = [agent.member for agent in records[2].agents[:2]]

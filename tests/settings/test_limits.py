@@ -101,6 +101,7 @@ def test_python_gives_nothing_that_contains_itself():
         RunConfig(model="tiny-sums", env={"kind": "sums", "args": {"a": loop}})
 
 
+@pytest.mark.slow
 def test_thousands_of_mistakes_are_neither_all_looked_up_nor_all_told(refused, monkeypatch):
     looked_up = []
 

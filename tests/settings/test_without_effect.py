@@ -244,6 +244,7 @@ def test_further_completions_of_a_greedy_evaluation(name):
     assert text.startswith(f"evolve.fitness.{name} has no effect with evolve.fitness.temperature 0")
 
 
+@pytest.mark.slow
 def test_without_copies_it_makes_no_difference_whether_moments_are_inherited():
     ends = []
     for inherit in (True, False):

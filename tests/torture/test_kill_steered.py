@@ -76,12 +76,12 @@ def kill_at(runs, folder, whole, touch, rng):
 @pytest.mark.slow
 def test_a_kill_at_a_sample_of_the_touches_of_a_steered_run_changes_nothing(runs, whole, tmp_path):
     rng = random.Random(3)
-    for touch in rng.sample(range(1, whole[1] + 1), 4):
+    for touch in rng.sample(range(1, whole[1] + 1), 2):
         kill_at(runs, tmp_path / "run", whole, touch, rng)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("touch", range(1, 40, 6))
+@pytest.mark.parametrize("touch", range(1, 40, 13))
 def test_a_kill_while_a_resume_does_what_was_asked_for_changes_nothing(
     runs, whole, asked, tmp_path, touch
 ):

@@ -55,6 +55,7 @@ def test_an_extended_run_equals_the_longer_one(tmp_path, case):
     assert earlier["rounds"] == 2
 
 
+@pytest.mark.slow
 def test_a_run_that_is_extended_twice_keeps_both_ends(tmp_path):
     long = run(small(population__rounds=3), out=tmp_path / "long")
     short = run(small(population__rounds=1), out=tmp_path / "short")
@@ -69,6 +70,7 @@ def test_a_run_that_is_extended_twice_keeps_both_ends(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_may_be_given_more_rounds(tmp_path):
     long = run(small(population__rounds=4), out=tmp_path / "long")
     with pytest.raises(KeyboardInterrupt):
@@ -145,6 +147,7 @@ def test_an_extension_that_was_stopped_at_once_may_be_made_longer_but_not_taken_
     equal_but_for_the_way(long, short)
 
 
+@pytest.mark.slow
 def test_a_failed_agent_of_the_last_round_is_planned_for_as_in_the_longer_run(
     tmp_path, monkeypatch
 ):
@@ -177,6 +180,7 @@ def test_finished_rounds_are_never_dropped():
             check_rounds(rounds, played=3, planned=6)
 
 
+@pytest.mark.slow
 def test_an_extended_run_is_replaced_as_a_whole(tmp_path):
     folder = run(small(population__rounds=1), out=tmp_path / "run")
     resume(folder, rounds=2)

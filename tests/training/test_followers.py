@@ -120,6 +120,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_the_tracker(tmp_path, package)
     assert len(set(package.runs)) == 1
 
 
+@pytest.mark.slow
 def test_a_resume_of_a_finished_run_brings_readers_what_they_lack(tmp_path, package):  # noqa: F811
     package.write()
     folder = strict_run(tmp_path / "run")

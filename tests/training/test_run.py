@@ -325,6 +325,7 @@ class CheckpointsAlone(RunWriter):
         return [replace(record, files=self.files) for record in rounds]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [100, 2])
 def test_restore_brings_back_all_of_a_cohort(tmp_path, monkeypatch, kept):
     monkeypatch.setattr("evo_grpo.population.round.KEPT_SCORES", kept)
@@ -589,6 +590,7 @@ def test_a_run_whose_agents_all_failed_says_so(tmp_path, monkeypatch):
     assert len(read_rounds(tmp_path / "run")) == 2
 
 
+@pytest.mark.slow
 def test_last_checkpoints_alone_are_enough_to_go_on(finished, tmp_path):
     config = small(record__checkpoints="last")
     folder = stopped_and_resumed(config, tmp_path / "run", ("learn", 2))
@@ -805,6 +807,7 @@ def test_a_population_that_fell_goes_on_from_its_best_and_resumes_to_the_same_re
         same_outcome(whole, stopped_and_resumed(ruinous, tmp_path / name, stop))
 
 
+@pytest.mark.slow
 def test_rows_of_a_round_stay_the_same_while_agents_leave(tmp_path):
     fitness = {**SHRINKING["evolve__fitness"], "prompts": 12}
     sizes = {"population__size": 6, "population__sizes": [6, 4, 3, 2], "evolve__fitness": fitness}

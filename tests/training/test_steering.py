@@ -140,6 +140,7 @@ def _trials(folder):
     ).trials
 
 
+@pytest.mark.slow
 def test_trials_tell_what_was_done_by_hand(tmp_path):
     steered(
         tmp_path / "run",
@@ -201,6 +202,7 @@ def test_requests_are_done_in_the_order_in_which_they_are_asked_for(tmp_path):
     sound(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_what_only_the_selection_can_know_is_recorded_and_said(tmp_path):
     # Places for two: the third agent leaves after the first round, whoever that is.
     sizes = {"population__sizes": [3, 2], "population__rounds": 2}
@@ -246,6 +248,7 @@ def test_a_stop_after_steering_changes_nothing(tmp_path, at, storage):
     sound(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_what_was_asked_for_in_a_round_that_was_lost_is_done_after_it(tmp_path, whole_run):
     stopped(tmp_path / "run", ("evaluate", 1), {("learn", 1): [OPERATIONS["set"]]})
     (waiting,) = state_of(tmp_path / "run").waiting
@@ -254,6 +257,7 @@ def test_what_was_asked_for_in_a_round_that_was_lost_is_done_after_it(tmp_path, 
     assert steered_outcome(tmp_path / "run") == steered_outcome(whole_run("set"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed_again", [False, True])
 def test_what_is_asked_for_while_nobody_trains_is_done_before_the_next_round(
     tmp_path, stopped_run, whole_run, killed_again
@@ -275,6 +279,7 @@ def test_what_is_asked_for_while_nobody_trains_is_done_before_the_next_round(
     sound(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_given_more_rounds_does_what_was_kept(tmp_path, whole_run):
     asked = {("learn", 1): [OPERATIONS["set"], OPERATIONS["stop"]]}
     _, observer = steered(tmp_path / "run", asked, population__rounds=2)
@@ -319,6 +324,7 @@ class Pauses(Steers):
             ask(self.folder, op, **given)
 
 
+@pytest.mark.slow
 def test_a_paused_run_waits_does_what_it_is_asked_and_goes_on(tmp_path, whole_run):
     observer = Pauses({("learn", 1): [("pause", {})]}, [OPERATIONS["set"], ("continue", {})])
     run(small(**ROUNDS), out=tmp_path / "run", observer=observer)
@@ -339,6 +345,7 @@ def test_a_paused_run_waits_does_what_it_is_asked_and_goes_on(tmp_path, whole_ru
     sound(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_it_is_paused_goes_on_with_a_resume(tmp_path, whole_run):
     class Killed(Steers):
         def note(self, text):
@@ -362,6 +369,7 @@ def test_a_pause_that_is_called_off_in_time_does_not_happen(tmp_path):
     assert [one.request.op for one in rounds[1].steering] == ["pause", "continue"]
 
 
+@pytest.mark.slow
 def test_stop_after_round_ends_the_process_with_a_folder_that_goes_on(tmp_path, whole_run):
     rounds, observer = steered(
         tmp_path / "run", {("learn", 1): [("stop-after-round", {}), OPERATIONS["set"]]}
@@ -444,6 +452,7 @@ def test_a_finished_run_is_not_steered(tmp_path):
         ask(tmp_path / "run", "stop-agent", agent=0)
 
 
+@pytest.mark.slow
 def test_a_population_of_a_comparison_is_not_steered(tmp_path):
     from evo_grpo.after.arms import compare
 
@@ -456,6 +465,7 @@ def test_a_population_of_a_comparison_is_not_steered(tmp_path):
 # --- what others may put into the folder ----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_link_or_a_torn_file_among_the_requests_ends_nothing(tmp_path):
     outside = tmp_path / "outside"
 

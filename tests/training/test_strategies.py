@@ -132,6 +132,7 @@ def test_a_plan_of_a_run_says_what_shows_without_running(folder, evolve, message
     assert "my_strategies" not in sys.modules
 
 
+@pytest.mark.slow
 def test_a_run_by_the_names_of_classes_ends_as_one_that_was_stopped_and_resumed(folder):
     config = small(
         evolve__selection={"kind": "my_strategies:Everyone", "args": {"copies": True}},

@@ -130,6 +130,7 @@ def own_data(tmp_path, monkeypatch):
     return run(config, out=tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_several_columns_are_a_json_object(own_data):
     for name in ("rows.jsonl", "sampled_reward.py"):
         Path(name).unlink()  # neither is needed to ask
@@ -150,6 +151,7 @@ def test_a_row_goes_through_the_users_reward(own_data):
     assert set(found.answers[0].rewards) <= {0.0, 1.0}
 
 
+@pytest.mark.slow
 def test_a_template_without_a_column(tmp_path):
     config = small(
         population={"size": 2, "rounds": 1, "steps_per_round": 1},

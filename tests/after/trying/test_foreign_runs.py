@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from forked import Forked
 from small_run import small
 from typer.testing import CliRunner
 
@@ -110,17 +111,12 @@ def vouch(folder):
 @pytest.mark.parametrize("command", ["sample . --row 0", "evaluate .", "resume . --rounds 3"])
 def test_the_command_refuses_it_in_a_process_of_its_own(place, command):
     folder = sent(place)
-    done = subprocess.run(
-        [sys.executable, "-m", "evo_grpo", *command.split()],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "COLUMNS": "1000"},
-    )
-    assert done.returncode == 2, done.stderr
-    assert "planted.py: expected the module 'planted' outside of any run folder" in done.stderr
-    assert "Traceback" not in done.stderr
+    environment = {**os.environ, "COLUMNS": "1000"}
+    process = Forked(("-m", "evo_grpo", *command.split()), cwd=folder, env=environment)
+    _, said = process.communicate(120)
+    assert process.returncode == 2, said
+    assert "planted.py: expected the module 'planted' outside of any run folder" in said
+    assert "Traceback" not in said
     assert not (place / "ran").exists()
 
 
@@ -193,6 +189,7 @@ def test_a_prompt_calls_no_reward(place):
     assert not (place / "ran").exists()
 
 
+@pytest.mark.slow
 def test_the_commands_take_allow(place):
     folder = sent(place)
     (place / "planted.py").write_text((folder / "planted.py").read_text() + "\n# another\n")

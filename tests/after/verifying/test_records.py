@@ -47,6 +47,7 @@ def test_inputs_that_rounds_were_played_with_are_missing(request, which):
     assert "inputs.json: expected the record" in text
 
 
+@pytest.mark.slow
 def test_a_setting_that_may_change_is_noted_until_a_resume_records_it(stopped):
     edit(stopped, "checkpoints: last", "checkpoints: best")
     found = verify(stopped)

@@ -290,6 +290,7 @@ class Wrapper:
         return self.agent.get_action(obs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("separate", [False, True])
 def test_population_wraps_agents_without_changing_a_bit(separate):
     given = {"use_separate_reference_adapter": separate, "beta": 0.05}

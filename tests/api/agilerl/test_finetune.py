@@ -96,6 +96,7 @@ def differ(first, second):
 # --- the reference documentation
 
 
+@pytest.mark.slow
 def test_the_code_of_the_reference_pages_runs(tmp_path):
     """The blocks of the GRPO and GSPO pages: imports, the model and step counts are changed."""
     model = AutoModelForCausalLM.from_pretrained(

@@ -204,6 +204,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
     assert text.endswith('pip install "evo-grpo[bitsandbytes]", or leave it out')
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_too_small_is_warned_of(monkeypatch):
     monkeypatch.setattr("evo_grpo.cli.plan.plan.machine_memory", lambda: 200 << 20)
     config = from_dict(MINIMAL, ["engine.device=cpu"])

@@ -129,6 +129,7 @@ def test_a_call_that_hangs_is_stopped(process, name, monkeypatch):
     assert isolated.close() == 0  # nothing runs any more
 
 
+@pytest.mark.slow
 def test_errors_come_as_they_are_here(process):
     with pytest.raises(RewardError, match=r"'exits', row 10, .* it raised SystemExit: 3"):
         process("exits").score(BATCH)

@@ -162,6 +162,7 @@ def test_every_estimator_of_the_script_is_tested(bench):
     assert {*bench.PENALTIES, bench.QUICKSTART} == set(ESTIMATORS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_what_reaches_the_optimizer_is_within_four_standard_errors(bench, name):
     found = bench.gradients(name, samples=60)

@@ -127,6 +127,7 @@ def test_a_rank_that_is_silent_is_named_by_all_others(ranks, lost):
         assert why.startswith(f"rank {lost} of 3 has given no sign of life for ")
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_answer_is_that_of_the_first_rank(ranks):
     heartbeats, _, store = ranks(2)
     time.sleep(LIMIT)
@@ -154,6 +155,7 @@ def test_a_store_that_is_gone_has_gone_with_the_first_rank(ranks):
     assert heartbeats[1].closed() == "rank 0 of 2 has ended"
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_each_other_at_different_exchanges_are_told(ranks):
     heartbeats, _, _ = ranks(2)
     found = all_wait(heartbeats, {0: ("lead", 7, None), 1: ("gather", 7, None)})

@@ -120,6 +120,7 @@ def test_it_shows_trials_notes_and_the_family_tree_and_leaves_the_run_alone(fold
     assert verify(folder).damage == []
 
 
+@pytest.mark.slow
 def test_it_answers_on_this_machine_alone(folder):
     with Dashboard(folder) as dashboard:
         port = int(dashboard.url.rpartition(":")[2])

@@ -118,6 +118,7 @@ def test_accelerates_own_class_is_one(tmp_path):
     assert heard == ["start", 3, 1, 2, 2, 3, 4, 4, 5, 6, 6, 6, "finish"]
 
 
+@pytest.mark.slow
 def test_several_follow_one_run_and_change_nothing(tmp_path, plain):
     one, two = Object(), Object()
 

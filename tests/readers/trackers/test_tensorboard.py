@@ -1,5 +1,6 @@
 """TensorBoard, read back by TensorBoard itself."""
 
+import pytest
 from tracker_contract import TrackerContract
 from tracker_files import accumulated, read_tensorboard
 from tracker_packages import need
@@ -24,6 +25,7 @@ class TestTensorBoard(TrackerContract):
         lives = accumulated(folder / "agent-01").Tensors("lineage")
         assert lives[0].tensor_proto.string_val[0].decode().startswith("member 1")
 
+    @pytest.mark.slow
     def test_a_folder_of_its_own_has_a_folder_per_run(self, tmp_path):
         from evo_grpo import run
 

@@ -182,6 +182,7 @@ def test_weights_that_are_not_finite_never_reach_vllm(own):
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_larger_rank_starts_vllm_anew(own, double):
     engine = build(own)
     assert double.made[-1].keywords["max_lora_rank"] == 8
@@ -203,6 +204,7 @@ def test_a_rank_beyond_the_one_that_was_asked_for(own):
         build(own, max_lora_rank=2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("double")
 def test_stop_sequences_end_a_completion(own):
     engine = build(own, stop_sequences=["1"])
@@ -337,6 +339,7 @@ def test_a_rollout_wakes(asleep, own, double):
     engine.close()
 
 
+@pytest.mark.slow
 def test_an_agent_that_had_overflowed_ends_no_run_when_vllm_wakes(asleep, own, double):
     engine = asleep(1)
     before = engine.rollout(requests_for(own))
@@ -399,6 +402,7 @@ def test_closing_removes_what_was_written(own, double):
     assert not any(folder.exists() for folder in folders)
 
 
+@pytest.mark.slow
 def test_an_engine_that_nobody_closes_leaves_nothing(own, double):
     engine = build(own)
     folders = engine._folders

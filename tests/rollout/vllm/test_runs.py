@@ -115,6 +115,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(whole, order, tmp_path):
         assert all(0 < agent.metrics["sampler_gap"] < 1e-4 for agent in record.agents)
 
 
+@pytest.mark.slow
 def test_a_run_is_the_native_engines_up_to_the_draws(whole, tmp_path):
     """The same prompts, seeds and number of tokens at most; another generator draws."""
     native = run(small(population__rounds=1), out=tmp_path / "native")

@@ -95,6 +95,7 @@ def test_vllm_has_to_hold_the_base_in_its_share_and_frees_it_in_its_sleep():
     assert not any("vLLM" in part.name for part in elsewhere.parts)
 
 
+@pytest.mark.slow
 def test_a_run_records_the_numbers_that_fit_and_a_resume_keeps_them(tmp_path, monkeypatch):
     given = small(population__rounds=2, engine__memory="600MB", record__optuna=False)
     folder = run(given, out=tmp_path / "run")
