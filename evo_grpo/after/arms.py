@@ -381,6 +381,7 @@ def _replay(
             env.prompts("test", fitness.test_prompts),
             samples=samples,
             temperature=fitness.temperature,
+            reward=fitness.reward,
             stream=("test",),
         )
     )

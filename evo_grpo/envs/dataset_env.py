@@ -42,7 +42,7 @@ class DatasetEnv:
         conversation: Messages such as [{"role": "user", "content": "Q: {question}"}] for the chat
             template, in place of `prompt`. With neither, the column "prompt" or "question" is the
             message of the user.
-        reward_weights: One factor per reward function; None means 1 each.
+        reward_weights: One factor per reward function, or some by name; 1 for all others.
         name: Name in messages and records.
         **settings: Other keys of `env` in YAML, such as `reward_timeout`.
 
@@ -63,7 +63,7 @@ class DatasetEnv:
         test: object = None,
         prompt: str | None = None,
         conversation: Messages | None = None,
-        reward_weights: Sequence[float] | None = None,
+        reward_weights: Sequence[float] | Mapping[str, float] | None = None,
         name: str = "dataset",
         **settings: Any,
     ) -> None:

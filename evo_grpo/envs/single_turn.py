@@ -68,7 +68,7 @@ class ReasoningGym:
         validation_dataset: Rows for selection. None holds out a tenth of train; fewer than ten
             different prompts are too few for that, and selection then reads the train rows
             themselves.
-        reward_weights: One factor per reward function; None means 1 each.
+        reward_weights: One factor per reward function, or some by name; 1 for all others.
         max_context_length: Tokens of prompt and completion together; a longer prompt is an error.
             None: no limit until `limit_context` sets one.
         seed: Seed of the order of prompts and of the rows that are held out.
@@ -93,7 +93,7 @@ class ReasoningGym:
         *,
         batch_size: int = 8,
         validation_dataset: object = None,
-        reward_weights: Sequence[float] | None = None,
+        reward_weights: Sequence[float] | Mapping[str, float] | None = None,
         max_context_length: int | None = None,
         seed: int = 0,
         name: str = "dataset",
@@ -179,6 +179,11 @@ class ReasoningGym:
     def weights(self) -> Floats:
         """Weights of the reward functions, (K,) float64."""
         return np.array([reward.weight for reward in self.task.rewards], dtype=np.float64)
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """Names of the reward functions, in the order of `weights`."""
+        return tuple(reward.name for reward in self.task.rewards)
 
     @property
     def max_context_length(self) -> int | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.clip_ends import distance_of_end, end_of_distance, from_distance
-from evo_grpo.schema.hparams import CLIP_ENDS, MUTABLE, Hparams
+from evo_grpo.schema.hparams import CLIP_ENDS, MUTABLE, REWARD_WEIGHT, Hparams
 from evo_grpo.schema.problems import Problem, Problems, nearest
 from evo_grpo.schema.search_space import outside
 from evo_grpo.seeding import derive, generator
@@ -50,7 +50,7 @@ def start_hparams(
     if found := list(start_problems(first, hp_config, size, init)):
         raise Problems(*found).below("init")
     if not isinstance(init, str):
-        return [with_values(first, values) for values in init]
+        return [with_values(first, values, hp_config.names()) for values in init]
     if init == "same":
         return [first] * size
     if init == "sample":
@@ -71,7 +71,7 @@ def start_problems(
     known = set(outside(first, hp_config))
     for index, values in enumerate(init[:size]):
         try:
-            hparams = with_values(first, values)
+            hparams = with_values(first, values, hp_config.names())
         except Problems as problems:
             yield from problems.below(index).found
             continue
@@ -99,9 +99,9 @@ def described_start(
                 return name
         except ConfigError:  # the ranges allow no clip pair
             continue
-    default = first.to_dict()
+    default = first.named()
     listed = [
-        {name: value for name, value in one.to_dict().items() if value != default[name]}
+        {name: value for name, value in one.named().items() if value != default.get(name)}
         for one in hparams
     ]
     return "same" if any(start_problems(first, hp_config, len(hparams), listed)) else listed
@@ -234,23 +234,30 @@ def draw_clip_end(name: str, end: RLParameter, rng: np.random.Generator) -> floa
     return draw(end, rng) if distance is None else from_distance(name, end, draw(distance, rng))
 
 
-def with_values(first: Hparams, values: Mapping[str, Any]) -> Hparams:
-    """Return hyperparameters with the values of a mapping, whose keys are names of `MUTABLE`.
+def with_values(first: Hparams, values: Mapping[str, Any], searched: Iterable[str] = ()) -> Hparams:
+    """Return hyperparameters with the values of a mapping, by the names of hyperparameters.
+
+    Reward weights can be set if `first` has them, or if they are among the names in `searched`.
 
     Raises:
         Problems: A name is unknown, or a value is invalid.
     """
+    known = dict.fromkeys((*MUTABLE, *first.named(), *searched))
     for name in values:
-        if name not in MUTABLE:
-            near = nearest(name, MUTABLE)
+        if name not in known:
+            near = nearest(name, known)
             begin = f"did you mean {near!r}? Expected" if near else "expected"
-            text = f"unknown key; {begin} one of: {', '.join(MUTABLE)}"
+            text = f"unknown key; {begin} one of: {', '.join(known)}"
             raise Problems(Problem((name,), text))
     ends = {name: values[name] for name in CLIP_ENDS if name in values}
     if ends and "clip_coef" in values:
         text = "expected clip_coef alone, or clip_low and clip_high, got both; remove one"
         raise Problems(Problem(("clip_coef",), text))
-    hparams = first.replace(**{name: v for name, v in values.items() if name not in ends})
+    weights = {name: v for name, v in values.items() if name.startswith(REWARD_WEIGHT)}
+    fields = {name: v for name, v in values.items() if name not in ends | weights}
+    hparams = first.replace(**fields)
+    for name, value in weights.items():
+        hparams = hparams.with_value(name, value)
     if not ends:
         return hparams
     pair = dict(zip(CLIP_ENDS, hparams.clip_bounds, strict=True)) | ends

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.start import with_values
-from evo_grpo.schema.hparams import CLIP_ENDS, MUTABLE
+from evo_grpo.schema.hparams import CLIP_ENDS, in_order
 from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.schema.search_space import outside
 from evo_grpo.types import Decision, Member, Mutation, Request, RequestOutcome, Slot
@@ -153,7 +153,7 @@ def _set(
     member, old = plan.members[index], plan.hparams[index]
     if not values:
         raise ConfigError(f"agent {member.agent}: expected a hyperparameter to set, got none")
-    new = with_values(old, values)
+    new = with_values(old, values, boundary.hp_config.names())
     before = set(outside(old, boundary.hp_config))
     beyond = [one for one in outside(new, boundary.hp_config) if one not in before]
     if beyond:
@@ -193,7 +193,7 @@ def changes_between(old: Hparams, new: Hparams, hp_config: HyperparameterConfig)
         set(CLIP_ENDS) & set(hp_config.names())
     )
     changes: Changes = {}
-    for name in MUTABLE:
+    for name in in_order((*old.named(), *new.named(), *CLIP_ENDS)):
         if name == "clip_coef" if ends else name in CLIP_ENDS:
             continue
         before, after = old.get(name), new.get(name)

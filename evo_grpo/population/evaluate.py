@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from evo_grpo.envs.protocol import Environment, Experience, StartT
+from evo_grpo.envs.rewards.weights import fitness_rewards
 from evo_grpo.evolve.compare import compare
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.settings import FitnessConfig
+from evo_grpo.settings.evolve import FitnessReward
 from evo_grpo.types import Score, Slot
 
 RACE_LEVEL = 0.1
@@ -54,12 +56,14 @@ def evaluate(
     samples: int,
     temperature: float,
     stream: Sequence[str | int],
+    reward: FitnessReward = None,
 ) -> list[Evaluation]:
     """Evaluate many policies on the same P starts with the same draws.
 
     Starts are prompts, or seeds of episodes; a slot of None is the base model without an adapter.
     All policies sample with `temperature`, whatever the agents train with, and without top-k or
-    top-p; 0 is greedy. `stream` is the path of the random stream that all policies share.
+    top-p; 0 is greedy. `stream` is the path of the random stream that all policies share, and
+    `reward` is `evolve.fitness.reward`: the rewards that count.
 
     Returns:
         One evaluation per entry of `slots`, of `samples` completions or episodes per start.
@@ -72,7 +76,7 @@ def evaluate(
         play.tell(sampler.sample(ask))
     results: list[Evaluation] = []
     for experience in play.experiences():
-        rewards = weighted(experience.rewards, env.weights)
+        rewards = weighted(*fitness_rewards(env, experience.rewards, reward))
         if any(math.isnan(value) for t in experience.trajectories for value in t.logprobs or ()):
             # NaN logits cannot select a token, so these completions do not come from the policy.
             rewards = np.full_like(rewards, np.nan)
@@ -101,6 +105,7 @@ def evaluate_here(
             samples=fitness.per_prompt(fitness.samples),
             temperature=fitness.temperature,
             stream=stream,
+            reward=fitness.reward,
         )
         found |= dict(zip(shard, results, strict=True))
     return found

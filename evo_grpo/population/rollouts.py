@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from evo_grpo.envs.protocol import Environment, Experience, Floats, StartT
+from evo_grpo.envs.rewards.weights import weights_of
 from evo_grpo.learn.objective.advantages import zero_variance_groups
 from evo_grpo.learn.objective.overlong import (
     longest_completion,
@@ -72,7 +73,8 @@ def play_step(
     """
     experiences = _played(cohort, env, slots, starts, stream=stream, watch=watch)
     counts = [len(own) for own in starts]
-    rollouts = [_rollout(cohort, env, *pair) for pair in zip(experiences, counts, strict=True)]
+    weights = [weights_of(env, cohort.agents[slot].hparams.reward_weights) for slot in slots]
+    rollouts = [_rollout(cohort, *one) for one in zip(experiences, weights, counts, strict=True)]
     budget = cohort.settings.algorithm.dynamic_sampling_tokens
     if budget is None:
         return rollouts
@@ -93,7 +95,7 @@ def play_step(
         path = (*stream, "wave", wave)
         found = _played(cohort, env, again, more, stream=path, watch=watch)
         for number, experience, own in zip(asking, found, more, strict=True):
-            agents[number].add(_rollout(cohort, env, experience, len(own)))
+            agents[number].add(_rollout(cohort, experience, weights[number], len(own)))
     return [agent.rollout() for agent in agents]
 
 
@@ -225,16 +227,16 @@ def _played(
         return play.experiences()
 
 
-def _rollout(cohort: Cohort, env: Environment[Any], experience: Experience, starts: int) -> Rollout:
+def _rollout(cohort: Cohort, experience: Experience, weights: Floats, starts: int) -> Rollout:
     """Return a rollout with the rewards of the environment and, if it is on, the overlong penalty.
 
-    All its groups are learned from.
+    All its groups are learned from. `weights` (K,) are those of the agent.
     """
     algorithm, longest = cohort.settings.algorithm, cohort.max_output_tokens
     if algorithm.overlong_buffer is None:
-        return Rollout(experience, experience, experience, env.weights, starts)
+        return Rollout(experience, experience, experience, weights, starts)
     lengths = [longest_completion(trajectory) for trajectory in experience.trajectories]
     penalties = overlong_penalties(lengths, longest, algorithm.overlong_buffer)
     weight = algorithm.overlong_penalty
     shaped = with_overlong_penalty(experience, penalties, weight)
-    return Rollout(experience, shaped, shaped, np.append(env.weights, weight), starts)
+    return Rollout(experience, shaped, shaped, np.append(weights, weight), starts)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from evo_grpo.envs.protocol import Environment, StartT
+from evo_grpo.envs.rewards.weights import weights_of
 from evo_grpo.learn.objective.advantages import group_advantages
 from evo_grpo.learn.rows import AgentBatch, rows_from_trajectories
 from evo_grpo.population.checkpoints.write import Snapshot
@@ -217,9 +218,9 @@ def train_step(  # noqa: PLR0913 -- a step meets all parts of a run
         slots, tallies, rollouts, sizes, metrics, strict=True
     ):
         experience = rollout.sampled
-        totals = weighted(experience.rewards, env.weights)
-        counted = reward_metrics(rollout.shaped, totals, size, rollout.weights)
         state = cohort.agents[slot]
+        totals = weighted(experience.rewards, weights_of(env, state.hparams.reward_weights))
+        counted = reward_metrics(rollout.shaped, totals, size, rollout.weights)
         spent = {
             "lr": float(state.optimizer.param_groups[0]["lr"]),
             "tokens": float(experience.tokens),

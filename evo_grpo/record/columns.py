@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from evo_grpo.schema.hparams import MUTABLE
+from evo_grpo.schema.hparams import in_order, type_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ def hyperparameters(rounds: Sequence[RoundRecord]) -> list[str]:
     a run have the same columns, from the first round on.
     """
     moving = {name for record in rounds for name in record.mutable} | set(steered(rounds))
-    return [*ALWAYS, *(name for name in MUTABLE if name in moving - set(ALWAYS))]
+    return [*ALWAYS, *in_order(moving - set(ALWAYS))]
 
 
 def steered(rounds: Sequence[RoundRecord]) -> list[str]:
@@ -39,12 +39,12 @@ def steered(rounds: Sequence[RoundRecord]) -> list[str]:
         if one.request.op == "set" and not one.refused
         for name in one.request.values
     }
-    return [name for name in MUTABLE if name in names]
+    return in_order(names)
 
 
 def dtypes(names: Sequence[str]) -> dict[str, str]:
     """Return the pandas types of hyperparameters; nullable integers, so that None stays missing."""
-    return {name: "Int64" if MUTABLE[name] is int else "float64" for name in names}
+    return {name: "Int64" if type_of(name) is int else "float64" for name in names}
 
 
 def values(hparams: Hparams, names: Sequence[str]) -> dict[str, float | None]:

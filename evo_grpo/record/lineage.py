@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Self, final
 
 from evo_grpo.errors import CheckpointError
-from evo_grpo.schema.hparams import CLIP_ENDS, MUTABLE
+from evo_grpo.schema.hparams import CLIP_ENDS, type_of
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class Space:
         """
         from optuna.distributions import FloatDistribution, IntDistribution
 
-        bounds, integer = self._bounds(name), MUTABLE[name] is int
+        bounds, integer = self._bounds(name), type_of(name) is int
         ends = [] if bounds is None else [bounds.min, bounds.max]
         ends += self.first.get(name, ())
         low, high = min([value, *ends]), max([value, *ends])

@@ -11,16 +11,14 @@ from pydantic import AfterValidator, TypeAdapter
 from evo_grpo.errors import RunDirError
 from evo_grpo.record.files import plain_value
 from evo_grpo.record.plain import CheckpointPath, RelativePath
-from evo_grpo.schema.hparams import CLIP_ENDS, Hparams
+from evo_grpo.schema.hparams import Hparams, is_mutable
 from evo_grpo.schema.validated import validated
 from evo_grpo.schema.validation import shown
 from evo_grpo.types import Decision, Member, Mutation, Number, RequestOutcome, Score, Slot
 
-_HYPERPARAMETERS = frozenset((*Hparams.model_fields, *CLIP_ENDS))
-
 
 def _check_hyperparameter(name: str) -> str:
-    if name not in _HYPERPARAMETERS:
+    if not is_mutable(name):
         raise ValueError(f"expected names of hyperparameters, got {shown(name)}")
     return name
 

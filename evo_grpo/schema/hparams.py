@@ -4,6 +4,7 @@
 
 import math
 import sys
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, cast
 
 from pydantic import BeforeValidator
@@ -15,6 +16,9 @@ ClipCoef = float | tuple[float, float]
 
 CLIP_ENDS = ("clip_low", "clip_high")
 """Names of the two ends of the clip range in mutations, records and tables."""
+
+REWARD_WEIGHT = "reward_weights."
+"""Start of the name of a searched reward weight: `reward_weights.<reward function>`."""
 
 LEAST_LR, MOST_LR = 1e-30, 1e6
 """Bounds of lr. Below, float32 rounds every step to 0; above, one step ruins every weight."""
@@ -141,23 +145,54 @@ class AgentFields(Group):
 class Hparams(AgentFields):
     """The hyperparameters of one agent. All may differ between the agents of a batch."""
 
+    reward_weights: dict[str, Weight] = setting(
+        meaning="Weight of each reward function that is searched, by its name; all other functions "
+        "have the weights of the environment.",
+        factory=dict,
+    )
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as values that JSON can hold; `Hparams(**values)` is the inverse."""
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in self}
+        """Return the fields as values that JSON can hold; `Hparams(**values)` is the inverse.
+
+        `reward_weights` is left out if it is empty.
+        """
+        values = {name: list(v) if isinstance(v, tuple) else v for name, v in self}
+        if not self.reward_weights:
+            del values["reward_weights"]
+        return values
+
+    def named(self) -> dict[str, Any]:
+        """Return the values by the names that `with_value` takes, reward weights one by one."""
+        values = self.to_dict()
+        weights = values.pop("reward_weights", {})
+        return values | {f"{REWARD_WEIGHT}{name}": value for name, value in weights.items()}
 
     def get(self, name: str) -> float | None:
         """Return the value of a hyperparameter as a number.
 
-        `clip_low` and `clip_high` are the two ends of the clip range. None means no limit for
-        max_grad_norm, and all rows for batch_size. The clip_coef of a pair is NaN.
+        `clip_low` and `clip_high` are the two ends of the clip range, and `reward_weights.<name>`
+        is the weight of a reward function. None means no limit for max_grad_norm, all rows for
+        batch_size, and the weight of the environment for a reward function. The clip_coef of a pair
+        is NaN.
         """
+        if name.startswith(REWARD_WEIGHT):
+            return self.reward_weights.get(name.removeprefix(REWARD_WEIGHT))
         if name in CLIP_ENDS:
             return self.clip_bounds[CLIP_ENDS.index(name)]
         value = getattr(self, name)
         return math.nan if isinstance(value, tuple) else value
 
+    def with_weights(self, weights: Mapping[str, float]) -> "Hparams":
+        """Return a copy with these weights of reward functions where it has none of its own."""
+        if weights.keys() <= self.reward_weights.keys():
+            return self
+        return self.replace(reward_weights=dict(weights) | self.reward_weights)
+
     def with_value(self, name: str, value: float) -> "Hparams":
         """Return a copy with one hyperparameter set; the names are those of `get`."""
+        if name.startswith(REWARD_WEIGHT):
+            own = {name.removeprefix(REWARD_WEIGHT): value}
+            return self.replace(reward_weights=self.reward_weights | own)
         if name in CLIP_ENDS:
             low, high = self.clip_bounds
             return self.replace(clip_coef=(value, high) if name == "clip_low" else (low, value))
@@ -184,3 +219,19 @@ def _mutable() -> dict[str, type]:
 
 MUTABLE: dict[str, type] = _mutable()
 """Hyperparameters that evolution may change, with their type: float or int."""
+
+
+def is_mutable(name: str) -> bool:
+    """Return whether evolution may change a hyperparameter of this name."""
+    return name in MUTABLE or (name.startswith(REWARD_WEIGHT) and name != REWARD_WEIGHT)
+
+
+def type_of(name: str) -> type:
+    """Return the type of a mutable hyperparameter, float or int; a reward weight is a float."""
+    return MUTABLE.get(name, float)
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Return mutable hyperparameters in the order of the schema, then reward weights by name."""
+    given = set(names)
+    return [*(name for name in MUTABLE if name in given), *sorted(given - MUTABLE.keys())]

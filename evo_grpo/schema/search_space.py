@@ -11,7 +11,16 @@ from pydantic import BeforeValidator, model_validator
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.schema.group import Group, setting, wrong_keys
-from evo_grpo.schema.hparams import CLIP_ENDS, LEAST_LR, MOST_LR, MUTABLE, Hparams
+from evo_grpo.schema.hparams import (
+    CLIP_ENDS,
+    LEAST_LR,
+    MOST_LR,
+    MUTABLE,
+    REWARD_WEIGHT,
+    Hparams,
+    is_mutable,
+    type_of,
+)
 from evo_grpo.schema.messages import other_name, shown
 from evo_grpo.schema.problems import MOST_PROBLEMS, Problem, Problems, nearest
 from evo_grpo.schema.shown import shown_value
@@ -151,7 +160,7 @@ class HyperparameterConfig:
     def __init__(self, **parameters: RLParameter | Mapping[str, Any]) -> None:
         found: list[Problem] = []
         ranges: dict[str, RLParameter] = {}
-        for name, given in parameters.items():
+        for name, given in _with_weights(parameters):
             if len(found) > MOST_PROBLEMS:
                 break
             try:
@@ -194,6 +203,17 @@ class HyperparameterConfig:
         return f"HyperparameterConfig({', '.join(shown)})"
 
 
+def _with_weights(parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield names and ranges; `reward_weights: {a: ...}` as `reward_weights.a: ...`."""
+    group = REWARD_WEIGHT.removesuffix(".")
+    for name, given in parameters.items():
+        if name == group and isinstance(given, Mapping):
+            ranges = cast("Mapping[object, object]", given)
+            yield from ((f"{REWARD_WEIGHT}{one}", its) for one, its in ranges.items())
+        else:
+            yield name, given
+
+
 def default_ranges(lr: float) -> dict[str, RLParameter]:
     """Return the ranges used when none are given: lr, within a factor of ten either way."""
     # The range is smaller near the smallest and the largest lr that is allowed.
@@ -202,11 +222,12 @@ def default_ranges(lr: float) -> dict[str, RLParameter]:
 
 def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
     """Return a range with the type of its hyperparameter; both ends are valid values."""
-    if name not in MUTABLE:
+    if not is_mutable(name):
         near, other = nearest(name, MUTABLE), other_name(name, MUTABLE)
         hint = f" Did you mean {near!r}?" if near else ""
         hint = f" Here it is {other}." if other in MUTABLE else hint
-        text = f"nothing of that name can mutate.{hint} Expected one of: {', '.join(MUTABLE)}"
+        text = f"nothing of that name can mutate.{hint} Expected one of: {', '.join(MUTABLE)}, "
+        text += f"{REWARD_WEIGHT}<name of a reward function>"
         raise Problems(Problem((), text))
     if not isinstance(given, RLParameter | Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
         ends = cast("list[object]", list(given)) if isinstance(given, list | tuple) else []
@@ -219,7 +240,7 @@ def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
         raise Problems(Problem((), text))
     if wrong := tuple(wrong_keys(given, ())):
         raise Problems(*wrong)
-    kind = MUTABLE[name].__name__
+    kind = type_of(name).__name__
     parameter = given if isinstance(given, RLParameter) else RLParameter(**given)
     # AgileRL's examples use "float" for integers, so only the reverse is an error.
     if parameter.dtype == "int" and kind == "float":
@@ -232,7 +253,7 @@ def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
 
 def _check_ends(name: str, parameter: RLParameter) -> None:
     """Check that both ends of a range are valid values, before a mutation reaches one in a run."""
-    integer = MUTABLE[name] is int
+    integer = type_of(name) is int
     if integer and not (parameter.min.is_integer() and parameter.max.is_integer()):
         text = f"expected integers for min and max, got {parameter.min:g} and {parameter.max:g}"
         raise Problems(Problem((), text))
@@ -245,7 +266,7 @@ def _check_ends(name: str, parameter: RLParameter) -> None:
         if name == "clip_coef" and value == 0 and end == "min":
             raise Problems(Problem((end,), "expected > 0, got 0"))
         try:
-            Hparams(**{name: MUTABLE[name](value)})
+            Hparams().with_value(name, type_of(name)(value))
         except Problems as problems:
             found = (Problem((end,), p.text) for p in problems.found)
             raise Problems(*found) from None

@@ -129,7 +129,7 @@ class AlgorithmConfig(LossFields, AgentFields):
 
     def hparams(self) -> Hparams:
         """Return the hyperparameters, which may differ between agents."""
-        values = {name: getattr(self, name) for name in Hparams.model_fields}
+        values = {name: getattr(self, name) for name in AgentFields.model_fields}
         if self.lr is None:  # outside of a run, no model is known
             del values["lr"]
         return Hparams(**values)

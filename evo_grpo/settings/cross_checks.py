@@ -8,13 +8,13 @@ from itertools import islice
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.sizes import places_by_round, planned_rows, wrong_sizes
 from evo_grpo.evolve.start import start_problems
-from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.hparams import REWARD_WEIGHT, Hparams
 from evo_grpo.schema.problems import MOST_PROBLEMS, Path, Problem
 from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig, RLParameter, outside
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
 from evo_grpo.settings.engine import ENGINES, EngineConfig
 from evo_grpo.settings.env import EnvConfig
-from evo_grpo.settings.evolve import EvolveConfig, search_space
+from evo_grpo.settings.evolve import EvolveConfig, FitnessConfig, search_space
 from evo_grpo.settings.loss import level_problems
 from evo_grpo.settings.model import LoraSettings
 from evo_grpo.settings.population import PopulationConfig
@@ -47,9 +47,22 @@ def run_problems(
         yield Problem(("population", "sizes"), text)
     first = algorithm.hparams()
     space = search_space(evolve.hyperparameters, first)
+    yield from _below(fitness_problems(space, evolve.fitness), "evolve", "fitness")
     starts = start_problems(first, space, population.size, population.init)
     yield from _below(islice(starts, MOST_PROBLEMS + 1), "population", "init")
     yield from _shards(population, evolve, engine)
+
+
+def fitness_problems(space: HyperparameterConfig, fitness: FitnessConfig) -> Iterator[Problem]:
+    """Yield a problem if agents would be compared by the rewards whose weights they search."""
+    weights = [name for name in space.names() if name.startswith(REWARD_WEIGHT)]
+    if weights and fitness.reward is None:
+        text = (
+            f"missing; {weights[0]} is searched, and an agent with a larger weight would have a "
+            "larger fitness for the same completions: name the reward function that measures "
+            'success, for instance "exact", or a mapping of names to weights'
+        )
+        yield Problem(("reward",), text)
 
 
 def _below(found: Iterable[Problem], *path: str) -> Iterator[Problem]:
@@ -228,7 +241,7 @@ def _env(env: EnvConfig) -> Iterator[Problem]:
     if env.prompt is not None and env.conversation is not None:
         text = "expected prompt or conversation, got both; remove one"
         yield Problem(("env", "conversation"), text)
-    if env.reward_weights is not None:
+    if isinstance(env.reward_weights, list):
         wanted = len(env.rewards)
         got = len(env.reward_weights)
         if wanted != got:

@@ -2,12 +2,37 @@
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+from pydantic import BeforeValidator
 
 from evo_grpo.schema.group import Group, PlainMapping, same_as, setting
+from evo_grpo.schema.validation import is_number
 from evo_grpo.settings.given import Given, Source
 from evo_grpo.settings.prompting import FewShot, PromptSettings, ThinkingTags
 from evo_grpo.settings.rewards import Message, ModelReward, Reward, Rewards
+
+
+def _weights(value: object) -> object:
+    """Accept a list of numbers that are not all 0, or a mapping of names to numbers."""
+    if isinstance(value, list | tuple):
+        numbers = cast("list[Any]", list(value))
+        if any(numbers) and all(map(is_number, numbers)):
+            return [float(number) for number in numbers]
+    if isinstance(value, Mapping):
+        weights = cast("Mapping[Any, Any]", value)
+        if weights and all(isinstance(name, str) and is_number(weights[name]) for name in weights):
+            return {name: float(number) for name, number in weights.items()}
+    if value is None:
+        return None
+    raise ValueError(
+        "one number per reward function, not all of them 0, or a mapping of the names of reward "
+        "functions to numbers"
+    )
+
+
+RewardWeights = Annotated[list[float] | dict[str, float] | None, BeforeValidator(_weights)]
 
 
 class RewardCalls(Group):
@@ -89,8 +114,10 @@ class EnvConfig(Group):
         "judge`), or a list of them; in Python also the functions themselves. Required for kind "
         "`dataset`; null takes that of the task.",
     )
-    reward_weights: list[float] | None = setting(
-        None, "One weight per reward function; null gives each a weight of 1."
+    reward_weights: RewardWeights = setting(
+        None,
+        "One weight per reward function, or a mapping of their names to weights, for instance "
+        "`{format: 0.2}`; the functions that it leaves out, and all with null, have a weight of 1.",
     )
     max_turns: int = setting(
         16,

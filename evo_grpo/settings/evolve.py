@@ -14,6 +14,7 @@ from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.schema.hparams import MUTABLE, Factor, Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter, default_ranges
+from evo_grpo.schema.validation import is_number
 from evo_grpo.types import KEPT_SCORES
 
 
@@ -24,6 +25,22 @@ def _typed_ranges(value: object) -> object:
     return dict(value.parameters) if isinstance(value, HyperparameterConfig) else value
 
 
+def _weights(value: object) -> object:
+    """Accept a name, or a mapping of names to finite numbers of which one is not 0."""
+    if value is None or (isinstance(value, str) and value):
+        return value
+    if isinstance(value, Mapping):
+        given = cast("Mapping[object, object]", value)
+        if given and all(isinstance(name, str) and name for name in given):
+            weights = {str(name): number for name, number in given.items()}
+            if all(map(is_number, weights.values())) and any(weights.values()):
+                return {name: float(cast("float", one)) for name, one in weights.items()}
+    raise ValueError(
+        "the name of a reward function, or a mapping of names to weights of which one is not 0"
+    )
+
+
+FitnessReward = Annotated[str | dict[str, float] | None, BeforeValidator(_weights)]
 Ranges = Annotated[dict[str, RLParameter] | None, BeforeValidator(_typed_ranges)]
 
 
@@ -64,6 +81,13 @@ class FitnessConfig(Group):
         ge=0,
     )
 
+    reward: FitnessReward = setting(
+        None,
+        "What fitness measures, if not the reward that agents learn from: the name of a reward "
+        "function, or a mapping of names to weights, for instance `{exact: 1, format: 0.1}`. "
+        "Selection, the final comparison and the test use it. null takes all reward functions with "
+        "the weights of the environment. Required if a `reward_weights` is searched.",
+    )
     correct: float | None = setting(
         None,
         "Least reward of a completion that counts as correct. With it, the end of a run also gives "
@@ -96,7 +120,8 @@ class EvolveConfig(Group):
     )
     hyperparameters: Ranges = setting(
         None,
-        f"Ranges of the hyperparameters that may mutate, by name: {', '.join(MUTABLE)}. clip_low "
+        f"Ranges of the hyperparameters that may mutate, by name: {', '.join(MUTABLE)}, or "
+        "`reward_weights.NAME` for the weight of a reward function. clip_low "
         "and clip_high are the two bounds of the clip range; clip_coef is their distance from 1. "
         "null lets lr vary: within a factor of ten of `algorithm.lr`, or, if that is null too, in "
         "[1e-4, 1e-2] for the embedded models and [1e-6, 3e-4] for all others. `{}` lets nothing "

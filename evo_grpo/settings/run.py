@@ -158,7 +158,7 @@ def doubts_of_run(config: RunConfig) -> list[str]:
 def doubts_of_agents(settings: AgentSettings, init: Start = "same") -> list[str]:
     """Return a sentence for each doubtful setting of agents in any environment."""
     first = settings.algorithm.hparams()
-    begin = _begin(settings.algorithm, init)
+    begin = _begin(settings.algorithm, settings.search_space(), init)
     lr = unusual_lr(settings.model, first, begin, settings.hyperparameters)
     return [] if lr is None else [lr]
 
@@ -169,7 +169,7 @@ def without_effect_of_run(config: RunConfig) -> list[Finding]:
         config.algorithm,
         config.search_space(),
         config.engine,
-        _begin(config.algorithm, config.population.init),
+        _begin(config.algorithm, config.search_space(), config.population.init),
         prompts=config.algorithm.prompts_per_step or DEFAULT_PROMPTS,
         population=config.population,
         evolve=config.evolve,
@@ -180,13 +180,15 @@ def without_effect_of_run(config: RunConfig) -> list[Finding]:
 
 def without_effect_of_agents(settings: AgentSettings, init: Start = "same") -> list[Finding]:
     """Return all settings of agents that were given and have no effect in any environment."""
-    begin = _begin(settings.algorithm, init)
+    begin = _begin(settings.algorithm, settings.search_space(), init)
     return without_effect(Seen(settings.algorithm, settings.search_space(), settings.engine, begin))
 
 
-def _begin(algorithm: AlgorithmConfig, init: Start) -> list[Hparams]:
+def _begin(algorithm: AlgorithmConfig, space: HyperparameterConfig, init: Start) -> list[Hparams]:
     first = algorithm.hparams()
-    return [first] if isinstance(init, str) else [with_values(first, values) for values in init]
+    if isinstance(init, str):
+        return [first]
+    return [with_values(first, values, space.names()) for values in init]
 
 
 def check_comparable(config: RunConfig) -> None:

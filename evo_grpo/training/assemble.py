@@ -17,6 +17,8 @@ from evo_grpo.envs.data.hub import pinned
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.envs.registry import build_task, is_multi_turn
 from evo_grpo.envs.resolve import environment_of
+from evo_grpo.envs.rewards.names import check_reward_names
+from evo_grpo.envs.rewards.weights import reward_names
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import CheckpointError, ConfigError, EvoGrpoError
 from evo_grpo.evolve.start import Start, start_hparams
@@ -38,6 +40,7 @@ from evo_grpo.population.ranks.team import Team, is_one_of_several, is_silent_ra
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.rollout.generation_config import warn_of_processors
 from evo_grpo.rollout.registry import check_engine
+from evo_grpo.schema.problems import Problems
 from evo_grpo.settings import (
     AgentSettings,
     DoubtfulSetting,
@@ -48,7 +51,7 @@ from evo_grpo.settings import (
     RunConfig,
 )
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
-from evo_grpo.settings.cross_checks import divides_quantized
+from evo_grpo.settings.cross_checks import divides_quantized, fitness_problems
 from evo_grpo.training.sizing.fitting import LIMITS, Setup, fill_limits
 from evo_grpo.training.sizing.hub_files import check_available
 from evo_grpo.training.sizing.memory import Device
@@ -112,6 +115,14 @@ class Prepared:
     between_rounds: Callable[[Sequence[Slot], int], None] = _nothing
     objects: Mapping[str, str] = field(default_factory=dict[str, str])
 
+    def __post_init__(self) -> None:
+        """Check that the reward functions that settings name exist."""
+        fitness = self.round_settings.evolve.fitness
+        names = self.cohort.hp_config.names()
+        check_reward_names(reward_names(self.env), names, fitness.reward)
+        if found := list(fitness_problems(self.cohort.hp_config, fitness)):
+            raise Problems(*found).below("evolve", "fitness")
+
     def __enter__(self) -> Self:
         return self
 
@@ -140,7 +151,17 @@ def prepare(config: RunConfig, task: Task | None = None, team: Team | None = Non
 
 def task_of(config: RunConfig) -> Task | None:
     """Build the single-turn task of a run; return None if its episodes have several turns."""
-    return None if is_multi_turn(config.env.kind) else build_task(config.env, config.seed)
+    if is_multi_turn(config.env.kind):
+        return None
+    task = build_task(config.env, config.seed)
+    check_rewards_of(config, task)
+    return task
+
+
+def check_rewards_of(config: RunConfig, task: Task) -> None:
+    """Check that the task has the reward functions that the settings of a run name."""
+    names = [reward.name for reward in task.rewards]
+    check_reward_names(names, config.search_space().names(), config.evolve.fitness.reward)
 
 
 def check_memory(config: RunConfig, task: Task | None, processes: int) -> None:

@@ -137,6 +137,7 @@ def choose(prepared: Prepared, candidates: Sequence[Finalist]) -> Choice:
         prepared.env.prompts("validation", fitness.prompts),
         samples=fitness.per_prompt(fitness.final_samples),
         temperature=fitness.temperature,
+        reward=fitness.reward,
         stream=("final",),
     )
     scores = [result.score for result in results]
@@ -184,6 +185,7 @@ def judge(
         prompts,
         samples=samples,
         temperature=fitness.temperature,
+        reward=fitness.reward,
         stream=("test",),
     )
     base, tested = (result.score for result in results)

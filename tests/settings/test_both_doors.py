@@ -15,7 +15,7 @@ from evo_grpo.api.objects import separated
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.population.cohort.sampler import PopulationSampler
-from evo_grpo.schema.hparams import MUTABLE, Hparams
+from evo_grpo.schema.hparams import MUTABLE, AgentFields
 from evo_grpo.settings import AgentSettings, LossConfig, RunConfig, from_dict
 from evo_grpo.settings.keywords import (
     AGENT_KEYWORDS,
@@ -37,7 +37,7 @@ AGENT = {
     "config": {"attn_implementation": "eager"},
     "trust_remote_code": True,
     "adapter": "FOLDER",
-    **{name: 0.3 if MUTABLE[name] is float else 3 for name in Hparams.model_fields},
+    **{name: 0.3 if MUTABLE[name] is float else 3 for name in AgentFields.model_fields},
     "clip_coef": (0.5, 1.5),
     "importance_sampling_level": "sequence",
     "delta": 4.0,
@@ -195,7 +195,7 @@ OWN = ("sapo_", "vespo_")  # settings of one loss alone
 # Where each setting acts: read off the object that uses it.
 ARRIVES = {
     # The learner reads a hyperparameter off the agent at each call; those below go further.
-    **{name: (lambda a, name=name: getattr(a.hparams, name)) for name in Hparams.model_fields},
+    **{name: (lambda a, name=name: getattr(a.hparams, name)) for name in AgentFields.model_fields},
     "seed": lambda a: a.cohort.seed,
     "model": lambda a: a.cohort.base.name,
     "lora": lambda a: {
@@ -335,9 +335,9 @@ def test_every_keyword_is_in_the_signature_with_its_default():
     train = inspect.signature(Population.train).parameters
     assert set(TRAIN_KEYWORDS) < set(train)
     for name, parameter in shown.items():
-        if name in Hparams.model_fields:
+        if name in AgentFields.model_fields:
             # The default lr follows the model.
-            default = None if name == "lr" else Hparams.model_fields[name].default
+            default = None if name == "lr" else AgentFields.model_fields[name].default
             assert parameter.default == default
     assert not [n for n, p in shown.items() if p.default is PydanticUndefined]
 
@@ -350,5 +350,5 @@ def test_every_name_is_in_the_documentation_and_the_schema():
         assert f"| `{name}` |" in reference
         assert f"`{name}`" in pages
         assert f'"{name}"' in schema
-    assert set(MUTABLE) - set(Hparams.model_fields) == {"clip_low", "clip_high"}
+    assert set(MUTABLE) - set(AgentFields.model_fields) == {"clip_low", "clip_high"}
     assert set(LossConfig.model_fields) - set(AGENT_KEYWORDS) == {"max_completion_length"}

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.schema.hparams import MUTABLE, Hparams
+from evo_grpo.schema.hparams import MUTABLE, AgentFields, Hparams
 from evo_grpo.schema.messages import OTHER_NAMES, leaves
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.settings import (
@@ -74,13 +74,13 @@ def test_an_empty_group_has_its_defaults(tmp_path: Path):
     assert load(write(tmp_path, text)) == from_dict(MINIMAL)
 
 
-OTHER = {name: 0.3 if MUTABLE[name] is float else 3 for name in Hparams.model_fields}
+OTHER = {name: 0.3 if MUTABLE[name] is float else 3 for name in AgentFields.model_fields}
 
 
 def test_hparams_carries_every_field():
     config = AlgorithmConfig(**OTHER)
-    assert dict(config.hparams()) == OTHER
-    assert not set(dict(Hparams()).items()) & set(OTHER.items())
+    assert config.hparams().to_dict() == OTHER
+    assert not set(Hparams().to_dict().items()) & set(OTHER.items())
 
 
 def test_the_search_space_carries_ranges_factors_and_types():

@@ -33,6 +33,7 @@ from evo_grpo.record.files import plain_value
 from evo_grpo.record.folder import is_run
 from evo_grpo.schema.validation import number, whole
 from evo_grpo.settings import RunConfig
+from evo_grpo.settings.evolve import FitnessReward
 from evo_grpo.settings.yaml import as_config
 from evo_grpo.training.assemble import task_of
 from evo_grpo.types import Score
@@ -131,6 +132,7 @@ class Asked:
     passes: Sequence[int] = ()
     correct: float | None = None
     base: bool = True
+    reward: FitnessReward = None
 
     def __post_init__(self) -> None:
         if self.split not in ("validation", "test"):
@@ -171,6 +173,7 @@ class Asked:
             samples=samples,
             temperature=fitness.temperature,
             correct=1.0 if correct is None else correct,
+            reward=fitness.reward,
         )
 
 
@@ -345,6 +348,7 @@ def _judged(
         prompts,
         samples=asked.samples,
         temperature=asked.temperature,
+        reward=asked.reward,
         stream=("test",) if asked.split == "test" else ("final",),
     )
     for who, one in zip(["the base", name] if asked.base else [name], found, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -52,7 +52,7 @@ class ReasoningGym(single_turn.ReasoningGym):
         data_batch_size_per_gpu: int = 8,
         *,
         validation_dataset: object = None,
-        reward_weights: Sequence[float] | None = None,
+        reward_weights: Sequence[float] | Mapping[str, float] | None = None,
         max_context_length: int | None = None,
         seed: int = 0,
         accelerator: object = None,

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from inspect import Parameter, isclass, signature
 from typing import Any, cast
 
-from evo_grpo.envs.messages import listed
+from evo_grpo.envs.messages import listed, nearest
 from evo_grpo.envs.rewards.scorer import Scorer
 from evo_grpo.errors import ConfigError
 from evo_grpo.schema.validation import LARGEST_REWARD as LARGEST
@@ -113,16 +113,18 @@ class RewardFunction:
 
 def as_rewards(
     reward_fn: Callable[..., Any] | Sequence[Callable[..., Any] | RewardFunction] | RewardFunction,
-    weights: Sequence[float] | None = None,
+    weights: Sequence[float] | Mapping[str, float] | None = None,
 ) -> tuple[RewardFunction, ...]:
     """Wrap one reward function or several, with weights.
 
     Args:
         reward_fn: A function, a `RewardFunction`, or a sequence of them; at least one.
-        weights: One per function, or None to keep the functions' own (1 for a plain function).
+        weights: One per function, or some by name. Functions without one keep their own, which is
+            1 for a plain function.
 
     Raises:
-        ConfigError: There is none, or the number of weights differs from theirs.
+        ConfigError: There is no function, the number of weights differs from theirs, a name is not
+            that of a function, or all weights are 0.
     """
     one = isinstance(reward_fn, RewardFunction) or callable(reward_fn)
     many = cast("object", [reward_fn] if one else reward_fn)  # callers may pass anything
@@ -131,6 +133,8 @@ def as_rewards(
             f"reward_fn: expected a function or a list of at least one, got {many!r}; "
             'a name such as "module:function" is loaded with evo_grpo.envs.loading.load_function'
         )
+    by_name = weights if isinstance(weights, Mapping) else None
+    weights = None if isinstance(weights, Mapping) else weights
     if weights is not None and len(weights) != len(many):
         raise ConfigError(
             f"reward_weights: expected one per reward function, that is {len(many)}, got "
@@ -143,7 +147,26 @@ def as_rewards(
         name = f"{reward.name}#{taken + 1}" if taken else reward.name  # distinguishes two lambdas
         weight = reward.weight if weights is None else weights[number]
         wrapped.append(replace(reward, name=name, weight=weight))
+    if by_name is not None:
+        names = [reward.name for reward in wrapped]
+        for name in by_name:
+            if name not in names:
+                raise ConfigError(f"reward_weights: {unknown_reward(name, names)}")
+        wrapped = [replace(one, weight=by_name.get(one.name, one.weight)) for one in wrapped]
+    if not any(reward.weight for reward in wrapped):
+        raise ConfigError(
+            "reward_weights: expected one that is not 0, got 0 for each of "
+            f"{listed(reward.name for reward in wrapped)}; nothing could be learned"
+        )
     return tuple(wrapped)
+
+
+def unknown_reward(name: str, names: Sequence[str]) -> str:
+    """Return a message about a reward function that does not exist among `names`."""
+    if not names:
+        return f"expected an environment with named reward functions, got {name!r} for one without"
+    known = listed(names)
+    return f"expected a reward function of the task, {known}, got {name!r}.{nearest(name, names)}"
 
 
 def _name_of(fn: object) -> str:

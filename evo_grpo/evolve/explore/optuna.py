@@ -92,7 +92,8 @@ class OptunaExploration(Group):
             values = {name: value for name, value in values.items() if name not in CLIP_ENDS}
         old = {name: value_of(hparams, name, space[name]) for name in values}
         changes = {name: (old[name], new) for name, new in values.items() if new != old[name]}
-        return with_values(hparams, {name: new for name, (_, new) in changes.items()}), changes
+        new = {name: after for name, (_, after) in changes.items()}
+        return with_values(hparams, new, hp_config.names()), changes
 
     def check(self, first: Hparams, hp_config: HyperparameterConfig) -> None:
         """Check that the sampler can propose, on an invented run.

@@ -62,9 +62,10 @@ def _checked(name: str, found: object, before: Hparams) -> tuple[Hparams, Change
         )
     hparams, given = pair[0], cast("Mapping[object, object]", pair[1])
     changes: Changes = {}
+    known = {*MUTABLE, *before.named()}
     for key, change in given.items():
         ends = cast("tuple[Any, ...]", tuple(change)) if isinstance(change, tuple | list) else ()
-        if key not in MUTABLE or len(ends) != 2 or not all(is_number(end) for end in ends):
+        if key not in known or len(ends) != 2 or not all(is_number(end) for end in ends):
             raise ShapeError(
                 f"{name}.explore: expected changes such as {{'lr': (old, new)}}, got {shown(given)}"
             )

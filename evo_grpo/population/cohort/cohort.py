@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig
 
 from evo_grpo.envs.protocol import Environment, Play, StartT
+from evo_grpo.envs.rewards.weights import searched_weights
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import ConfigError
 from evo_grpo.learn.learner import Learner
@@ -86,6 +87,8 @@ class Cohort:
         self.next_member = 0
         self._calls = 0
         self._hint: int | None = None
+        #: The environment's weights of the reward functions whose weights are searched, by name.
+        self._reward_weights: dict[str, float] = {}
 
     @property
     def shards(self) -> int:
@@ -184,12 +187,17 @@ class Cohort:
     def adapt_to(self, env: Environment[Any]) -> None:
         """Adopt the defaults of an environment, check its prompts, and load its reward models.
 
-        The environment provides the tokenizer if the base has none, and the completion length.
+        The environment provides the tokenizer if the base has none, the completion length, and the
+        weights of reward functions that are searched and that an agent has not drawn.
 
         Raises:
             PromptTooLongError: A prompt does not fit; the error names split, row and limit.
-            ConfigError: `overlong_buffer` is above the completion length.
+            ConfigError: `overlong_buffer` is above the completion length, or the environment has no
+                reward function of which a weight is searched.
         """
+        self._reward_weights = searched_weights(env, self.hp_config.names())
+        for agent in self.agents.values():
+            agent.hparams = agent.hparams.with_weights(self._reward_weights)
         if self.base.tokenizer is None:
             self.base.tokenizer = env.tokenizer
         self._hint = env.max_output_tokens
@@ -223,6 +231,7 @@ class Cohort:
         """Add a slot that plays no rounds, for weights that are kept or compared."""
         slot = Slot(self._next_slot)
         self._next_slot += 1
+        hparams = hparams.with_weights(self._reward_weights)
         if self._has(rank):
             self.slots.add(f"actor_{slot}")
         if self.together and self._turns is None:  # copies the first agent's shape; before any pass

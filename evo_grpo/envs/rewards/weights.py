@@ -1,0 +1,56 @@
+"""Weights of reward functions by their names: what an agent learns from, and what fitness is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from evo_grpo.envs.protocol import Environment, Floats
+from evo_grpo.envs.rewards.names import check_reward_names, searched, weights_in
+from evo_grpo.settings.evolve import FitnessReward
+
+
+def reward_names(env: Environment[Any]) -> tuple[str, ...]:
+    """Return the names of an environment's reward functions; none if it does not name them."""
+    return tuple(getattr(env, "reward_names", ()))
+
+
+def weights_of(env: Environment[Any], own: Mapping[str, float]) -> Floats:
+    """Return (K,) float64: the weights of an environment, some of them replaced by name."""
+    if not own:
+        return env.weights
+    weights, names = env.weights.copy(), reward_names(env)
+    for name, weight in own.items():
+        weights[names.index(name)] = weight
+    return weights
+
+
+def searched_weights(env: Environment[Any], names: Iterable[str]) -> dict[str, float]:
+    """Return the environment's weight of each reward function whose weight is searched.
+
+    `names` are the hyperparameters that may mutate.
+
+    Raises:
+        Problems: The environment has no function of that name.
+    """
+    own, found = reward_names(env), searched(names)
+    check_reward_names(own, names, None)
+    return {name: float(env.weights[own.index(name)]) for name in found}
+
+
+def fitness_rewards(
+    env: Environment[Any], rewards: Floats, reward: FitnessReward
+) -> tuple[Floats, Floats]:
+    """Return the columns of rewards that count in fitness, and their weights.
+
+    Takes rewards (B, K) and `evolve.fitness.reward`; returns (B, k) rewards and (k,) weights, which
+    are all rewards with the weights of the environment if `reward` is None. A function without a
+    weight is left out, so that a row in which only it has a reward counts as one without a reward.
+    """
+    if reward is None:
+        return rewards, env.weights
+    given = weights_in(reward)
+    columns = [reward_names(env).index(name) for name in given]
+    return rewards[:, columns], np.array(list(given.values()), dtype=np.float64)
