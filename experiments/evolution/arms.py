@@ -27,6 +27,9 @@ RANGES: dict[str, dict[str, float]] = {
     "group_size": {"min": 4, "max": 16},
     "temperature": {"min": 0.5, "max": 1.5},
 }
+#: The weight of the shaping reward of `sums-shaped`, wherever an arm searches it.
+WEIGHT = "reward_weights.digits"
+SEARCHED: dict[str, dict[str, float]] = {**RANGES, WEIGHT: {"min": 0.03, "max": 3.0}}
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ TASKS: dict[str, Task] = {
     for task in (
         Task("sums", 8, 6, 8, 4, 8, 64, _SUMS),
         Task("sums-long", 8, 12, 8, 4, 8, 64, _SUMS, arms=("main",)),
+        Task("sums-shaped", 8, 6, 8, 4, 8, 64, _SUMS, arms=("weights",)),
         Task("foods", 8, 6, 1, 2, 8, 64, _FOODS),
         # The reference of foods spends four fifths of its rows on evaluations, here half of them.
         Task("foods-16", 8, 6, 1, 2, 8, 16, _FOODS, arms=("main",)),
@@ -273,13 +277,50 @@ BEYOND_LR = (
     *(_searching(name) for name in RANGES),
     _searching(*RANGES),
 )
+#: Rewards of 1 for the right sum, and of up to 1 for its digits in any order, which can be hacked.
+_SHAPED: dict[str, Any] = {
+    "env.reward": [f"evo_grpo.envs.builtin.sums:{name}" for name in ("exact", "digits")],
+    "evolve.fitness.reward": "exact",
+}
+WEIGHTS = (
+    Arm(
+        "weights-evolved",
+        "the defaults, searching lr and the weight of a shaping reward",
+        _SHAPED,
+        searches=("lr", WEIGHT),
+        places=2,
+        candidates=NEW_CANDIDATES,
+    ),
+    Arm(
+        "weights-equal",
+        "the defaults, searching lr; right sums and the shaping reward weigh 1 each",
+        _SHAPED,
+        places=2,
+        candidates=NEW_CANDIDATES,
+    ),
+    Arm(
+        "weights-exact",
+        "the defaults, searching lr; the shaping reward weighs 0",
+        {**_SHAPED, "env.reward_weights": {"digits": 0.0}},
+        places=2,
+        candidates=NEW_CANDIDATES,
+    ),
+    Arm(
+        "weights-random",
+        "random search over lr and the weight: eight agents, evaluated once, at the end",
+        {**_SHAPED, **_STILL},
+        searches=("lr", WEIGHT),
+        once=True,
+    ),
+)
 GROUPS: dict[str, tuple[Arm, ...]] = {
     "main": MAIN,
     "ablations": ABLATIONS,
     "beyond-lr": BEYOND_LR,
     "all": (*MAIN, *ABLATIONS, *BEYOND_LR),
+    "weights": WEIGHTS,
 }
-ARMS: dict[str, Arm] = {arm.name: arm for arm in GROUPS["all"]}
+ARMS: dict[str, Arm] = {arm.name: arm for arm in (*GROUPS["all"], *WEIGHTS)}
 QUICK_ARMS = ("random", REFERENCE, "new")
 
 
@@ -400,7 +441,7 @@ def overrides(task: Task, arm: Arm, seed: int) -> dict[str, Any]:
         "algorithm.group_size": task.group,
         "algorithm.prompts_per_step": made.prompts,
         "evolve.fitness.prompts": made.validation,
-        "evolve.hyperparameters": {name: RANGES[name] for name in arm.searches},
+        "evolve.hyperparameters": {name: SEARCHED[name] for name in arm.searches},
     }
     if arm.places == "constant":
         settings["population.sizes"] = "constant"

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from arms import ARMS, RANGES, TASKS, Arm, Task, overrides, plan
+from arms import ARMS, SEARCHED, TASKS, Arm, Task, overrides, plan
 from outcome import Outcome, played
 from transformers.utils import logging as transformers_logging
 
@@ -209,6 +209,6 @@ def schedule(rounds: Sequence[RoundRecord], winner: int) -> list[dict[str, float
             current = members[current].parent
         agent = None if current is None else records.get((number, current))
         if agent is not None:
-            values = {name: agent.hparams.get(name) for name in RANGES}
+            values = {name: agent.hparams.get(name) for name in SEARCHED}
             line.append({"round": number, **{k: v for k, v in values.items() if v is not None}})
     return line[::-1]

@@ -20,6 +20,22 @@ def exact(completion: str, answer: str) -> float:
     return float(completion == answer)
 
 
+def digits(completion: str, answer: str) -> float:
+    """Return the share of the answer's digits that occur in the completion, in any order.
+
+    A shaping reward, as `env.reward: [evo_grpo.envs.builtin.sums:exact,
+    evo_grpo.envs.builtin.sums:digits]`: it guides towards the answer, and can be exploited, since
+    digits in a wrong order earn as much as the answer.
+    """
+    left = list(completion)
+    found = 0
+    for digit in answer:
+        if digit in left:
+            left.remove(digit)
+            found += 1
+    return found / len(answer)
+
+
 def build(name: str, env: EnvConfig, seed: int) -> Task:
     """Build the task of a configuration; `env.args` are the keywords of `sums_task`."""
     del name
