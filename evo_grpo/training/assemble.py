@@ -17,8 +17,8 @@ from evo_grpo.envs.data.hub import pinned
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.envs.registry import build_task, is_multi_turn
 from evo_grpo.envs.resolve import environment_of
-from evo_grpo.envs.rewards.names import check_reward_names
-from evo_grpo.envs.rewards.weights import reward_names
+from evo_grpo.envs.rewards.names import check_rewards
+from evo_grpo.envs.rewards.weights import named_weights
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import CheckpointError, ConfigError, EvoGrpoError
 from evo_grpo.evolve.start import Start, start_hparams
@@ -118,8 +118,7 @@ class Prepared:
     def __post_init__(self) -> None:
         """Check that the reward functions that settings name exist."""
         fitness = self.round_settings.evolve.fitness
-        names = self.cohort.hp_config.names()
-        check_reward_names(reward_names(self.env), names, fitness.reward)
+        check_rewards(named_weights(self.env), self.cohort.hp_config, fitness.reward)
         if found := list(fitness_problems(self.cohort.hp_config, fitness)):
             raise Problems(*found).below("evolve", "fitness")
 
@@ -160,8 +159,8 @@ def task_of(config: RunConfig) -> Task | None:
 
 def check_rewards_of(config: RunConfig, task: Task) -> None:
     """Check that the task has the reward functions that the settings of a run name."""
-    names = [reward.name for reward in task.rewards]
-    check_reward_names(names, config.search_space().names(), config.evolve.fitness.reward)
+    weights = {reward.name: reward.weight for reward in task.rewards}
+    check_rewards(weights, config.search_space(), config.evolve.fitness.reward)
 
 
 def check_memory(config: RunConfig, task: Task | None, processes: int) -> None:

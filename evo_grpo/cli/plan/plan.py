@@ -407,15 +407,15 @@ def _read_task(config: RunConfig) -> _Task:
     # Imported here, since a task may load pandas or reasoning-gym.
     from evo_grpo.envs.finding import find_function
     from evo_grpo.envs.registry import build_task, check_multi_turn, is_multi_turn
-    from evo_grpo.envs.rewards.names import check_reward_names
+    from evo_grpo.envs.rewards.names import check_rewards
 
     if is_multi_turn(config.env.kind):
         check_multi_turn(config.env, config.seed)
         turns = config.env.max_turns
         return _Task(config.env.kind, {}, DEFAULT_OUTPUT_TOKENS, turns, chats=True)
     task = build_task(config.env, config.seed, find_function)
-    names = [reward.name for reward in task.rewards]
-    check_reward_names(names, config.search_space().names(), config.evolve.fitness.reward)
+    weights = {reward.name: reward.weight for reward in task.rewards}
+    check_rewards(weights, config.search_space(), config.evolve.fitness.reward)
     rows = {str(split): len(its_rows) for split, its_rows in task.splits.items()}
     chats = task.conversation is not None
     return _Task(task.name, rows, task.max_output_tokens, chats=chats)

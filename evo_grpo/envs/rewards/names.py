@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from evo_grpo.envs.rewards.functions import unknown_reward
 from evo_grpo.schema.hparams import REWARD_WEIGHT
 from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.schema.search_space import ROUNDING, HyperparameterConfig
 from evo_grpo.settings.evolve import FitnessReward
 
 
@@ -20,33 +21,37 @@ def weights_in(reward: str | Mapping[str, float]) -> Mapping[str, float]:
     return {reward: 1.0} if isinstance(reward, str) else reward
 
 
-def check_reward_names(
-    names: Sequence[str], hyperparameters: Iterable[str], reward: FitnessReward
+def check_rewards(
+    weights: Mapping[str, float], space: HyperparameterConfig, reward: FitnessReward = None
 ) -> None:
-    """Check the reward functions that hyperparameters and `evolve.fitness.reward` name.
+    """Check the reward functions that the ranges and `evolve.fitness.reward` name.
 
     Args:
-        names: The reward functions of the environment; none if it does not name them.
-        hyperparameters: Names of the hyperparameters that may mutate.
+        weights: The weight of each reward function of the environment, by its name; empty if it
+            does not name them.
+        space: Ranges of the hyperparameters that may mutate.
         reward: `evolve.fitness.reward`.
 
     Raises:
-        Problems: A function of that name does not exist.
+        Problems: A function of that name does not exist, or its weight, with which the first agent
+            begins, is outside of its range.
     """
-    found = [
-        *(
-            Problem(("evolve", "hyperparameters", f"{REWARD_WEIGHT}{name}"), text)
-            for name, text in _unknown(searched(hyperparameters), names)
-        ),
-        *(
-            Problem(("evolve", "fitness", "reward"), text)
-            for _, text in _unknown(() if reward is None else weights_in(reward), names)
-        ),
-    ]
+    found: list[Problem] = []
+    for name in searched(space.names()):
+        path = ("evolve", "hyperparameters", f"{REWARD_WEIGHT}{name}")
+        if name not in weights:
+            found.append(Problem(path, unknown_reward(name, list(weights))))
+            continue
+        low, high = space[path[-1]].min, space[path[-1]].max
+        if not low - ROUNDING <= weights[name] <= high + ROUNDING:
+            text = (
+                f"expected the weight of {name!r} inside its range [{low:g}, {high:g}], got "
+                f"{weights[name]:g}; give one there, or widen evolve.hyperparameters.{path[-1]}"
+            )
+            found.append(Problem(("env", "reward_weights"), text))
+    for name in () if reward is None else weights_in(reward):
+        if name not in weights:
+            text = unknown_reward(name, list(weights))
+            found.append(Problem(("evolve", "fitness", "reward"), text))
     if found:
         raise Problems(*found)
-
-
-def _unknown(given: Iterable[str], names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each name that is not one of `names`, with a message."""
-    yield from ((name, unknown_reward(name, names)) for name in given if name not in names)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from evo_grpo.envs.protocol import Environment, Floats
-from evo_grpo.envs.rewards.names import check_reward_names, searched, weights_in
+from evo_grpo.envs.rewards.names import check_rewards, searched, weights_in
+from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings.evolve import FitnessReward
 
 
@@ -27,17 +28,20 @@ def weights_of(env: Environment[Any], own: Mapping[str, float]) -> Floats:
     return weights
 
 
-def searched_weights(env: Environment[Any], names: Iterable[str]) -> dict[str, float]:
+def named_weights(env: Environment[Any]) -> dict[str, float]:
+    """Return the weights of an environment by the names of its reward functions."""
+    return dict(zip(reward_names(env), env.weights.tolist(), strict=False))
+
+
+def searched_weights(env: Environment[Any], space: HyperparameterConfig) -> dict[str, float]:
     """Return the environment's weight of each reward function whose weight is searched.
 
-    `names` are the hyperparameters that may mutate.
-
     Raises:
-        Problems: The environment has no function of that name.
+        Problems: See `check_rewards`.
     """
-    own, found = reward_names(env), searched(names)
-    check_reward_names(own, names, None)
-    return {name: float(env.weights[own.index(name)]) for name in found}
+    weights = named_weights(env)
+    check_rewards(weights, space)
+    return {name: weights[name] for name in searched(space.names())}
 
 
 def fitness_rewards(

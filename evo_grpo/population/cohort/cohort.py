@@ -195,7 +195,7 @@ class Cohort:
             ConfigError: `overlong_buffer` is above the completion length, or the environment has no
                 reward function of which a weight is searched.
         """
-        self._reward_weights = searched_weights(env, self.hp_config.names())
+        self._reward_weights = searched_weights(env, self.hp_config)
         for agent in self.agents.values():
             agent.hparams = agent.hparams.with_weights(self._reward_weights)
         if self.base.tokenizer is None:

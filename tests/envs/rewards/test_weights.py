@@ -154,6 +154,10 @@ def test_a_weight_is_set_by_hand(tmp_path):
             "'lst'. Did you mean \"last\"?",
         ),
         (
+            {"env": {**TWO, "reward_weights": [1, 5]}},
+            "env.reward_weights: expected the weight of 'last' inside its range [0.1, 2], got 5",
+        ),
+        (
             {"evolve__fitness": {**FITNESS, "reward": "exakt"}},
             "evolve.fitness.reward: expected a reward function of the task, exact, last, got "
             "'exakt'. Did you mean \"exact\"?",
