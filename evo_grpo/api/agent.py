@@ -204,7 +204,7 @@ class Agent(AgentSignature, ABC):
                 hyperparameters.
         """
         values = {name: _value_at(agent.settings, path) for name, path in AGENT_KEYWORDS.items()}
-        values.update(dict(agent.hparams))
+        values.update((k, v) for k, v in agent.hparams if k in values or not input_args_only)
         if not input_args_only:
             values.update(
                 slot=agent.slot,

@@ -151,6 +151,11 @@ class Hparams(AgentFields):
         factory=dict,
     )
 
+    def __hash__(self) -> int:
+        """Return the hash of the values; a mapping has none of its own."""
+        weights = tuple(sorted(self.reward_weights.items()))
+        return hash((weights, *(value for name, value in self if name != "reward_weights")))
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values that JSON can hold; `Hparams(**values)` is the inverse.
 

@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 
 from evo_grpo.envs.protocol import Environment, Floats
+from evo_grpo.envs.rewards.functions import unknown_reward
 from evo_grpo.envs.rewards.names import check_rewards, searched, weights_in
+from evo_grpo.errors import ConfigError
+from evo_grpo.schema.hparams import REWARD_WEIGHT, Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings.evolve import FitnessReward
 
@@ -30,7 +33,8 @@ def weights_of(env: Environment[Any], own: Mapping[str, float]) -> Floats:
 
 def named_weights(env: Environment[Any]) -> dict[str, float]:
     """Return the weights of an environment by the names of its reward functions."""
-    return dict(zip(reward_names(env), env.weights.tolist(), strict=False))
+    names = reward_names(env)
+    return dict(zip(names, env.weights.tolist(), strict=True)) if names else {}
 
 
 def searched_weights(env: Environment[Any], space: HyperparameterConfig) -> dict[str, float]:
@@ -42,6 +46,22 @@ def searched_weights(env: Environment[Any], space: HyperparameterConfig) -> dict
     weights = named_weights(env)
     check_rewards(weights, space)
     return {name: weights[name] for name in searched(space.names())}
+
+
+def with_weights_of(
+    env: Environment[Any], hparams: Hparams, weights: Mapping[str, float]
+) -> Hparams:
+    """Return an agent's hyperparameters with these weights where it has none of its own.
+
+    Raises:
+        ConfigError: The agent has a weight of a reward function that the environment lacks.
+    """
+    filled, names = hparams.with_weights(weights), reward_names(env)
+    for name in filled.reward_weights:
+        if name not in names:
+            text = unknown_reward(name, names)
+            raise ConfigError(f"{REWARD_WEIGHT}{name} of an agent: {text}")
+    return filled
 
 
 def fitness_rewards(

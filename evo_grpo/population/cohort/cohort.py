@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig
 
 from evo_grpo.envs.protocol import Environment, Play, StartT
-from evo_grpo.envs.rewards.weights import searched_weights
+from evo_grpo.envs.rewards.weights import searched_weights, with_weights_of
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import ConfigError
 from evo_grpo.learn.learner import Learner
@@ -197,7 +197,7 @@ class Cohort:
         """
         self._reward_weights = searched_weights(env, self.hp_config)
         for agent in self.agents.values():
-            agent.hparams = agent.hparams.with_weights(self._reward_weights)
+            agent.hparams = with_weights_of(env, agent.hparams, self._reward_weights)
         if self.base.tokenizer is None:
             self.base.tokenizer = env.tokenizer
         self._hint = env.max_output_tokens

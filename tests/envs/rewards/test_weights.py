@@ -2,13 +2,27 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
+import optuna
 import pytest
 from numpy.testing import assert_array_equal
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
 from small_run import Told, outcome, small, stopped_and_resumed
 
-from evo_grpo import GRPO, DatasetEnv, evaluate_adapter, leaderboard, resume, run
+from evo_grpo import (
+    GRPO,
+    DatasetEnv,
+    compare,
+    evaluate_adapter,
+    leaderboard,
+    replay,
+    resume,
+    run,
+    write_report,
+)
 from evo_grpo.envs.rewards.weights import fitness_rewards
 from evo_grpo.errors import ConfigError
 from evo_grpo.population.evaluate import weighted
@@ -107,6 +121,28 @@ def test_a_completion_whose_fitness_reward_abstains_counts_as_one_without_a_rewa
     found = weighted(*fitness_rewards(Named, rewards, {"last": 2.0, "exact": 1.0}))
     assert_array_equal(found, [2, 1, 0])
     assert_array_equal(weighted(*fitness_rewards(Named, rewards, None)), [1.5, 0.5, 0])
+
+
+@pytest.mark.slow
+def test_what_reads_a_run_and_trains_beside_it_takes_searched_weights(tmp_path):
+    folder = run(two(), out=tmp_path / "run")
+    name = "reward_weights.last"
+    journal = JournalStorage(JournalFileBackend(str(folder / "journal.log")))
+    study = optuna.load_study(study_name=None, storage=journal)
+    assert all(name in trial.params for trial in study.trials)
+    assert name in Path(write_report(folder, tmp_path / "report.html")).read_text()
+    arms = compare(folder)["arms"]
+    assert {arm["name"] for arm in arms} == {"guess", "random", "evolved"}
+    assert all(0 <= arm["test"]["mean"] <= 1 for arm in arms)
+    assert 0 <= replay(folder).training("schedule-lineage").test.mean <= 1
+
+
+def test_an_agent_with_a_weight_is_not_trained_on_other_rewards(tmp_path):
+    population = GRPO.population(size=2, model="tiny-sums", device="cpu")
+    agent = population[0]
+    agent.cohort.set_hparams(0, agent.hparams.with_value("reward_weights.last", 0.5))
+    with pytest.raises(ConfigError, match=r"reward_weights\.last of an agent: expected a reward"):
+        population.train("sums", rounds=1, steps_per_round=1, progress=False)
 
 
 def test_a_population_from_python_searches_weights(tmp_path):
