@@ -14,6 +14,7 @@ import sys
 import tempfile
 import traceback
 import types
+import weakref
 from pathlib import Path
 
 LOADED = ["evo_grpo.cli.commands.app", "evo_grpo.training.run", "evo_grpo.population.ranks.ranks"]
@@ -32,8 +33,12 @@ class Forked:
     """
 
     def __init__(self, arguments, cwd=None, env=None):
-        self._files = [tempfile.NamedTemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
-        names = [file.name for file in self._files]
+        made = [tempfile.mkstemp() for _ in range(2)]
+        for descriptor, _ in made:
+            os.close(descriptor)
+        self._files = [Path(name) for _, name in made]
+        weakref.finalize(self, _remove, self._files)
+        names = [name for _, name in made]
         folder, given = str(cwd or Path.cwd()), dict(os.environ if env is None else env)
         words = [str(one) for one in arguments]
         self._process = CONTEXT.Process(target=_become, args=(words, folder, given, names))
@@ -56,7 +61,7 @@ class Forked:
     def communicate(self, timeout=None):
         """Return standard output and standard error of the ended program."""
         self.wait(timeout)
-        return tuple(Path(file.name).read_text(errors="replace") for file in self._files)
+        return tuple(file.read_text(errors="replace") for file in self._files)
 
     def send_signal(self, number):
         if self.poll() is None:
@@ -64,6 +69,11 @@ class Forked:
 
     def kill(self):
         self.send_signal(signal.SIGKILL)
+
+
+def _remove(files):
+    for file in files:
+        file.unlink(missing_ok=True)
 
 
 def _become(words, folder, environment, names):
