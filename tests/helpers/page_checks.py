@@ -19,6 +19,7 @@ from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.leaderboard import TIE_LEVEL
 from evo_grpo.record.summary import read_summary
 from evo_grpo.record.view import view_of
+from evo_grpo.schema.hparams import MUTABLE
 from evo_grpo.types import Decision
 
 
@@ -83,6 +84,9 @@ def strategies(played, printed):
             if not hasattr(kind, "tag"):
                 assert f"| `{kind().kind}` | `{kind.__name__}` |" in page
                 assert getattr(evo_grpo, kind.__name__) is kind
+    searched = page.partition("## What may be searched")[2].partition("\n## ")[0]
+    assert set(_first_column(searched)) == set(MUTABLE)
+    assert "| `reward_weights.NAME` |" in searched
     rounds = read_rounds("runs/own")
     assert {agent.hparams.temperature for agent in rounds[0].agents} == {1.0}
     copies = [member for member in rounds[0].members if member.parent is not None]
