@@ -274,9 +274,9 @@ def _at_bounds(last: AgentRecord, config: RunConfig) -> Iterator[Trouble]:
     """Yield the values of an agent that are at a bound of their range."""
     space = config.search_space()
     for name in space.names():
-        value = getattr(last.hparams, name, None)
+        value = last.hparams.named().get(name)
         bounds = {"min": space[name].min, "max": space[name].max}
-        if isinstance(value, tuple) or value is None or bounds["min"] == bounds["max"]:
+        if isinstance(value, list) or value is None or bounds["min"] == bounds["max"]:
             continue
         for end, bound in bounds.items():
             if value == bound != 0:

@@ -40,7 +40,8 @@ def listed(parts: Sequence[object]) -> str:
 
 def hyperparameter(hparams: Hparams, name: str) -> str:
     """Return one hyperparameter of an agent as text."""
-    return shown_value(getattr(hparams, name))
+    own = name in type(hparams).model_fields  # the text of a clip pair has both ends
+    return shown_value(getattr(hparams, name) if own else hparams.get(name))
 
 
 def changes_text(changes: Mapping[str, tuple[float, float]], arrow: str = " -> ") -> str:
