@@ -31,7 +31,8 @@ LEVEL = 0.8
 """Validation accuracy that AgileRL and the package are timed to."""
 LEFT_OUT = ("median", "best on", "failed runs", "optimism", "s per 10k tokens", "ahead")
 """Columns that a terminal has no room for."""
-REFERENCES = ("random", REFERENCE, "one")
+WEIGHTS = ("weights-equal", "weights-exact", "weights-random")
+REFERENCES = ("random", REFERENCE, "one", *WEIGHTS)
 """Arms that the others are held against."""
 BEYOND = {arm.name for arm in BEYOND_LR}
 
