@@ -129,8 +129,8 @@ class Mutation:
 
     op: str = "init"
     # `int | float`, not `float`: an integer that is read back from a file stays an integer.
-    changes: Mapping[str, tuple[int | float, int | float]] = field(
-        default_factory=dict[str, tuple[int | float, int | float]]
+    changes: Mapping[str, tuple[int | float | str, int | float | str]] = field(
+        default_factory=dict[str, tuple[int | float | str, int | float | str]]
     )
 
     @property

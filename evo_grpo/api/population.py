@@ -52,7 +52,7 @@ from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.study import check_storage
 from evo_grpo.record.summary import read_summary
 from evo_grpo.record.view import view_of
-from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.hparams import Hparams, Value
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.schema.validation import check_folder, whole
 from evo_grpo.seeding import generator
@@ -434,7 +434,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         self,
         position: int,
         hparams: Hparams,
-        changes: Mapping[str, tuple[float, float]] | None = None,
+        changes: Mapping[str, tuple[Value, Value]] | None = None,
     ) -> None:
         """Set the hyperparameters of the agent at a position.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.clip_ends import distance_of_end, end_of_distance, from_distance
-from evo_grpo.schema.hparams import CLIP_ENDS, MUTABLE, REWARD_WEIGHT, Hparams
+from evo_grpo.schema.hparams import CLIP_ENDS, MUTABLE, REWARD_WEIGHT, Hparams, Value
 from evo_grpo.schema.problems import Problem, Problems, nearest
 from evo_grpo.schema.search_space import outside
 from evo_grpo.seeding import derive, generator
@@ -35,7 +35,8 @@ def start_hparams(
     `latin_hypercube` (McKay, Beckman & Conover 1979): agent 0 has the values of `first`, and the
     N - 1 others cover every range evenly. Each range is cut into N - 1 strata of equal length, on a
     log scale if its minimum is above 0. Each stratum holds the value of exactly one agent, in a
-    random order per hyperparameter. A clip pair with low >= high, which overlapping ranges allow,
+    random order per hyperparameter. Each of the choices of a hyperparameter has as many of all N
+    agents as any other, or one more. A clip pair with low >= high, which overlapping ranges allow,
     is drawn at random instead.
 
     `sample`: agent 0 has the values of `first`, and each other agent draws independently.
@@ -77,10 +78,7 @@ def start_problems(
             continue
         for one in outside(hparams, hp_config):
             if one not in known:
-                text = (
-                    f"expected a value inside of its range [{one.low:g}, {one.high:g}], got "
-                    f"{one.value:g}; move it, or widen the range"
-                )
+                text = f"expected {one.parameter.expected()}, got {one.shown}; {one.remedy}"
                 yield Problem((index, one.name), text)
 
 
@@ -112,8 +110,9 @@ def sample_hparams(
 ) -> Hparams:
     """Draw every hyperparameter that may mutate from its range.
 
-    Draws are log-uniform, or uniform if the minimum of the range is 0. Ends of a clip pair are
-    drawn by their distance from 1. If a range has a `start`, values are drawn from it.
+    Draws are log-uniform, or uniform if the minimum of the range is 0 or there are choices. Ends
+    of a clip pair are drawn by their distance from 1. If a range has a `start`, values are drawn
+    from it.
 
     Raises:
         ConfigError: The ranges of clip_low and clip_high allow no low < high.
@@ -121,7 +120,7 @@ def sample_hparams(
     plain, clip_ends = _parts(base, hp_config)
     drawn = base
     for name, parameter in plain.items():
-        drawn = drawn.with_value(name, draw(parameter, rng))
+        drawn = drawn.with_value(name, draw_value(parameter, rng))
     return _draw_clip_pair(drawn, clip_ends, rng) if clip_ends else drawn
 
 
@@ -135,6 +134,13 @@ def latin_hypercube(rows: int, columns: int, rng: np.random.Generator) -> np.nda
     strata = np.stack([rng.permutation(rows) for _ in range(columns)], axis=1)
     # In (0, 1], so that a range that begins at 0 yields no 0: lr and clip_coef could not take it.
     return (strata + 1.0 - rng.random((rows, columns))) / rows
+
+
+def draw_value(parameter: RLParameter, rng: np.random.Generator) -> Value:
+    """Draw one of the choices, or from a range; see `draw`."""
+    if parameter.choices is not None:
+        return parameter.choices[int(rng.integers(len(parameter.choices)))]
+    return draw(parameter, rng)
 
 
 def draw(parameter: RLParameter, rng: np.random.Generator) -> float:
@@ -164,12 +170,36 @@ def _spread(
     if not plain and not clip_ends:
         yield from [first] * count
         return
+    places = {
+        name: _places(parameter.choices, first.get(name), count, rng)
+        for name, parameter in plain.items()
+        if parameter.choices is not None
+    }
     for row in latin_hypercube(count, len(plain) + len(clip_ends), rng).tolist():
         shares = iter(row)
         drawn = first
         for (name, parameter), share in zip(plain.items(), shares, strict=False):
-            drawn = drawn.with_value(name, value_at(parameter, share))
+            value = (
+                places[name][math.ceil(share * count) - 1]
+                if name in places
+                else value_at(parameter, share)
+            )
+            drawn = drawn.with_value(name, value)
         yield _clip_pair_at(drawn, clip_ends, row[len(plain) :], rng) if clip_ends else drawn
+
+
+def _places(
+    choices: Sequence[Value], first: Value | None, count: int, rng: np.random.Generator
+) -> list[Value]:
+    """Return the choices of the `count` agents beside the first one.
+
+    Over all agents, each choice is there equally often, or once more: which ones is drawn. The
+    first agent counts, if its value is one of the choices.
+    """
+    drawn = [choices[index] for index in rng.permutation(len(choices)).tolist()]
+    order = [one for one in drawn if one == first] + [one for one in drawn if one != first]
+    begin = 1 if first in choices else 0
+    return [order[place % len(order)] for place in range(begin, begin + count)]
 
 
 def _parts(

@@ -161,8 +161,8 @@ def _set(
             *(
                 Problem(
                     (one.name,),
-                    f"expected a value inside of its range [{one.low:g}, {one.high:g}], got "
-                    f"{one.value:g}; the range is that of evolve.hyperparameters",
+                    f"expected {one.parameter.expected()}, got {one.shown}; "
+                    "what it may be is in evolve.hyperparameters",
                 )
                 for one in beyond
             )
@@ -187,7 +187,7 @@ def changes_between(old: Hparams, new: Hparams, hp_config: HyperparameterConfig)
     """Return the differences as mutations record them: name -> (old, new).
 
     A clip range appears as clip_low and clip_high if one of the values is a pair or its ends
-    mutate. A hyperparameter that is None on one side is left out: there is no number to record.
+    mutate. A hyperparameter that is None on one side is left out: there is no value to record.
     """
     ends = any(isinstance(one.clip_coef, tuple) for one in (old, new)) or bool(
         set(CLIP_ENDS) & set(hp_config.names())

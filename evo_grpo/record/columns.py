@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from evo_grpo.record.records import AgentRecord, RoundRecord
-    from evo_grpo.schema.hparams import Hparams
+    from evo_grpo.schema.hparams import Hparams, Value
 
 #: Columns of every table, also of hyperparameters that do not mutate.
 ALWAYS = ("lr", "beta", "clip_coef", "clip_low", "clip_high", "group_size")
@@ -44,10 +44,11 @@ def steered(rounds: Sequence[RoundRecord]) -> list[str]:
 
 def dtypes(names: Sequence[str]) -> dict[str, str]:
     """Return the pandas types of hyperparameters; nullable integers, so that None stays missing."""
-    return {name: "Int64" if type_of(name) is int else "float64" for name in names}
+    types: dict[type, str] = {int: "Int64", float: "float64", str: "object"}
+    return {name: types[type_of(name)] for name in names}
 
 
-def values(hparams: Hparams, names: Sequence[str]) -> dict[str, float | None]:
+def values(hparams: Hparams, names: Sequence[str]) -> dict[str, Value | None]:
     """Return hyperparameters by name.
 
     clip_low and clip_high are the bounds of the ratio, also for a scalar clip_coef. The clip_coef

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from evo_grpo.record.records import AgentRecord, RoundRecord
     from evo_grpo.record.winner import SelectedAgent
+    from evo_grpo.schema.hparams import Value
     from evo_grpo.types import Score
 
 
@@ -190,8 +191,9 @@ def _score(name: str, score: Score | None) -> dict[str, float | None]:
     return {name: _known(mean), f"{name}_se": _known(error)}
 
 
-def _values(agent: AgentRecord, names: Sequence[str]) -> dict[str, float | None]:
-    return {name: _known(value) for name, value in columns.values(agent.hparams, names).items()}
+def _values(agent: AgentRecord, names: Sequence[str]) -> dict[str, Value | None]:
+    found = columns.values(agent.hparams, names).items()
+    return {name: value if isinstance(value, str) else _known(value) for name, value in found}
 
 
 def _known(value: float | None) -> float | None:

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Self, final
 
 from evo_grpo.errors import CheckpointError
-from evo_grpo.schema.hparams import CLIP_ENDS, type_of
+from evo_grpo.schema.hparams import CLIP_ENDS, Value, type_of
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
 if TYPE_CHECKING:
@@ -184,12 +184,13 @@ class Space:
         values: dict[str, list[float]] = {}
         for agent in record.agents:
             for name, value in _values(agent.hparams, self.mutable).items():
-                values.setdefault(name, []).append(value)
+                if not isinstance(value, str):
+                    values.setdefault(name, []).append(value)
         return type(self)(self.mutable, {name: (min(v), max(v)) for name, v in values.items()})
 
-    def parameters(self, hparams: Hparams) -> tuple[dict[str, float], dict[str, BaseDistribution]]:
+    def parameters(self, hparams: Hparams) -> tuple[dict[str, Value], dict[str, BaseDistribution]]:
         """Return the parameters of a trial and their distributions, without those that are None."""
-        params: dict[str, float] = {}
+        params: dict[str, Value] = {}
         distributions: dict[str, BaseDistribution] = {}
         for name, value in _values(hparams, self.mutable).items():
             found = self._distribution(name, value)
@@ -197,14 +198,23 @@ class Space:
                 params[name], distributions[name] = value, found
         return params, distributions
 
-    def _distribution(self, name: str, value: float) -> BaseDistribution | None:
-        """Return the distribution of a parameter, widened to include `value`.
+    def _distribution(self, name: str, value: Value) -> BaseDistribution | None:
+        """Return the distribution of a parameter; a range is widened to include `value`.
 
-        None if the distribution is logarithmic and `value` is not positive.
+        None if the distribution is logarithmic and `value` is not positive, or if `value` is not
+        one of the choices, which cannot be widened.
         """
-        from optuna.distributions import FloatDistribution, IntDistribution
+        from optuna.distributions import (
+            CategoricalDistribution,
+            FloatDistribution,
+            IntDistribution,
+        )
 
         bounds, integer = self._bounds(name), type_of(name) is int
+        if bounds is not None and bounds.choices is not None:
+            return CategoricalDistribution(bounds.choices) if bounds.allows(value) else None
+        if isinstance(value, str):
+            return None
         ends = [] if bounds is None else [bounds.min, bounds.max]
         ends += self.first.get(name, ())
         low, high = min([value, *ends]), max([value, *ends])
@@ -229,9 +239,9 @@ class Space:
         return RLParameter(1 + distance.min, 1 + distance.max)
 
 
-def _values(hparams: Hparams, mutable: HyperparameterConfig) -> dict[str, float]:
+def _values(hparams: Hparams, mutable: HyperparameterConfig) -> dict[str, Value]:
     """Return the parameters of a trial, a clip pair as clip_low and clip_high."""
-    values: dict[str, float] = {}
+    values: dict[str, Value] = {}
     for name in dict.fromkeys((*_ALWAYS, *mutable.names())):
         if name == "clip_coef" and (
             isinstance(hparams.clip_coef, tuple) or set(CLIP_ENDS) & set(mutable.names())
@@ -319,7 +329,7 @@ def _same_result(trial: FrozenTrial, other: FrozenTrial) -> bool:
 
 def _finished(
     fitness: float | None,
-    parameters: tuple[dict[str, float], dict[str, BaseDistribution]],
+    parameters: tuple[dict[str, Value], dict[str, BaseDistribution]],
     attributes: Mapping[str, object],
     times: tuple[float | None, float | None],
     steps: dict[int, float] | None = None,

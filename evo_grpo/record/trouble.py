@@ -276,6 +276,8 @@ def _at_bounds(last: AgentRecord, config: RunConfig) -> Iterator[Trouble]:
     for name in space.names():
         value = last.hparams.named().get(name)
         bounds = {"min": space[name].min, "max": space[name].max}
+        if space[name].choices is not None and isinstance(value, str):
+            continue  # a name has no bound
         if isinstance(value, list) or value is None or bounds["min"] == bounds["max"]:
             continue
         for end, bound in bounds.items():

@@ -10,7 +10,7 @@ from evo_grpo.schema.shown import short_name, shown_value
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from evo_grpo.schema.hparams import Hparams
+    from evo_grpo.schema.hparams import Hparams, Value
 
 
 def count(amount: int, noun: str) -> str:
@@ -44,7 +44,7 @@ def hyperparameter(hparams: Hparams, name: str) -> str:
     return shown_value(getattr(hparams, name) if own else hparams.get(name))
 
 
-def changes_text(changes: Mapping[str, tuple[float, float]], arrow: str = " -> ") -> str:
+def changes_text(changes: Mapping[str, tuple[Value, Value]], arrow: str = " -> ") -> str:
     """Return the changes of a mutation as text, such as "lr 1e-3 -> 1.2e-3"."""
     return ", ".join(
         f"{short_name(name)} {shown_value(old)}{arrow}{shown_value(new)}"

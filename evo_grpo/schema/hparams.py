@@ -12,6 +12,9 @@ from pydantic import BeforeValidator
 from evo_grpo.schema.group import Group, computable, mutable_fields, setting
 from evo_grpo.schema.validation import LEAST, MOST
 
+Value = float | str
+"""The value of a hyperparameter that may mutate: a number, or a name."""
+
 ClipCoef = float | tuple[float, float]
 
 CLIP_ENDS = ("clip_low", "clip_high")
@@ -172,8 +175,8 @@ class Hparams(AgentFields):
         weights = values.pop("reward_weights", {})
         return values | {f"{REWARD_WEIGHT}{name}": value for name, value in weights.items()}
 
-    def get(self, name: str) -> float | None:
-        """Return the value of a hyperparameter as a number.
+    def get(self, name: str) -> Value | None:
+        """Return the value of a hyperparameter as a number, or as a name.
 
         `clip_low` and `clip_high` are the two ends of the clip range, and `reward_weights.<name>`
         is the weight of a reward function. None means no limit for max_grad_norm, all rows for
@@ -193,7 +196,7 @@ class Hparams(AgentFields):
             return self
         return self.replace(reward_weights=dict(weights) | self.reward_weights)
 
-    def with_value(self, name: str, value: float) -> "Hparams":
+    def with_value(self, name: str, value: Value) -> "Hparams":
         """Return a copy with one hyperparameter set; the names are those of `get`."""
         if name.startswith(REWARD_WEIGHT):
             own = {name.removeprefix(REWARD_WEIGHT): value}

@@ -18,6 +18,7 @@ from evo_grpo.schema.hparams import (
     MUTABLE,
     REWARD_WEIGHT,
     Hparams,
+    Value,
     is_mutable,
     type_of,
 )
@@ -25,6 +26,8 @@ from evo_grpo.schema.messages import other_name, shown
 from evo_grpo.schema.problems import MOST_PROBLEMS, Problem, Problems, nearest
 from evo_grpo.schema.shown import shown_value
 from evo_grpo.schema.validation import is_number
+
+Choices = tuple[Value, ...]
 
 CLIPS = ("clip_coef", *CLIP_ENDS)
 ROUNDING = 1e-12
@@ -49,17 +52,39 @@ def _pair(value: object) -> object:
     raise ValueError("two numbers [low, high] with low <= high, or null")
 
 
-class RLParameter(Group):
-    """Range and step of one hyperparameter that may mutate.
+def _choices(value: object) -> object:
+    """Accept different numbers, which are sorted, or different strings, as a tuple or a list."""
+    if value is None:
+        return None
+    if isinstance(value, list | tuple) and value:
+        items = cast("list[object]", list(value))
+        if all(isinstance(one, str) and one for one in items):
+            found = cast("list[float | str]", items)
+        elif all(map(is_number, items)):
+            found = sorted(cast("list[float]", items))
+        else:
+            raise ValueError("names alone, or numbers alone")
+        if len(set(found)) == len(found):
+            return tuple(found)
+        twice = next(one for place, one in enumerate(found) if one in found[:place])
+        raise ValueError(f"each choice once, but {shown_value(twice)} is there twice")
+    raise ValueError("a list of names or of numbers")
 
-    A mutation multiplies by `shrink_factor` or `grow_factor`. The direction is drawn so that the
-    expected step in log space is zero (with 0.8 and 1.2 it grows with probability 0.55): a fair
-    coin would drift down, by a third in twenty mutations. A value of 0 moves to a hundredth of the
-    range. Integers are rounded and move by at least 1.
+
+class RLParameter(Group):
+    """Range and step of one hyperparameter that may mutate, or the values it may have.
+
+    In a range, a mutation multiplies by `shrink_factor` or `grow_factor`. The direction is drawn so
+    that the expected step in log space is zero (with 0.8 and 1.2 it grows with probability 0.55): a
+    fair coin would drift down, by a third in twenty mutations. A value of 0 moves to a hundredth of
+    the range. Integers are rounded and move by at least 1.
+
+    Of `choices`, a mutation takes another one: of numbers the next smaller or greater, of names any
+    other, all with the same probability.
     """
 
-    min: float = setting(meaning="Minimum.", ge=0)
-    max: float = setting(meaning="Maximum.", ge=0)
+    min: float = setting(0.0, "Minimum; of `choices`, the least number.", ge=0)
+    max: float = setting(0.0, "Maximum; of `choices`, the greatest number.", ge=0)
     dtype: Annotated[Literal["float", "int"] | None, BeforeValidator(_type_name)] = setting(
         None, "`int` or `float`; null takes the type of the hyperparameter."
     )
@@ -70,10 +95,13 @@ class RLParameter(Group):
         "`[low, high]` inside the range. The first population is drawn from it; mutations move "
         "between `min` and `max`. null draws from the whole range.",
     )
+    choices: Annotated[tuple[int | float | str, ...] | None, BeforeValidator(_choices)] = setting(
+        None, "The possible values, in place of `min` and `max`: names, or numbers."
+    )
 
     def __init__(self, *values: Any, **settings: Any) -> None:
-        # Positional arguments are those of AgileRL, which has no start.
-        names = [name for name in type(self).model_fields if name != "start"]
+        # Positional arguments are those of AgileRL, which has neither a start nor choices.
+        names = [name for name in type(self).model_fields if name not in ("start", "choices")]
         if len(values) > len(names):
             text = f"RLParameter: expected at most {', '.join(names)}, got {len(values)} values"
             raise ConfigError(f"{text}; leave the last ones out")
@@ -85,6 +113,13 @@ class RLParameter(Group):
 
     @model_validator(mode="after")
     def _not_empty(self) -> Self:
+        if self.choices is not None:
+            self._check_choices(self.choices)
+            return self
+        for end, called in (("min", "minimum"), ("max", "maximum")):
+            if end not in self.model_fields_set:
+                text = f"missing; expected {called}, or choices in place of min and max"
+                raise Problems(Problem((end,), text))
         if self.min > self.max:
             text = f"expected min <= max, got min {self.min:g} > max {self.max:g}; swap the two"
             raise Problems(Problem((), text))
@@ -95,6 +130,31 @@ class RLParameter(Group):
             )
             raise Problems(Problem(("start",), text))
         return self
+
+    def _check_choices(self, choices: Choices) -> None:
+        """Check that nothing contradicts the choices, and set `min` and `max` from them."""
+        numbers = [one for one in choices if not isinstance(one, str)]
+        ends = {"min": numbers[0], "max": numbers[-1]} if numbers else {"min": 0.0, "max": 0.0}
+        for name, end in ends.items():
+            if name in self.model_fields_set and getattr(self, name) != end:
+                text = f"expected choices, or min and max, got both; remove {name} or choices"
+                raise Problems(Problem((name,), text))
+            object.__setattr__(self, name, end)
+        if self.start is not None:
+            text = "expected none beside choices, all of which the first population has; remove it"
+            raise Problems(Problem(("start",), text))
+
+    def allows(self, value: float | str) -> bool:
+        """Return whether a value is one of the choices, or in the range apart from rounding."""
+        if self.choices is not None:
+            return value in self.choices
+        return not isinstance(value, str) and self.min - ROUNDING <= value <= self.max + ROUNDING
+
+    def expected(self, where: str = "of its range") -> str:
+        """Return what a value has to be: "a value inside of its range [1, 2]", "one of a, b"."""
+        if self.choices is not None:
+            return f"one of {', '.join(map(str, self.choices))}"
+        return f"a value inside {where} [{self.min:g}, {self.max:g}]"
 
     def within(self, low: float, high: float) -> Self:
         """Return the parameter over another range, without a `start`."""
@@ -112,11 +172,14 @@ class RLParameter(Group):
         return down / (down + up)
 
     def clip(self, value: float) -> float:
-        """Return the value clamped to [min, max], rounded for an integer parameter."""
+        """Return the value clamped to [min, max], rounded for an integer; the nearest choice."""
+        if self.choices is not None:
+            numbers = [one for one in self.choices if not isinstance(one, str)]
+            return min(numbers, key=lambda one: abs(one - value))
         inside = min(max(value, self.min), self.max)
         return round(inside) if self.dtype == "int" else float(inside)
 
-    def step(self, value: float, draw: float) -> float:
+    def step(self, value: Value, draw: float) -> Value:
         """Return the mutated value.
 
         Args:
@@ -125,8 +188,13 @@ class RLParameter(Group):
 
         Returns:
             A value in [min, max]; equal to `value` only if min == max or no other integer is in
-            the range.
+            the range. Of choices, another one, if there is another one.
         """
+        if self.choices is not None:
+            others = _beside(value, self.choices)
+            return others[int(draw * len(others))] if others else value
+        if isinstance(value, str):
+            raise TypeError(f"expected a number, which a range moves, got {value!r}")
         grow = draw < self.grow_probability
         if value <= self.min:
             grow = True
@@ -141,6 +209,15 @@ class RLParameter(Group):
             if moved == value:
                 moved += 1 if grow else -1
         return self.clip(moved)
+
+
+def _beside(value: Value, choices: Choices) -> list[Value]:
+    """Return the choices that a mutation may take: other names, or the numbers next to a number."""
+    if isinstance(value, str):
+        return [one for one in choices if one != value]
+    numbers = [one for one in choices if not isinstance(one, str)]
+    lower, higher = [n for n in numbers if n < value], [n for n in numbers if n > value]
+    return [*lower[-1:], *higher[:1]]
 
 
 class HyperparameterConfig:
@@ -198,6 +275,9 @@ class HyperparameterConfig:
     def __repr__(self) -> str:
         shown: list[str] = []
         for name, p in self.parameters.items():
+            if p.choices is not None:
+                shown.append(f"{name}=RLParameter(choices={list(p.choices)})")
+                continue
             start = "" if p.start is None else f", start=({p.start[0]:g}, {p.start[1]:g})"
             shown.append(f"{name}=RLParameter(min={p.min:g}, max={p.max:g}{start})")
         return f"HyperparameterConfig({', '.join(shown)})"
@@ -237,11 +317,18 @@ def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
             f"expected a range, a mapping with min and max, got {shown(given)}; write "
             f"{{min: {shown_value(ends[0])}, max: {shown_value(ends[1])}}}"
         )
+        if type_of(name) is str:
+            text = f"expected {{choices: [...]}}, got {shown(given)}; name the possible values"
         raise Problems(Problem((), text))
     if wrong := tuple(wrong_keys(given, ())):
         raise Problems(*wrong)
     kind = type_of(name).__name__
     parameter = given if isinstance(given, RLParameter) else RLParameter(**given)
+    if parameter.choices is not None:
+        return _typed_choices(name, parameter, parameter.choices)
+    if kind == "str":
+        text = "expected choices, a list of possible values, got min and max; it is no number"
+        raise Problems(Problem((), text))
     # AgileRL's examples use "float" for integers, so only the reverse is an error.
     if parameter.dtype == "int" and kind == "float":
         text = f"expected 'float', which {name} is, got 'int'"
@@ -249,6 +336,28 @@ def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
     parameter = parameter.replace(dtype=kind)
     _check_ends(name, parameter)
     return parameter
+
+
+def _typed_choices(name: str, parameter: RLParameter, choices: Choices) -> RLParameter:
+    """Return choices with the type of their hyperparameter, after checking that each is valid."""
+    kind, path = type_of(name), ("choices",)
+    if name in CLIPS:
+        text = "expected min and max, since the two ends of the clip range move; remove choices"
+        raise Problems(Problem(path, text))
+    if kind is str and parameter.dtype is not None:
+        raise Problems(Problem(("dtype",), f"expected none, since {name} is no number; remove it"))
+    fits = isinstance(choices[0], str) if kind is str else not isinstance(choices[0], str)
+    if not fits or (kind is int and not all(float(one).is_integer() for one in choices)):
+        expected = {str: "names", int: "integers", float: "numbers"}[kind]
+        text = f"expected {expected}, which values of {name} are, got {shown(list(choices))}"
+        raise Problems(Problem(path, text))
+    typed = tuple(kind(one) for one in choices)
+    for one in typed:
+        try:
+            Hparams().with_value(name, one)
+        except Problems as problems:
+            raise Problems(*(Problem(path, p.text) for p in problems.found)) from None
+    return parameter.replace(choices=typed, dtype=None if kind is str else kind.__name__)
 
 
 def _check_ends(name: str, parameter: RLParameter) -> None:
@@ -273,28 +382,37 @@ def _check_ends(name: str, parameter: RLParameter) -> None:
 
 
 class Outside(NamedTuple):
-    """An initial value of an agent that is outside its range.
+    """An initial value of an agent that is outside its range, or none of its choices.
 
     Attributes:
         name: The hyperparameter.
         value: Its value; for a pair-valued clip_coef the distance from 1.
-        low: Minimum of the range.
-        high: Maximum of the range.
+        parameter: The range.
     """
 
     name: str
-    value: float
-    low: float
-    high: float
+    value: Value
+    parameter: RLParameter
+
+    @property
+    def shown(self) -> str:
+        """The value as text."""
+        return self.value if isinstance(self.value, str) else f"{self.value:g}"
+
+    @property
+    def remedy(self) -> str:
+        """What a user can do."""
+        if self.parameter.choices is None:
+            return "move it, or widen the range"
+        return "take one of them, or add it to the choices"
 
 
 def outside(hparams: Hparams, hp_config: HyperparameterConfig) -> Iterator[Outside]:
     """Yield the values of an agent that are outside their ranges."""
     for name in hp_config.names():
-        low, high = hp_config[name].min, hp_config[name].max
         for value in _values(hparams, name):
-            if not low - ROUNDING <= value <= high + ROUNDING:
-                yield Outside(name, value, low, high)
+            if not hp_config[name].allows(value):
+                yield Outside(name, value, hp_config[name])
 
 
 def warn_if_nothing_mutates(rl_hp: float, hp_config: HyperparameterConfig) -> None:
@@ -309,7 +427,7 @@ def warn_if_nothing_mutates(rl_hp: float, hp_config: HyperparameterConfig) -> No
         )
 
 
-def _values(hparams: Hparams, name: str) -> list[float]:
+def _values(hparams: Hparams, name: str) -> list[Value]:
     if name == "clip_coef" and isinstance(hparams.clip_coef, tuple):
         low, high = hparams.clip_coef
         return [1 - low, high - 1]  # the range of clip_coef is that of the distance from 1

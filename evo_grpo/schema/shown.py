@@ -15,9 +15,11 @@ def short_name(name: str) -> str:
 
 
 def shown_value(value: object, digits: int = 3) -> str:
-    """Return the value of a hyperparameter: 0.2, 1.4e-3, a pair as low:high, anything else "-"."""
+    """Return the value of a hyperparameter: 0.2, 1.4e-3, a name, a pair as low:high, else "-"."""
     if isinstance(value, tuple | list):
         return ":".join(shown_value(end, digits) for end in cast("list[object]", value))
+    if isinstance(value, str):
+        return value
     if not isinstance(value, int | float):
         return "-"
     if not 0 < abs(value) < SMALL:

@@ -293,8 +293,5 @@ def _outside(first: Hparams, ranges: Mapping[str, RLParameter], above: Path) -> 
     """Yield initial hyperparameters outside of their range."""
     for found in outside(first, HyperparameterConfig(**ranges)):
         where = ".".join(map(str, (*above, found.name)))
-        text = (
-            f"expected a value inside {where} [{found.low:g}, {found.high:g}], got "
-            f"{found.value:g}; move it, or widen the range"
-        )
+        text = f"expected {found.parameter.expected(where)}, got {found.shown}; {found.remedy}"
         yield Problem(("algorithm", "clip_coef" if found.name in CLIPS else found.name), text)

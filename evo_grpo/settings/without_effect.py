@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
@@ -20,6 +20,7 @@ from evo_grpo.evolve.select.halving import HalvingSelection
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.sizes import places_by_round
 from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig
+from evo_grpo.schema.shown import shown_value
 
 if TYPE_CHECKING:
     from evo_grpo.schema.hparams import Hparams
@@ -95,7 +96,8 @@ class Seen:
         """The least and the greatest value of a hyperparameter in any agent."""
         if self.own_exploration:
             return 0.0, math.inf
-        values = [math.inf if (v := one.get(name)) is None else v for one in self.begin]
+        begin = (one.get(name) for one in self.begin)
+        values = [math.inf if v is None else cast("float", v) for v in begin]
         if self.mutates(name):
             values += [self.ranges[name].min, self.ranges[name].max]
         return min(values), max(values)
@@ -283,8 +285,13 @@ def _batch_size(seen: Seen) -> Iterator[Finding]:
 
 def _still(seen: Seen) -> Iterator[Finding]:
     for name in seen.ranges.names():
-        least, most = seen.ranges[name].min, seen.ranges[name].max
-        if least == most:
+        parameter = seen.ranges[name]
+        least, most = parameter.min, parameter.max
+        if parameter.choices is not None:
+            if len(parameter.choices) == 1:
+                only = shown_value(parameter.choices[0])
+                yield Finding(f"{RANGES}.{name}", f"never moves: its only choice is {only}")
+        elif least == most:
             yield Finding(f"{RANGES}.{name}", f"never moves: min and max are both {least:g}")
 
 

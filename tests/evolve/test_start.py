@@ -276,3 +276,23 @@ def test_a_start_outside_of_the_ranges_has_no_description_but_same():
     config = HyperparameterConfig(lr=RLParameter(1e-5, 1e-2))
     made = [Hparams(), Hparams(lr=0.5)]
     assert described_start(made, Hparams(), config, 0) == "same"
+
+
+@pytest.mark.parametrize("size", [2, 5, 8])
+@PROPERTY
+@given(seeds)
+def test_each_choice_has_its_share_of_the_agents_of_which_the_first_is_one(size, seed):
+    config = HyperparameterConfig(
+        lr=RLParameter(1e-6, 1e-2), group_size=RLParameter(choices=[4, 8, 16])
+    )
+    agents = start_hparams(INSIDE.replace(group_size=8), config, size, "latin_hypercube", seed)
+    assert agents[0].group_size == 8
+    counts = [sum(one.group_size == size for one in agents) for size in (4, 8, 16)]
+    assert max(counts) - min(counts) <= 1
+    assert len({one.lr for one in agents}) == size
+
+
+def test_sampled_starts_take_any_choice():
+    config = HyperparameterConfig(group_size=RLParameter(choices=[4, 8, 16]))
+    agents = start_hparams(INSIDE.replace(group_size=8), config, 40, "sample", 0)
+    assert {one.group_size for one in agents} == {4, 8, 16}

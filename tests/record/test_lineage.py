@@ -9,7 +9,7 @@ import optuna
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optuna.distributions import FloatDistribution, IntDistribution
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
 from random_runs import HP_CONFIG, make_run, timed
@@ -361,3 +361,11 @@ def test_what_differs_from_the_start_is_in_the_importances_without_mutating():
     study = filled(records, HyperparameterConfig()).study
     kept = optuna.search_space.intersection_search_space(study.get_trials())
     assert kept["beta"] == FloatDistribution(0.0, 0.03)
+
+
+def test_choices_are_a_category_of_which_another_value_is_no_member(make_run):
+    config = HyperparameterConfig(group_size=RLParameter(choices=[4, 8]))
+    trial = one_trial(make_run, Hparams(group_size=8), config)
+    assert trial.params["group_size"] == 8
+    assert trial.distributions["group_size"] == CategoricalDistribution((4, 8))
+    assert "group_size" not in one_trial(make_run, Hparams(group_size=6), config).params

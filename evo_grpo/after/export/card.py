@@ -15,6 +15,7 @@ from evo_grpo.printable import printable
 from evo_grpo.record.replay import BUDGETS, read_replay
 from evo_grpo.record.story import rivals_text
 from evo_grpo.record.wording import count, with_error
+from evo_grpo.schema.shown import shown_value
 
 if TYPE_CHECKING:
     from evo_grpo.record.choice import ChosenAgent
@@ -134,7 +135,9 @@ def _schedule(path: Sequence[AgentRecord]) -> list[str]:
     for record in path:
         h = record.hparams
         changed = record.mutation.changes.items()
-        changes = ", ".join(f"{_plain(name)} {a:.3g} → {b:.3g}" for name, (a, b) in changed)
+        changes = ", ".join(
+            _plain(f"{name} {shown_value(a)} → {shown_value(b)}") for name, (a, b) in changed
+        )
         made = _plain(record.mutation.op) + (f" ({changes})" if changes else "")
         fitness = f"{record.score.mean:.4f}" if record.score else "failed"
         pair = h.clip_coef if isinstance(h.clip_coef, tuple) else (h.clip_coef,)

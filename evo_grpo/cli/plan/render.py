@@ -162,8 +162,12 @@ def _shown(value: object) -> str:
 
 def _mutating(plan: Plan) -> str:
     ranges = plan.config.search_space()
-    ends = ((name, ranges[name].min, ranges[name].max) for name in ranges.names())
-    shown = (f"{name} in [{shown_value(low)}, {shown_value(high)}]" for name, low, high in ends)
+    shown: list[str] = []
+    for name, one in ranges.parameters.items():
+        if one.choices is None:
+            shown.append(f"{name} in [{shown_value(one.min)}, {shown_value(one.max)}]")
+        else:
+            shown.append(f"{name} of {', '.join(map(shown_value, one.choices))}")
     return ", ".join(shown) or "nothing"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from evo_grpo.envs.rewards.functions import unknown_reward
 from evo_grpo.schema.hparams import REWARD_WEIGHT
 from evo_grpo.schema.problems import Problem, Problems
-from evo_grpo.schema.search_space import ROUNDING, HyperparameterConfig
+from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings.evolve import FitnessReward
 
 
@@ -42,11 +42,10 @@ def check_rewards(
         if name not in weights:
             found.append(Problem(path, unknown_reward(name, list(weights))))
             continue
-        low, high = space[path[-1]].min, space[path[-1]].max
-        if not low - ROUNDING <= weights[name] <= high + ROUNDING:
+        if not space[path[-1]].allows(weights[name]):
             text = (
-                f"expected the weight of {name!r} inside its range [{low:g}, {high:g}], got "
-                f"{weights[name]:g}; give one there, or widen evolve.hyperparameters.{path[-1]}"
+                f"expected {space[path[-1]].expected()} as the weight of {name!r}, got "
+                f"{weights[name]:g}; give such a one, or change evolve.hyperparameters.{path[-1]}"
             )
             found.append(Problem(("env", "reward_weights"), text))
     for name in () if reward is None else weights_in(reward):

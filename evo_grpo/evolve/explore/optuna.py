@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, final
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, final
 
 from pydantic import AfterValidator
 
@@ -20,7 +20,7 @@ from evo_grpo.evolve.explore.protocol import Candidate, Changes, Trial
 from evo_grpo.evolve.explore.step import parts, value_of
 from evo_grpo.evolve.start import sample_hparams, with_values
 from evo_grpo.schema.group import Group, PlainMapping, setting
-from evo_grpo.schema.hparams import CLIP_ENDS, Hparams
+from evo_grpo.schema.hparams import CLIP_ENDS, Hparams, Value
 from evo_grpo.schema.problems import nearest
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.seeding import generator
@@ -87,8 +87,8 @@ class OptunaExploration(Group):
             return hparams, {}
         proposed = self._propose(space, candidate.trials, int(rng.integers(2**31)))
         values = {name: _value(name, space[name], proposed[name]) for name in space}
-        pair = dict(zip(CLIP_ENDS, hparams.clip_bounds, strict=True)) | values
-        if pair["clip_low"] >= pair["clip_high"]:
+        low, high = (values.get(*end) for end in zip(CLIP_ENDS, hparams.clip_bounds, strict=True))
+        if cast("float", low) >= cast("float", high):
             values = {name: value for name, value in values.items() if name not in CLIP_ENDS}
         old = {name: value_of(hparams, name, space[name]) for name in values}
         changes = {name: (old[name], new) for name, new in values.items() if new != old[name]}
@@ -193,8 +193,10 @@ def _measure(name: str, parameter: RLParameter) -> RLParameter:
     return parameter if distance is None else distance
 
 
-def _value(name: str, parameter: RLParameter, proposed: float) -> float:
+def _value(name: str, parameter: RLParameter, proposed: Value) -> Value:
     """Return the value of a hyperparameter from a proposal."""
+    if isinstance(proposed, str) or parameter.choices is not None:
+        return proposed
     if name in CLIP_ENDS and distance_of_end(name, parameter) is not None:
         return from_distance(name, parameter, proposed)
     return parameter.clip(proposed)
@@ -205,14 +207,23 @@ def _params(hparams: Hparams, space: Mapping[str, RLParameter]) -> dict[str, Any
     params: dict[str, Any] = {}
     for name, parameter in space.items():
         value, measure = value_of(hparams, name, parameter), _measure(name, parameter)
-        if not math.isnan(value):
+        if parameter.choices is not None:
+            if parameter.allows(value):
+                params[name] = value
+        elif not isinstance(value, str) and not math.isnan(value):
             params[name] = measure.clip(value if measure is parameter else abs(value - 1))
     return params
 
 
 def _distribution(parameter: RLParameter) -> "BaseDistribution":
-    from optuna.distributions import FloatDistribution, IntDistribution
+    from optuna.distributions import (
+        CategoricalDistribution,
+        FloatDistribution,
+        IntDistribution,
+    )
 
+    if parameter.choices is not None:
+        return CategoricalDistribution(parameter.choices)
     low, high = parameter.min, parameter.max
     if parameter.dtype == "int":
         return IntDistribution(math.ceil(low), math.floor(high), log=low > 0)

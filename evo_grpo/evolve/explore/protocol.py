@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from evo_grpo.schema.hparams import Value
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from evo_grpo.schema.hparams import Hparams
     from evo_grpo.schema.search_space import HyperparameterConfig
 
-Changes = dict[str, tuple[float, float]]
+Changes = dict[str, tuple[Value, Value]]
 """Name of a hyperparameter -> (old, new)."""
 
 

@@ -8,7 +8,7 @@ from evo_grpo.evolve.explore.protocol import Candidate, Changes
 from evo_grpo.evolve.explore.step import parts, put, step
 from evo_grpo.evolve.start import draw, draw_clip_end
 from evo_grpo.schema.group import Group, setting
-from evo_grpo.schema.hparams import CLIP_ENDS, Hparams
+from evo_grpo.schema.hparams import CLIP_ENDS, Hparams, Value
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,7 +22,8 @@ class Resample(Group):
 
     This is the exploration of population-based training (Jaderberg et al. 2017, arXiv:1711.09846).
     Draws are log-uniform over the whole range, or uniform if its minimum is 0. The factors are
-    those of the range, by default 0.8 and 1.2. Survivors keep their values.
+    those of the range, by default 0.8 and 1.2. Of `choices`, a value is drawn anew, or a number
+    moves to the next one and a name stays. Survivors keep their values.
     """
 
     kind: Literal["resample"] = setting(
@@ -47,6 +48,8 @@ class Resample(Group):
         for name, parameter in parts(hparams, hp_config):
             anew = rng.random() < self.probability
             value = _draw(hparams, name, parameter, rng) if anew else None
+            if value is None and isinstance(hparams.get(name), str):
+                continue
             if value is None:
                 hparams, change = step(hparams, name, parameter, rng.random())
             else:
@@ -57,7 +60,7 @@ class Resample(Group):
 
 def _draw(
     hparams: Hparams, name: str, parameter: "RLParameter", rng: "np.random.Generator"
-) -> float | None:
+) -> Value | None:
     """Draw a value; None for an end of a clip pair that would give low >= high."""
     if name not in CLIP_ENDS:
         return draw(parameter, rng)

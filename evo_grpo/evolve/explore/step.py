@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from evo_grpo.evolve.clip_ends import distance_of_end, end_of_distance, from_distance
 from evo_grpo.schema.hparams import CLIP_ENDS, LEAST_LR
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from evo_grpo.evolve.explore.protocol import Changes
-    from evo_grpo.schema.hparams import Hparams
+    from evo_grpo.schema.hparams import Hparams, Value
     from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
 
@@ -24,14 +24,16 @@ def parts(hparams: Hparams, hp_config: HyperparameterConfig) -> Iterator[tuple[s
             yield name, hp_config[name]
 
 
-def value_of(hparams: Hparams, name: str, parameter: RLParameter) -> float:
+def value_of(hparams: Hparams, name: str, parameter: RLParameter) -> Value:
     """Return the value of a hyperparameter; None counts as the maximum of its range."""
     value = hparams.get(name)
-    return parameter.clip(parameter.max) if value is None else value
+    if value is not None:
+        return value
+    return parameter.clip(parameter.max) if parameter.choices is None else parameter.choices[-1]
 
 
 def put(
-    hparams: Hparams, name: str, parameter: RLParameter, value: float
+    hparams: Hparams, name: str, parameter: RLParameter, value: Value
 ) -> tuple[Hparams, Changes]:
     """Set a value; return the new hyperparameters and the changes."""
     old = value_of(hparams, name, parameter)
@@ -66,6 +68,11 @@ def step(
     return put(hparams, name, parameter, parameter.step(value_of(hparams, name, parameter), draw))
 
 
+def moved(parameter: RLParameter, value: float, draw: float) -> float:
+    """Return a number moved in its range; see `RLParameter.step`."""
+    return cast("float", parameter.step(value, draw))
+
+
 def _step_clip_end(
     hparams: Hparams, name: str, end: RLParameter, draw: float
 ) -> tuple[Hparams, Changes]:
@@ -76,10 +83,10 @@ def _step_clip_end(
     other_way = 0.0 if draw >= end.grow_probability else end.grow_probability
     for attempt in (draw, other_way):
         if distance is None:
-            new = end.step(old, attempt)
+            new = moved(end, old, attempt)
         else:
             # A factor on the bound itself would be far too coarse: 1.0004 * 1.2 = 1.2005.
-            new = from_distance(name, end, distance.step(abs(old - 1), attempt))
+            new = from_distance(name, end, moved(distance, abs(old - 1), attempt))
         in_order = new < high if name == "clip_low" else low < new
         if new != old and in_order:
             return hparams.with_value(name, new), {name: (old, new)}

@@ -24,6 +24,7 @@ from evo_grpo.record.log import START, RoundDone, RunFinished, entries
 from evo_grpo.record.names import JOURNAL
 from evo_grpo.record.study import open_study
 from evo_grpo.record.view import RunView
+from evo_grpo.schema.shown import shown_value
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -145,7 +146,10 @@ def trial_note(agent: AgentRecord, record: RoundRecord) -> str:
         lines.append("- of the first population")
     else:
         lines.append(f"- from member {agent.parent}: {agent.mutation.op}")
-    lines += [f"- {name}: {old:g} → {new:g}" for name, (old, new) in agent.mutation.changes.items()]
+    lines += [
+        f"- {name}: {shown_value(old)} → {shown_value(new)}"
+        for name, (old, new) in agent.mutation.changes.items()
+    ]
     if agent.state == "ok" and agent.score is not None:
         fitness, error = columns.fitness(agent), columns.fitness_se(agent)
         lines.append(f"- fitness {fitness:.4f} ± {error:.4f}")

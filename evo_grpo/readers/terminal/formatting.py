@@ -9,6 +9,7 @@ from evo_grpo.record.columns import fitness
 from evo_grpo.record.family import best_agent
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.wording import changes_text, count, number, with_error
+from evo_grpo.schema.hparams import Value
 
 ALWAYS_SHOWN = ("lr", "beta", "clip_coef", "group_size")
 
@@ -19,13 +20,14 @@ def shown_names(hyperparameters: Iterable[str]) -> list[str]:
     return list(dict.fromkeys((*ALWAYS_SHOWN, *given)))
 
 
-def direction(changes: Mapping[str, tuple[float, float]], name: str) -> str:
-    """Return "up" or "down" for a hyperparameter that a mutation changed, else an empty string."""
+def direction(changes: Mapping[str, tuple[Value, Value]], name: str) -> str:
+    """Return "up" or "down" for a number that a mutation changed, else an empty string."""
     ends = ("clip_coef", "clip_low", "clip_high") if name == "clip_coef" else (name,)
     for end in ends:
         if end in changes:
             old, new = changes[end]
-            return "up" if new > old else "down"
+            if not isinstance(old, str) and not isinstance(new, str):
+                return "up" if new > old else "down"
     return ""
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from evo_grpo.record import columns
 from evo_grpo.record.log import RoundDone, RunFinished, StepDone
 from evo_grpo.record.vocabulary import HYPERPARAMETER, SECONDS
+from evo_grpo.record.wording import changes_text
 
 if TYPE_CHECKING:
     from evo_grpo.record.log import Entry
@@ -108,8 +109,8 @@ def life(agent: AgentRecord) -> str:
     text = f"member {agent.member}"
     if agent.parent is not None:
         text += f", from member {agent.parent} ({agent.mutation.op})"
-    moved = [f"{name} {old:g} -> {new:g}" for name, (old, new) in agent.mutation.changes.items()]
-    return f"{text}: {', '.join(moved)}" if moved else text
+    moved = changes_text(agent.mutation.changes)
+    return f"{text}: {moved}" if moved else text
 
 
 def finite(values: Mapping[str, float | None]) -> dict[str, float]:
@@ -131,6 +132,7 @@ def _of_agent(agent: AgentRecord, names: Sequence[str]) -> dict[str, float]:
         **{
             f"{HYPERPARAMETER}{name}": value
             for name, value in columns.values(agent.hparams, names).items()
+            if not isinstance(value, str)  # a tracker draws numbers
         },
     }
     return finite(values)

@@ -213,3 +213,29 @@ def test_survivors_and_copies_mutate_alike():
 def test_values_out_of_range_are_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         Mutations(**given)
+
+
+CHOICES = HyperparameterConfig(
+    lr=RLParameter(1e-6, 1e-2), group_size=RLParameter(choices=[4, 8, 16])
+)
+
+
+def test_choices_mutate_with_a_weight_of_their_own():
+    moved = {"lr": 0, "group_size": 0, "": 0}
+    mutations = Mutations(no_mutation=0.5, rl_hp=0.4, choice=0.1)
+    for seed in range(2000):
+        rng = np.random.default_rng(seed)
+        new, changes = explore(mutations, INSIDE.replace(group_size=8), CHOICES, rng)
+        assert new.group_size in (4, 8, 16)
+        moved[next(iter(changes), "")] += 1
+    assert moved["lr"] / 2000 == pytest.approx(0.4, abs=0.04)
+    assert moved["group_size"] / 2000 == pytest.approx(0.1, abs=0.03)
+
+
+def test_a_weight_for_choices_changes_nothing_where_none_are_searched():
+    for seed in range(50):
+        same = [
+            explore(Mutations(choice=choice), INSIDE, WIDE, np.random.default_rng(seed))
+            for choice in (0.0, 5.0)
+        ]
+        assert same[0] == same[1]

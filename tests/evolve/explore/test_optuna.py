@@ -155,3 +155,18 @@ def test_yaml_names_it_and_its_log_stays_silent(capfd):
     propose(config.evolve.exploration, (), 0)
     assert optuna.logging.get_verbosity() == level
     assert capfd.readouterr().err == ""
+
+
+def test_choices_are_proposed_as_categories():
+    config = HyperparameterConfig(group_size=RLParameter(choices=[4, 8, 16]))
+    known = [
+        Trial(INSIDE.replace(group_size=size), float(size == 16), 0) for size in (4, 8, 16) * 10
+    ]
+    odd = [Trial(INSIDE.replace(group_size=5), 9.0, 0)]
+    start = INSIDE.replace(group_size=4)
+    found = [
+        propose(OptunaExploration(), known + odd, seed, config, start)[0].group_size
+        for seed in range(20)
+    ]
+    assert set(found) <= {4, 8, 16}
+    assert found.count(16) > 10

@@ -76,3 +76,16 @@ def test_yaml_names_it():
     config = from_dict({"model": "m", "env": "e", "evolve": {"exploration": "resample"}})
     assert config.evolve.exploration == Resample()
     assert math.isclose(Resample().probability, 0.25)
+
+
+def test_a_choice_is_drawn_anew_or_moves_to_the_next_one():
+    config = HyperparameterConfig(group_size=RLParameter(choices=[2, 4, 8, 16]))
+    start = INSIDE.replace(group_size=4)
+    moved = {
+        explore(Resample(probability=0), start, config, seed)[0].group_size for seed in range(40)
+    }
+    assert moved == {2, 8}
+    drawn = {
+        explore(Resample(probability=1), start, config, seed)[0].group_size for seed in range(40)
+    }
+    assert drawn == {2, 4, 8, 16}

@@ -91,14 +91,22 @@ def set_axis(
     span: Span,
     *,
     log: bool = False,
+    names: Sequence[str] = (),
     row: int | None = None,
     col: int | None = None,
 ) -> None:
     """Give an axis, "x" or "y", its ends, and if it is logarithmic its ticks as people write them.
 
-    `row` and `col` are for a figure that has several.
+    With `names`, it has their places 1, 2, ... as ticks. `row` and `col` are for a figure that has
+    several.
     """
     update = figure.update_xaxes if axis == "x" else figure.update_yaxes
+    if names:
+        update(
+            type="linear", range=list(span), tickmode="array",
+            tickvals=list(range(1, len(names) + 1)), ticktext=list(names), row=row, col=col,
+        )  # fmt: skip
+        return
     if not log:
         update(type="linear", range=list(span), row=row, col=col)
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
@@ -73,22 +73,23 @@ def plot_schedules(run: Run, names: Sequence[str] | None = None) -> go.Figure:
     playing = set(survivors(view))
     pixels = ROW - GAP
     for row, name in enumerate(chosen, start=1):
+        value_of = heights(view, name)
         for number, line in enumerate(lines):
             figure.add_scatter(
-                x=[agent.round + 1 for agent in line], y=[value_of(agent, name) for agent in line],
+                x=[agent.round + 1 for agent in line], y=[value_of(agent) for agent in line],
                 mode="lines", hoverinfo="skip", name=WINNER, legendgroup="winner",
                 showlegend=row == 1 and number == 0, line={"color": GREY, "width": 9},
                 opacity=0.35, row=row, col=1,
             )  # fmt: skip
         for agent, own in parts.items():
             _add_schedule(figure, view, own, name, row, faint=agent not in playing)
-        add_copies(figure, view, lambda agent, name=name: value_of(agent, name), row=row, col=1)
-        values = [value_of(agent, name) for agent in view.played]
-        log = spans_a_decade(values)
+        add_copies(figure, view, value_of, row=row, col=1)
+        values = [value_of(agent) for agent in view.played]
+        log = spans_a_decade(values) and not names_of(view, name)
         span = log_span(values) if log else linear_span(values)
         figure.update_yaxes(title_text=short_name(name), row=row, col=1)
-        set_axis(figure, "y", span, log=log, row=row, col=1)
-        points = {agent: (own[-1][-1].round + 1.0, value_of(own[-1][-1], name))
+        set_axis(figure, "y", span, log=log, names=names_of(view, name), row=row, col=1)
+        points = {agent: (own[-1][-1].round + 1.0, value_of(own[-1][-1]))
                   for agent, own in parts.items()}  # fmt: skip
         name_ends(figure, ends_of(view, points), span, pixels, log=log, row=row, col=1)
     round_axis(figure, len(view.rounds), title="", free=0.1)
@@ -122,11 +123,11 @@ def plot_improvement(run: Run, name: str) -> go.Figure:
         pairs[agent.agent].append((parent, agent))
     values: list[float] = []
     gains: list[float] = []
-    in_legend, seen = named(view), looks(view)
+    in_legend, seen, value_of = named(view), looks(view), heights(view, name)
     for agent, own in pairs.items():
         line = Line()
         for before, after in own:
-            gain, value = fitness(after) - fitness(before), value_of(after, name)
+            gain, value = fitness(after) - fitness(before), value_of(after)
             if math.isfinite(gain) and math.isfinite(value):
                 line.add(value, gain, brief(after, name))
                 values.append(value)
@@ -139,8 +140,9 @@ def plot_improvement(run: Run, name: str) -> go.Figure:
                     "maxdisplayed": 4 * MARKERS},
         )  # fmt: skip
     if values:
-        log = spans_a_decade(values)
-        set_axis(figure, "x", log_span(values) if log else linear_span(values), log=log)
+        log = spans_a_decade(values) and not names_of(view, name)
+        span = log_span(values) if log else linear_span(values)
+        set_axis(figure, "x", span, log=log, names=names_of(view, name))
         # Differences of a few standard errors do not fill the figure.
         errors = [error for one in view.played if math.isfinite(error := fitness_se(one))]
         least = 8 * median(errors) if errors else 0.0
@@ -153,10 +155,26 @@ def drawn_names(view: RunView) -> list[str]:
     return list(view.mutable) or ["lr"]
 
 
-def value_of(agent: AgentRecord, name: str) -> float:
-    """Return an agent's value of a hyperparameter, NaN where it is not a number."""
-    value = agent.hparams.get(name)
-    return math.nan if value is None else float(value)
+def names_of(view: RunView, name: str) -> list[str]:
+    """Return the values of a hyperparameter that are names, in the order in which they came up."""
+    values = (agent.hparams.get(name) for agent in view.played)
+    return list(dict.fromkeys(value for value in values if isinstance(value, str)))
+
+
+def heights(view: RunView, name: str) -> Callable[[AgentRecord], float]:
+    """Return the function from an agent to its value of a hyperparameter.
+
+    For a name it is the place in `names_of`, 1 for the first; it is NaN without a value.
+    """
+    places = {value: float(place) for place, value in enumerate(names_of(view, name), start=1)}
+
+    def height(agent: AgentRecord) -> float:
+        value = agent.hparams.get(name)
+        if isinstance(value, str):
+            return places[value]
+        return math.nan if value is None else float(value)
+
+    return height
 
 
 def _add_schedule(
@@ -168,11 +186,11 @@ def _add_schedule(
     *,
     faint: bool,
 ) -> None:
-    agent = parts[0][0].agent
+    agent, value_of = parts[0][0].agent, heights(view, name)
     line, look = Line(), looks(view)[agent]
     for part in parts:
         for one in part:
-            line.add(one.round + 1, value_of(one, name), brief(one, name))
+            line.add(one.round + 1, value_of(one), brief(one, name))
         line.part()
     title = agent_name(agent)
     figure.add_scatter(
