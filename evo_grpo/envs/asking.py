@@ -15,7 +15,7 @@ from evo_grpo.envs.data.tables import read_rows
 from evo_grpo.envs.episodes.dialogue import OBSERVATION, opening
 from evo_grpo.envs.finding import find_function
 from evo_grpo.envs.from_config import configured_template
-from evo_grpo.envs.prompting import prompting_template
+from evo_grpo.envs.prompting import named_template
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.registry import FAMILIES, build_task, is_multi_turn
 from evo_grpo.errors import ConfigError
@@ -46,8 +46,8 @@ class Asking:
         return list(self.template.columns())
 
 
-def asking(env: EnvConfig, seed: int) -> Asking:
-    """Return how the task of a configuration asks."""
+def asking(env: EnvConfig, seed: int, prompt: str | None = None) -> Asking:
+    """Return how the task of a configuration asks; `prompt` is a name in `env.prompts`."""
     if is_multi_turn(env.kind):
         messages = opening(env.system_prompt) or [{"role": "user", "content": f"{{{OBSERVATION}}}"}]
         first = replace(Template.of(messages), keywords=env.chat_template_kwargs)
@@ -65,8 +65,8 @@ def asking(env: EnvConfig, seed: int) -> Asking:
             )
         if template is None and env.train is not None:
             template = default_template(read_rows(env.train, "train")[0])
-        asked = prompting_template(Template.of(template), env.prompting(), examples)
+        asked = named_template(prompt, Template.of(template), env.prompting(), examples)
         return Asking(asked, DEFAULT_OUTPUT_TOKENS, {})
     task = build_task(env, seed, find_function)
     example = {} if own else task.splits["validation"][0]
-    return Asking(Template.of_task(task), task.max_output_tokens, example)
+    return Asking(Template.of_task(task, prompt), task.max_output_tokens, example)

@@ -11,6 +11,7 @@ from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.task import DatasetRow, Split, Task
 from evo_grpo.errors import ConfigError, DataError
 from evo_grpo.seeding import generator
+from evo_grpo.settings.prompting import unknown_prompt
 
 if TYPE_CHECKING:
     from evo_grpo.settings.prompting import FewShot, PromptSettings
@@ -36,28 +37,67 @@ def with_prompting(task: Task, given: PromptSettings, seed: int) -> Task:
     examples: Sequence[DatasetRow] = ()
     if given.few_shot is not None:
         task, examples = _with_examples(task, template, given.few_shot, seed)
-    made = prompting_template(template, given, examples)
-    if needs := _only_new(made.columns(), template.columns()):
-        for split, rows in task.splits.items():
-            require_columns(rows, needs, split, filled=needs)
+    named = {name: named_template(name, template, given, examples) for name in given.prompts or ()}
+    made = next(iter(named.values())) if named else prompting_template(template, given, examples)
+    for one in named.values() or [made]:
+        if needs := _only_new(one.columns(), template.columns()):
+            for split, rows in task.splits.items():
+                require_columns(rows, needs, split, filled=needs)
     return replace(
         task,
         prompt=made.text,
         conversation=made.conversation,
         keywords=made.keywords,
         thinking=given.thinking,
+        prompts={name: one.raw for name, one in named.items()},
     )
 
 
+def named_template(
+    name: str | None, template: Template, given: PromptSettings, examples: Sequence[DatasetRow]
+) -> Template:
+    """Return the template of a prompt in `env.prompts`; None stands for the first one.
+
+    The other arguments and the errors are those of `prompting_template`; without `env.prompts` it
+    is what that function returns.
+
+    Raises:
+        ConfigError: There is no prompt of that name.
+    """
+    prompts = given.prompts or {}
+    if name is None:
+        name = next(iter(prompts), None)
+    if name is None:
+        return prompting_template(template, given, examples)
+    if name not in prompts:
+        raise ConfigError(unknown_prompt(name, list(prompts)))
+    one, above = prompts[name], f"env.prompts.{name}"
+    if one.prompt is not None:
+        template = Template.of(one.prompt)
+    elif one.conversation is not None:
+        template = Template.of([{"role": m.role, "content": m.content} for m in one.conversation])
+    if given.system_prompt is not None and one.system_prompt is not None:
+        raise ConfigError(
+            f"{above}: expected no system prompt beside env.system_prompt, got both; remove one"
+        )
+    system = one.system_prompt or given.system_prompt
+    return prompting_template(template, given.replace(system_prompt=system), examples, above=above)
+
+
 def prompting_template(
-    template: Template, given: PromptSettings, examples: Sequence[DatasetRow]
+    template: Template,
+    given: PromptSettings,
+    examples: Sequence[DatasetRow],
+    *,
+    above: str = "env",
 ) -> Template:
     """Return a template with a system prompt, examples and keywords of the chat template.
 
     Args:
         template: The template of the question.
-        given: The settings.
+        given: The settings; `prompts` is not read.
         examples: Rows of the examples of `given.few_shot`.
+        above: The group that has the system prompt, for messages.
 
     Raises:
         ConfigError: A raw prompt has no place for a system message or for keywords of a chat
@@ -70,13 +110,13 @@ def prompting_template(
     if given.system_prompt is not None:
         if asked is None:
             raise ConfigError(
-                f"env.system_prompt: {_NO_MESSAGES}, which has no place for a system message; give "
-                "env.conversation, or write it into env.prompt"
+                f"{above}.system_prompt: {_NO_MESSAGES}, which has no place for a system message; "
+                f"give {above}.conversation, or write it into {above}.prompt"
             )
         if asked[0]["role"] == "system":
             raise ConfigError(
-                "env.system_prompt: expected env.conversation without a system message, got both; "
-                "remove one of them"
+                f"{above}.system_prompt: expected a conversation without a system message, got "
+                "both; remove one of them"
             )
         system = {"role": "system", "content": given.system_prompt}
         template = replace(template, conversation=(system, *asked))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.data.tables import NO_NONE
 from evo_grpo.envs.messages import excerpt
-from evo_grpo.envs.task import SPLITS, DatasetRow, Split, Task
+from evo_grpo.envs.task import SPLITS, DatasetRow, RawTemplate, Split, Task
 from evo_grpo.errors import ConfigError, DataError, EvoGrpoError, PromptTooLongError
 from evo_grpo.printable import shorten
 from evo_grpo.types import Prompt
@@ -65,9 +65,17 @@ class Template:
         return made
 
     @classmethod
-    def of_task(cls, task: Task) -> Template:
-        """Return the template of a task."""
-        return cls(task.prompt, task.conversation, task.keywords)
+    def of_task(cls, task: Task, name: str | None = None) -> Template:
+        """Return the template of a task, or the one of this name in `env.prompts`."""
+        raw = task.prompts.get(name or "", task.prompt or task.conversation)
+        if isinstance(raw, str):
+            return cls(raw, None, task.keywords)
+        return cls(None, raw, task.keywords)
+
+    @property
+    def raw(self) -> RawTemplate:
+        """The raw template, or the messages."""
+        return self.text or self.conversation or ""
 
     def columns(self) -> dict[str, str]:
         """Return its columns, each with a description, for `tables.require_columns`."""
@@ -174,6 +182,16 @@ class RenderedPrompts:
                 raise type(error)(f"{split}, row {index}: {error}") from error
             known[index] = self._fitting(split, Prompt(index, text, ids, row))
         return known[index]
+
+    def of_row(self, prompt: Prompt) -> Prompt:
+        """Return the prompt of the row that another prompt, of any template, was made from."""
+        index = prompt.index
+        for split in SPLITS:
+            rows = self._splits[split]
+            if index < len(rows) and rows[index] is prompt.columns:
+                return self.get(split, index)
+        text, ids = self._template.render(prompt.columns, self._tokenizer)
+        return Prompt(index, text, ids, prompt.columns)
 
     def limit(self, max_context_length: int) -> None:
         """Render all prompts and check that each leaves room for one token.

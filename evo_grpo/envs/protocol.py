@@ -19,6 +19,10 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from evo_grpo.errors import ConfigError
+from evo_grpo.schema.problems import Problems
+from evo_grpo.schema.search_space import HyperparameterConfig
+from evo_grpo.settings.prompting import prompt_problems
 from evo_grpo.types import CompletionGroup, Prompt, Trajectory
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -67,6 +71,38 @@ class Ask:
     samples: Sequence[int]
     turn: int | None = None
     keys: Sequence[Sequence[int]] | None = None
+
+
+def starts_under(
+    env: Environment[StartT], prompt: str | None, starts: Sequence[StartT]
+) -> Sequence[StartT]:
+    """Return the same starts under the prompt of an agent, a name in `env.prompts`.
+
+    None is the environment's own prompt.
+
+    Raises:
+        ConfigError: The environment has no prompt of this name.
+    """
+    if prompt is None:
+        return starts
+    under = getattr(env, "under", None)
+    if under is None:
+        raise ConfigError(
+            f"prompt of an agent: expected an environment with prompts by name, env.prompts, got "
+            f"{env.name!r}, which has one; leave evolve.hyperparameters.prompt out"
+        )
+    return under(prompt, starts)
+
+
+def check_prompts(env: Environment[Any], space: HyperparameterConfig) -> None:
+    """Check that an environment has the prompts that are searched.
+
+    Raises:
+        Problems: It has no prompt of one of the names.
+    """
+    names: Sequence[str] = getattr(env, "prompt_names", ())
+    if found := list(prompt_problems(space, names)):
+        raise Problems(*found).below("evolve", "hyperparameters")
 
 
 class Play(Protocol):

@@ -86,7 +86,7 @@ _REFUSED_OF_QUESTIONS = (
 )
 _REFUSED_OF_EPISODES = (
     (
-        (*SPLITS, "prompt", "conversation", "few_shot", "thinking", "reward"),
+        (*SPLITS, "prompt", "conversation", "prompts", "few_shot", "thinking", "reward"),
         "brings its own prompts and rewards",
     ),
     (

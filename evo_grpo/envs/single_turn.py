@@ -35,7 +35,7 @@ from evo_grpo.errors import ConfigError, RewardError
 from evo_grpo.seeding import generator
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.settings.env import RewardCalls
-from evo_grpo.settings.prompting import PromptSettings
+from evo_grpo.settings.prompting import PromptSettings, unknown_prompt
 from evo_grpo.settings.rewards import JudgeReward, ModelReward
 from evo_grpo.types import CompletionGroup, Prompt, Trajectory
 
@@ -74,8 +74,8 @@ class ReasoningGym:
         seed: Seed of the order of prompts and of the rows that are held out.
         name: Name in messages and records.
         max_output_tokens: Tokens of a usual answer, a hint; None is 32.
-        **settings: system_prompt, few_shot, chat_template_kwargs, thinking, reward_timeout,
-            reward_failures, reward_errors and isolate, as YAML's `env` has them.
+        **settings: prompts, system_prompt, few_shot, chat_template_kwargs, thinking,
+            reward_timeout, reward_failures, reward_errors and isolate, as YAML's `env` has them.
 
     Raises:
         DataError: A dataset is missing, empty, or lacks a column.
@@ -162,7 +162,13 @@ class ReasoningGym:
         warn_of_ignored(self.tokenizer.chat_template if task.keywords else None, task.keywords)
         if task.thinking is not None:
             check_tags(task.thinking, tokenizer)
-        self._rendered = RenderedPrompts(task.splits, Template.of_task(task), tokenizer)
+        self._by_name = {
+            name: RenderedPrompts(task.splits, Template.of_task(task, name), tokenizer)
+            for name in task.prompts
+        }
+        self._rendered = next(iter(self._by_name.values()), None) or RenderedPrompts(
+            task.splits, Template.of_task(task), tokenizer
+        )
         self._set_aside = SetAside(task.calls.reward_failures)
         self._functions = [one for one in task.rewards if not isinstance(one.fn, Scorer)]
         isolated = task.calls.isolate == "process" and bool(self._functions)
@@ -233,6 +239,24 @@ class ReasoningGym:
             self._rendered.get(split, index) for index in self._order(split, "subset", 0)[:size]
         ]
 
+    @property
+    def prompt_names(self) -> tuple[str, ...]:
+        """Names of the prompts in `env.prompts`; `prompts` and `batch` return the first ones."""
+        return tuple(self._by_name)
+
+    def under(self, name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Return the prompts of the same rows under the prompt of this name in `env.prompts`.
+
+        Raises:
+            ConfigError: There is none of this name.
+        """
+        if name not in self._by_name:
+            raise ConfigError(f"prompt of an agent: {unknown_prompt(name, self.prompt_names)}")
+        rendered = self._by_name[name]
+        if rendered is self._rendered:
+            return list(prompts)
+        return [rendered.of_row(prompt) for prompt in prompts]
+
     def row(self, split: Split, index: int) -> Prompt:
         """Return the prompt of a row by its position in the split (0-based)."""
         return self._rendered.get(split, index)
@@ -294,7 +318,8 @@ class ReasoningGym:
         Raises:
             PromptTooLongError: For the first prompt that is too long, by its row.
         """
-        self._rendered.limit(max_context_length)
+        for rendered in self._by_name.values() or [self._rendered]:
+            rendered.limit(max_context_length)
 
     def prepare_rewards(self, device: str) -> None:
         """Load the reward models to a device, and check what judges need, before the first batch.

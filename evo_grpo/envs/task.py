@@ -16,6 +16,8 @@ from evo_grpo.settings.prompting import ThinkingTags
 
 #: One row of a dataset: column -> value.
 DatasetRow = Mapping[str, Any]
+RawTemplate = str | tuple[Mapping[str, str], ...]
+"""A raw template, or the messages of a conversation."""
 Split = Literal["train", "validation", "test"]
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -50,6 +52,8 @@ class Task:
         max_output_tokens: Tokens of a usual answer with its end token, >= 1; a hint.
         calls: How the reward functions are called.
         keywords: Keyword arguments of the chat template.
+        prompts: The templates of `env.prompts` by name, the first of which is that above; empty if
+            there is one template.
         thinking: The tags around the thinking part of a completion, which is not its answer; None
             if all of it is the answer.
     """
@@ -63,6 +67,7 @@ class Task:
     calls: RewardCalls = field(default_factory=RewardCalls)
     keywords: Mapping[str, Any] = field(default_factory=dict[str, Any])
     thinking: ThinkingTags | None = None
+    prompts: Mapping[str, RawTemplate] = field(default_factory=dict[str, "RawTemplate"])
 
     def __post_init__(self) -> None:
         """Check that every split has rows, and that there is one template."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.clip_ends import distance_of_end, end_of_distance, from_distance
-from evo_grpo.schema.hparams import CLIP_ENDS, MUTABLE, REWARD_WEIGHT, Hparams, Value
+from evo_grpo.schema.hparams import CLIP_ENDS, MUTABLE, REWARD_WEIGHT, Hparams, Value, type_of
 from evo_grpo.schema.problems import Problem, Problems, nearest
 from evo_grpo.schema.search_space import outside
 from evo_grpo.seeding import derive, generator
@@ -48,6 +48,7 @@ def start_hparams(
         ConfigError: A list has the wrong length, an unknown name or an invalid value; or the ranges
             of clip_low and clip_high allow no low < high.
     """
+    first = with_first_choices(first, hp_config)
     if found := list(start_problems(first, hp_config, size, init)):
         raise Problems(*found).below("init")
     if not isinstance(init, str):
@@ -80,6 +81,15 @@ def start_problems(
             if one not in known:
                 text = f"expected {one.parameter.expected()}, got {one.shown}; {one.remedy}"
                 yield Problem((index, one.name), text)
+
+
+def with_first_choices(first: Hparams, hp_config: HyperparameterConfig) -> Hparams:
+    """Return hyperparameters with the first choice of each name that has no value."""
+    for name in hp_config.names():
+        choices = hp_config[name].choices
+        if choices is not None and type_of(name) is str and first.get(name) is None:
+            first = first.with_value(name, choices[0])
+    return first
 
 
 def described_start(
@@ -267,12 +277,14 @@ def draw_clip_end(name: str, end: RLParameter, rng: np.random.Generator) -> floa
 def with_values(first: Hparams, values: Mapping[str, Any], searched: Iterable[str] = ()) -> Hparams:
     """Return hyperparameters with the values of a mapping, by the names of hyperparameters.
 
-    Reward weights can be set if `first` has them, or if they are among the names in `searched`.
+    Reward weights, and names such as that of a prompt, can be set if `first` has them, or if they
+    are among the names in `searched`.
 
     Raises:
         Problems: A name is unknown, or a value is invalid.
     """
-    known = dict.fromkeys((*MUTABLE, *first.named(), *searched))
+    own = (name for name, kind in MUTABLE.items() if kind is not str)
+    known = dict.fromkeys((*own, *first.named(), *searched))
     for name in values:
         if name not in known:
             near = nearest(name, known)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from evo_grpo.envs.protocol import Environment, Experience, StartT
+from evo_grpo.envs.protocol import Environment, Experience, StartT, starts_under
 from evo_grpo.envs.rewards.weights import fitness_rewards
 from evo_grpo.evolve.compare import compare
 from evo_grpo.population.cohort.cohort import Cohort
@@ -58,7 +58,7 @@ def evaluate(
     stream: Sequence[str | int],
     reward: FitnessReward = None,
 ) -> list[Evaluation]:
-    """Evaluate many policies on the same P starts with the same draws.
+    """Evaluate many policies on the same P starts with the same draws, each under its prompt.
 
     Starts are prompts, or seeds of episodes; a slot of None is the base model without an adapter.
     All policies sample with `temperature`, whatever the agents train with, and without top-k or
@@ -71,7 +71,9 @@ def evaluate(
     sampler = PopulationSampler.compared(
         cohort, slots, samples=samples, temperature=temperature, stream=stream
     )
-    play = cohort.begin(env, [prompts] * len(slots), sampler.group_sizes)
+    named = (None if slot is None else cohort.agents[Slot(slot)].hparams.prompt for slot in slots)
+    own = [starts_under(env, name, prompts) for name in named]
+    play = cohort.begin(env, own, sampler.group_sizes)
     while (ask := play.ask()) is not None:
         play.tell(sampler.sample(ask))
     results: list[Evaluation] = []

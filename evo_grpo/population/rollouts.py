@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from evo_grpo.envs.protocol import Environment, Experience, Floats, StartT
+from evo_grpo.envs.protocol import Environment, Experience, Floats, StartT, starts_under
 from evo_grpo.envs.rewards.weights import weights_of
 from evo_grpo.learn.objective.advantages import zero_variance_groups
 from evo_grpo.learn.objective.overlong import (
@@ -217,7 +217,11 @@ def _played(
     """Play from starts to rewards; the time of environments counts as reward."""
     sampler = PopulationSampler.in_training(cohort, slots, stream=("sample", *stream))
     with watch.phase("reward"):
-        play = cohort.begin(env, starts, sampler.group_sizes)
+        own = [
+            starts_under(env, cohort.agents[slot].hparams.prompt, its_starts)
+            for slot, its_starts in zip(slots, starts, strict=True)
+        ]
+        play = cohort.begin(env, own, sampler.group_sizes)
     while (ask := play.ask()) is not None:
         with watch.phase("generate"):
             groups = sampler.sample(ask)

@@ -153,6 +153,12 @@ class Hparams(AgentFields):
         "have the weights of the environment.",
         factory=dict,
     )
+    prompt: str | None = setting(
+        None,
+        "Name of its prompt in `env.prompts`; null is the first one there.",
+        min_length=1,
+        mutates=True,
+    )
 
     def __hash__(self) -> int:
         """Return the hash of the values; a mapping has none of its own."""
@@ -162,11 +168,13 @@ class Hparams(AgentFields):
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values that JSON can hold; `Hparams(**values)` is the inverse.
 
-        `reward_weights` is left out if it is empty.
+        `reward_weights` is left out if it is empty, and `prompt` if it is None.
         """
         values = {name: list(v) if isinstance(v, tuple) else v for name, v in self}
         if not self.reward_weights:
             del values["reward_weights"]
+        if self.prompt is None:
+            del values["prompt"]
         return values
 
     def named(self) -> dict[str, Any]:
@@ -218,15 +226,15 @@ def _mutable() -> dict[str, type]:
     names: dict[str, type] = {}
     for name in mutable_fields(Hparams):
         parts = getattr(Hparams.model_fields[name].annotation, "__args__", ())
-        whole = int in (Hparams.model_fields[name].annotation, *parts)
-        names[name] = int if whole else float
+        kinds = (Hparams.model_fields[name].annotation, *parts)
+        names[name] = next((kind for kind in (int, str) if kind in kinds), float)
         if name == "clip_coef":
             names.update(dict.fromkeys(CLIP_ENDS, float))
     return names
 
 
 MUTABLE: dict[str, type] = _mutable()
-"""Hyperparameters that evolution may change, with their type: float or int."""
+"""Hyperparameters that evolution may change, with their type: float, int or str."""
 
 
 def is_mutable(name: str) -> bool:
@@ -235,7 +243,7 @@ def is_mutable(name: str) -> bool:
 
 
 def type_of(name: str) -> type:
-    """Return the type of a mutable hyperparameter, float or int; a reward weight is a float."""
+    """Return the type of a mutable hyperparameter: float, int or str."""
     return MUTABLE.get(name, float)
 
 

@@ -18,6 +18,7 @@ from evo_grpo.settings.evolve import EvolveConfig, FitnessConfig, search_space
 from evo_grpo.settings.loss import level_problems
 from evo_grpo.settings.model import LoraSettings
 from evo_grpo.settings.population import PopulationConfig
+from evo_grpo.settings.prompting import prompt_problems
 
 
 class DoubtfulSetting(UserWarning):
@@ -48,6 +49,9 @@ def run_problems(
     first = algorithm.hparams()
     space = search_space(evolve.hyperparameters, first)
     yield from _below(fitness_problems(space, evolve.fitness), "evolve", "fitness")
+    if not env.objects():  # an object may have prompts of its own
+        prompts = prompt_problems(space, list(env.prompts or ()))
+        yield from _below(prompts, "evolve", "hyperparameters")
     starts = start_problems(first, space, population.size, population.init)
     yield from _below(islice(starts, MOST_PROBLEMS + 1), "population", "init")
     yield from _shards(population, evolve, engine)

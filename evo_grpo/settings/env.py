@@ -10,7 +10,7 @@ from pydantic import BeforeValidator
 from evo_grpo.schema.group import Group, PlainMapping, same_as, setting
 from evo_grpo.schema.validation import is_number
 from evo_grpo.settings.given import Given, Source
-from evo_grpo.settings.prompting import FewShot, PromptSettings, ThinkingTags
+from evo_grpo.settings.prompting import FewShot, NamedPrompt, PromptSettings, ThinkingTags
 from evo_grpo.settings.rewards import Message, ModelReward, Reward, Rewards
 
 
@@ -104,6 +104,7 @@ class EnvConfig(Group):
         "Messages `{role, content}` for the tokenizer's chat template, instead of `prompt`.",
         min_length=1,
     )
+    prompts: dict[str, NamedPrompt] | None = same_as(PromptSettings, "prompts")
     system_prompt: str | None = same_as(PromptSettings, "system_prompt")
     few_shot: FewShot | None = same_as(PromptSettings, "few_shot")
     chat_template_kwargs: PlainMapping = same_as(PromptSettings, "chat_template_kwargs")

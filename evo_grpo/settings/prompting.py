@@ -2,13 +2,16 @@
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-from collections.abc import Mapping
-from typing import Annotated, Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Self, cast
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from evo_grpo.schema.group import Group, PlainMapping, plain, recorded, setting
+from evo_grpo.schema.problems import Problem, Problems, nearest
+from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.schema.validation import is_whole
+from evo_grpo.settings.rewards import Message
 
 
 def _examples(value: object) -> object:
@@ -61,8 +64,59 @@ class ThinkingTags(Group):
     end: str = setting("</think>", "Text that ends the thinking part.", min_length=1)
 
 
+class NamedPrompt(Group):
+    """One of several prompts of a task. A plain string is its system prompt; `{}` adds nothing."""
+
+    shorthand: ClassVar[str | None] = "system_prompt"
+
+    system_prompt: str | None = setting(
+        None, "A system message in front of the messages, as `env.system_prompt`.", min_length=1
+    )
+    prompt: str | None = setting(None, "A raw template in place of the task's.", min_length=1)
+    conversation: list[Message] | None = setting(
+        None, "Messages `{role, content}` in place of the task's.", min_length=1
+    )
+
+    @model_validator(mode="after")
+    def _one_template(self) -> Self:
+        if self.prompt is not None and self.conversation is not None:
+            text = "expected prompt, a raw template, or conversation, messages, got both"
+            raise Problems(Problem((), f"{text}; remove one"))
+        return self
+
+
+def unknown_prompt(name: str, known: Sequence[str]) -> str:
+    """Return the message for a prompt that is not among the names of `env.prompts`."""
+    if not known:
+        return f"expected a prompt by name, got {name!r}, but env.prompts has none; add it there"
+    near = nearest(name, known)
+    hint = f". Did you mean {near!r}?" if near else "; add it there, or name another one"
+    return f"expected one of env.prompts: {', '.join(known)}, got {name!r}{hint}"
+
+
+def prompt_problems(space: HyperparameterConfig, known: Sequence[str]) -> Iterator[Problem]:
+    """Yield the prompts that are searched and not known, with paths below the ranges."""
+    searched = space["prompt"].choices or () if "prompt" in space.names() else ()
+    for one in searched:
+        if one not in known:
+            yield Problem(("prompt", "choices"), unknown_prompt(str(one), known))
+
+
+def _prompts(value: object) -> object:
+    if value is None or (isinstance(value, Mapping) and value):
+        return cast("object", value)
+    raise ValueError('a mapping of at least one name to a prompt, such as {short: "Be brief."}')
+
+
 class PromptSettings(Group):
     """What surrounds a question, and which part of a completion is its answer."""
+
+    prompts: Annotated[dict[str, NamedPrompt] | None, BeforeValidator(_prompts)] = setting(
+        None,
+        "Prompts by name, of which `evolve.hyperparameters.prompt` searches the best: each is a "
+        "system prompt, or a mapping with `prompt`, `conversation` or `system_prompt` as in `env`. "
+        "The first one is that of all agents where none is searched, and of the base model.",
+    )
 
     system_prompt: str | None = setting(
         None,

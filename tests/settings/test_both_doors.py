@@ -350,5 +350,5 @@ def test_every_name_is_in_the_documentation_and_the_schema():
         assert f"| `{name}` |" in reference
         assert f"`{name}`" in pages
         assert f'"{name}"' in schema
-    assert set(MUTABLE) - set(AgentFields.model_fields) == {"clip_low", "clip_high"}
+    assert set(MUTABLE) - set(AgentFields.model_fields) == {"clip_low", "clip_high", "prompt"}
     assert set(LossConfig.model_fields) - set(AGENT_KEYWORDS) == {"max_completion_length"}

@@ -15,11 +15,11 @@ from evo_grpo.printable import printable
 from evo_grpo.record.replay import BUDGETS, read_replay
 from evo_grpo.record.story import rivals_text
 from evo_grpo.record.wording import count, with_error
-from evo_grpo.schema.shown import shown_value
 
 if TYPE_CHECKING:
     from evo_grpo.record.choice import ChosenAgent
     from evo_grpo.record.records import AgentRecord
+    from evo_grpo.schema.hparams import Value
     from evo_grpo.types import Score
 
 COLUMNS = (
@@ -45,6 +45,8 @@ def card(choice: ChosenAgent, config: Mapping[str, Any], use: Use, digest: str) 
         why = f"it failed ({_plain(record.reason)})" if record.reason else "it was not evaluated"
         facts.append(f"validation fitness: none, {why}")
     facts += _compared(choice)
+    if record.hparams.prompt is not None:
+        facts.append(f"prompt: {_plain(record.hparams.prompt)}, of env.prompts of the run")
     facts.append(f"adapter sha256: `{digest}`")
     run = choice.run.resolve().name
     what = (
@@ -129,15 +131,17 @@ def _table(line: Sequence[AgentRecord], *, alone: bool) -> str:
     return title + "\n".join([*header, *_schedule(line)])
 
 
+def _value(value: Value) -> str:
+    return _plain(value) if isinstance(value, str) else f"{value:.3g}"
+
+
 def _schedule(path: Sequence[AgentRecord]) -> list[str]:
     rows: list[str] = []
     previous: int | None = None
     for record in path:
         h = record.hparams
         changed = record.mutation.changes.items()
-        changes = ", ".join(
-            _plain(f"{name} {shown_value(a)} → {shown_value(b)}") for name, (a, b) in changed
-        )
+        changes = ", ".join(f"{_plain(name)} {_value(a)} → {_value(b)}" for name, (a, b) in changed)
         made = _plain(record.mutation.op) + (f" ({changes})" if changes else "")
         fitness = f"{record.score.mean:.4f}" if record.score else "failed"
         pair = h.clip_coef if isinstance(h.clip_coef, tuple) else (h.clip_coef,)

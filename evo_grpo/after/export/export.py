@@ -117,7 +117,7 @@ def export_choice(
     base = find_base(choice, config, adapter[ADAPTER])
     contents = (merged_contents if merge else adapter_contents)(choice, base, adapter)
     digest = choice.files[f"actor/{WEIGHTS}"]
-    use = Use.of(base, contents, config, push)
+    use = Use.of(base, contents, config, push, choice.agent.record.hparams.prompt)
     files = {CARD: card(choice, config, use, digest).encode(), **contents.files}
     with writing(target, "export"):
         check_target(target, files, force=force)
@@ -132,6 +132,7 @@ def export_choice(
 
 def _about(choice: ChosenAgent, base: BaseModel, *, dtype: str | None) -> dict[str, Any]:
     """Return the content of export.json except the files; rounds count from 0 in it."""
+    prompt = choice.agent.record.hparams.prompt
     return {
         "format": FORMAT,
         "run": choice.run.resolve().name,
@@ -143,4 +144,5 @@ def _about(choice: ChosenAgent, base: BaseModel, *, dtype: str | None) -> dict[s
         "base": base.name,
         "base_digest": base.digest,
         "merged": dtype,
+        **({} if prompt is None else {"prompt": prompt}),
     }

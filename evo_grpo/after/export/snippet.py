@@ -50,12 +50,17 @@ class Use:
         contents: Contents,
         config: Mapping[str, Any],
         pushed: str | None = None,
+        prompt: str | None = None,
     ) -> Use:
-        """Return the values from the settings of the run, with defaults for missing ones."""
+        """Return the values from the settings of the run, with defaults for missing ones.
+
+        `prompt` is the name of the agent's prompt in `env.prompts`, None for the only one.
+        """
         template, example = Template.of("{prompt}"), dict[str, Any]()
         tokens: int | None = None
         try:
-            found = asking(EnvConfig.model_validate(config.get("env")), int(config.get("seed", 0)))
+            env, seed = EnvConfig.model_validate(config.get("env")), int(config.get("seed", 0))
+            found = asking(env, seed, prompt)
             template, example, tokens = found.template, dict(found.example), found.max_output_tokens
         # The task does not exist any more, or was a Python object.
         except (EvoGrpoError, ValueError, TypeError):

@@ -122,6 +122,12 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return cast("dict[str, Any]", found)
 
 
+def exported_prompt(folder: Path) -> str | None:
+    """Return the name of the prompt in `env.prompts` that an export was trained with, if any."""
+    found = (read_manifest(folder) or {}).get("prompt")
+    return found if isinstance(found, str) else None
+
+
 def is_export_file(name: str) -> bool:
     """Return whether an export may have a file of this path."""
     return _OURS.fullmatch(name) is not None

@@ -20,7 +20,7 @@ from evo_grpo.after.trying.policy import (
 )
 from evo_grpo.envs.asking import Asking, asking
 from evo_grpo.envs.prompts import Template
-from evo_grpo.envs.protocol import Ask
+from evo_grpo.envs.protocol import Ask, starts_under
 from evo_grpo.envs.task import Split
 from evo_grpo.errors import ConfigError, DataError, EvoGrpoError, PromptTooLongError
 from evo_grpo.places import looking_in
@@ -161,14 +161,19 @@ def answers(
     command = f"sample {choice.run} --row N" if rows else None
     call = f"evo_grpo.sample({str(choice.run)!r}, rows=[...], env=...)"
     config = config_of(choice, command, drawn.allow, env=drawn.env, call=call)
-    adapter = adapter_of(choice)
+    adapter, prompt = adapter_of(choice), choice.agent.record.hparams.prompt
     # For rows the environment has the prompts and the length of an answer.
-    how = None if rows else _how(config, raw=drawn.raw)
+    how = None if rows else _how(config, prompt, raw=drawn.raw)
     tokens = None if how is None else how.max_output_tokens
     with loaded(
-        config, adapter, with_env=bool(rows), env=drawn.env, max_output_tokens=tokens
+        config,
+        adapter,
+        with_env=bool(rows),
+        env=drawn.env,
+        max_output_tokens=tokens,
+        prompt=prompt,
     ) as policy:
-        how = how or _how(config, raw=drawn.raw)
+        how = how or _how(config, prompt, raw=drawn.raw)
         slots = {choice.title: policy.slot, **({"base": None} if drawn.base else {})}
         numbers = count(1)
         fitness = config.evolve.fitness
@@ -222,8 +227,9 @@ def _answer_row(
 ) -> Sampled:
     env = policy.env
     assert env is not None, "rows are asked of an environment"
-    start = _start(env, split, number)
-    play = policy.cohort.begin(env, [[start]] * len(who), sampler.group_sizes)
+    name = policy.cohort.agents[policy.slot].hparams.prompt
+    starts = starts_under(env, name, [_start(env, split, number)])
+    play = policy.cohort.begin(env, [starts] * len(who), sampler.group_sizes)
     while (ask := play.ask()) is not None:
         play.tell(sampler.sample(ask))
     found: list[Answers] = []
@@ -243,9 +249,9 @@ def _answer_row(
     return Sampled(prompt, tuple(found))
 
 
-def _how(config: RunConfig, *, raw: bool) -> Asking:
+def _how(config: RunConfig, prompt: str | None, *, raw: bool) -> Asking:
     if not raw:
-        return asking(config.env, config.seed)
+        return asking(config.env, config.seed, prompt)
     try:
         tokens = asking(config.env, config.seed).max_output_tokens
     except EvoGrpoError:  # a raw prompt does not need the task

@@ -62,12 +62,14 @@ def loaded(
     task: Task | None = None,
     env: object = None,
     max_output_tokens: int | None = None,
+    prompt: str | None = None,
 ) -> Generator[Policy]:
     """Load the base of a configuration, a PEFT folder over it and, `with_env`, its task.
 
     The adapter's own LoRA settings replace those of the configuration. `task` is the single-turn
     task of the configuration, if it is already built; `env` replaces the task. `max_output_tokens`
-    is used where the configuration has none; None takes that of the task.
+    is used where the configuration has none; None takes that of the task. `prompt` is the name of
+    the agent's prompt, which is asked with if the environment has it.
     """
     algorithm = config.algorithm
     if algorithm.max_output_tokens is None and max_output_tokens is not None:
@@ -85,6 +87,9 @@ def loaded(
         cohort, start = build_cohort(agents)
         made = environment_for(cohort, env) if with_env else None
     (slot,) = add_agents(cohort, 1, "same", start)
+    if prompt not in getattr(made, "prompt_names", ()):
+        prompt = None
+    cohort.set_hparams(slot, cohort.agents[slot].hparams.replace(prompt=prompt))
     cohort.open_engine()
     try:
         yield Policy(cohort, made, slot)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from peft import LoraConfig
 
-from evo_grpo.envs.protocol import Environment, Play, StartT
+from evo_grpo.envs.protocol import Environment, Play, StartT, check_prompts
 from evo_grpo.envs.rewards.weights import searched_weights, with_weights_of
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import ConfigError
@@ -193,8 +193,9 @@ class Cohort:
         Raises:
             PromptTooLongError: A prompt does not fit; the error names split, row and limit.
             ConfigError: `overlong_buffer` is above the completion length, or the environment has no
-                reward function of which a weight is searched.
+                prompt or reward function that is searched.
         """
+        check_prompts(env, self.hp_config)
         self._reward_weights = searched_weights(env, self.hp_config)
         for agent in self.agents.values():
             agent.hparams = with_weights_of(env, agent.hparams, self._reward_weights)

@@ -191,7 +191,8 @@ def test_a_weight_is_set_by_hand(tmp_path):
         ),
         (
             {"env": {**TWO, "reward_weights": [1, 5]}},
-            "env.reward_weights: expected the weight of 'last' inside its range [0.1, 2], got 5",
+            "env.reward_weights: expected a value inside of its range [0.1, 2] as the weight of "
+            "'last', got 5",
         ),
         (
             {"evolve__fitness": {**FITNESS, "reward": "exakt"}},

@@ -184,7 +184,7 @@ RANGES = {
 }
 
 
-@pytest.mark.parametrize("name", MUTABLE)
+@pytest.mark.parametrize("name", [name for name in MUTABLE if name != "prompt"])
 def test_whatever_mutates_is_felt_in_the_next_step(name):
     value, low, high = RANGES[name]
     hparams = PLAIN.replace(lr=3e-2, update_epochs=4).with_value(name, value)
