@@ -265,7 +265,7 @@ class Agent(AgentSignature, ABC):
             ShapeError: The experiences have other types or shapes, or no generated token.
             RewardError: A reward is infinite or beyond 1e15.
         """
-        base, scale = self.cohort.base, self.settings.algorithm.adv_scale
+        base, scale = self.cohort.base, self.settings.algorithm.adv_scale(self.hparams)
         rows, constant = to_batch(experiences, scale, base.vocabulary)
         batch = AgentBatch(self.slot, rows)
         (metrics,) = self.cohort.learn([batch], stream=("learn", self.steps))

@@ -25,11 +25,12 @@ from evo_grpo.learn.loss_scale import LossScales, first_scale
 from evo_grpo.learn.metrics import MetricSums, finish, measure, start_metrics
 from evo_grpo.learn.minibatches import StepTotals, assign_minibatches, filter_and_whiten
 from evo_grpo.learn.objective.losses import (
+    LossConfig,
     LossValues,
     TokenTerms,
     largest_penalty,
-    token_terms,
-    token_weights,
+    token_terms_of,
+    token_weights_of,
 )
 from evo_grpo.learn.objective.ratios import kl_term
 from evo_grpo.learn.objective.shaping import token_advantages
@@ -79,8 +80,9 @@ class _Call:
 class Learner:
     """Trains any set of agents at once over one base.
 
-    All agents share the loss and the shaping of advantages in `algorithm`; their hyperparameters
-    come with each call. `updates` takes the optimizer steps; None uses each agent's own optimizer.
+    All agents share the shaping of advantages in `algorithm`; their hyperparameters, among which
+    the loss may be, come with each call. `updates` takes the optimizer steps; None uses each
+    agent's own optimizer.
     """
 
     def __init__(
@@ -214,7 +216,7 @@ class Learner:
                 call.agents[position],
                 own,
                 (totals.rows[minibatch], totals.tokens[minibatch]),
-                self.loss,
+                self.loss.of_agent(call.agents[position].hparams),
                 self.algorithm.adv_clip_range,
             )
         return LossScales(found)
@@ -260,12 +262,11 @@ class Learner:
                     batch.scatter("old", flat)
                 entropies = batch.pad(entropy)
                 terms = self._loss_terms(call, batch, flat, entropies)
-                weights = token_weights(
-                    self.loss.loss_type,
+                weights = token_weights_of(
+                    self._losses(call, batch),
                     batch.mask,
                     num_rows=rows_total.to(batch.mask.device)[batch.positions][:, None],
                     num_tokens=tokens_total.to(batch.mask.device)[batch.positions][:, None],
-                    max_completion_length=self.loss.max_completion_length,
                 )
                 scaled = weights if scales is None else weights * scales.of(batch.positions)
                 loss = torch.where(batch.mask, scaled * terms.loss, 0.0).sum()
@@ -334,18 +335,21 @@ class Learner:
             kl = kl_term(logprobs.detach(), reference, batch.mask, values.beta)
             # The KL is in the advantages; the penalty would count it twice.
             values = replace(values, beta=0.0)
-        terms = token_terms(
-            logprobs,
-            old,
-            batch.mask,
-            advantages,
-            reference,
-            config=self.loss,
-            values=values,
-            entropies=entropies,
-            sampler_logprobs=None if call.exact_sampler else batch.sampler_logprobs(old),
-        )
+        given = {
+            "old_logprobs": old,
+            "mask": batch.mask,
+            "advantages": advantages,
+            "ref_logprobs": reference,
+            "entropies": entropies,
+            "sampler_logprobs": None if call.exact_sampler else batch.sampler_logprobs(old),
+        }
+        terms = token_terms_of(self._losses(call, batch), logprobs, given, values)
         return terms if kl is None else replace(terms, kl=kl)
+
+    def _losses(self, call: _Call, batch: MicroBatch) -> list[LossConfig]:
+        """Return the settings of the loss of each row."""
+        own = {p: self.loss.of_agent(call.agents[p].hparams) for p in batch.present}
+        return [own[position] for position in batch.positions.tolist()]
 
     def _advantages(
         self, batch: MicroBatch, values: LossValues, logprobs: Tensor, reference: Tensor | None

@@ -200,13 +200,14 @@ def train_step(  # noqa: PLR0913 -- a step meets all parts of a run
     counts = prompts_per_agent or [len(prompts)] * len(slots)
     starts = [prompts[:count] for count in counts]
     rollouts = play_step(cohort, env, slots, starts, first=first, stream=stream, watch=watch)
-    sizes = [cohort.agents[slot].hparams.group_size for slot in slots]
+    agents = [cohort.agents[slot].hparams for slot in slots]
+    sizes = [hparams.group_size for hparams in agents]
     algorithm = cohort.settings.algorithm
     batches: list[AgentBatch] = []
-    for slot, rollout, size in zip(slots, rollouts, sizes, strict=True):
-        learned = rollout.learned
+    for slot, rollout, hparams in zip(slots, rollouts, agents, strict=True):
+        learned, scale = rollout.learned, algorithm.adv_scale(hparams)
         values = group_advantages(
-            learned.rewards, size, scale=algorithm.adv_scale, weights=rollout.weights
+            learned.rewards, hparams.group_size, scale=scale, weights=rollout.weights
         )
         rows = rows_from_trajectories(
             learned.trajectories, values, mask_truncated=algorithm.mask_truncated_completions

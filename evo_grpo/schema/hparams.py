@@ -5,7 +5,7 @@
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast, get_origin
 
 from pydantic import BeforeValidator
 
@@ -14,6 +14,10 @@ from evo_grpo.schema.validation import LEAST, MOST
 
 Value = float | str
 """The value of a hyperparameter that may mutate: a number, or a name."""
+
+LossType = Literal["grpo", "gspo", "cispo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "vespo"]
+RatioLevel = Literal["token", "sequence"]
+AdvNorm = Literal["mean_std", "mean_only", "batch_std"]
 
 ClipCoef = float | tuple[float, float]
 
@@ -159,6 +163,18 @@ class Hparams(AgentFields):
         min_length=1,
         mutates=True,
     )
+    loss_type: LossType | None = setting(
+        None, "The loss; null is that of `algorithm.loss_type`.", mutates=True
+    )
+    importance_sampling_level: RatioLevel | None = setting(
+        None,
+        "One probability ratio per `token` or per `sequence`; null is that of "
+        "`algorithm.importance_sampling_level`.",
+        mutates=True,
+    )
+    adv_norm: AdvNorm | None = setting(
+        None, "Scale of the advantages; null is that of `algorithm.adv_norm`.", mutates=True
+    )
 
     def __hash__(self) -> int:
         """Return the hash of the values; a mapping has none of its own."""
@@ -168,14 +184,16 @@ class Hparams(AgentFields):
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values that JSON can hold; `Hparams(**values)` is the inverse.
 
-        `reward_weights` is left out if it is empty, and `prompt` if it is None.
+        `reward_weights` is left out if it is empty, and so are names that are None.
         """
         values = {name: list(v) if isinstance(v, tuple) else v for name, v in self}
         if not self.reward_weights:
             del values["reward_weights"]
-        if self.prompt is None:
-            del values["prompt"]
-        return values
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None or MUTABLE[name] is not str
+        }
 
     def named(self) -> dict[str, Any]:
         """Return the values by the names that `with_value` takes, reward weights one by one."""
@@ -227,7 +245,10 @@ def _mutable() -> dict[str, type]:
     for name in mutable_fields(Hparams):
         parts = getattr(Hparams.model_fields[name].annotation, "__args__", ())
         kinds = (Hparams.model_fields[name].annotation, *parts)
-        names[name] = next((kind for kind in (int, str) if kind in kinds), float)
+        if any(kind is str or get_origin(kind) is Literal for kind in kinds):
+            names[name] = str
+        else:
+            names[name] = int if int in kinds else float
         if name == "clip_coef":
             names.update(dict.fromkeys(CLIP_ENDS, float))
     return names

@@ -32,6 +32,8 @@ Choices = tuple[Value, ...]
 CLIPS = ("clip_coef", *CLIP_ENDS)
 ROUNDING = 1e-12
 """Tolerance of a range for rounding: 1 - 0.8 is not exactly 0.2."""
+_SHARED = ("model", "quantization", "quantize", "dtype", "env", "engine", "base", "rollout")
+"""Groups and settings, by which people try to search what all agents share."""
 DECADE = 10.0
 """Factor by which lr may move in either direction when no range is given."""
 
@@ -308,6 +310,12 @@ def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
         hint = f" Here it is {other}." if other in MUTABLE else hint
         text = f"nothing of that name can mutate.{hint} Expected one of: {', '.join(MUTABLE)}, "
         text += f"{REWARD_WEIGHT}<name of a reward function>"
+        if name.partition(".")[0] in _SHARED:
+            text = (
+                "expected a hyperparameter of an agent; all agents share one base model, its "
+                "precision and quantization, the task and every forward pass: give the run one "
+                "value"
+            )
         raise Problems(Problem((), text))
     if not isinstance(given, RLParameter | Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
         ends = cast("list[object]", list(given)) if isinstance(given, list | tuple) else []

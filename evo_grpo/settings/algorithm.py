@@ -5,11 +5,10 @@
 from typing import Annotated, Literal
 
 from evo_grpo.schema.group import Group, computable, setting
-from evo_grpo.schema.hparams import LEAST_LR, MOST_LR, AgentFields, Hparams
+from evo_grpo.schema.hparams import LEAST_LR, MOST_LR, AdvNorm, AgentFields, Hparams
 from evo_grpo.schema.validation import LEAST
 from evo_grpo.settings.loss import LossConfig, LossFields, LossType
 
-AdvNorm = Literal["mean_std", "mean_only", "batch_std"]
 _SCALES: dict[AdvNorm, Literal["group", "batch", "none"]] = {
     "mean_std": "group",
     "batch_std": "batch",
@@ -122,10 +121,9 @@ class AlgorithmConfig(LossFields, AgentFields):
         None, "Warm-up and cosine decay of lr over GRPO steps; null keeps lr constant."
     )
 
-    @property
-    def adv_scale(self) -> Literal["group", "batch", "none"]:
-        """The argument `scale` of `group_advantages` for `adv_norm`."""
-        return _SCALES[self.adv_norm]
+    def adv_scale(self, hparams: Hparams) -> Literal["group", "batch", "none"]:
+        """Return the argument `scale` of `group_advantages` for the `adv_norm` of an agent."""
+        return _SCALES[hparams.adv_norm or self.adv_norm]
 
     def hparams(self) -> Hparams:
         """Return the hyperparameters, which may differ between agents."""

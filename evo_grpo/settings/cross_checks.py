@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import islice, product
+from typing import Any
 
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.sizes import places_by_round, planned_rows, wrong_sizes
@@ -117,9 +118,8 @@ def agent_problems(
         above: The path of `ranges`.
     """
     yield from _below(_zero(engine), "engine")
-    loss_type = algorithm.loss_type or algorithm.kind
-    level = level_problems(loss_type, algorithm.importance_sampling_level)
-    yield from _below((*_lengths(algorithm), *level), "algorithm")
+    yield from _below(_lengths(algorithm), "algorithm")
+    yield from _levels(algorithm, ranges or {}, above)
     yield from _outside(algorithm.hparams(), ranges or {}, above)
     for name, own in engine.engines.items():
         yield from _below(own.problems(engine.device, lora), "engine", name)
@@ -291,6 +291,24 @@ def _lengths(algorithm: AlgorithmConfig) -> Iterator[Problem]:
             f"{longest}; raise max_model_len"
         )
         yield Problem(("max_output_tokens",), text)
+
+
+def _levels(
+    algorithm: AlgorithmConfig, ranges: Mapping[str, RLParameter], above: Path
+) -> Iterator[Problem]:
+    """Yield the first contradiction between a loss and a ratio level that an agent may have."""
+
+    def choices(name: str, own: Any) -> tuple[Any, ...]:  # noqa: ANN401 -- of either setting
+        return (ranges[name].choices or ()) if name in ranges else (own,)
+
+    losses = choices("loss_type", algorithm.loss_type or algorithm.kind)
+    levels = choices("importance_sampling_level", algorithm.importance_sampling_level)
+    for loss_type, level in product(losses, levels):
+        if found := list(level_problems(loss_type, level)):
+            name = str(found[0].path[0])
+            under = above if name in ranges else ("algorithm",)
+            yield from (problem._replace(path=(*under, *problem.path)) for problem in found)
+            return
 
 
 def _outside(first: Hparams, ranges: Mapping[str, RLParameter], above: Path) -> Iterator[Problem]:

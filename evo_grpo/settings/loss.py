@@ -8,12 +8,18 @@ from typing import Annotated, Literal, Self, cast
 from pydantic import BeforeValidator, model_validator
 
 from evo_grpo.schema.group import Group, computable, same_as, setting
-from evo_grpo.schema.hparams import ClipCoef, Factor, Hparams, Weight, clip_bounds
+from evo_grpo.schema.hparams import (
+    ClipCoef,
+    Factor,
+    Hparams,
+    LossType,
+    RatioLevel,
+    Weight,
+    clip_bounds,
+)
 from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.schema.validation import LEAST, MOST
 
-LossType = Literal["grpo", "gspo", "cispo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "vespo"]
-RatioLevel = Literal["token", "sequence"]
 SamplerCorrection = Literal[
     "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
 ]
@@ -75,6 +81,10 @@ class LossFields(Group):
     )
 
 
+OF_AGENTS = ("loss_type", "importance_sampling_level")
+"""Settings of the loss that agents of one batch may have of their own."""
+
+
 class LossConfig(LossFields):
     """Settings of the loss.
 
@@ -101,6 +111,11 @@ class LossConfig(LossFields):
         if found:
             raise Problems(*found)
         return self
+
+    def of_agent(self, hparams: Hparams) -> Self:
+        """Return the settings with the loss and the ratio level of an agent, if it has its own."""
+        own = {name: value for name in OF_AGENTS if (value := getattr(hparams, name)) is not None}
+        return self.replace(**own) if own else self
 
     @property
     def clip_bounds(self) -> tuple[float, float]:

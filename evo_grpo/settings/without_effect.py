@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast, get_args
 
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
@@ -19,6 +19,7 @@ from evo_grpo.evolve.explore.resample import Resample
 from evo_grpo.evolve.select.halving import HalvingSelection
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.sizes import places_by_round
+from evo_grpo.schema.hparams import LossType
 from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig
 from evo_grpo.schema.shown import shown_value
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from evo_grpo.settings.algorithm import AlgorithmConfig
     from evo_grpo.settings.engine import EngineConfig
     from evo_grpo.settings.evolve import EvolveConfig
-    from evo_grpo.settings.loss import LossType
     from evo_grpo.settings.population import PopulationConfig
 
 CLIPPED: tuple[LossType, ...] = ("grpo", "gspo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -80,9 +80,16 @@ class Seen:
     own_exploration: bool = False
 
     @property
-    def loss(self) -> LossType:
-        """The selected loss."""
-        return self.algorithm.loss_type or self.algorithm.kind
+    def losses(self) -> tuple[str, ...]:
+        """The losses that agents may have."""
+        if self.own_exploration:
+            return get_args(LossType)
+        if self.mutates("loss_type"):
+            return tuple(map(str, self.ranges["loss_type"].choices or ()))
+        given = (one.loss_type for one in self.begin)
+        return tuple(
+            dict.fromkeys(one or self.algorithm.loss_type or self.algorithm.kind for one in given)
+        )
 
     def is_set(self, name: str) -> bool:
         """Whether a setting of the algorithm differs from its default."""
@@ -146,10 +153,10 @@ class Seen:
 
 def _clip(seen: Seen, name: str) -> str | None:
     """Return why a clip range has no effect; None if it has one."""
-    if seen.loss in ("sapo", "vespo"):
-        return f"with loss_type {seen.loss}, which does not clip; leave it out"
+    if set(seen.losses) <= {"sapo", "vespo"}:
+        return f"with loss_type {' or '.join(seen.losses)}, which does not clip; leave it out"
     (_, low), (high, _) = seen.clip
-    if seen.loss == "cispo" and name == "clip_low":
+    if set(seen.losses) == {"cispo"} and name == "clip_low":
         return "with loss_type cispo, which uses only the upper bound; leave it out"
     if seen.ratio_is_one and low <= 1 <= high:
         return (
@@ -172,15 +179,16 @@ def _clip_coef(seen: Seen) -> Iterator[Finding]:
 def _ratio_level(seen: Seen) -> str | None:
     own = seen.algorithm
     kl_reads_it = own.kl_bias_correction and seen.has_kl and not own.kl_shaping
-    if seen.loss == "vespo" and not kl_reads_it:
+    if set(seen.losses) == {"vespo"} and not kl_reads_it:
         return "has no effect with loss_type vespo, which weights whole rows; leave it out"
     return None
 
 
 def _delta(seen: Seen) -> str | None:
     delta, least = seen.algorithm.delta, seen.clip[1][0]
-    if seen.loss not in CLIPPED:
-        return f"has no effect with loss_type {seen.loss}, which has no unclipped ratio"
+    if not set(seen.losses) & set(CLIPPED):
+        named = " or ".join(seen.losses)
+        return f"has no effect with loss_type {named}, which has no unclipped ratio"
     if seen.ratio_is_one and seen.clip[0][1] <= 1:
         return (
             "has no effect with update_epochs 1 and all rows of a step in one batch, where the "
@@ -196,9 +204,10 @@ def _delta(seen: Seen) -> str | None:
 
 def _other_loss(own: LossType) -> Callable[[Seen], str | None]:
     def why(seen: Seen) -> str | None:
-        if seen.loss == own:
+        if own in seen.losses:
             return None
-        return f"has no effect with loss_type {seen.loss}; it is a setting of {own}"
+        named = " or ".join(seen.losses)
+        return f"has no effect with loss_type {named}; it is a setting of {own}"
 
     return why
 

@@ -207,7 +207,7 @@ ARRIVES = {
     "max_output_tokens": lambda a: a.cohort.sampling(a.hparams).max_output_tokens,
     "min_output_tokens": lambda a: a.cohort.sampling(a.hparams).min_output_tokens,
     "max_model_len": lambda a: a.cohort.context_length,
-    "adv_norm": lambda a: {"batch": "batch_std"}[a.settings.algorithm.adv_scale],
+    "adv_norm": lambda a: {"batch": "batch_std"}[a.settings.algorithm.adv_scale(a.hparams)],
     **{
         name: (lambda a, name=name: getattr(a.cohort.settings.algorithm, name))
         for name in (
@@ -350,5 +350,8 @@ def test_every_name_is_in_the_documentation_and_the_schema():
         assert f"| `{name}` |" in reference
         assert f"`{name}`" in pages
         assert f'"{name}"' in schema
-    assert set(MUTABLE) - set(AgentFields.model_fields) == {"clip_low", "clip_high", "prompt"}
+    # Names that agents have in place of a setting of `algorithm` or `env` for all of them.
+    named = {name for name, kind in MUTABLE.items() if kind is str}
+    assert set(MUTABLE) - set(AgentFields.model_fields) == {"clip_low", "clip_high", *named}
+    assert named - {"prompt"} < set(AGENT_KEYWORDS)
     assert set(LossConfig.model_fields) - set(AGENT_KEYWORDS) == {"max_completion_length"}

@@ -10,6 +10,7 @@ from tiny_cohort import build_cohort, build_model, learn, make_rows, moments, we
 from evo_grpo import GRPO, HyperparameterConfig, RLParameter, agilerl, run
 from evo_grpo.errors import RunDirError
 from evo_grpo.learn.objective.losses import LossConfig, token_terms
+from evo_grpo.schema.hparams import AgentFields
 from evo_grpo.settings import WithoutEffect, from_dict, warnings
 from evo_grpo.settings.keywords import agent_settings
 from evo_grpo.settings.without_effect import ALGORITHM, Seen, without_effect
@@ -96,7 +97,7 @@ def learned(given):
     own = dict(given)
     exact = own.pop("rollout", "native") == "native"
     hparams = settings_of(own).algorithm.hparams()
-    given = {name: value for name, value in own.items() if name not in type(hparams).model_fields}
+    given = {name: value for name, value in own.items() if name not in AgentFields.model_fields}
     cohort = build_cohort(1, hparams, **given)
     learn(cohort, [0], [rows_with_a_sampler()], exact_sampler=exact)
     return [*weights(cohort, 0), *moments(cohort, 0).values()]

@@ -181,14 +181,18 @@ RANGES = {
     "weight_decay": (0.5, 0.1, 2.0),
     "update_epochs": (2, 1, 4),
     "batch_size": (5, 2, 9),
+    "loss_type": ("grpo", "grpo", "sapo"),
+    "importance_sampling_level": ("token", "token", "sequence"),
 }
 
 
-@pytest.mark.parametrize("name", [name for name in MUTABLE if name != "prompt"])
+# Prompts and the scale of advantages act before the rows of a step are there.
+@pytest.mark.parametrize("name", [n for n in MUTABLE if n not in ("prompt", "adv_norm")])
 def test_whatever_mutates_is_felt_in_the_next_step(name):
     value, low, high = RANGES[name]
     hparams = PLAIN.replace(lr=3e-2, update_epochs=4).with_value(name, value)
-    config = HyperparameterConfig(**{name: RLParameter(min=low, max=high)})
+    given = {"choices": [low, high]} if isinstance(low, str) else {"min": low, "max": high}
+    config = HyperparameterConfig(**{name: RLParameter(**given)})
     mutated, changes = Mutations(no_mutation=0, rl_hp=1).explore(
         Candidate(hparams), config, np.random.default_rng(1)
     )

@@ -1,0 +1,114 @@
+"""Losses and scales of advantages that agents of one batch have of their own."""
+
+import pytest
+from small_run import outcome, small, stopped_and_resumed
+
+from evo_grpo import GRPO, RLParameter, leaderboard, run
+from evo_grpo.errors import ConfigError
+from evo_grpo.record.folder import read_rounds
+
+CHOICES = {
+    "loss_type": {"choices": ["grpo", "cispo", "dr_grpo"]},
+    "adv_norm": {"choices": ["mean_std", "mean_only"]},
+}
+
+
+def searched(**changes):
+    return small(**{"evolve__hyperparameters": CHOICES, **changes})
+
+
+def digests(folder):
+    return [agent.adapter_sha256 for record in read_rounds(folder) for agent in record.agents]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("loss_type", "cispo"),
+        ("loss_type", "sapo"),
+        ("importance_sampling_level", "sequence"),
+        ("adv_norm", "batch_std"),
+    ],
+)
+def test_an_agent_learns_with_its_own_value_as_with_that_of_all(name, value, tmp_path):
+    alone = {"population__size": 1, "evolve__selection": "none", "evolve__exploration": "none"}
+    ranges = {name: {"choices": [value]}}
+    with pytest.warns(match=f"{name} never moves: its only choice is {value}"):
+        own = run(small(**alone, evolve__hyperparameters=ranges), out=tmp_path / "own")
+    lr = {"lr": {"min": 1e-4, "max": 1e-2}}
+    of_all = {f"algorithm__{name}": value, "evolve__hyperparameters": lr}
+    other = run(small(**alone, **of_all), out=tmp_path / "all")
+    without = run(small(**alone, evolve__hyperparameters=lr), out=tmp_path / "without")
+    assert digests(own) == digests(other) != digests(without)
+
+
+def test_agents_of_one_batch_with_other_losses_learn_as_beside_their_like(tmp_path):
+    names = ["grpo", "cispo", "sapo"]
+    fixed = {"evolve__selection": "none", "evolve__exploration": "none"}
+    loss = {"evolve__hyperparameters": {"loss_type": {"choices": names}}}
+    start = [{"loss_type": name} for name in names]
+    mixed = run(small(**fixed, **loss, population__init=start), out=tmp_path / "mixed")
+    scores = [[a.score for a in record.agents] for record in read_rounds(mixed)]
+    for slot, name in enumerate(names):
+        same = [{"loss_type": name}] * 3
+        alike = run(small(**fixed, **loss, population__init=same), out=tmp_path / name)
+        assert [record.agents[slot].score for record in read_rounds(alike)] == [
+            own[slot] for own in scores
+        ]
+
+
+def test_losses_have_columns_and_a_resumed_search_ends_as_one_that_was_not_stopped(tmp_path):
+    config = searched(evolve__exploration={"kind": "mutate", "no_mutation": 0})
+    whole = run(config, out=tmp_path / "whole")
+    stopped = stopped_and_resumed(config, tmp_path / "stopped", ("learn", 1))
+    assert outcome(whole) == outcome(stopped)
+    agents = read_rounds(whole)[0].agents
+    assert {agent.hparams.loss_type for agent in agents} == {"grpo", "cispo", "dr_grpo"}
+    assert {"loss_type", "adv_norm"} <= set(leaderboard(whole).columns)
+    members = [m for record in read_rounds(whole) for m in record.members]
+    moved = {name for member in members for name in member.mutation.changes}
+    assert moved <= {"loss_type", "adv_norm"}
+    assert moved
+
+
+def test_a_population_from_python_searches_losses(tmp_path):
+    population = GRPO.population(
+        size=3,
+        model="tiny-sums",
+        device="cpu",
+        hyperparameters={"loss_type": RLParameter(choices=["gspo", "cispo"])},
+        group_size=4,
+    )
+    how = {"rounds": 1, "steps_per_round": 1, "progress": False}
+    fitness = {"prompts": 4, "test_prompts": 3}
+    population.train("sums", **how, fitness=fitness, out=tmp_path / "run")
+    (record,) = read_rounds(tmp_path / "run")
+    found = sorted(agent.hparams.loss_type for agent in record.agents)
+    assert found in (["cispo", "cispo", "gspo"], ["cispo", "gspo", "gspo"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"evolve__hyperparameters": {"loss_type": {"choices": ["grpo", "dr-grpo"]}}},
+            "evolve.hyperparameters.loss_type.choices: expected 'grpo', 'gspo', 'cispo', 'bnpo', "
+            "'dr_grpo', 'dapo', 'luspo', 'sapo' or 'vespo', got",
+        ),
+        (
+            {
+                "evolve__hyperparameters": {"loss_type": {"choices": ["grpo", "gspo"]}},
+                "algorithm__importance_sampling_level": "token",
+            },
+            "algorithm.importance_sampling_level: expected 'sequence' with loss_type='gspo'",
+        ),
+        (
+            {"evolve__hyperparameters": {"model.quantization": {"choices": ["int8"]}}},
+            "all agents share one base model, its precision and quantization",
+        ),
+    ],
+)
+def test_a_wrong_choice_is_named(changes, text):
+    with pytest.raises(ConfigError) as raised:
+        small(**changes)
+    assert text in str(raised.value)
