@@ -29,7 +29,12 @@ RANGES: dict[str, dict[str, float]] = {
 }
 #: The weight of the shaping reward of `sums-shaped`, wherever an arm searches it.
 WEIGHT = "reward_weights.digits"
-SEARCHED: dict[str, dict[str, float]] = {**RANGES, WEIGHT: {"min": 0.03, "max": 3.0}}
+#: Names that agents choose from.
+CHOICES: dict[str, dict[str, list[str]]] = {
+    "loss_type": {"choices": ["grpo", "dr_grpo", "dapo", "cispo"]},
+    "adv_norm": {"choices": ["mean_std", "mean_only"]},
+}
+SEARCHED: dict[str, dict[str, Any]] = {**RANGES, WEIGHT: {"min": 0.03, "max": 3.0}, **CHOICES}
 
 
 @dataclass(frozen=True)
@@ -276,6 +281,8 @@ BEYOND_LR = (
     _searching(),
     *(_searching(name) for name in RANGES),
     _searching(*RANGES),
+    *(_searching(name) for name in CHOICES),
+    _searching("lr", "loss_type"),
 )
 #: Rewards of 1 for the right sum, and of up to 1 for its digits in any order, which can be hacked.
 _SHAPED: dict[str, Any] = {

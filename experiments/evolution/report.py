@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -192,7 +192,7 @@ def ranges_table(results: Results) -> Rows:
     for arm, mine in results.by_arm.items():
         made = mine[-1]["overrides"]
         ranges = made["evolve.hyperparameters"]
-        told = [f"{name} {values['min']:g} to {values['max']:g}" for name, values in ranges.items()]
+        told = [f"{name} {_range(values)}" for name, values in ranges.items()]
         gains = [paired(scores[arm], other) for other in (nothing, lr)]
         test = [line["test"]["mean"] for line in mine]
         table.append([
@@ -208,6 +208,12 @@ def ranges_table(results: Results) -> Rows:
             ),
         ])  # fmt: skip
     return table
+
+
+def _range(values: Mapping[str, Any]) -> str:
+    if "choices" in values:
+        return f"of {', '.join(values['choices'])}"
+    return f"{values['min']:g} to {values['max']:g}"
 
 
 def _thousands(values: Any) -> str:  # noqa: ANN401 -- an iterable of numbers
