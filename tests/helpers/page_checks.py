@@ -84,14 +84,18 @@ def strategies(played, printed):
             if not hasattr(kind, "tag"):
                 assert f"| `{kind().kind}` | `{kind.__name__}` |" in page
                 assert getattr(evo_grpo, kind.__name__) is kind
-    searched = page.partition("## What may be searched")[2].partition("\n## ")[0]
-    assert set(_first_column(searched)) == set(MUTABLE)
-    assert "| `reward_weights.NAME` |" in searched
     rounds = read_rounds("runs/own")
     assert {agent.hparams.temperature for agent in rounds[0].agents} == {1.0}
     copies = [member for member in rounds[0].members if member.parent is not None]
     assert copies
     assert all(m.mutation.changes == {"temperature": (1.0, 0.8)} for m in copies)
+
+
+def what_to_search(played, printed):
+    """Its table lists every name that may be searched."""
+    searched = _page(played).partition("## What may be searched")[2].partition("\n## ")[0]
+    assert set(_first_column(searched)) == set(MUTABLE)
+    assert "| `reward_weights.NAME` |" in searched
 
 
 def environments(played, printed):
@@ -202,6 +206,7 @@ CHECKS = {
     "docs/optuna.md": optuna,
     "docs/results.md": results,
     "docs/strategies.md": strategies,
+    "docs/what_to_search.md": what_to_search,
     "docs/environments.md": environments,
     "docs/multi_turn.md": multi_turn,
 }
