@@ -29,9 +29,8 @@ from evo_grpo.learn.objective.losses import (
     LossValues,
     TokenTerms,
     largest_penalty,
-    token_terms_of,
-    token_weights_of,
 )
+from evo_grpo.learn.objective.mixed import token_terms_of, token_weights_of
 from evo_grpo.learn.objective.ratios import kl_term
 from evo_grpo.learn.objective.shaping import token_advantages
 from evo_grpo.learn.packing import pack

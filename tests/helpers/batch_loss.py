@@ -70,3 +70,24 @@ def vespo_weights(terms, logprobs, mask, advantages):
     """Mean of the rows' weights phi, by which the gradient exceeds that of REINFORCE."""
     (grad,) = torch.autograd.grad(terms.loss.sum(), logprobs, retain_graph=True)
     return row_means(-grad / advantages[:, None], mask).mean().item()
+
+
+def random_batch(rows=6, tokens=5, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    lp = -normal(rows, tokens).abs() - 0.1
+    mask = torch.arange(tokens) < torch.randint(1, tokens + 1, (rows, 1), generator=generator)
+    return {
+        "lp": lp,
+        "old": lp + 0.3 * normal(rows, tokens),
+        "ref": lp + 0.3 * normal(rows, tokens),
+        "mask": mask,
+        "adv": normal(rows),
+    }
+
+
+def config_of(loss_type, **more):
+    return LossConfig(loss_type=loss_type, max_completion_length=5, **more)

@@ -24,7 +24,7 @@ def digests(folder):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("loss_type", "cispo"),
+        ("loss_type", "vespo"),
         ("loss_type", "sapo"),
         ("importance_sampling_level", "sequence"),
         ("adv_norm", "batch_std"),
