@@ -76,13 +76,16 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 BUILD_DOCS := $(MKDOCS) build -q --strict
 PORT ?= 8000
 
-.PHONY: help install run test test-slow torture torture-io test-distributed test-deepspeed test-browser test-postgres test-trackers test-outside test-vllm test-minimum fuzz check docs site sbom clean-venv
+.PHONY: help install environments run test test-slow torture torture-io test-distributed test-deepspeed test-browser test-postgres test-trackers test-outside test-vllm test-minimum fuzz check docs site sbom clean-venv
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
 
 install: $(STAMP)
+
+# All of them, for .ci/run; `make -j2 environments` makes two at a time.
+environments: $(STAMP) $(MINIMUM_STAMP) $(OUTSIDE_STAMP) $(TRACKERS_STAMP) $(VLLM_STAMP)
 
 $(RUN_STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -119,9 +122,9 @@ test-slow: $(STAMP)
 	  export EVO_GRPO_WHEEL=$$(echo "$$wheels"/*.whl) && \
 	  { $(TESTS) $(BIN)/python -m pytest $(IN_THREE) -m 'slow and not torture' --timeout 900 $(ARGS) || test $$? -eq 5; }
 
-# Runs in several processes on this machine, each with one thread.
+# Runs in several processes on this machine, each with one thread; they wait for each other.
 test-distributed: $(STAMP)
-	$(PYTEST) -m distributed tests/distributed $(ARGS)
+	$(TESTS) $(BIN)/python -m pytest $(IN_THREE) -m distributed tests/distributed $(ARGS)
 
 # Each worker has a server of its own; fails where none is installed.
 test-postgres: $(STAMP)
@@ -199,11 +202,11 @@ $(VLLM_STAMP): $(STAMP)
 
 # The variable turns the skip for a missing vLLM into a failure.
 test-vllm: $(VLLM_STAMP)
-	EVO_GRPO_VLLM=$(CURDIR)/$(VLLM)/bin/python $(TESTS) $(BIN)/python -m pytest -rs -m vllm \
+	EVO_GRPO_VLLM=$(CURDIR)/$(VLLM)/bin/python $(PYTEST) -m vllm \
 	  --timeout 300 tests/rollout/vllm $(ARGS)
 
 # At the end it says of each property how many inputs were tried and whether one failed. `make test`
-# and `make test-slow` try up to a hundred inputs of each, the same ones every time. One that hangs is
+# and `make test-slow` try up to fifty inputs of each, the same ones every time. One that hangs is
 # given five minutes.
 FUZZ_SECONDS = $(or $(EVO_GRPO_FUZZ_SECONDS),600)
 fuzz: $(STAMP)
