@@ -165,7 +165,7 @@ def test_every_estimator_of_the_script_is_tested(bench):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_what_reaches_the_optimizer_is_within_four_standard_errors(bench, name):
-    found = bench.gradients(name, samples=40)
+    found = bench.gradients(name, samples=60)
     assert found["largest difference in errors"] < 4
     # Neither a gradient of zero nor that of the other direction would pass.
     assert found["analytic"] > 20 * found["error"]
