@@ -15,6 +15,7 @@ settings.register_profile(
     deadline=None,
     derandomize=True,
     database=None,
+    max_examples=50,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("tests")

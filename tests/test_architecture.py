@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -176,6 +176,7 @@ def within(name: str, room: str) -> bool:
     return name == room or name.startswith(f"{room}.")
 
 
+@cache
 def room_of(name: str) -> tuple[int, str] | None:
     """The layer and the room of a module: the longest room whose name begins its own."""
     found = [

@@ -122,8 +122,20 @@ def test_what_a_kill_left_half_written_is_gone(runs, tmp_path):
     assert not any(file.exists() for file in torn)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*OF_THE_RUN, *LAST, *BEST, *EARLIER])
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        # Files of one kind are read by the same code: of most places a sample is enough.
+        pytest.param(
+            name,
+            damage,
+            marks=pytest.mark.slow
+            if name in (*OF_THE_RUN, *LAST) or damage in (cut_in_half, delete, flip)
+            else pytest.mark.torture,
+        )
+        for name in (*OF_THE_RUN, *LAST, *BEST, *EARLIER)
+        for damage in DAMAGES
+    ],
+)
 def test_a_damaged_file_is_refused_or_made_good(runs, tmp_path, name, damage):
     check(runs, tmp_path, name, damage)

@@ -1,7 +1,9 @@
 """The versions that pyproject.toml allows, those that the tests run on, and the list of them."""
 
+import ast
 import contextlib
 import json
+import re
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -56,6 +58,39 @@ def test_the_lower_bounds_are_what_test_minimum_installs():
         bounds[name] = Version(specifier.version)
     assert len(bounds) > 20
     assert bounds == {name: minimum.get(name) for name in bounds}
+
+
+def code_of(tests):
+    """The modules that a room or a module of tests is named after."""
+    place = ROOT / "evo_grpo" / Path(tests).relative_to("tests")
+    if place.suffix:
+        module = place.with_name(place.name.removeprefix("test_"))
+        return [module] if module.exists() else []
+    return sorted(place.rglob("*.py"))
+
+
+def imported(module):
+    """The distributions that a module imports, wherever in it."""
+    heads = set()
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            heads |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            heads.add(node.module.partition(".")[0])
+    return {{"yaml": "pyyaml"}.get(head, canonicalize_name(head)) for head in heads}
+
+
+def test_what_test_minimum_leaves_out_imports_no_older_package():
+    minimum, tested = dict(pins("constraints-minimum.txt")), dict(pins("constraints.txt"))
+    older = {name for name, version in minimum.items() if tested.get(name, version) != version}
+    assert {"transformers", "peft", "pandas", "plotly", "typer", "rich"} <= older
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    rooms = re.search(r"^OWN_CODE := (.*)$", makefile, re.MULTILINE)[1].split()
+    assert sum(len(code_of(room)) for room in rooms) > 100
+    for room in rooms:
+        assert (ROOT / room).exists(), room
+        for module in code_of(room):
+            assert imported(module) & older <= {"numpy", "pydantic"}, (room, module)
 
 
 def test_every_pin_takes_the_oldest_python():

@@ -340,9 +340,9 @@ def test_until_the_handlers_are_there_ctrl_c_ends_the_process():
 
 
 @pytest.mark.slow
-@BOTH
 @pytest.mark.usefixtures("folder")
-def test_a_run_says_how_to_resume_and_can_be(sent: signal.Signals):
+def test_a_run_says_how_to_resume_and_can_be():
+    sent = signal.SIGINT  # the other one ends what hangs in the same way
     process = started(COMMAND)
     for line in process.stdout:
         if line.startswith(b"round 2/"):

@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -50,20 +48,10 @@ def test_ranks_with_unequal_work_compute_what_a_whole_base_does():
         assert all(0.5 < float(share) < 0.6 for share in shares.values()), shares
 
 
-def nproc(ranks, *arguments):
-    """Run the command with --nproc; it must succeed."""
-    done = subprocess.run(
-        [sys.executable, *map(str, evo(*arguments, "--nproc", ranks))],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=150,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_run_over_a_divided_base_is_the_run_over_a_whole_one(tmp_path):
     file = written(tmp_path, engine=SHARDED, algorithm=DYNAMIC, **EVERYTHING)
     alone("run", file, "--out", tmp_path / "one")
-    nproc(2, "run", file, "--out", tmp_path / "two")
+    together(2, "run", file, "--out", tmp_path / "two")
     equal(tmp_path / "one", tmp_path / "two")
     assert len(set(resampled(tmp_path / "one"))) > 1
 
@@ -76,7 +64,7 @@ def test_a_run_over_a_divided_base_is_nearly_that_over_replicas(tmp_path):
     for base in ("replicated", "sharded"):
         engine = {**SHARDED, "base": base}
         file = written(tmp_path / base, engine=engine, population=TWO_ROUNDS, **given)
-        nproc(2, "run", file, "--out", tmp_path / f"run-{base}")
+        together(2, "run", file, "--out", tmp_path / f"run-{base}")
     first, second = tmp_path / "run-replicated", tmp_path / "run-sharded"
     names = sorted(p.relative_to(first) for p in first.rglob("adapter_model.safetensors"))
     assert len(names) == 2 * (5 + 4)  # actor and reference

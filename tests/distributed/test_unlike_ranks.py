@@ -62,9 +62,6 @@ def run(places, says):
 SETTINGS_OF_ONE = {
     "lr": ({"algorithm": {**POPULATION["algorithm"], "lr": 0.01}}, "algorithm.lr 0.01 where rank 0 "
            "has 0.001"),
-    "seed": ({"seed": 4}, "seed 4 where rank 0 has 3"),
-    "rounds": ({"population": {**POPULATION["population"], "rounds": 2}}, "population.rounds 2 "
-               "where rank 0 has 4"),
     "size": ({"population": {**POPULATION["population"], "size": 6, "sizes": [6, 4, 3]}},
              "population.size 6 where rank 0 has 5"),
 }  # fmt: skip

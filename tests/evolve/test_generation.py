@@ -14,7 +14,7 @@ from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.types import Member, Mutation, Score
 
-PROPERTY = settings(max_examples=100)
+PROPERTY = settings(max_examples=40)
 CONFIG = HyperparameterConfig(lr=RLParameter(1e-6, 1e-2), group_size=RLParameter(2, 16))
 NEVER = NoExploration()
 ALWAYS = Mutations(no_mutation=0, rl_hp=1)

@@ -22,7 +22,7 @@ from evo_grpo.schema.hparams import MUTABLE, Hparams
 from evo_grpo.schema.problems import line
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
-PROPERTY = settings(max_examples=60)
+PROPERTY = settings(max_examples=40)
 WIDE = HyperparameterConfig(**RANGES)
 seeds = st.integers(0, 2**32)
 

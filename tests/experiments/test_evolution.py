@@ -272,7 +272,7 @@ def test_a_run_samples_the_rows_that_were_planned(one_run, arm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", ["new", "halving-1", "tournament-constant", "search-all"])
+@pytest.mark.parametrize("arm", ["new", "halving-1", "search-all"])
 def test_an_arm_that_evolves_stays_within_its_rows(one_run, arm):
     line = one_run.measure("sums", arm, 0, quick=True)
     planned = sum(line["planned"].values())
@@ -344,8 +344,8 @@ def test_seeds_are_read_as_ranges_and_lists(command):
 
 @pytest.mark.slow
 def test_the_command_runs_at_its_small_size_and_goes_on(tmp_path):
-    given = ["--quick", "--arms", "random", "one", "--seeds", "0-1", "--jobs", "2"]
-    for runs in (0, 4):
+    given = ["--quick", "--arms", "random", "one", "--seeds", "0", "--jobs", "2"]
+    for runs in (0, 2):
         done = subprocess.run(
             [sys.executable, str(FOLDER / "run.py"), *given, "--out", str(tmp_path)],
             capture_output=True,
@@ -353,9 +353,9 @@ def test_the_command_runs_at_its_small_size_and_goes_on(tmp_path):
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        assert f"{runs} of 4 runs are there" in done.stdout
+        assert f"{runs} of 2 runs are there" in done.stdout
     written = (tmp_path / "sums.jsonl").read_text(encoding="utf-8").splitlines()
-    assert len(written) == 4
+    assert len(written) == 2
     line = json.loads(written[0])
     assert {"date", "commit", "versions", "machine", "jobs", "overrides"} <= set(line)
     assert str(FOLDER.parents[1]) not in written[0]

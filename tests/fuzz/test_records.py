@@ -93,7 +93,7 @@ def shown(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@fuzz(quick=60, line=st.integers(0, 1), changes=CHANGES)
+@fuzz(quick=40, line=st.integers(0, 1), changes=CHANGES)
 def test_any_sealed_round_is_read_or_refused(line: int, changes: Changes):
     lines = (finished() / "rounds.jsonl").read_bytes().splitlines()
     document = changed(unseal(lines[line]), changes)
@@ -102,7 +102,7 @@ def test_any_sealed_round_is_read_or_refused(line: int, changes: Changes):
 
 
 @pytest.mark.slow
-@fuzz(quick=60, start=st.floats(0, 1), length=st.integers(0, 80), content=st.binary(max_size=80))
+@fuzz(quick=40, start=st.floats(0, 1), length=st.integers(0, 80), content=st.binary(max_size=80))
 @example(start=0.0, length=0, content=b"\xef\xbb\xbf")
 @example(start=1.0, length=0, content=b"\0")
 def test_any_damaged_line_is_read_or_refused(start: float, length: int, content: bytes):

@@ -124,7 +124,7 @@ def test_a_valid_file_that_was_damaged_is_read_or_refused(text: str):
 
 
 @pytest.mark.slow
-@fuzz(quick=60, values=st.lists(st.sampled_from(TOKENS), max_size=12))
+@fuzz(quick=40, values=st.lists(st.sampled_from(TOKENS), max_size=12))
 @example(values=["~", "nobody"])
 def test_any_override_is_taken_or_refused(values: list[str]):
     FILE.write_text(MINIMAL)

@@ -12,7 +12,7 @@ from evo_grpo.evolve.start import sample_hparams
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
-PROPERTY = settings(max_examples=60)
+PROPERTY = settings(max_examples=40)
 
 RANGES = {
     "lr": RLParameter(min=1e-6, max=1e-2),

@@ -1,4 +1,4 @@
-"""Properties that hold for any input: a hundred of them in `make test`, minutes in `make fuzz`.
+"""Properties that hold for any input: fifty of them in `make test`, minutes in `make fuzz`.
 
 A property is a function of one input, in keywords. `@example` above it keeps an input that once
 broke it; that is the whole corpus.
@@ -26,7 +26,7 @@ BATCH = 100
 
 
 def fuzz(
-    quick: int = 100, **inputs: SearchStrategy[Any]
+    quick: int = 50, **inputs: SearchStrategy[Any]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test of a property.
 

@@ -11,7 +11,7 @@ from evo_grpo.errors import RunFailedError
 from evo_grpo.evolve.select.rank import rank
 from evo_grpo.types import Score
 
-PROPERTY = settings(max_examples=60)
+PROPERTY = settings(max_examples=40)
 
 MEANS = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])
 #: Few different values, so that many agents are equal; no score, or one that is not finite: failed.

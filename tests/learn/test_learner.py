@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -146,8 +147,7 @@ def test_rewards_equal_but_for_rounding_move_no_weight(scale):
     assert (metrics["skipped_rows"], metrics["updates"]) == (4, 0)
 
 
-@pytest.mark.parametrize("make", [equal_rows, ragged_rows])
-@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize(("size", "make"), [(2, equal_rows), (8, ragged_rows)])
 def test_fused_step_equals_one_agent_at_a_time(size, make):
     compare_with_alone(size, make(size))
 
@@ -263,8 +263,7 @@ IN_PIECES = {"max_tokens_per_microbatch": 40, "gradient_checkpointing": True}
     ("poison", "make", "size", "options"),
     [
         *((one, ragged_rows, 3, IN_PIECES) for one in POISONS),
-        *((one, equal_rows, 2, {}) for one in POISONS),
-        (poison_weight, equal_rows, 8, {}),
+        (poison_weight, equal_rows, 2, {}),
         (poison_weight, ragged_rows, 8, {}),
     ],
 )
@@ -308,7 +307,8 @@ def test_a_failed_step_leaves_the_moments_of_earlier_ones():
 @pytest.mark.parametrize(
     ("kind", "beta"),
     [
-        *((kind, 0.3) for kind in ("grpo", "gspo", "cispo", "dapo", "luspo", "sapo", "vespo")),
+        # The loss of every kind is held against a slow one in objective/test_losses.py.
+        *((kind, 0.3) for kind in ("grpo", "gspo", "cispo", "dapo")),
         ("grpo", 0.0),
     ],
 )
@@ -330,9 +330,13 @@ def test_step_matches_a_slow_reference(kind, beta):
     assert ("kl" in metrics) == (metrics.get("kl", 0) > 0) == (beta > 0)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
 @pytest.mark.parametrize(
-    "options", [{}, {"max_tokens_per_microbatch": 24}, {"gradient_checkpointing": True}]
+    ("options", "dropout"),
+    [
+        ({}, 0.0),
+        ({"max_tokens_per_microbatch": 24}, 0.4),
+        ({"gradient_checkpointing": True}, 0.4),
+    ],
 )
 def test_first_ratio_is_exactly_one(dropout, options):
     cohort = build_cohort(2, dropout=dropout, **options)
@@ -385,7 +389,7 @@ def test_dead_groups_skip_the_backward_and_are_counted(monkeypatch):
     assert seen == [len(live)]
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dapo", "cispo", "bnpo"])
+@pytest.mark.parametrize("kind", ["grpo", "dapo"])
 def test_denominators_count_dead_rows(kind):
     hparams = PLAIN.replace(max_grad_norm=1e9)
     live = make_rows(2)
@@ -408,7 +412,7 @@ def test_dead_rows_are_kept_when_there_is_a_kl_term():
     assert distance(weights(cohort, 0), before) > 1e-4
 
 
-@pytest.mark.parametrize("kind", ["dapo", "cispo", "vespo"])
+@pytest.mark.parametrize("kind", ["dapo", "vespo"])
 def test_token_means_use_each_agents_own_tokens(kind):
     # With a shared denominator the agent with few tokens would shrink beside one with many.
     options = {"loss_type": kind, "max_tokens_per_microbatch": 40}
@@ -417,6 +421,21 @@ def test_token_means_use_each_agents_own_tokens(kind):
     together, alone = (build_cohort(2, hparams, **options) for _ in range(2))
     (first, _), (only,) = learn(together, [0, 1], [few, many]), learn(alone, [0], [few])
     assert first["grad_norm"] == pytest.approx(only["grad_norm"], rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def trained_twice():
+    """Gives the weights after two calls: at its first step AdamW is blind to a gradient's size."""
+
+    @cache
+    def trained(**changed):
+        base = PLAIN.replace(lr=1e-2, update_epochs=2, max_grad_norm=1.0)
+        cohort = build_cohort(1, base.replace(**changed))
+        learn(cohort, [0], [make_rows(1)])
+        learn(cohort, [0], [make_rows(2)])
+        return weights(cohort, 0)
+
+    return trained
 
 
 @pytest.mark.parametrize(
@@ -433,14 +452,8 @@ def test_token_means_use_each_agents_own_tokens(kind):
     ],
     ids=str,
 )
-def test_a_changed_hyperparameter_changes_the_step(changed):
-    base = PLAIN.replace(lr=1e-2, update_epochs=2, max_grad_norm=1.0)
-    one, other = build_cohort(1, base), build_cohort(1, base.replace(**changed))
-    for cohort in (one, other):
-        # Two calls: at its first step AdamW is blind to the gradient's size.
-        learn(cohort, [0], [make_rows(1)])
-        learn(cohort, [0], [make_rows(2)])
-    assert distance(weights(one, 0), weights(other, 0)) > 1e-4
+def test_a_changed_hyperparameter_changes_the_step(changed, trained_twice):
+    assert distance(trained_twice(), trained_twice(**changed)) > 1e-4
 
 
 def test_a_hyperparameter_changed_between_calls_acts():

@@ -23,7 +23,7 @@ from evo_grpo.record.retention import kept_checkpoints
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Member, Mutation, Score
 
-PROPERTY = settings(max_examples=60)
+PROPERTY = settings(max_examples=40)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 ids = st.integers(0, 1000)
 # A few letters say it all, and the table of all letters takes ten seconds to build.

@@ -23,7 +23,7 @@ from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Mutation
 
 STEPS = 4
-PROPERTY = settings(max_examples=60)
+PROPERTY = settings(max_examples=40)
 
 
 def played(rounds, rows=120):

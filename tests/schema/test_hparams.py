@@ -12,7 +12,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.schema.hparams import MUTABLE, Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
-PROPERTY = settings(max_examples=200)
+PROPERTY = settings(max_examples=60)
 draws = st.floats(0, 1, exclude_max=True)
 
 

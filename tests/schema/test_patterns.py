@@ -15,7 +15,7 @@ from evo_grpo.settings import LoraSettings, from_dict
 from evo_grpo.training.sizing.model_size import lora_parameters, read_model_size
 
 NAMES = [f"model.layers.{n}.self_attn.{part}_proj" for n in range(4) for part in "qkvo"]
-ENDLESS = ["(.+)+!", r"([a-z_.0-9]+)*X", r"(\w|\w\w|\w\w\w|\.)*!", r"(.*.*)*!", r"(?=(.+)+!).*"]
+ENDLESS = ["(.+)+!", r"(?=(\w|\w\w|\w\w\w|\.)*!).*"]
 HARMLESS = [
     r".*\.(q|v)_proj",
     r"model\.layers\.\d+\.(\w+\.)*q_proj",

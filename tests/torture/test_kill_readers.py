@@ -112,10 +112,9 @@ def kill_at(runs, finished, folder, reader, touch, rng):
 
 
 @pytest.mark.slow
-def test_a_kill_at_a_sample_of_the_touches_loses_nothing(runs, finished, reader, tmp_path):
+def test_a_kill_at_one_of_the_touches_loses_nothing(runs, finished, reader, tmp_path):
     rng = random.Random(0)
-    for touch in rng.sample(range(1, reader[2] + 1), 2):
-        kill_at(runs, finished, tmp_path / "run", reader, touch, rng)
+    kill_at(runs, finished, tmp_path / "run", reader, rng.randint(1, reader[2]), rng)
 
 
 @pytest.mark.torture

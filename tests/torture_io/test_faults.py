@@ -24,7 +24,7 @@ SETTINGS = {
 }
 SHARES = 8
 """Parts of the cases, each a test, so that workers have equally much to do."""
-SAMPLE = 12
+SAMPLE = 8
 
 
 @pytest.fixture(scope="module", params=["a run", "a resume"])

@@ -234,8 +234,16 @@ def order(when):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("storage", [None, "sqlite"])
-@pytest.mark.parametrize("at", [("learn", 1), ("done", 1), ("learn", 2), ("learn", 3), ("test", 3)])
+@pytest.mark.parametrize(
+    ("at", "storage"),
+    [
+        (("learn", 1), "sqlite"),
+        (("done", 1), None),
+        (("learn", 2), "sqlite"),
+        (("learn", 3), None),
+        (("test", 3), "sqlite"),
+    ],
+)
 def test_a_stop_after_steering_changes_nothing(tmp_path, at, storage):
     kept = {"record__storage": storage, "evolve__archive": True, "record__checkpoints": "last"}
     steered(tmp_path / "whole", ASKED, **kept)

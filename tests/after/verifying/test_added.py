@@ -36,26 +36,36 @@ def test_what_was_added_is_as_it_was_written(added, made):
     assert found.files - alone.files >= len(files) - len(locks)
 
 
+ADDED = [
+    "compare/guess/completions/round-0000.jsonl",
+    "compare/random/checkpoints/round-0000/agent-01/optimizer.safetensors",
+    "compare/guess/population.yaml",
+    "compare/random/inputs.json",
+    "compare/random/summary.json",
+    "compare/compare.json",
+    "replay/constant-run/actor/adapter_model.safetensors",
+    "replay/schedule-run/attributes.json",
+    "replay/replay.json",
+]
+WRITTEN_LAST = ("compare/compare.json", "replay/replay.json")
+
+
+def delete(file):
+    file.unlink()
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "damage"),
     [
-        "compare/guess/completions/round-0000.jsonl",
-        "compare/random/checkpoints/round-0000/agent-01/optimizer.safetensors",
-        "compare/guess/population.yaml",
-        "compare/random/inputs.json",
-        "compare/random/summary.json",
-        "compare/compare.json",
-        "replay/constant-run/actor/adapter_model.safetensors",
-        "replay/schedule-run/attributes.json",
-        "replay/replay.json",
+        *((name, flip) for name in ADDED),
+        *((name, delete) for name in ("compare/random/summary.json", *WRITTEN_LAST)),
     ],
 )
-@pytest.mark.parametrize("damage", [flip, lambda file: file.unlink()], ids=["flip", "delete"])
 def test_any_file_of_what_was_added_is_looked_at(added, name, damage):
     file = added / name
     before = file.read_bytes()
     damage(file)
-    if not file.exists() and name in ("compare/compare.json", "replay/replay.json"):
+    if not file.exists() and name in WRITTEN_LAST:
         # What is written last is written anew by the command that was stopped.
         found = verify(added)
         assert found.damage == []

@@ -37,7 +37,6 @@ def check(*options):
     [
         (),
         ("--set", "engine.rollout=vllm"),
-        ("--set", "engine={rollout: vllm, vllm: {sleep_level: 1}}"),
         ("--set", "engine={rollout: vllm, vllm: {sleep_level: 2}, quantization: int8}"),
     ],
 )

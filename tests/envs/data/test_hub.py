@@ -188,7 +188,6 @@ def test_a_run_of_a_model_and_a_dataset_of_the_hub_goes_on_without_it(tmp_path):
         evo("run", "run.yaml", "--out", "run", "--set", "population.rounds=2")
     # The Hub is gone.
     evo("resume", "run", "--rounds", "3", HF_HUB_OFFLINE="1")
-    evo("resume", "run")
     first, second = outcome(tmp_path / "whole"), outcome(tmp_path / "run")
     assert first["leaderboard"] == second["leaderboard"]
     assert first["rounds"] == second["rounds"]

@@ -86,7 +86,7 @@ def groups(draw):
     return draw(st.lists(reward, min_size=count, max_size=count)), sizes
 
 
-@settings(max_examples=300)
+@settings(max_examples=80)
 @given(
     groups(),
     st.sampled_from(["group", "batch", "none"]),
@@ -152,7 +152,7 @@ def test_no_case_of_20000_gives_rounding_an_advantage():
 KINDS = {"list": np.ndarray.tolist, "numpy": np.asarray, "torch": torch.from_numpy}
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(
     st.integers(0, 2**32),
     st.sampled_from([np.float64, np.float32]),
@@ -184,7 +184,7 @@ def test_rounding_has_no_advantage(seed, dtype, offset, abstain, kind, how, ragg
     assert zero_variance_fraction(given_rewards, sizes, weights=weights) == 1.0
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     groups(),
     st.sampled_from([np.float64, np.float32]),

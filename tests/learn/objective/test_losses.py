@@ -154,7 +154,7 @@ def batches(draw, loss_type):
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_loss_and_gradient_agree_with_the_slow_loss(loss_type):
-    @settings(max_examples=200)
+    @settings(max_examples=60)
     @given(batches(loss_type))
     def check(batch):
         config, logprobs, old, mask, advantages, ref, sampler, rng = batch

@@ -20,10 +20,8 @@ from evo_grpo.rollout.native.engine import NativeEngine
 NATS = 3e-5
 #: What the joined layers take from the model as it is, and what is outside of them.
 FAST = {"another_epsilon", "scaled_head", "capped_head", "replaced_norm", "replaced_weight"}
-#: One of the three takes seconds; the others are the same code with other names and a bias.
-models = pytest.mark.parametrize(
-    "build", [b if b == "llama" else pytest.param(b, marks=pytest.mark.slow) for b in BUILDS]
-)
+#: Each takes seconds; the second is the same code with a bias.
+models = pytest.mark.parametrize("build", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
 
 
 def assert_exact(found, name):
@@ -48,7 +46,9 @@ def test_an_altered_model_is_computed_as_it_computes_itself(build, name, monkeyp
     assert all("'tiny'" in line and "by its own modules" in line for line in said)
 
 
-@models
+@pytest.mark.parametrize(
+    "build", [b if b == "llama" else pytest.param(b, marks=pytest.mark.slow) for b in BUILDS]
+)
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 def test_code_of_a_hub_folder(build, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))

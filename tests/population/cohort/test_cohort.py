@@ -190,7 +190,7 @@ RANGES = {
 @pytest.mark.parametrize("name", [n for n in MUTABLE if n not in ("prompt", "adv_norm")])
 def test_whatever_mutates_is_felt_in_the_next_step(name):
     value, low, high = RANGES[name]
-    hparams = PLAIN.replace(lr=3e-2, update_epochs=4).with_value(name, value)
+    hparams = PLAIN.replace(lr=3e-2, update_epochs=2).with_value(name, value)
     given = {"choices": [low, high]} if isinstance(low, str) else {"min": low, "max": high}
     config = HyperparameterConfig(**{name: RLParameter(**given)})
     mutated, changes = Mutations(no_mutation=0, rl_hp=1).explore(

@@ -69,7 +69,7 @@ PROGRAMS = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(PROGRAMS)
 def test_ranks_make_the_same_exchanges_whatever_each_wants(programs):
     exchanges, own = walk(programs)

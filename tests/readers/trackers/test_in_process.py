@@ -238,8 +238,13 @@ def test_a_population_without_a_folder_is_followed_over_several_calls():
 # --- what is refused before the first round -------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def untrained():
+    return evo_grpo.GRPO.population(size=2, model="tiny-sums", device="cpu")
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_missing_package_is_refused_with_its_remedy(tmp_path, monkeypatch, kind):
+def test_a_missing_package_is_refused_with_its_remedy(tmp_path, monkeypatch, untrained, kind):
     monkeypatch.setattr("evo_grpo.settings.trackers.find_spec", lambda name: None)
     remedy = rf'record.trackers: {kind} .*pip install "evo-grpo\[{kind}\]"'
     config = small(record__trackers=[kind])
@@ -248,16 +253,14 @@ def test_a_missing_package_is_refused_with_its_remedy(tmp_path, monkeypatch, kin
     assert not (tmp_path / "run").exists()
     with pytest.raises(EngineUnavailable, match=remedy):
         Tracker(kind)
-    population = evo_grpo.GRPO.population(size=2, model="tiny-sums", device="cpu")
     with pytest.raises(EngineUnavailable, match=remedy):
-        population.train("sums", trackers=[kind], out=tmp_path / "run")
+        untrained.train("sums", trackers=[kind], out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_trackers_of_a_population_need_its_folder():
-    population = evo_grpo.GRPO.population(size=2, model="tiny-sums", device="cpu")
+def test_trackers_of_a_population_need_its_folder(untrained):
     with pytest.raises(ConfigError, match=r"trackers: expected out= too"):
-        population.train("sums", trackers=["tensorboard"])
+        untrained.train("sums", trackers=["tensorboard"])
 
 
 def test_what_is_no_tracker_is_refused():

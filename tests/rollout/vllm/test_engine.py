@@ -142,7 +142,7 @@ def test_whatever_pefts_settings_say_the_adapter_acts_as_it_does_there(lora, sca
     tiny.stir(slots, "a0", 3, scale=0.4)
     assert sorted({layer.scaling["a0"] for layer in slots.layers.values()}) == scaling
     engine = build(slots)
-    (request,) = requests_for(slots, ("a0",), samples=4)
+    (request,) = requests_for(slots, ("a0",))
     for group in engine.rollout([request])[0]:
         for completion in group.completions:
             expected = logprobs_of(slots, request, group.prompt, completion)

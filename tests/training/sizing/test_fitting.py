@@ -32,16 +32,16 @@ def config(**engine):
     )
 
 
-@pytest.mark.parametrize("capacity", [16e9, 24e9, 80e9])
 @pytest.mark.parametrize(
-    "engine",
+    ("engine", "capacity"),
     [
-        {},
-        {"quantization": "int8"},
-        {"max_decode_rows": 4096, "max_tokens_per_microbatch": 16384},
-        {"rollout": "vllm"},
-        {"rollout": "vllm", "vllm": {"sleep_level": 1}},
-        {"rollout": "vllm", "vllm": {"sleep_level": 2}, "quantization": "int8"},
+        ({}, 16e9),
+        ({}, 80e9),
+        ({"quantization": "int8"}, 24e9),
+        ({"max_decode_rows": 4096, "max_tokens_per_microbatch": 16384}, 24e9),
+        ({"rollout": "vllm"}, 16e9),
+        ({"rollout": "vllm", "vllm": {"sleep_level": 1}}, 24e9),
+        ({"rollout": "vllm", "vllm": {"sleep_level": 2}, "quantization": "int8"}, 80e9),
     ],
 )
 def test_what_is_proposed_fits_and_nothing_of_it_can_be_left_out(engine, capacity):
