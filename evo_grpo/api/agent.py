@@ -200,13 +200,11 @@ class Agent(AgentSignature, ABC):
 
         Args:
             agent: The agent.
-            input_args_only: Return only the constructor's keywords, with the present
-                hyperparameters.
+            input_args_only: Return only the constructor's keywords, with the present values.
         """
         values = {name: _value_at(agent.settings, path) for name, path in AGENT_KEYWORDS.items()}
-        # Without the names that the agent has none of: what the settings say holds for it.
-        own = {name: getattr(agent.hparams, name) for name in agent.hparams.to_dict()}
-        values.update((k, v) for k, v in own.items() if k in values or not input_args_only)
+        own = ((k, v) for k, v in agent.hparams if k in agent.hparams.to_dict())
+        values.update((k, v) for k, v in own if k in values or not input_args_only)
         if not input_args_only:
             values.update(
                 slot=agent.slot,
