@@ -137,6 +137,8 @@ def _noun(annotation: object) -> str:
         # Objects come from Python alone.
         kept = [argument for argument in arguments if argument not in (NoneType, Given)]
         return " or ".join(dict.fromkeys(map(_noun, kept)))
+    if origin is tuple and Ellipsis in arguments:
+        return "list of numbers or of strings"
     if origin is tuple:
         return f"list of {len(arguments)} numbers"
     return f"list of {_noun(arguments[0])}s" if origin is list else "mapping"

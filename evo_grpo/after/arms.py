@@ -168,7 +168,8 @@ def _finished(folder: Path) -> tuple[RunConfig, list[RoundRecord], dict[str, Any
 def _starts(config: RunConfig) -> Iterator[tuple[str, Any]]:
     """Yield the name of each population and its first hyperparameters, as `population.init`."""
     yield COMPARED[0], "same"
-    first, space = config.algorithm.hparams(), config.search_space()
+    space = config.search_space()
+    first = config.algorithm.first_hparams(space)
     if space:
         streams = (
             generator(derive(config.seed, "random guess", number))

@@ -80,8 +80,8 @@ class Agent(AgentSignature, ABC):
         whole(1, "it counts agents").check("size", own["size"])
         population = PopulationConfig(**own)
         settings, objects = separated(given, cls.kind)
-        size, init = population.size, population.init
-        first, space = settings.algorithm.hparams(), settings.search_space()
+        size, init, space = population.size, population.init, settings.search_space()
+        first = settings.algorithm.first_hparams(space)
         if found := list(start_problems(first, space, size, init)):
             raise Problems(*found).below("init")  # before a model is loaded
         warn_of_settings(settings, init)

@@ -69,7 +69,8 @@ def recorded_config(prepared: Prepared, name: str, env: object) -> RunConfig:
     cohort, rounds = prepared.cohort, prepared.round_settings
     settings = cohort.settings
     begun = [cohort.agents[slot].hparams for slot in prepared.slots]
-    init = described_start(begun, settings.algorithm.hparams(), cohort.hp_config, cohort.seed)
+    first = settings.algorithm.first_hparams(cohort.hp_config)
+    init = described_start(begun, first, cohort.hp_config, cohort.seed)
     return RunConfig(
         name=name,
         seed=settings.seed,

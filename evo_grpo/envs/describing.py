@@ -14,10 +14,11 @@ from evo_grpo.envs.dataset_env import DatasetEnv
 from evo_grpo.envs.episodes.gym import MultiTurnGym
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
 from evo_grpo.envs.single_turn import ReasoningGym
-from evo_grpo.envs.task import SPLITS, Task
+from evo_grpo.envs.task import SPLITS, RawTemplate, Task
 from evo_grpo.settings import EnvConfig
 from evo_grpo.settings.env import Message
 from evo_grpo.settings.given import OBJECT
+from evo_grpo.settings.prompting import NamedPrompt
 
 DIGEST = "sha256:"
 """Beginning of a part that is a digest."""
@@ -65,7 +66,14 @@ def recorded_task(env: object, name: str) -> EnvConfig:
         return EnvConfig(kind=kind)
     messages = task.conversation
     conversation = None if messages is None else [Message(**dict(one)) for one in messages]
-    return EnvConfig(kind=kind, prompt=task.prompt, conversation=conversation)
+    prompts = {name: _named(template) for name, template in task.prompts.items()} or None
+    return EnvConfig(kind=kind, prompt=task.prompt, conversation=conversation, prompts=prompts)
+
+
+def _named(template: RawTemplate) -> NamedPrompt:
+    if isinstance(template, str):
+        return NamedPrompt(prompt=template)
+    return NamedPrompt(conversation=[Message(**dict(one)) for one in template])
 
 
 def source_part(name: str, code: object) -> dict[str, str]:
@@ -101,6 +109,8 @@ def _of_task(task: Task) -> dict[str, str]:
         parts["env.prompt"] = repr(task.prompt)
     if task.conversation is not None:
         parts["env.conversation"] = _stable(task.conversation)
+    if task.prompts:
+        parts["env.prompts"] = _stable(task.prompts)
     parts |= reward_parts(task.rewards)
     if task.thinking is not None:
         parts["env.thinking"] = str(task.thinking)

@@ -39,8 +39,10 @@ def with_prompting(task: Task, given: PromptSettings, seed: int) -> Task:
         task, examples = _with_examples(task, template, given.few_shot, seed)
     named = {name: named_template(name, template, given, examples) for name in given.prompts or ()}
     made = next(iter(named.values())) if named else prompting_template(template, given, examples)
-    for one in named.values() or [made]:
+    for name, one in named.items() or [(None, made)]:
         if needs := _only_new(one.columns(), template.columns()):
+            if name is not None:
+                needs = dict.fromkeys(needs, f"env.prompts.{name}")
             for split, rows in task.splits.items():
                 require_columns(rows, needs, split, filled=needs)
     return replace(
@@ -72,16 +74,22 @@ def named_template(
     if name not in prompts:
         raise ConfigError(unknown_prompt(name, list(prompts)))
     one, above = prompts[name], f"env.prompts.{name}"
-    if one.prompt is not None:
-        template = Template.of(one.prompt)
-    elif one.conversation is not None:
-        template = Template.of([{"role": m.role, "content": m.content} for m in one.conversation])
+    try:
+        if one.prompt is not None:
+            template = Template.of(one.prompt)
+        elif one.conversation is not None:
+            messages = [{"role": m.role, "content": m.content} for m in one.conversation]
+            template = Template.of(messages)
+    except ConfigError as error:
+        raise ConfigError(f"{above}: {error}") from error
     if given.system_prompt is not None and one.system_prompt is not None:
         raise ConfigError(
             f"{above}: expected no system prompt beside env.system_prompt, got both; remove one"
         )
     system = one.system_prompt or given.system_prompt
-    return prompting_template(template, given.replace(system_prompt=system), examples, above=above)
+    given = given.replace(system_prompt=system)
+    where = above if one.system_prompt is not None else "env"
+    return prompting_template(template, given, examples, above=where)
 
 
 def prompting_template(

@@ -55,6 +55,7 @@ class _Call:
         totals: Denominators per minibatch of each agent.
         seed: Stream of dropout.
         exact_sampler: Whether the sampler's log-probs need no correction.
+        losses: Settings of the loss of each agent.
         sums: Metrics of all agents, on the device.
         metrics: Metrics of each agent, on the host.
     """
@@ -63,6 +64,7 @@ class _Call:
     totals: Sequence[StepTotals]
     seed: int
     exact_sampler: bool
+    losses: Sequence[LossConfig]
     sums: MetricSums
     metrics: list[dict[str, float]]
 
@@ -140,6 +142,7 @@ class Learner:
             totals=[StepTotals.of(batch.rows) for batch in batches],
             seed=seed,
             exact_sampler=exact_sampler,
+            losses=[self.loss.of_agent(agent.hparams) for agent in agents],
             sums=MetricSums(len(agents), self.base.device),
             metrics=[start_metrics(n, len(rows)) for n, rows in zip(given, live, strict=True)],
         )
@@ -215,7 +218,7 @@ class Learner:
                 call.agents[position],
                 own,
                 (totals.rows[minibatch], totals.tokens[minibatch]),
-                self.loss.of_agent(call.agents[position].hparams),
+                call.losses[position],
                 self.algorithm.adv_clip_range,
             )
         return LossScales(found)
@@ -345,10 +348,10 @@ class Learner:
         terms = token_terms_of(self._losses(call, batch), logprobs, given, values)
         return terms if kl is None else replace(terms, kl=kl)
 
-    def _losses(self, call: _Call, batch: MicroBatch) -> list[LossConfig]:
+    @staticmethod
+    def _losses(call: _Call, batch: MicroBatch) -> list[LossConfig]:
         """Return the settings of the loss of each row."""
-        own = {p: self.loss.of_agent(call.agents[p].hparams) for p in batch.present}
-        return [own[position] for position in batch.positions.tolist()]
+        return [call.losses[position] for position in batch.positions.tolist()]
 
     def _advantages(
         self, batch: MicroBatch, values: LossValues, logprobs: Tensor, reference: Tensor | None

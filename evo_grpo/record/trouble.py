@@ -276,17 +276,20 @@ def _at_bounds(last: AgentRecord, config: RunConfig) -> Iterator[Trouble]:
     for name in space.names():
         value = last.hparams.named().get(name)
         bounds = {"min": space[name].min, "max": space[name].max}
-        if space[name].choices is not None and isinstance(value, str):
+        if isinstance(value, str):
             continue  # a name has no bound
         if isinstance(value, list) or value is None or bounds["min"] == bounds["max"]:
             continue
         for end, bound in bounds.items():
             if value == bound != 0:
+                chosen = space[name].choices is not None
                 yield Trouble(
                     "bound",
-                    f"the best agent's {name} ended at the {end} of its range, "
-                    f"{shown_value(bound)}",
-                    f"widen it: evolve.hyperparameters.{name}.{end}",
+                    f"the best agent's {name} ended at the {end} of its "
+                    f"{'choices' if chosen else 'range'}, {shown_value(bound)}",
+                    f"add one beyond it: evolve.hyperparameters.{name}.choices"
+                    if chosen
+                    else f"widen it: evolve.hyperparameters.{name}.{end}",
                     last.round,
                     last.agent,
                 )

@@ -7,7 +7,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Self, cast
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.schema.group import Group, setting, wrong_keys
@@ -69,7 +75,7 @@ def _choices(value: object) -> object:
         if len(set(found)) == len(found):
             return tuple(found)
         twice = next(one for place, one in enumerate(found) if one in found[:place])
-        raise ValueError(f"each choice once, but {shown_value(twice)} is there twice")
+        raise ValueError(f"each choice once, but {twice!r} is there twice")
     raise ValueError("a list of names or of numbers")
 
 
@@ -84,6 +90,10 @@ class RLParameter(Group):
     Of `choices`, a mutation takes another one: of numbers the next smaller or greater, of names any
     other, all with the same probability.
     """
+
+    model_config = ConfigDict(
+        json_schema_extra={"anyOf": [{"required": ["min", "max"]}, {"required": ["choices"]}]}
+    )
 
     min: float = setting(0.0, "Minimum; of `choices`, the least number.", ge=0)
     max: float = setting(0.0, "Maximum; of `choices`, the greatest number.", ge=0)
@@ -157,6 +167,23 @@ class RLParameter(Group):
         if self.choices is not None:
             return f"one of {', '.join(map(str, self.choices))}"
         return f"a value inside {where} [{self.min:g}, {self.max:g}]"
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a validated copy with some settings changed; `choices` bring their own ends."""
+        own = dict(self)
+        if {"min", "max"} & changes.keys():
+            own.pop("choices")
+        elif changes.get("choices", self.choices) is not None:
+            own = {name: value for name, value in own.items() if name not in ("min", "max")}
+        return type(self)(**{**own, **changes})
+
+    @model_serializer(mode="wrap")
+    def _without_what_choices_say(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # In a file, choices stand alone, so that one may be added by hand.
+        values = dump(self)
+        for name in ("choices",) if self.choices is None else ("min", "max", "start"):
+            values.pop(name, None)
+        return values
 
     def within(self, low: float, high: float) -> Self:
         """Return the parameter over another range, without a `start`."""

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from evo_grpo.schema.group import Group, computable, setting
 from evo_grpo.schema.hparams import LEAST_LR, MOST_LR, AdvNorm, AgentFields, Hparams
+from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.schema.validation import LEAST
 from evo_grpo.settings.loss import LossConfig, LossFields, LossType
 
@@ -131,6 +132,26 @@ class AlgorithmConfig(LossFields, AgentFields):
         if self.lr is None:  # outside of a run, no model is known
             del values["lr"]
         return Hparams(**values)
+
+    def first_hparams(self, space: HyperparameterConfig) -> Hparams:
+        """Return the hyperparameters that the first agent begins with.
+
+        They include the loss, the ratio level and the scale of advantages where these are searched:
+        the value here, if it is one of the choices or differs from the default, else the first
+        choice.
+        """
+        first = self.hparams()
+        given = {
+            "loss_type": (self.loss_type or self.kind, "grpo"),
+            "importance_sampling_level": (self.importance_sampling_level, None),
+            "adv_norm": (self.adv_norm, "mean_std"),
+        }
+        for name, (value, default) in given.items():
+            if name not in space.names() or value is None:
+                continue
+            if value != default or space[name].allows(value):
+                first = first.with_value(name, value)
+        return first
 
     def loss(self, max_completion_length: int) -> LossConfig:
         """Return the settings of the loss.

@@ -9,13 +9,14 @@ from typing import Any
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.sizes import places_by_round, planned_rows, wrong_sizes
 from evo_grpo.evolve.start import start_problems
-from evo_grpo.schema.hparams import REWARD_WEIGHT, Hparams
+from evo_grpo.schema.hparams import REWARD_WEIGHT
 from evo_grpo.schema.problems import MOST_PROBLEMS, Path, Problem
 from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig, RLParameter, outside
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
 from evo_grpo.settings.engine import ENGINES, EngineConfig
 from evo_grpo.settings.env import EnvConfig
 from evo_grpo.settings.evolve import EvolveConfig, FitnessConfig, search_space
+from evo_grpo.settings.given import OBJECT
 from evo_grpo.settings.loss import level_problems
 from evo_grpo.settings.model import LoraSettings
 from evo_grpo.settings.population import PopulationConfig
@@ -47,10 +48,10 @@ def run_problems(
     yield from _selection(population, evolve)
     for text in wrong_sizes(population.size, population.sizes, archive=evolve.archive):
         yield Problem(("population", "sizes"), text)
-    first = algorithm.hparams()
-    space = search_space(evolve.hyperparameters, first)
+    space = search_space(evolve.hyperparameters, algorithm.hparams())
+    first = algorithm.first_hparams(space)
     yield from _below(fitness_problems(space, evolve.fitness), "evolve", "fitness")
-    if not env.objects():  # an object may have prompts of its own
+    if not env.kind.startswith(OBJECT):  # an object may have prompts that no file can name
         prompts = prompt_problems(space, list(env.prompts or ()))
         yield from _below(prompts, "evolve", "hyperparameters")
     starts = start_problems(first, space, population.size, population.init)
@@ -120,7 +121,7 @@ def agent_problems(
     yield from _below(_zero(engine), "engine")
     yield from _below(_lengths(algorithm), "algorithm")
     yield from _levels(algorithm, ranges or {}, above)
-    yield from _outside(algorithm.hparams(), ranges or {}, above)
+    yield from _outside(algorithm, ranges or {}, above)
     for name, own in engine.engines.items():
         yield from _below(own.problems(engine.device, lora), "engine", name)
 
@@ -311,9 +312,12 @@ def _levels(
             return
 
 
-def _outside(first: Hparams, ranges: Mapping[str, RLParameter], above: Path) -> Iterator[Problem]:
-    """Yield initial hyperparameters outside of their range."""
-    for found in outside(first, HyperparameterConfig(**ranges)):
+def _outside(
+    algorithm: AlgorithmConfig, ranges: Mapping[str, RLParameter], above: Path
+) -> Iterator[Problem]:
+    """Yield initial hyperparameters outside of their range, or among no choices."""
+    space = HyperparameterConfig(**ranges)
+    for found in outside(algorithm.first_hparams(space), space):
         where = ".".join(map(str, (*above, found.name)))
         text = f"expected {found.parameter.expected(where)}, got {found.shown}; {found.remedy}"
         yield Problem(("algorithm", "clip_coef" if found.name in CLIPS else found.name), text)

@@ -103,8 +103,9 @@ def prompt_problems(space: HyperparameterConfig, known: Sequence[str]) -> Iterat
 
 
 def _prompts(value: object) -> object:
-    if value is None or (isinstance(value, Mapping) and value):
-        return cast("object", value)
+    names = list(cast("Mapping[object, object]", value)) if isinstance(value, Mapping) else []
+    if value is None or (names and all(names)):
+        return value
     raise ValueError('a mapping of at least one name to a prompt, such as {short: "Be brief."}')
 
 

@@ -185,7 +185,7 @@ def without_effect_of_agents(settings: AgentSettings, init: Start = "same") -> l
 
 
 def _begin(algorithm: AlgorithmConfig, space: HyperparameterConfig, init: Start) -> list[Hparams]:
-    first = algorithm.hparams()
+    first = algorithm.first_hparams(space)
     if isinstance(init, str):
         return [first]
     return [with_values(first, values, space.names()) for values in init]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
@@ -82,8 +82,6 @@ class Seen:
     @property
     def losses(self) -> tuple[str, ...]:
         """The losses that agents may have."""
-        if self.own_exploration:
-            return get_args(LossType)
         if self.mutates("loss_type"):
             return tuple(map(str, self.ranges["loss_type"].choices or ()))
         given = (one.loss_type for one in self.begin)
@@ -156,7 +154,7 @@ def _clip(seen: Seen, name: str) -> str | None:
     if set(seen.losses) <= {"sapo", "vespo"}:
         return f"with loss_type {' or '.join(seen.losses)}, which does not clip; leave it out"
     (_, low), (high, _) = seen.clip
-    if set(seen.losses) == {"cispo"} and name == "clip_low":
+    if name == "clip_low" and set(seen.losses) <= {"cispo", "sapo", "vespo"}:
         return "with loss_type cispo, which uses only the upper bound; leave it out"
     if seen.ratio_is_one and low <= 1 <= high:
         return (

@@ -112,6 +112,10 @@ def to_yaml(config: RunConfig) -> str:
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of population.yaml, for completion and checks in editors."""
     made = RunConfig.model_json_schema()
+    prompts = made["$defs"]["EnvConfig"]["properties"]["prompts"]["anyOf"][0]
+    prompts["additionalProperties"] = {
+        "anyOf": [{"type": "string"}, prompts["additionalProperties"]]
+    }
     # A group with a shorthand may also be given by one string: `model: tiny-sums`.
     for name, field in RunConfig.model_fields.items():
         if getattr(field.annotation, "shorthand", None) is not None:

@@ -348,7 +348,7 @@ def add_agents(
     Raises:
         ConfigError: `init` is a list of another length, or has values that no agent can train with.
     """
-    first = cohort.settings.algorithm.hparams()
+    first = cohort.settings.algorithm.first_hparams(cohort.hp_config)
     begin = start_hparams(first, cohort.hp_config, size, init, cohort.seed)
     dealt = enumerate(deal(begin, cohort.shards))
     slots = [cohort.add(hparams, shard).slot for shard, part in dealt for hparams in part]

@@ -25,6 +25,7 @@ from evo_grpo import (
     write_report,
 )
 from evo_grpo.envs.asking import asking
+from evo_grpo.envs.describing import environment_parts
 from evo_grpo.envs.registry import build_multi_turn, build_task
 from evo_grpo.errors import ConfigError, DataError
 from evo_grpo.record.folder import read_rounds
@@ -160,6 +161,45 @@ def test_a_population_from_python_searches_prompts(tmp_path):
     assert [agent.hparams.prompt for agent in record.agents] == ["a", "b"]
 
 
+def test_an_environment_object_keeps_its_prompts_in_the_record(tmp_path):
+    rows = [{"question": f"{n:02d}+01=", "answer": f"{n + 1:03d}"} for n in range(30)]
+    population = GRPO.population(
+        size=2,
+        model="tiny-sums",
+        device="cpu",
+        hyperparameters={"prompt": RLParameter(choices=["b", "a"])},
+        group_size=4,
+    )
+
+    def gym(other):
+        return ReasoningGym(
+            rows,
+            rows[:6],
+            population[0].cohort.base.tokenizer,
+            lambda completion, answer: float(completion == answer),
+            "{question}",
+            prompts={"a": {}, "b": {"prompt": other}},
+        )
+
+    how = {"rounds": 1, "steps_per_round": 1, "progress": False}
+    fitness = {"prompts": 4, "test_prompts": 3}
+    population.train(gym("0{question}"), **how, fitness=fitness, out=tmp_path / "run")
+    (record,) = read_rounds(tmp_path / "run")
+    assert [agent.hparams.prompt for agent in record.agents] == ["b", "a"]
+    assert environment_parts(gym("0{question}"), 0) != environment_parts(gym("1{question}"), 0)
+    folder = tmp_path / "run"
+    (asked,) = sample(folder, ["07+01="], agent=0, n=1)
+    assert asked.prompt == "007+01="
+
+
+def test_an_export_that_is_asked_without_its_prompt_warns(tmp_path):
+    alone = {"population__size": 1, "population__rounds": 1, "evolve__selection": "none"}
+    folder = run(named(**alone, population__init=[{"prompt": "swapped"}]), out=tmp_path / "run")
+    made = export(folder, out=tmp_path / "export", anyway=True)
+    with pytest.warns(UserWarning, match="trained with the prompt 'swapped', which env.prompts"):
+        evaluate_adapter(made, small(env=SUMS))
+
+
 def test_a_named_prompt_is_a_system_message_or_a_template_of_its_own():
     env = EnvConfig(
         kind="dataset",
@@ -228,7 +268,7 @@ def test_prompts_of_one_row_are_the_same_row_under_each_name(tokenizer):
         (
             {"evolve__hyperparameters": {"prompt": {"choices": ["plain", "plain"]}}},
             ConfigError,
-            "prompt.choices: expected each choice once, but plain is there twice",
+            "prompt.choices: expected each choice once, but 'plain' is there twice",
         ),
         (
             {"evolve__hyperparameters": {"prompt": {"choices": [1, 2]}}},
@@ -243,7 +283,7 @@ def test_prompts_of_one_row_are_the_same_row_under_each_name(tokenizer):
         (
             {"env": {**SUMS, "prompts": {"a": {"prompt": "{c}"}}}, "evolve__hyperparameters": LR},
             DataError,
-            'no column "c"',
+            'no column "c", which env.prompts.a needs',
         ),
         (
             {"env": {**SUMS, "prompts": {"a": "Be brief."}}, "evolve__hyperparameters": LR},

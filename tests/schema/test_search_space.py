@@ -114,3 +114,14 @@ def test_a_number_moves_to_the_next_choice():
     assert {sizes.step(8, draw) for draw in (0.0, 0.49, 0.5, 0.99)} == {4, 16}
     assert {sizes.step(4, draw) for draw in (0.0, 0.99)} == {8}
     assert sizes.clip(11) == 8
+
+
+def test_choices_can_be_replaced_and_stand_alone_in_a_file():
+    few = RLParameter(choices=[4, 8])
+    assert few.replace(choices=[4, 8, 16]) == RLParameter(choices=[4, 8, 16])
+    assert RLParameter(1, 2).replace(choices=[4, 8]) == few
+    assert few.replace(min=1, max=2) == RLParameter(1, 2)
+    dumped = few.model_dump(mode="json")
+    assert not {"min", "max", "start"} & dumped.keys()
+    assert RLParameter(**dumped) == few
+    assert "choices" not in RLParameter(1, 2).model_dump()

@@ -88,8 +88,27 @@ def test_a_population_from_python_searches_losses(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("given", "first"),
+    [({}, "grpo"), ({"algorithm__loss_type": "cispo"}, "cispo")],
+)
+def test_the_first_agent_begins_with_the_loss_of_the_algorithm(given, first, tmp_path):
+    choices = {"loss_type": {"choices": ["dapo", "cispo", "grpo"]}}
+    one = {"population__rounds": 1, "evolve__hyperparameters": choices}
+    agents = read_rounds(run(small(**one, **given), out=tmp_path / "run"))[0].agents
+    assert agents[0].hparams.loss_type == first
+    assert {agent.hparams.loss_type for agent in agents} == {"dapo", "cispo", "grpo"}
+
+
+@pytest.mark.parametrize(
     ("changes", "text"),
     [
+        (
+            {
+                "evolve__hyperparameters": {"loss_type": {"choices": ["grpo", "dapo"]}},
+                "algorithm__loss_type": "vespo",
+            },
+            "algorithm.loss_type: expected one of grpo, dapo, got vespo; take one of them",
+        ),
         (
             {"evolve__hyperparameters": {"loss_type": {"choices": ["grpo", "dr-grpo"]}}},
             "evolve.hyperparameters.loss_type.choices: expected 'grpo', 'gspo', 'cispo', 'bnpo', "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,7 +88,15 @@ def loaded(
         cohort, start = build_cohort(agents)
         made = environment_for(cohort, env) if with_env else None
     (slot,) = add_agents(cohort, 1, "same", start)
-    if prompt not in getattr(made, "prompt_names", ()):
+    known: Sequence[str] = getattr(made, "prompt_names", ())
+    if prompt is not None and made is not None and prompt not in known:
+        warnings.warn(
+            f"the agent was trained with the prompt {prompt!r}, which env.prompts does not have: "
+            "it is asked with the prompt of the task",
+            UserWarning,
+            stacklevel=3,
+        )
+    if prompt not in known:
         prompt = None
     cohort.set_hparams(slot, cohort.agents[slot].hparams.replace(prompt=prompt))
     cohort.open_engine()

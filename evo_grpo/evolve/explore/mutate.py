@@ -34,7 +34,9 @@ class Mutations(Group):
 
     @model_validator(mode="after")
     def _some_weight(self) -> Self:
-        if self.no_mutation + self.rl_hp == 0:
+        # The default of `choice` is no weight that anybody gave: most searches have no choices.
+        choice = self.choice if "choice" in self.model_fields_set else 0
+        if self.no_mutation + self.rl_hp + choice == 0:
             text = "expected no_mutation or rl_hp above 0, got 0 for both; no_mutation: 1 with "
             raise Problems(Problem((), text + "rl_hp: 0 and choice: 0 switches mutation off"))
         return self

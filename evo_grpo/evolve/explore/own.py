@@ -49,10 +49,12 @@ class CheckedExplorer:
                 f"evolve.exploration: {self.name}.explore raised {type(error).__name__}: {error}; "
                 "it is called with an evo_grpo.Candidate, the ranges and a generator"
             ) from error
-        return _checked(self.name, found, candidate.hparams)
+        return _checked(self.name, found, candidate.hparams, hp_config)
 
 
-def _checked(name: str, found: object, before: Hparams) -> tuple[Hparams, Changes]:
+def _checked(
+    name: str, found: object, before: Hparams, hp_config: HyperparameterConfig
+) -> tuple[Hparams, Changes]:
     """Return the result of an exploration after checking that the changes lead to the values."""
     pair = cast("tuple[object, ...]", found) if isinstance(found, tuple) else ()
     if len(pair) != 2 or not isinstance(pair[0], Hparams) or not isinstance(pair[1], Mapping):
@@ -76,6 +78,12 @@ def _checked(name: str, found: object, before: Hparams) -> tuple[Hparams, Change
             for end in ends
         )
         changes[str(key)] = (old, new)
+    for changed, (_, value) in changes.items():
+        parameter = hp_config[changed] if changed in hp_config.names() else None
+        if parameter is not None and parameter.choices is not None and not parameter.allows(value):
+            raise ShapeError(
+                f"{name}.explore: {changed}: expected {parameter.expected()}, got {value!r}"
+            )
     expected = with_values(before, {name: new for name, (_, new) in changes.items()})
     if expected != hparams:
         differing = [n for n, value in hparams if value != getattr(expected, n)]

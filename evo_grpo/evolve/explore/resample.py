@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, final
 
 from evo_grpo.evolve.explore.protocol import Candidate, Changes
 from evo_grpo.evolve.explore.step import parts, put, step
-from evo_grpo.evolve.start import draw, draw_clip_end
+from evo_grpo.evolve.start import draw_clip_end, draw_value
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.schema.hparams import CLIP_ENDS, Hparams, Value
 
@@ -63,7 +63,7 @@ def _draw(
 ) -> Value | None:
     """Draw a value; None for an end of a clip pair that would give low >= high."""
     if name not in CLIP_ENDS:
-        return draw(parameter, rng)
+        return draw_value(parameter, rng)
     low, high = hparams.clip_bounds
     end = draw_clip_end(name, parameter, rng)
     in_order = end < high if name == "clip_low" else low < end

@@ -25,11 +25,11 @@ def parts(hparams: Hparams, hp_config: HyperparameterConfig) -> Iterator[tuple[s
 
 
 def value_of(hparams: Hparams, name: str, parameter: RLParameter) -> Value:
-    """Return the value of a hyperparameter; None counts as the maximum of its range."""
+    """Return the value of a hyperparameter; None is the maximum of a range, or the first choice."""
     value = hparams.get(name)
     if value is not None:
         return value
-    return parameter.clip(parameter.max) if parameter.choices is None else parameter.choices[-1]
+    return parameter.clip(parameter.max) if parameter.choices is None else parameter.choices[0]
 
 
 def put(

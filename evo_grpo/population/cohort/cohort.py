@@ -17,6 +17,7 @@ from evo_grpo.envs.protocol import Environment, Play, StartT, check_prompts
 from evo_grpo.envs.rewards.weights import searched_weights, with_weights_of
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import ConfigError
+from evo_grpo.evolve.start import with_first_choices
 from evo_grpo.learn.learner import Learner
 from evo_grpo.learn.objective.lr_schedule import lr_factor
 from evo_grpo.learn.rows import AgentBatch, AgentTraining
@@ -46,11 +47,9 @@ class Cohort:
         lora: LoRA settings of every slot.
         settings: Settings of the agents; all agents share them except for the hyperparameters.
         objects: Names of the parts given as objects instead of settings: model, tokenizer, lora.
-        engine: Creates the rollout engine at its first use; None uses the engine that the settings
-            name.
+        engine: Creates the rollout engine at its first use; None uses that of the settings.
         team: The ranks among which the agents are divided; None for a single process.
-        accelerator: The user's accelerator, with the DeepSpeed stage of the settings; None creates
-            one.
+        accelerator: The user's, with the DeepSpeed stage of the settings; None creates one.
     """
 
     def __init__(
@@ -188,17 +187,18 @@ class Cohort:
         """Adopt the defaults of an environment, check its prompts, and load its reward models.
 
         The environment provides the tokenizer if the base has none, the completion length, and the
-        weights of reward functions that are searched and that an agent has not drawn.
+        searched weights and names that an agent lacks.
 
         Raises:
             PromptTooLongError: A prompt does not fit; the error names split, row and limit.
-            ConfigError: `overlong_buffer` is above the completion length, or the environment has no
-                prompt or reward function that is searched.
+            ConfigError: `overlong_buffer` is above the completion length, or a prompt or reward
+                function that is searched is missing.
         """
         check_prompts(env, self.hp_config)
         self._reward_weights = searched_weights(env, self.hp_config)
         for agent in self.agents.values():
-            agent.hparams = with_weights_of(env, agent.hparams, self._reward_weights)
+            named = with_first_choices(agent.hparams, self.hp_config)
+            agent.hparams = with_weights_of(env, named, self._reward_weights)
         if self.base.tokenizer is None:
             self.base.tokenizer = env.tokenizer
         self._hint = env.max_output_tokens

@@ -239,3 +239,26 @@ def test_a_weight_for_choices_changes_nothing_where_none_are_searched():
             for choice in (0.0, 5.0)
         ]
         assert same[0] == same[1]
+
+
+def test_a_weight_for_choices_alone_is_one():
+    with pytest.raises(ConfigError, match="expected no_mutation or rl_hp above 0"):
+        Mutations(no_mutation=0, rl_hp=0)
+    with pytest.raises(ConfigError, match="expected no_mutation or rl_hp above 0"):
+        Mutations(no_mutation=0, rl_hp=0, choice=0)
+    only = Mutations(no_mutation=0, rl_hp=0, choice=1)
+    for seed in range(20):
+        _, changes = explore(
+            only, INSIDE.replace(group_size=8), CHOICES, np.random.default_rng(seed)
+        )
+        assert list(changes) == ["group_size"]
+
+
+def test_an_agent_without_a_name_moves_from_the_first_choice():
+    config = HyperparameterConfig(prompt=RLParameter(choices=["a", "b", "c"]))
+    mutations = Mutations(no_mutation=0, choice=1)
+    moved = {
+        explore(mutations, INSIDE, config, np.random.default_rng(seed))[1]["prompt"]
+        for seed in range(30)
+    }
+    assert moved == {("a", "b"), ("a", "c")}
