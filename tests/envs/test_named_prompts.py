@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jsonschema
 import optuna
 import pytest
 from optuna.storages import JournalStorage
@@ -30,7 +31,7 @@ from evo_grpo.envs.registry import build_multi_turn, build_task
 from evo_grpo.errors import ConfigError, DataError
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.steering import ask
-from evo_grpo.settings import EnvConfig
+from evo_grpo.settings import EnvConfig, json_schema
 
 SUMS = {"kind": "sums", "args": {"high": 20}}
 PROMPTS = {"plain": {}, "swapped": {"prompt": "{b}+{a}="}, "zero": {"prompt": "0+{a}+{b}="}}
@@ -327,3 +328,13 @@ def test_an_episode_has_no_prompts_by_name():
     env = EnvConfig(kind="python:games:make", prompts={"a": "Be brief."})
     with pytest.raises(ConfigError, match=r"env\.prompts"):
         build_multi_turn(env, 0)
+
+
+def test_the_schema_takes_a_system_prompt_as_a_string():
+    check = jsonschema.Draft202012Validator(json_schema()).validate
+    settings = {"model": "tiny-sums", "env": {"kind": "sums", "prompts": {"a": "Be brief."}}}
+    check(settings)
+    ranges = {"prompt": {"choices": ["a"]}, "lr": {"min": 1e-4, "max": 1e-2}}
+    check({**settings, "evolve": {"hyperparameters": ranges}})
+    with pytest.raises(jsonschema.ValidationError):
+        check({**settings, "evolve": {"hyperparameters": {"lr": {"max": 1e-2}}}})
