@@ -2,6 +2,7 @@
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
+from collections.abc import Iterator
 from typing import Self, TypeVar
 
 from pydantic import model_validator
@@ -152,7 +153,19 @@ def doubts_of_run(config: RunConfig) -> list[str]:
     return [
         *doubts_of_agents(config.agents(), config.population.init),
         *doubtful_settings(config.population, config.algorithm, config.evolve, config.engine),
+        *_unsearched_prompts(config),
     ]
+
+
+def _unsearched_prompts(config: RunConfig) -> Iterator[str]:
+    """Yield a sentence if only the first of several prompts is used."""
+    names = list(config.env.prompts or ())
+    if len(names) > 1 and "prompt" not in config.search_space().names():
+        yield (
+            f"env.prompts has {len(names)} prompts, and all agents have the first, {names[0]!r}: "
+            f"search them with evolve.hyperparameters.prompt: {{choices: [{', '.join(names)}]}}, "
+            "or leave the others out"
+        )
 
 
 def doubts_of_agents(settings: AgentSettings, init: Start = "same") -> list[str]:

@@ -63,7 +63,8 @@ def test_an_agent_trains_and_is_judged_under_its_own_prompt(tmp_path):
 
 def test_without_a_search_all_agents_have_the_first_prompt(tmp_path):
     nothing = {"evolve__hyperparameters": LR}
-    several = run(named(**nothing), out=tmp_path / "several")
+    with pytest.warns(UserWarning, match="all agents have the first, 'plain': search them with"):
+        several = run(named(**nothing), out=tmp_path / "several")
     one = run(named(**nothing, env=SUMS), out=tmp_path / "one")
     assert outcome(several) == outcome(one)
 
