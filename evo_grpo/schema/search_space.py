@@ -92,7 +92,10 @@ class RLParameter(Group):
     """
 
     model_config = ConfigDict(
-        json_schema_extra={"anyOf": [{"required": ["min", "max"]}, {"required": ["choices"]}]}
+        json_schema_extra={
+            "if": {"not": {"required": ["choices"]}},
+            "then": {"required": ["min", "max"]},
+        }
     )
 
     min: float = setting(0.0, "Minimum; of `choices`, the least number.", ge=0)
