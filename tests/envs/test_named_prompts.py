@@ -41,6 +41,19 @@ LR = {"lr": {"min": 1e-4, "max": 1e-2}}
 QUESTIONS = [{"question": f"What is {n}?", "answer": str(n)} for n in range(20)]
 
 
+SHORT = {
+    **{"rounds": 1, "steps_per_round": 1, "progress": False},
+    "fitness": {"prompts": 4, "test_prompts": 3},
+}
+
+
+def two_agents(*prompts):
+    ranges = {"prompt": RLParameter(choices=list(prompts))}
+    return GRPO.population(
+        size=2, model="tiny-sums", device="cpu", hyperparameters=ranges, group_size=4
+    )
+
+
 def named(**changes):
     settings = {"env": NAMED, "evolve__hyperparameters": SEARCHED, **changes}
     return small(**settings)
@@ -147,31 +160,17 @@ def test_a_population_from_python_searches_prompts(tmp_path):
     env = DatasetEnv(
         rows, exact, prompt="{question}", prompts={"a": {}, "b": {"prompt": "0{question}"}}
     )
-    population = GRPO.population(
-        size=2,
-        model="tiny-sums",
-        device="cpu",
-        hyperparameters={"prompt": RLParameter(choices=["a", "b"])},
-        group_size=4,
-    )
-    how = {"rounds": 1, "steps_per_round": 1, "progress": False}
+    population = two_agents("a", "b")
     with pytest.raises(ConfigError, match=r"prompt\.choices: expected a prompt by name, got 'a'"):
-        population.train("sums", **how)
-    fitness = {"prompts": 4, "test_prompts": 3}
-    population.train(env, **how, fitness=fitness, out=tmp_path / "run")
+        population.train("sums", **SHORT)
+    population.train(env, **SHORT, out=tmp_path / "run")
     (record,) = read_rounds(tmp_path / "run")
     assert [agent.hparams.prompt for agent in record.agents] == ["a", "b"]
 
 
 def test_an_environment_object_keeps_its_prompts_in_the_record(tmp_path):
     rows = [{"question": f"{n:02d}+01=", "answer": f"{n + 1:03d}"} for n in range(30)]
-    population = GRPO.population(
-        size=2,
-        model="tiny-sums",
-        device="cpu",
-        hyperparameters={"prompt": RLParameter(choices=["b", "a"])},
-        group_size=4,
-    )
+    population = two_agents("b", "a")
 
     def gym(other):
         return ReasoningGym(
@@ -183,9 +182,7 @@ def test_an_environment_object_keeps_its_prompts_in_the_record(tmp_path):
             prompts={"a": {}, "b": {"prompt": other}},
         )
 
-    how = {"rounds": 1, "steps_per_round": 1, "progress": False}
-    fitness = {"prompts": 4, "test_prompts": 3}
-    population.train(gym("0{question}"), **how, fitness=fitness, out=tmp_path / "run")
+    population.train(gym("0{question}"), **SHORT, out=tmp_path / "run")
     (record,) = read_rounds(tmp_path / "run")
     assert [agent.hparams.prompt for agent in record.agents] == ["b", "a"]
     assert environment_parts(gym("0{question}"), 0) != environment_parts(gym("1{question}"), 0)
