@@ -101,6 +101,7 @@ class AgentSignature(ABC):
         max_decode_prompts: int | None = None,
         gradient_checkpointing: bool = False,
         compile: str | None = None,
+        cuda_graphs: bool = False,
     ) -> None:
         """Build one agent over a new base; see `population` for several agents over one base.
 
@@ -221,6 +222,8 @@ class AgentSignature(ABC):
                 less memory.
             compile: Mode of torch.compile for the base's layers without adapters, for instance
                 `default`; null does not compile.
+            cuda_graphs: Generate by CUDA graphs: the kernels of a decode step are launched as one.
+                Acts on a CUDA device, on models of the Llama family.
 
         Raises:
             ConfigError: An unknown name, a value of a wrong type or out of range, or values that
@@ -312,6 +315,7 @@ class AgentSignature(ABC):
         max_decode_prompts: int | None = None,
         gradient_checkpointing: bool = False,
         compile: str | None = None,
+        cuda_graphs: bool = False,
     ) -> Population[Any]:
         """Build agents over one shared base. All keywords of the constructor are accepted too.
 

@@ -100,6 +100,12 @@ class EngineConfig(Group):
         min_length=1,
     )
 
+    cuda_graphs: bool = setting(
+        False,
+        "Generate by CUDA graphs: the kernels of a decode step are launched as one. Acts on a CUDA "
+        "device, on models of the Llama family.",
+    )
+
     @property
     def decode_rows(self) -> int:
         """Most completions decoded at once, where `max_decode_rows` is null too."""

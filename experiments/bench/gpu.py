@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common import Report, parser, quiet
 
@@ -33,6 +33,7 @@ SHAPES = {
     },
 }  # fmt: skip
 AGENTS = 8
+MICRO_BATCH = 16_384
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ def speed(
 ) -> None:
     """Compare 8 agents in one batch with one by one, and both phases with the device's rates."""
     base = build(shape, place)
-    cohort, slots = population(base, AGENTS, work, beta=0.0)
+    # As many tokens in a pass as a run takes on a large card.
+    cohort, slots = population(base, AGENTS, work, beta=0.0, max_tokens_per_microbatch=MICRO_BATCH)
     together = Job(cohort, slots, work)
     alone = [Job(cohort, [slot], work) for slot in slots]
     generate = place.pair(together.generate, lambda: [j.generate() for j in alone], repeats)
@@ -133,21 +135,89 @@ def speed(
     cache = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * width
     # Each step reads the weights once and the cache as long as it is then, half of T on average.
     step_bytes = parameters * width + together.rows * cache * (work.prompt_tokens + work.tokens / 2)
-    read = step_bytes * work.tokens / generate[0]
     tokens = together.rows * (work.tokens + work.prompt_tokens)
     rate = 4 * parameters * tokens / learn[0]
-    for phase, (ours, theirs), share in (
-        ("generate", generate, read / reached[1]),
-        ("learn", learn, rate / reached[0]),
-    ):
+    count = together.rows
+
+    def add(phase: str, ours: float, theirs: float, share: float) -> None:
+        what = f"{AGENTS} agents at once over one by one, Qwen2.5-{shape} shape, {place.dtype}"
+        progress(what, phase=phase, seconds=ours, one_by_one=theirs, share=share)
         report.add(
-            f"{AGENTS} agents at once over one by one, Qwen2.5-{shape} shape, {place.dtype}",
-            phase=phase, rows=together.rows, tokens=work.tokens, at_once=ours, one_by_one=theirs,
-            faster=theirs / ours, tokens_per_second=together.rows * work.tokens / ours,
-            share_of_device=share, of="bandwidth" if phase == "generate" else "matrix peak",
+            what, phase=phase, rows=count, tokens=work.tokens, at_once=ours,
+            one_by_one=theirs, faster=theirs / ours,
+            tokens_per_second=count * work.tokens / ours, share_of_device=share,
+            of="matrix peak" if phase == "learn" else "bandwidth",
         )  # fmt: skip
-    report.at_least(f"decode, 8 agents over one by one, {shape}", generate[1] / generate[0], 5.0)
+
+    bandwidth = step_bytes * work.tokens / reached[1]
+    add("generate", *generate, bandwidth / generate[0])
+    add("learn", *learn, rate / reached[0])
+    fastest = generate[0]
+    if place.device.type == "cuda":
+        del cohort, together, alone
+        cohort, slots = population(build(shape, place), AGENTS, work, beta=0.0, cuda_graphs=True)
+        job = Job(cohort, slots, work)
+        fastest = place.seconds(job.generate, repeats)
+        add("generate, CUDA graphs", fastest, generate[1], bandwidth / fastest)
+    report.at_least(f"decode, 8 agents over one by one, {shape}", generate[1] / fastest, 5.0)
+    report.at_least(f"decode, share of bandwidth, {shape}", bandwidth / fastest, 0.6)
     report.at_least(f"learn, 8 agents over one by one, {shape}", learn[1] / learn[0], 1.5)
+    report.at_least(f"learn, share of the matrix peak, {shape}", rate / reached[0], 0.4)
+
+
+def progress(what: str, **values: object) -> None:
+    """Print a measurement at once: a later one may not fit into the time."""
+    print(what, *(f"{name} {value}" for name, value in values.items()), file=sys.stderr, flush=True)
+
+
+#: What the CUDA runtime is asked for, by the names of the profiler's events.
+CALLS = {
+    "launches": ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx"),
+    "graphs": ("cudaGraphLaunch",),
+    "copies": ("cudaMemcpyAsync",),
+    "waits": ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
+}
+
+
+def launches(report: Report, shape: str, place: Place, work: Work) -> None:
+    """Count what one call of each phase asks of the device, and the share of time it computes."""
+    if place.device.type != "cuda":
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    # A few steps: the profiler takes long over many events.
+    work = replace(work, tokens=min(work.tokens, 10))
+    cohort, slots = population(
+        build(shape, place), AGENTS, work, beta=0.0, max_tokens_per_microbatch=MICRO_BATCH
+    )
+    job = Job(cohort, slots, work)
+    for phase, call, steps in (("generate", job.generate, work.tokens), ("learn", job.learn, 1)):
+        call()
+        place.wait()
+        # CPU operators are left out: recording them would slow down what is measured.
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            start = time.perf_counter()
+            call()
+            place.wait()
+            seconds = time.perf_counter() - start
+        found = seen.key_averages()
+        counts = {
+            name: sum(one.count for one in found if one.key in keys) for name, keys in CALLS.items()
+        }
+        busy = sum(one.self_device_time_total for one in found) / 1e6
+        progress(phase, **counts, seconds=seconds, busy=busy)
+        longest = sorted(found, key=lambda one: -one.self_device_time_total)[:12]
+        for one in longest:
+            milliseconds = one.self_device_time_total / 1e3
+            report.add(
+                f"Longest kernels, {phase}", name=one.key[:60], ms=milliseconds, count=one.count
+            )
+            progress(f"  {one.key[:90]}", count=one.count, ms=milliseconds)
+        report.add(
+            f"What is asked of the device, {AGENTS} agents, Qwen2.5-{shape} shape",
+            phase=phase, **counts, launches_per_step=counts["launches"] / steps,
+            seconds=seconds, busy=busy / seconds,
+        )  # fmt: skip
 
 
 def memory(report: Report, shape: str, place: Place, work: Work, sizes: tuple[int, ...]) -> None:
@@ -167,6 +237,7 @@ def memory(report: Report, shape: str, place: Place, work: Work, sizes: tuple[in
             f"Peak memory, Qwen2.5-{shape} shape (MiB)",
             N=size, rows=job.rows, generate=generated, learn=place.peak(),
         )  # fmt: skip
+        progress("peak MiB", N=size, generate=generated, learn=place.peak())
         del base, cohort, job
 
 
@@ -174,6 +245,8 @@ def arguments() -> argparse.Namespace:
     """Read the command line."""
     given = parser(__doc__.partition("\n")[0])
     given.add_argument("--shapes", nargs="+", choices=["0.5B", "3B"], default=["0.5B", "3B"])
+    parts = ["speed", "launches", "memory"]
+    given.add_argument("--parts", nargs="+", choices=parts, default=parts)
     given.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU")
     return given.parse_args()
 
@@ -202,8 +275,12 @@ def main() -> int:
     work = Work(1, 4, 4) if given.rehearse else Work(4, 8, 16 if small else 128, prompt_tokens=64)
     shapes = ["rehearsal"] if given.rehearse else given.shapes[:1] if small else given.shapes
     for shape in shapes:
-        speed(report, shape, place, work, reached, repeats)
-        memory(report, shape, place, work, (1, 8) if small else (1, 8, 32))
+        if "speed" in given.parts:
+            speed(report, shape, place, work, reached, repeats)
+        if "launches" in given.parts:
+            launches(report, shape, place, work)
+        if "memory" in given.parts:
+            memory(report, shape, place, work, (1, 8) if small else (1, 8, 32))
     return report.finish()
 
 

@@ -233,8 +233,9 @@ def _decoded(decoder: LlamaDecoder, ids: Tensor, steps: int) -> Tensor:
     columns, device = ids.shape[1], ids.device
     first = columns - steps
     states = [decoder.prefill(ids[:, :first], torch.tensor([first], device=device))]
-    decoder.expand(torch.tensor([0], device=device), columns)
-    for at in range(first, columns):
-        mask = torch.ones(1, 1, 1, at + 1, dtype=torch.bool, device=device)
-        states.append(decoder.step(ids[:, at], torch.tensor([at], device=device), mask))
+    seen = torch.ones(1, 1, 1, columns, dtype=torch.bool, device=device)
+    decoder.expand(torch.tensor([0], device=device), columns, seen)
+    decoder.reserve(columns)
+    places = torch.arange(first, columns, device=device).split(1)
+    states += [decoder.step(ids[0, at], at) for at in places]
     return torch.cat(states)

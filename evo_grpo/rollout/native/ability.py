@@ -316,19 +316,21 @@ def _decoded(
         padded[line, :length] = row[:length]
     hidden = decoder.prefill(padded, torch.tensor(lengths, device=device))
     source = torch.tensor([0, 0, 1], device=device)
-    decoder.expand(source, longest + _STEPS)
+    column = torch.arange(longest + _STEPS, device=device)
+    starts = torch.tensor(lengths, device=device).index_select(0, source)
+    mask = (column < starts[:, None]) | (column >= longest)
+    decoder.expand(source, longest + _STEPS, mask[:, None, None, :])
     found: list[list[Tensor]] = [[state] for state in hidden.index_select(0, source)]
     live = [0, 1, 2]
     for step in range(_STEPS):
         if step == _LEAVES_AT:
             decoder.keep(torch.tensor([1, 2], device=device))
             live = [1, 2]
+            starts = starts[1:]
         owners = [int(source[i]) for i in live]
-        starts = torch.tensor([lengths[o] for o in owners], device=device)
         tokens = torch.stack([rows[o][lengths[o] + step] for o in owners])
-        column = torch.arange(longest + step + 1, device=device)
-        mask = (column < starts[:, None]) | (column >= longest)
-        states = decoder.step(tokens, starts + step, mask[:, None, None, :])
+        decoder.reserve(longest + step + 1)
+        states = decoder.step(tokens, starts + step)
         for i, state in zip(live, states, strict=True):
             found[i].append(state)
     for i, states in enumerate(found):

@@ -30,19 +30,29 @@ class Decoder(Protocol):
         """
         ...
 
-    def expand(self, source: Tensor, columns: int) -> None:
-        """Expand NP prompt rows to B rows; `source` (B,) holds the prompt row of each."""
+    def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:
+        """Expand NP prompt rows to B rows; `source` (B,) holds the prompt row of each.
+
+        The mask (B, 1, 1, columns) is True at the columns of the cache that a row attends to once
+        they are filled: its prompt's and those of decoded tokens.
+        """
         ...
 
     def keep(self, rows: Tensor) -> None:
         """Remove all rows but those at the positions `rows`."""
         ...
 
-    def step(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """Run one token (B,) per row, at its position (B,) in prompt and completion.
+    def reserve(self, columns: int) -> int | None:
+        """Prepare for steps that use at most so many columns of the cache.
 
-        The mask (B, 1, 1, columns) is True at the cache columns that a row attends to, including
-        the column of this token.
+        Returns:
+            A number that is the same as long as steps read and write the same memory, and so can
+            be one CUDA graph; None if each step differs.
+        """
+        ...
+
+    def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Run one token (B,) per row, at its position (B,) in prompt and completion.
 
         Returns:
             (B, H) final hidden states.
@@ -59,6 +69,7 @@ class ModuleDecoder:
         self.base = base
         self.layers = layers
         self.cache = RowCache(layers, 0)
+        self._mask = torch.zeros(0)
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Run prompts; see `Decoder`."""
@@ -66,16 +77,23 @@ class ModuleDecoder:
         hidden = self.base.run(self.cache, input_ids=ids)
         return hidden[torch.arange(len(ids), device=hidden.device), lengths - 1]
 
-    def expand(self, source: Tensor, columns: int) -> None:
+    def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:
         """Turn prompt rows into completion rows; see `Decoder`."""
         self.cache.select(source, columns)
+        self._mask = mask
 
     def keep(self, rows: Tensor) -> None:
         """Drop rows; see `Decoder`."""
         self.cache.select(rows, self.cache.get_max_length())
+        self._mask = self._mask.index_select(0, rows)
 
-    def step(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    def reserve(self, columns: int) -> None:
+        """Do nothing: there is room for all columns."""
+        del columns
+
+    def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Run one token per row; see `Decoder`."""
+        mask = self._mask[..., : self.cache.get_seq_length() + 1]
         if attention_of(self.base) == "eager":
             # Eager attention adds its mask to the scores, and would add True as 1.
             added = torch.zeros(mask.shape, dtype=self.base.dtype, device=mask.device)
@@ -108,18 +126,22 @@ class EqualLengthDecoder:
         self.cache = DynamicCache(config=self.base.model.config)
         return self._run(ids)
 
-    def expand(self, source: Tensor, columns: int) -> None:
+    def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:
         """Turn prompt rows into completion rows; see `Decoder`."""
-        del columns
+        del columns, mask
         self.keep(source)
 
     def keep(self, rows: Tensor) -> None:
         """Drop rows; see `Decoder`."""
         self.cache.reorder_cache(cast("torch.LongTensor", rows))
 
-    def step(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    def reserve(self, columns: int) -> None:
+        """Do nothing: the model's own cache grows."""
+        del columns
+
+    def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Run one token per row; see `Decoder`."""
-        del positions, mask
+        del positions
         return self._run(tokens[:, None])
 
     def _run(self, ids: Tensor) -> Tensor:

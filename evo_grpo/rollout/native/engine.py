@@ -30,14 +30,12 @@ from evo_grpo.rollout.native.decoder import (
     ModuleDecoder,
     check_attention,
 )
-from evo_grpo.rollout.native.output import Output, StopConditions
-from evo_grpo.rollout.native.rows import Rows, expand_rows
-from evo_grpo.rollout.sampling import sample_tokens
+from evo_grpo.rollout.native.graphs import StepGraphs
+from evo_grpo.rollout.native.loop import DecodeLoop
+from evo_grpo.rollout.native.output import Output
+from evo_grpo.rollout.native.rows import expand_rows
 from evo_grpo.settings import AgentSettings
 from evo_grpo.types import Completion, CompletionGroup
-
-#: Share of the rows at which finished rows are removed; copying the cache costs about one step.
-_LEAVE_SHARE = 0.2
 
 
 @final
@@ -68,6 +66,8 @@ class NativeEngine(RolloutEngine):
         self.repeats = settings.engine.each_alone
         self._context = min(self.base.context_length or 1 << 30, longest or 1 << 30)
         self._window = window_of(self.base)
+        wanted = settings.engine.cuda_graphs and self.base.device.type == "cuda"
+        self._graphs = StepGraphs(self.base.device) if wanted else None
         self._by_modules = not self.base.specialized
         self._choose_path()
 
@@ -182,7 +182,7 @@ class NativeEngine(RolloutEngine):
             decoder = self._decoder(fused, total, equal=equal)
             ids, lengths = self._pad(requests, columns)
             logits = self.base.logits(decoder.prefill(ids, lengths))
-            rows, source = expand_rows(
+            rows, source, mask = expand_rows(
                 requests,
                 lengths,
                 ids,
@@ -190,11 +190,19 @@ class NativeEngine(RolloutEngine):
                 vocabulary=self.base.vocabulary,
                 context=self._context,
             )
-            decoder.expand(source, total)
-            output = self._decode(
-                fused, decoder, rows, logits.index_select(0, source), columns, columns_out
+            decoder.expand(source, total, mask)
+            loop = DecodeLoop(
+                self.base,
+                fused,
+                decoder,
+                rows,
+                prompt_columns=columns,
+                steps=columns_out,
+                context=self._context,
+                graphs=self._graphs,
             )
-        return self._groups(requests, *output)
+            output = loop.run(logits.index_select(0, source))
+        return self._groups(requests, output)
 
     def _decoder(self, fused: FusedForward, columns: int, *, equal: bool) -> Decoder:
         if equal:
@@ -212,60 +220,15 @@ class NativeEngine(RolloutEngine):
         lengths = torch.tensor([len(tokens) for tokens in prompts], device=self.base.device)
         return ids.to(self.base.device), lengths
 
-    def _decode(
-        self,
-        fused: FusedForward,
-        decoder: Decoder,
-        rows: Rows,
-        logits: Tensor,
-        start: int,
-        steps: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens (steps, B), log-probs (steps, B) and lengths (B,) in output order."""
-        output = Output(steps, rows)
-        ends = StopConditions(rows.sampling, self.base.eos_ids, self.base.vocabulary, logits.device)
-        fused.set_layout(rows.layout)
-        finished: Tensor | None = None
-        for step in range(steps):
-            tokens, logprobs = sample_tokens(
-                logits,
-                rows.draws[:, step],
-                rows.sampling,
-                seen=rows.seen,
-                forbidden=ends.forbidden(step),
-            )
-            if rows.seen is not None:
-                rows.seen.scatter_(1, tokens[:, None], True)
-            output.write(step, rows, tokens, logprobs, finished)
-            finished = ends.finished_rows(step, tokens, finished)
-            # The only host sync of a step, and none as long as no row can have ended.
-            done = 0 if finished is None else int(finished.sum())
-            if done == len(tokens) or step + 1 == steps:
-                break
-            if finished is not None and done >= _LEAVE_SHARE * len(tokens):
-                stay = (~finished).nonzero()[:, 0]
-                rows, tokens = rows.select(stay), tokens.index_select(0, stay)
-                ends.sampling = rows.sampling  # its bounds over all rows hold for a subset
-                finished = None
-                fused.set_layout(rows.layout)
-                decoder.keep(stay)
-            # A finished row that is still in the batch may be at the model's last position.
-            positions = (rows.lengths + step).clamp_(max=self._context - 1)
-            hidden = decoder.step(tokens, positions, rows.mask[..., : start + step + 1])
-            logits = self.base.logits(hidden)
-        return output.tokens, output.logprobs, output.lengths()
-
     def _groups(
         self,
         requests: Sequence[RolloutRequest],
-        tokens: Tensor,
-        logprobs: Tensor,
-        lengths: Tensor,
+        output: Output,
     ) -> list[list[CompletionGroup]]:
         eos = set(self.base.eos_ids)
-        counts = lengths.tolist()
-        ids = [row[:n] for row, n in zip(tokens.t().tolist(), counts, strict=True)]
-        values = [row[:n] for row, n in zip(logprobs.t().tolist(), counts, strict=True)]
+        counts = output.lengths().tolist()
+        ids = [row[:n] for row, n in zip(output.tokens.t().tolist(), counts, strict=True)]
+        values = [row[:n] for row, n in zip(output.logprobs.t().tolist(), counts, strict=True)]
         done = (
             Completion(tuple(i), text, tuple(v), ended=bool(i) and i[-1] in eos)
             for i, text, v in zip(ids, decoded(self.base, ids), values, strict=True)

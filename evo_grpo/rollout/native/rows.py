@@ -20,10 +20,9 @@ class Rows:
 
     Attributes:
         origin: (B,) index of each row in the output.
-        draws: (B, steps) float64 in [0, 1), one per token.
+        draws: (steps, B) float64 in [0, 1), one per token.
         lengths: (B,) prompt lengths.
         sampling: Sampling settings per row.
-        mask: (B, 1, 1, columns) bool, the columns that a row may attend to.
         seen: (B, V) bool, tokens of prompt and completion so far; None without a penalty.
         layout: Adapters that have rows, and the number of rows of each.
     """
@@ -32,7 +31,6 @@ class Rows:
     draws: Tensor
     lengths: Tensor
     sampling: RowSampling
-    mask: Tensor
     seen: Tensor | None
     layout: RowLayout
 
@@ -43,11 +41,14 @@ class Rows:
         counts = torch.bincount(agents, minlength=len(before.counts)).tolist()
         left = [pair for pair in zip(before.adapters, counts, strict=True) if pair[1]]
         layout = RowLayout(tuple(name for name, _ in left), tuple(count for _, count in left))
-        picked = {
-            name: None if (value := getattr(self, name)) is None else value.index_select(0, rows)
-            for name in ("origin", "draws", "lengths", "mask", "seen")
-        }
-        return replace(self, sampling=self.sampling.select(rows), layout=layout, **picked)
+        return Rows(
+            origin=self.origin.index_select(0, rows),
+            draws=self.draws.index_select(1, rows),
+            lengths=self.lengths.index_select(0, rows),
+            sampling=self.sampling.select(rows),
+            seen=None if self.seen is None else self.seen.index_select(0, rows),
+            layout=layout,
+        )
 
 
 def expand_rows(
@@ -58,7 +59,7 @@ def expand_rows(
     *,
     vocabulary: int,
     context: int,
-) -> tuple[Rows, Tensor]:
+) -> tuple[Rows, Tensor, Tensor]:
     """Expand (agent, prompt) rows to (agent, prompt, completion) rows.
 
     Args:
@@ -70,7 +71,8 @@ def expand_rows(
         context: Most tokens of prompt plus completion in one row.
 
     Returns:
-        The rows, and the (agent, prompt) row of each (B,).
+        The rows, the (agent, prompt) row of each (B,), and the columns (B, 1, 1, columns) bool that
+        it may attend to.
     """
     device = lengths.device
     repeats = torch.tensor([r.samples for r in requests for _ in r.prompts])
@@ -91,11 +93,10 @@ def expand_rows(
         seen = marks[:, :-1].index_select(0, source)
     rows = Rows(
         origin=torch.arange(len(keys), device=device),
-        draws=uniform(key_tensor(keys, device), 0, columns - ids.shape[1]).t(),
+        draws=uniform(key_tensor(keys, device), 0, columns - ids.shape[1]),
         lengths=row_lengths,
         sampling=sampling,
-        mask=mask[:, None, None, :],
         seen=seen,
         layout=RowLayout(tuple(r.adapter for r in requests), counts),
     )
-    return rows, source
+    return rows, source, mask[:, None, None, :]

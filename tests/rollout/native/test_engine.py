@@ -11,9 +11,11 @@ from engine_contract import RolloutContract, ids_of, logprobs_of, prompts
 from evo_grpo.errors import ModelError, PromptTooLongError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import RowLayout, population_forward
+from evo_grpo.model.llama import decode
+from evo_grpo.model.llama.cache import FixedCache
 from evo_grpo.model.llama.weights import is_llama_family
 from evo_grpo.rollout.engine import RolloutRequest
-from evo_grpo.rollout.native import engine as batched
+from evo_grpo.rollout.native import loop
 from evo_grpo.rollout.native.engine import NativeEngine
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.settings import AgentSettings
@@ -274,9 +276,21 @@ class TestCompany:
         self, eight, requests, expected, share, specialized, monkeypatch
     ):
         """At once, late, and never."""
-        monkeypatch.setattr(batched, "_LEAVE_SHARE", share)
+        monkeypatch.setattr(loop, "_LEAVE_SHARE", share)
         out = engine_of(eight, specialized=specialized).rollout(requests)
         assert [ids_of(groups) for groups in out] == expected
+
+    @pytest.mark.parametrize("share", [0.2, 2.0])
+    def test_the_memory_and_blocks_of_a_gpu(
+        self, eight, requests, expected, scored, share, monkeypatch
+    ):
+        """Steps over a fixed width, of which some are past the end of every row."""
+        monkeypatch.setattr(decode, "cache_for", lambda device, scale: FixedCache(scale))
+        monkeypatch.setattr(loop, "block_of", lambda device: 3)
+        monkeypatch.setattr(loop, "_LEAVE_SHARE", share)
+        out = engine_of(eight).rollout(requests)
+        assert [ids_of(groups) for groups in out] == expected
+        assert_logprobs(eight, requests, out, known=scored)
 
     def test_agents_without_prompts(self, eight, requests, expected):
         some = [

@@ -1,0 +1,222 @@
+"""Keys and values of decoded rows, and the attention of one new token per row.
+
+`GrowingCache` attends to as many columns as are used: on a CPU, time goes with the columns.
+`FixedCache` reads and writes the same memory at each step and holds its place in a tensor, so that
+a step needs nothing from the host and a CUDA graph can hold it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, final
+
+import torch
+from torch import Tensor, nn
+
+#: Columns of a growing cache come in blocks of as many numbers as a vector register holds.
+_BLOCK = 16
+
+#: Least columns that a fixed cache attends to. Masks are read fastest in aligned rows.
+_LEAST = 64
+
+
+class KeyValues(Protocol):
+    """The cache of all layers; rows are (agent, prompt, completion) after `expand`."""
+
+    @property
+    def width(self) -> int | None:
+        """Columns that a step attends to, or None if that changes with each step."""
+        ...
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Add the next layer's keys and values (NP, kv, Tp, D) of the prompts."""
+        ...
+
+    def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:
+        """Copy prompt rows (B,) to completion rows, of up to `columns` columns.
+
+        The mask (B, 1, 1, columns) is False at the columns that a row never attends to.
+        """
+        ...
+
+    def keep(self, rows: Tensor) -> None:
+        """Remove all rows but those at the positions `rows`."""
+        ...
+
+    def reserve(self, columns: int) -> None:
+        """Prepare the next steps, which use at most so many columns."""
+        ...
+
+    def begin(self) -> None:
+        """Take the next column, at the start of a step."""
+        ...
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k and v (B, kv, D) of the new tokens, and return the heads' outputs (B, heads * D).
+
+        The queries are (B, heads, D).
+        """
+        ...
+
+
+@final
+class GrowingCache:
+    """Attends to the columns that are used, by two batched matmuls; see `KeyValues`.
+
+    Keys are kept transposed, and scale and mask are part of the first matmul.
+    """
+
+    width = None
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.used = 0
+        self._mask: Tensor | None = None
+        self._bias: Tensor | None = None
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """See `KeyValues`."""
+        self.keys.append(keys.transpose(2, 3))
+        self.values.append(values)
+        self.used = values.shape[2]
+
+    def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:
+        """See `KeyValues`."""
+        self._mask = mask[:, 0]
+        self._move(source, -(-columns // _BLOCK) * _BLOCK)
+
+    def keep(self, rows: Tensor) -> None:
+        """See `KeyValues`."""
+        assert self._mask is not None
+        self._mask = self._mask.index_select(0, rows)
+        self._move(rows, self.keys[0].shape[-1])
+
+    def reserve(self, columns: int) -> None:
+        """Do nothing: there is room for all columns."""
+        del columns
+
+    def begin(self) -> None:
+        """See `KeyValues`."""
+        if self._bias is None:
+            assert self._mask is not None
+            keys = self.keys[0]
+            hidden = keys.new_full((keys.shape[0], 1, keys.shape[-1]), float("-inf"))
+            hidden[..., : self.used].masked_fill_(self._mask[..., : self.used], 0.0)
+            self._bias = hidden.repeat_interleave(keys.shape[1], 0)
+        # Kept between steps: each step reveals one more column, that of its token.
+        self._bias[..., self.used] = 0.0
+        self.used += 1
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `KeyValues`."""
+        assert self._bias is not None
+        rows, kv_heads, size = k.shape
+        keys, values = self.keys[layer], self.values[layer]
+        keys[..., self.used - 1] = k
+        values[:, :, self.used - 1] = v
+        # Whole blocks: a softmax over a ragged width is slow.
+        width = -(-self.used // _BLOCK) * _BLOCK
+        scores = torch.baddbmm(
+            self._bias[..., :width],
+            q.reshape(rows * kv_heads, -1, size),
+            keys.flatten(0, 1)[..., :width],
+            alpha=self.scale,
+        )
+        mixed = torch.bmm(torch.softmax(scores, dim=-1), values.flatten(0, 1)[:, :width])
+        return mixed.view(rows, -1)
+
+    def _move(self, rows: Tensor, columns: int) -> None:
+        """Copy rows (with repeats) into buffers of `columns` columns, one layer at a time."""
+        used = self.used
+        for i, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            count, heads, size = rows.shape[0], keys.shape[1], keys.shape[2]
+            # Zeros: columns of a block that are not used yet are multiplied by a weight of 0.
+            new_keys = keys.new_zeros(count, heads, size, columns)
+            new_keys[..., :used] = keys[..., :used].index_select(0, rows)
+            new_values = values.new_zeros(count, heads, columns, size)
+            new_values[:, :, :used] = values[:, :, :used].index_select(0, rows)
+            self.keys[i], self.values[i] = new_keys, new_values
+        self._bias = None
+
+
+@final
+class FixedCache:
+    """Attends to a width that changes seldom, by one fused kernel; see `KeyValues`.
+
+    The width doubles: at most half of the columns that are read are not used yet.
+    """
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.width: int | None = None
+        self.column = torch.zeros(1, dtype=torch.long)
+        self._used = 0  # of the prompts
+        self._bias = torch.zeros(0)
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """See `KeyValues`."""
+        self.keys.append(keys)
+        self.values.append(values)
+        self._used = values.shape[2]
+
+    def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:
+        """See `KeyValues`."""
+        room = -(-columns // _LEAST) * _LEAST
+        used = self._used
+        for pieces in (self.keys, self.values):
+            for i, piece in enumerate(pieces):
+                # Zeros: columns that are not used yet are multiplied by a weight of 0.
+                new = piece.new_zeros(source.shape[0], piece.shape[1], room, piece.shape[3])
+                new[:, :, :used] = piece.index_select(0, source)
+                pieces[i] = new
+        like = self.keys[0]
+        self._bias = like.new_full((source.shape[0], 1, 1, room), float("-inf"))
+        self._bias[..., :used].masked_fill_(mask[..., :used], 0.0)
+        self.column = torch.full((1,), used - 1, device=like.device)
+        self.width = None
+        self.reserve(used + 1)
+
+    def keep(self, rows: Tensor) -> None:
+        """See `KeyValues`."""
+        for pieces in (self.keys, self.values):
+            for i, piece in enumerate(pieces):
+                pieces[i] = piece.index_select(0, rows)
+        self._bias = self._bias.index_select(0, rows)
+
+    def reserve(self, columns: int) -> None:
+        """See `KeyValues`."""
+        if self.width is None or columns > self.width:
+            wanted = max(_LEAST, 1 << (columns - 1).bit_length())
+            self.width = min(wanted, self._bias.shape[-1])
+
+    def begin(self) -> None:
+        """See `KeyValues`."""
+        self.column.add_(1)
+        self._bias.index_fill_(3, self.column, 0.0)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `KeyValues`."""
+        rows, kv_heads, size = k.shape
+        keys, values = self.keys[layer], self.values[layer]
+        keys.index_copy_(2, self.column, k[:, :, None])
+        values.index_copy_(2, self.column, v[:, :, None])
+        # The query heads of one key head take the place of a row's tokens: kernels that take a
+        # mask know no groups of heads.
+        q = q.reshape(rows, kv_heads, -1, size)
+        bias = self._bias[..., : self.width].expand(-1, kv_heads, q.shape[2], -1)
+        mixed = nn.functional.scaled_dot_product_attention(
+            q,
+            keys[:, :, : self.width],
+            values[:, :, : self.width],
+            attn_mask=bias,
+            scale=self.scale,
+        )
+        return mixed.reshape(rows, -1)
+
+
+def cache_for(device: torch.device, scale: float) -> KeyValues:
+    """Return the cache that is faster on a device, for scores multiplied by `scale`."""
+    return GrowingCache(scale) if device.type == "cpu" else FixedCache(scale)

@@ -1,0 +1,135 @@
+"""The decode loop: the steps of all rows until each has ended.
+
+A step keeps everything that it changes in tensors on the device and asks nothing of the host, so
+that a CUDA graph can hold it. Between blocks of steps the host looks which rows have ended; what
+was drawn past a row's end does not count.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.forward.fused import FusedForward
+from evo_grpo.rollout.native.decoder import Decoder
+from evo_grpo.rollout.native.graphs import StepGraphs
+from evo_grpo.rollout.native.output import Output, StopConditions
+from evo_grpo.rollout.native.rows import Rows
+from evo_grpo.rollout.sampling import sample_tokens
+
+#: Share of the rows at which finished rows are removed; copying the cache costs about one step.
+_LEAVE_SHARE = 0.2
+
+#: The same where a step is a graph, which is captured again then; that costs about ten steps.
+_LEAVE_SHARE_OF_GRAPHS = 0.5
+
+
+@final
+class DecodeLoop:
+    """The rows that are decoded; made after `Decoder.expand`.
+
+    Args:
+        base: The base.
+        fused: The active population forward.
+        decoder: Its cache has the rows.
+        rows: The rows.
+        prompt_columns: Columns of the longest prompt.
+        steps: Tokens of the longest completion.
+        context: Most tokens of prompt plus completion.
+        graphs: Holds steps as CUDA graphs; None for plain steps.
+    """
+
+    def __init__(
+        self,
+        base: SharedBase,
+        fused: FusedForward,
+        decoder: Decoder,
+        rows: Rows,
+        *,
+        prompt_columns: int,
+        steps: int,
+        context: int,
+        graphs: StepGraphs | None = None,
+    ) -> None:
+        device = rows.origin.device
+        self.base = base
+        self.fused = fused
+        self.decoder = decoder
+        self.rows = rows
+        self.output = Output(steps, rows)
+        self._prompt_columns, self._steps, self._last = prompt_columns, steps, context - 1
+        self._graphs = graphs
+        if graphs is not None:
+            graphs.forget()
+        self._ends = StopConditions(rows.sampling, base.eos_ids, base.vocabulary, device)
+        self._block = block_of(device)
+        #: (1,) number of tokens that each row has drawn.
+        self._drawn = torch.zeros(1, dtype=torch.long, device=device)
+        self._tokens = torch.zeros_like(rows.origin)
+        self._finished = torch.zeros_like(rows.origin, dtype=torch.bool)
+
+    def run(self, logits: Tensor) -> Output:
+        """Decode all rows, whose prompts end with these logits (B, V)."""
+        self.fused.set_layout(self.rows.layout)
+        self._draw(logits)
+        done = 1
+        while done < self._steps:
+            if self._ends.possible(done):
+                ended = int(self._finished.sum())  # waits for the device
+                if ended == len(self._finished):
+                    break
+                if ended >= self._leave_share * len(self._finished):
+                    self._remove_finished()
+            count = min(self._block, self._steps - done)
+            memory = self.decoder.reserve(self._prompt_columns + done + count)
+            if self._graphs is not None and memory is not None:
+                self._graphs.run(self._step, (len(self._tokens), memory), count)
+            else:
+                for _ in range(count):
+                    self._step()
+            done += count
+        return self.output
+
+    @property
+    def _leave_share(self) -> float:
+        return _LEAVE_SHARE if self._graphs is None else _LEAVE_SHARE_OF_GRAPHS
+
+    def _step(self) -> None:
+        """Run the last tokens, and draw the next ones."""
+        # A finished row that is still in the batch may be at the model's last position.
+        positions = (self.rows.lengths + (self._drawn - 1)).clamp_(max=self._last)
+        hidden = self.decoder.step(self._tokens, positions)
+        self._draw(self.base.logits(hidden))
+
+    def _draw(self, logits: Tensor) -> None:
+        rows, drawn = self.rows, self._drawn
+        tokens, logprobs = sample_tokens(
+            logits,
+            rows.draws.index_select(0, drawn)[0],
+            rows.sampling,
+            seen=rows.seen,
+            forbidden=self._ends.forbidden(drawn),
+        )
+        if rows.seen is not None:
+            rows.seen.scatter_(1, tokens[:, None], True)
+        self.output.write(drawn, rows, tokens, logprobs, self._finished)
+        self._finished.logical_or_(self._ends.met(drawn, tokens))
+        self._tokens.copy_(tokens)
+        drawn.add_(1)
+
+    def _remove_finished(self) -> None:
+        stay = (~self._finished).nonzero()[:, 0]
+        self.rows = self.rows.select(stay)
+        self._ends.sampling = self.rows.sampling  # its bounds over all rows hold for a subset
+        self._tokens = self._tokens.index_select(0, stay)
+        self._finished = torch.zeros_like(self._tokens, dtype=torch.bool)
+        self.fused.set_layout(self.rows.layout)
+        self.decoder.keep(stay)
+
+
+def block_of(device: torch.device) -> int:
+    """Return the steps between two looks of the host, which wait for a device beside it."""
+    return 1 if device.type == "cpu" else 8
