@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-#: Logits held at once, in fp32 elements: 2 MiB on a CPU, about its second cache; 64 MiB elsewhere.
+#: Logits held at once, in fp32 elements: 2 MiB on a CPU, about its second cache; 128 MiB elsewhere.
 CPU_ELEMENTS = 1 << 19
-DEVICE_ELEMENTS = 1 << 24
+DEVICE_ELEMENTS = 1 << 25
 #: Columns of a block on a CPU: wide enough for an efficient matmul, with enough rows left.
 CPU_COLUMNS = 1 << 11
 #: exp() of a lower log-prob is 0 in float32, and 0 times -inf would be NaN.

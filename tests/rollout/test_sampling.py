@@ -247,6 +247,28 @@ class TestEdges:
             assert torch.isnan(logprobs).tolist() == [False, True, False]
 
 
+@pytest.mark.parametrize("vocabulary", [4096, 5000, 5119])
+class TestALargeVocabulary:
+    """It is searched in two steps: the block, then the token in it."""
+
+    def test_tokens_are_those_of_one_search(self, vocabulary):
+        logits = tiny.noise((200, vocabulary), 3).double() * 3
+        rows = RowSampling.build([Sampling()], [200], vocabulary, CPU)
+        tokens, _ = sample_tokens(logits.clone(), grid(200), rows)
+        cumulative = torch.softmax(logits, -1).cumsum(-1)
+        assert tokens.tolist() == torch.searchsorted(cumulative, grid(200)[:, None])[:, 0].tolist()
+
+    def test_no_draw_takes_a_token_without_mass(self, vocabulary):
+        logits = torch.full((3, vocabulary), -math.inf)
+        logits[:, [300, vocabulary - 1]] = 0.0
+        logits[2] = math.nan
+        rows = RowSampling.build([Sampling()], [3], vocabulary, CPU)
+        draws = torch.tensor([0.0, 1 - 2**-53, 0.5], dtype=torch.float64)
+        tokens, _ = sample_tokens(logits, draws, rows)
+        assert tokens[:2].tolist() == [300, vocabulary - 1]
+        assert 0 <= tokens[2] < vocabulary
+
+
 class TestRowSampling:
     def test_an_unused_setting_costs_nothing(self):
         rows = RowSampling.build([Sampling(), Sampling(temperature=0.5)], [2, 1], V, CPU)

@@ -27,7 +27,7 @@ _REFERENCE_BYTES = 4
 #: Python with torch, transformers and PEFT, before a model is loaded; on CUDA its context.
 PROCESS_BYTES = {"cpu": 440 << 20, "cuda": 600 << 20}
 #: Logits that `model.logprobs` computes at once, in elements.
-LOGIT_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
+LOGIT_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
 #: Padded tokens of a micro-batch, as `SharedBase.micro_batch_tokens` chooses them.
 ACTIVATION_BYTES = 1 << 29
 CPU_TOKENS = (2048, 8192)
