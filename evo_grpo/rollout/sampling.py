@@ -10,7 +10,6 @@ from torch import Tensor
 
 from evo_grpo.schema.hparams import Hparams
 
-
 #: Weights of a block, where a token is drawn from a vocabulary of at least `_LARGE`.
 _BLOCK = 256
 _LARGE = 16 * _BLOCK
