@@ -47,6 +47,12 @@ class _LinearLogprobs(torch.autograd.Function):
         cap: float,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs (M,) fp32 and entropies (M,) fp32."""
+        ctx.cap = cap
+        ctx.set_materialize_grads(False)
+        if _whole_rows(weight, bias, cap):
+            picked, entropies = _forward_of_whole_rows(hidden, weight, targets, inverse)
+            ctx.save_for_backward(hidden, weight, bias, targets, inverse, picked, entropies)
+            return picked, entropies
         norms = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         picked, entropies = torch.zeros_like(norms), torch.empty_like(norms)
         rows, columns = _block(weight)
@@ -80,8 +86,6 @@ class _LinearLogprobs(torch.autograd.Function):
             # H = log sum exp(z - top) - sum softmax(z) (z - top).
             entropies[part] = logarithm - mean / total
         ctx.save_for_backward(hidden, weight, bias, targets, inverse, norms, entropies)
-        ctx.cap = cap
-        ctx.set_materialize_grads(False)
         return picked.sub_(norms), entropies
 
     @staticmethod
@@ -91,7 +95,6 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Recompute the logits block by block; only the hidden states get a gradient."""
         hidden, weight, bias, targets, inverse, norms, entropies = ctx.saved_tensors
-        rows, columns = _block(weight)
         out = torch.empty_like(hidden)
         by_logprob, by_entropy = grads
         grad = torch.zeros_like(norms) if by_logprob is None else by_logprob * inverse
@@ -99,6 +102,11 @@ class _LinearLogprobs(torch.autograd.Function):
             by_entropy = by_entropy * inverse
             # 0 times NaN would be NaN, in rows whose loss does not read their entropy.
             entropies = torch.where(by_entropy == 0, 0, entropies)
+        if _whole_rows(weight, bias, ctx.cap):
+            slopes = grad, by_entropy, entropies
+            out = _backward_of_whole_rows(hidden, weight, targets, inverse, *slopes)
+            return out, None, None, None, None, None
+        rows, columns = _block(weight)
         for part in _slices(hidden.shape[0], rows):
             total: Tensor | None = None
             for span in _slices(weight.shape[0], columns):
@@ -123,6 +131,60 @@ class _LinearLogprobs(torch.autograd.Function):
             assert total is not None
             out[part] = total.to(hidden.dtype)
         return out, None, None, None, None, None
+
+
+def _whole_rows(weight: Tensor, bias: Tensor | None, cap: float) -> bool:
+    """Return whether blocks are whole rows of plain logits, for which torch has fused kernels."""
+    return weight.device.type != "cpu" and bias is None and not cap
+
+
+def _forward_of_whole_rows(
+    hidden: Tensor, weight: Tensor, targets: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return log-probs (M,) and entropies (M,) with few passes over the logits."""
+    picked = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    entropies = torch.empty_like(picked)
+    for part in _slices(hidden.shape[0], _block(weight)[0]):
+        table = _table(hidden[part], weight, inverse[part])
+        picked[part] = table.gather(1, targets[part, None])[:, 0]
+        # A log-prob of -inf has no share, and 0 times -inf would be NaN.
+        probs, table = table.exp(), table.clamp_(min=LEAST_LOGPROB)
+        entropies[part] = torch.bmm(probs[:, None], table[:, :, None])[:, 0, 0].neg_()
+    return picked, entropies
+
+
+def _backward_of_whole_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    inverse: Tensor,
+    grad: Tensor,
+    by_entropy: Tensor | None,
+    entropies: Tensor,
+) -> Tensor:
+    """Return the gradient (M, H); the slopes (M,) are those in the tempered logits."""
+    out = torch.empty_like(hidden)
+    for part in _slices(hidden.shape[0], _block(weight)[0]):
+        table = _table(hidden[part], weight, inverse[part])
+        probs = table.exp()
+        factor = -grad[part, None]
+        if by_entropy is not None:
+            above = table.clamp_(min=LEAST_LOGPROB).add_(entropies[part, None])
+            factor = above.mul_(-by_entropy[part, None]).add_(factor)
+        dz = torch.empty_like(probs, dtype=weight.dtype)
+        place = targets[part, None]
+        # The target's slope in the precision of the probabilities, before it is rounded.
+        own = probs.gather(1, place).mul_(factor if by_entropy is None else factor.gather(1, place))
+        torch.mul(probs, factor, out=dz)
+        dz.scatter_(1, place, (own + grad[part, None]).to(dz.dtype))
+        out[part] = dz @ weight
+    return out
+
+
+def _table(hidden: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
+    """Return log-probs (M, V) fp32."""
+    logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight)
+    return torch.log_softmax(logits.float().mul_(inverse[:, None]), dim=-1)
 
 
 def linear_logprobs(

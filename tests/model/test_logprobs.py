@@ -48,9 +48,13 @@ def twisted(twist):
 
 @pytest.fixture
 def cut(monkeypatch):
-    """Sets rows and columns of a block."""
+    """Sets rows and columns of a block; None for whole rows, as on a GPU."""
 
     def set_block(rows, columns):
+        if columns is None:
+            monkeypatch.setattr(module, "_block", lambda weight: (rows, len(weight)))
+            monkeypatch.setattr(module, "_whole_rows", lambda *of: of[1:] == (None, 0.0))
+            return
         monkeypatch.setattr(module, "CPU_COLUMNS", columns)
         monkeypatch.setattr(module, "CPU_ELEMENTS", rows * min(columns, V))
 
@@ -82,6 +86,7 @@ def test_a_token_with_a_bias_of_minus_infinity_leaves_the_others_finite(pieces, 
     [
         *(("all", block) for block in [(1, V), (2, V), (5, V), (M, 1), (1, 1), (M, V - 1)]),
         *((twist, (3, 5)) for twist in TWISTS),
+        *((twist, (3, None)) for twist in TWISTS),
     ],
 )
 def test_values_and_gradients_equal_the_definition(pieces, twist, block, cut):
@@ -127,9 +132,10 @@ def test_gradients_equal_finite_differences(pieces, twist, output):
         assert leaf.grad[row, column].item() == pytest.approx(difference, abs=1e-4)
 
 
-def test_far_apart_logits_keep_their_precision(pieces, cut):
+@pytest.mark.parametrize("columns", [5, None])
+def test_far_apart_logits_keep_their_precision(pieces, cut, columns):
     """A block whose maximum is lower by hundreds, before and after the one that decides."""
-    cut(M, 5)
+    cut(M, columns)
     pieces["weight"][:5] *= 300
     pieces["weight"][10:] *= 300
     hidden = pieces.pop("hidden")
@@ -139,7 +145,7 @@ def test_far_apart_logits_keep_their_precision(pieces, cut):
     torch.testing.assert_close(entropies, expected_entropies.float(), atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("columns", [V, 5])
+@pytest.mark.parametrize("columns", [V, 5, None])
 def test_blocks_do_not_change_a_bit_of_what_they_do_not_hold(pieces, cut, columns):
     pieces["hidden"][4] = float("nan")
     cut(3, columns)
