@@ -101,7 +101,7 @@ class AgentSignature(ABC):
         max_decode_prompts: int | None = None,
         gradient_checkpointing: bool = False,
         compile: str | None = None,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:
         """Build one agent over a new base; see `population` for several agents over one base.
 
@@ -222,8 +222,8 @@ class AgentSignature(ABC):
                 less memory.
             compile: Mode of torch.compile for the base's layers without adapters, for instance
                 `default`; null does not compile.
-            cuda_graphs: Generate by CUDA graphs: the kernels of a decode step are launched as one.
-                Acts on a CUDA device, on models of the Llama family.
+            cuda_graphs: Generate by CUDA graphs, which launch the kernels of a decode step at once.
+                Acts on a CUDA device, with the built-in engine, on models of the Llama family.
 
         Raises:
             ConfigError: An unknown name, a value of a wrong type or out of range, or values that
@@ -315,7 +315,7 @@ class AgentSignature(ABC):
         max_decode_prompts: int | None = None,
         gradient_checkpointing: bool = False,
         compile: str | None = None,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool = True,
     ) -> Population[Any]:
         """Build agents over one shared base. All keywords of the constructor are accepted too.
 

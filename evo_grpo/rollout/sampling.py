@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -119,8 +119,15 @@ class RowSampling:
 
     def select(self, rows: Tensor) -> RowSampling:
         """Return the settings of the rows at some positions."""
+        return self._mapped(lambda value: value.index_select(0, rows))
+
+    def part(self, rows: slice) -> RowSampling:
+        """Return the settings of consecutive rows, as views."""
+        return self._mapped(lambda value: value[rows])
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> RowSampling:
         tensors = {k: v for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **{k: v.index_select(0, rows) for k, v in tensors.items()})
+        return replace(self, **{k: change(v) for k, v in tensors.items()})
 
 
 def sample_tokens(

@@ -101,9 +101,9 @@ class EngineConfig(Group):
     )
 
     cuda_graphs: bool = setting(
-        False,
-        "Generate by CUDA graphs: the kernels of a decode step are launched as one. Acts on a CUDA "
-        "device, on models of the Llama family.",
+        True,
+        "Generate by CUDA graphs, which launch the kernels of a decode step at once. Acts on a "
+        "CUDA device, with the built-in engine, on models of the Llama family.",
     )
 
     @property

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from common import Report, parser, quiet
 
@@ -122,7 +123,8 @@ def speed(
     """Compare 8 agents in one batch with one by one, and both phases with the device's rates."""
     base = build(shape, place)
     # As many tokens in a pass as a run takes on a large card.
-    cohort, slots = population(base, AGENTS, work, beta=0.0, max_tokens_per_microbatch=MICRO_BATCH)
+    sizes: dict[str, Any] = {"beta": 0.0, "max_tokens_per_microbatch": MICRO_BATCH}
+    cohort, slots = population(base, AGENTS, work, cuda_graphs=False, **sizes)
     together = Job(cohort, slots, work)
     alone = [Job(cohort, [slot], work) for slot in slots]
     generate = place.pair(together.generate, lambda: [j.generate() for j in alone], repeats)
@@ -155,7 +157,7 @@ def speed(
     fastest = generate[0]
     if place.device.type == "cuda":
         del cohort, together, alone
-        cohort, slots = population(build(shape, place), AGENTS, work, beta=0.0, cuda_graphs=True)
+        cohort, slots = population(build(shape, place), AGENTS, work, **sizes)
         job = Job(cohort, slots, work)
         fastest = place.seconds(job.generate, repeats)
         add("generate, CUDA graphs", fastest, generate[1], bandwidth / fastest)

@@ -83,6 +83,7 @@ AGENT = {
     "shards": 2,
     "gradient_checkpointing": True,
     "compile": "default",
+    "cuda_graphs": False,
 }
 TRAIN = {
     "name": "mine",
@@ -290,8 +291,10 @@ def test_a_setting_arrives_at_the_object_that_uses_it(name, monkeypatch):
 
 
 def test_the_rest_arrives_while_the_base_is_loaded(tmp_path, monkeypatch):
-    # DeepSpeed tests its stage; a memory decides the limits of a run, and nothing here.
-    assert set(AGENT) - set(ARRIVES) == {"trust_remote_code", "adapter", "zero", "memory"}
+    # DeepSpeed tests its stage, tests/device the graphs; a memory decides the limits of a run, and
+    # nothing here.
+    elsewhere = {"trust_remote_code", "adapter", "zero", "memory", "cuda_graphs"}
+    assert set(AGENT) - set(ARRIVES) == elsewhere
     first = GRPO(model="tiny-sums")
     with torch.no_grad():
         for parameter in first.cohort.slots.parameters("actor_0"):

@@ -201,7 +201,7 @@ class NativeEngine(RolloutEngine):
                 context=self._context,
                 graphs=self._graphs,
             )
-            output = loop.run(logits.index_select(0, source))
+            output = loop.run(logits, source)
         return self._groups(requests, output)
 
     def _decoder(self, fused: FusedForward, columns: int, *, equal: bool) -> Decoder:

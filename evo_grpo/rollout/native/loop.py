@@ -7,6 +7,7 @@ was drawn past a row's end does not count.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
 
 import torch
@@ -19,6 +20,7 @@ from evo_grpo.rollout.native.graphs import StepGraphs
 from evo_grpo.rollout.native.output import Output, StopConditions
 from evo_grpo.rollout.native.rows import Rows
 from evo_grpo.rollout.sampling import sample_tokens
+from evo_grpo.settings.engines.native import DRAWN_LOGITS
 
 #: Share of the rows at which finished rows are removed; copying the cache costs about one step.
 _LEAVE_SHARE = 0.2
@@ -68,13 +70,14 @@ class DecodeLoop:
         self._block = block_of(device)
         #: (1,) number of tokens that each row has drawn.
         self._drawn = torch.zeros(1, dtype=torch.long, device=device)
-        self._tokens = torch.zeros_like(rows.origin)
-        self._finished = torch.zeros_like(rows.origin, dtype=torch.bool)
+        self._arrange()
 
-    def run(self, logits: Tensor) -> Output:
-        """Decode all rows, whose prompts end with these logits (B, V)."""
-        self.fused.set_layout(self.rows.layout)
-        self._draw(logits)
+    def run(self, logits: Tensor, source: Tensor) -> Output:
+        """Decode all rows: row b continues prompt `source[b]`, which ends with `logits[source[b]]`.
+
+        The logits are (NP, V), and the source is (B,).
+        """
+        self._draw(lambda part: logits.index_select(0, source[part]))
         done = 1
         while done < self._steps:
             if self._ends.possible(done):
@@ -102,32 +105,50 @@ class DecodeLoop:
         # A finished row that is still in the batch may be at the model's last position.
         positions = (self.rows.lengths + (self._drawn - 1)).clamp_(max=self._last)
         hidden = self.decoder.step(self._tokens, positions)
-        self._draw(self.base.logits(hidden))
+        self._draw(lambda part: self.base.logits(hidden[part]))
 
-    def _draw(self, logits: Tensor) -> None:
+    def _draw(self, logits: Callable[[slice], Tensor]) -> None:
+        """Draw a token of each row, from the logits of some rows at a time."""
         rows, drawn = self.rows, self._drawn
-        tokens, logprobs = sample_tokens(
-            logits,
-            rows.draws.index_select(0, drawn)[0],
-            rows.sampling,
-            seen=rows.seen,
-            forbidden=self._ends.forbidden(drawn),
+        draws = rows.draws.index_select(0, drawn)[0]
+        found = [
+            sample_tokens(
+                logits(part),
+                draws[part],
+                sampling,
+                seen=None if rows.seen is None else rows.seen[part],
+                forbidden=self._ends.forbidden(drawn, sampling),
+            )
+            for part, sampling in self._parts
+        ]
+        tokens, logprobs = (
+            column[0] if len(column) == 1 else torch.cat(column)
+            for column in zip(*found, strict=True)
         )
         if rows.seen is not None:
             rows.seen.scatter_(1, tokens[:, None], True)
         self.output.write(drawn, rows, tokens, logprobs, self._finished)
-        self._finished.logical_or_(self._ends.met(drawn, tokens))
+        self._finished.logical_or_(self._ends.met(drawn, tokens, rows.sampling))
         self._tokens.copy_(tokens)
         drawn.add_(1)
 
     def _remove_finished(self) -> None:
         stay = (~self._finished).nonzero()[:, 0]
+        tokens = self._tokens.index_select(0, stay)
         self.rows = self.rows.select(stay)
-        self._ends.sampling = self.rows.sampling  # its bounds over all rows hold for a subset
-        self._tokens = self._tokens.index_select(0, stay)
-        self._finished = torch.zeros_like(self._tokens, dtype=torch.bool)
-        self.fused.set_layout(self.rows.layout)
         self.decoder.keep(stay)
+        self._arrange()
+        self._tokens.copy_(tokens)
+
+    def _arrange(self) -> None:
+        """Make what belongs to the rows, which have changed."""
+        rows = self.rows
+        self.fused.set_layout(rows.layout)
+        self._tokens = torch.zeros_like(rows.origin)
+        self._finished = torch.zeros_like(rows.origin, dtype=torch.bool)
+        size = max(1, DRAWN_LOGITS // self.base.vocabulary)
+        slices = [slice(start, start + size) for start in range(0, len(rows.origin), size)]
+        self._parts = [(part, rows.sampling.part(part)) for part in slices]
 
 
 def block_of(device: torch.device) -> int:

@@ -47,7 +47,6 @@ class StopConditions:
     def __init__(
         self, sampling: RowSampling, eos: Sequence[int], vocabulary: int, device: torch.device
     ) -> None:
-        self.sampling = sampling
         self._mask = torch.zeros(vocabulary, dtype=torch.bool, device=device)
         self._mask[list(eos)] = True
         minimum = sampling.minimum
@@ -60,19 +59,19 @@ class StopConditions:
         """Return whether a row can have ended when so many tokens were drawn."""
         return drawn > self._least or drawn >= self._shortest
 
-    def forbidden(self, drawn: Tensor) -> Tensor | None:
-        """Return the tokens that cannot be drawn after `drawn` (1,) others.
+    def forbidden(self, drawn: Tensor, sampling: RowSampling) -> Tensor | None:
+        """Return the tokens that some rows cannot draw after `drawn` (1,) others.
 
         It is bool (1, V) for all rows or (B, V); None if no row has a least length.
         """
-        minimum = self.sampling.minimum
+        minimum = sampling.minimum
         if minimum is None:
             return None
         return self._mask & (drawn < (minimum[:1] if self._alike else minimum))[:, None]
 
-    def met(self, drawn: Tensor, tokens: Tensor) -> Tensor:
+    def met(self, drawn: Tensor, tokens: Tensor, sampling: RowSampling) -> Tensor:
         """Return the rows (B,) that end with `tokens` (B,), drawn after `drawn` (1,) others."""
         ended = self._mask.index_select(0, tokens)
-        if self.sampling.minimum is not None:
-            ended = ended & (drawn >= self.sampling.minimum)
-        return ended | (self.sampling.limit <= drawn + 1)
+        if sampling.minimum is not None:
+            ended = ended & (drawn >= sampling.minimum)
+        return ended | (sampling.limit <= drawn + 1)

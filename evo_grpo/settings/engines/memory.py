@@ -101,6 +101,7 @@ class EngineLoad:
         device: Where the base is.
         capacity: Bytes of that device; None if unknown.
         number: Number of that device.
+        graphs: Whether decode steps are CUDA graphs.
     """
 
     shape: Shape
@@ -112,3 +113,4 @@ class EngineLoad:
     device: Device
     capacity: int | None = None
     number: int = 0
+    graphs: bool = False

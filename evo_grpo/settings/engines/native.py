@@ -7,9 +7,10 @@ from typing import ClassVar
 from evo_grpo.settings.engines.declaration import RolloutSettings
 from evo_grpo.settings.engines.memory import EngineLoad, Part, Shape, Work
 
+DRAWN_LOGITS = 1 << 25
+"""Logits from which tokens are drawn at once: so many or those of one row, if these are more."""
 _DRAW_TENSORS = 4
-"""float32 tensors (rows, V) that exist while tokens are drawn: logits, log-probs, probabilities,
-cumulative sums."""
+"""float32 tensors of that size that exist then: logits, log-probs, probabilities and one more."""
 _SORT_TENSORS = 5
 """Further tensors of that size where top-k or top-p sorts the vocabulary."""
 
@@ -20,8 +21,12 @@ class NativeSettings(RolloutSettings):
     implementation: ClassVar[str] = "evo_grpo.rollout.native.engine:NativeEngine"
     shares_base: ClassVar[bool] = True
 
+    def held_memory(self, load: EngineLoad) -> tuple[Part, ...]:
+        """Return the logits of a draw where CUDA graphs keep them between generations."""
+        return (_drawn(load),) if load.graphs else ()
+
     def sampling_memory(self, load: EngineLoad) -> tuple[Part, ...]:
-        """Return the keys and values, the tensors of a draw and the joined adapters."""
+        """Return the keys and values, the logits of a draw and the joined adapters."""
         shape, work, rows, element = load.shape, load.work, load.rows, load.element
         columns = work.prompt_tokens + work.output_tokens
         layer = rows * columns * 2 * shape.kv_width * element
@@ -30,17 +35,21 @@ class NativeSettings(RolloutSettings):
         more = layer
         if not work.specialised:
             more = max(layer, rows * columns * 2 * shape.query_width * element)
-        tensors = _DRAW_TENSORS + (_SORT_TENSORS if work.filtered else 0)
-        tensors += 0 if element == 4 else 0.5
+        drawn = () if load.graphs else (_drawn(load),)
         return (
             Part("keys and values", shape.layers * layer + more, "engine.max_decode_rows"),
-            Part(
-                "logits of a token",
-                int(tensors * rows * shape.vocabulary * 4),
-                "engine.max_decode_rows",
-            ),
+            *drawn,
             Part("adapters side by side", _joined(shape, work) * element, "population.size"),
         )
+
+
+def _drawn(load: EngineLoad) -> Part:
+    """Return the tensors from which tokens are drawn."""
+    tensors = _DRAW_TENSORS + (_SORT_TENSORS if load.work.filtered else 0)
+    tensors += 0 if load.element == 4 else 0.5
+    vocabulary = load.shape.vocabulary
+    logits = min(load.rows * vocabulary, max(DRAWN_LOGITS, vocabulary))
+    return Part("logits of a token", int(tensors * logits * 4), "engine.max_decode_rows")
 
 
 def _joined(shape: Shape, work: Work) -> int:

@@ -151,6 +151,7 @@ def predict(
         device=device,
         capacity=capacity,
         number=int(engine.device.partition(":")[2] or 0),
+        graphs=engine.cuda_graphs and device == "cuda" and work.specialised,
     )
     held += rollout.held_memory(load)
     if device == "cpu":
@@ -298,7 +299,9 @@ def _learning(
         # The adapters' gradients are counted with the agents. They do not exist yet where the
         # activations are largest; there, the joined layers keep stacked adapters of that size.
         Part("activations of a micro-batch", activations, lowers),
-        Part("logits of a block", 3 * 4 * LOGIT_ELEMENTS[device], ""),
+        Part(
+            "logits of a block", 3 * 4 * min(LOGIT_ELEMENTS[device], tokens * shape.vocabulary), ""
+        ),
     ]
     if not work.specialised:
         # A step stacks the adapters of a layer and keeps the stacks for the backward pass.
