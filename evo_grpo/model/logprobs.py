@@ -147,9 +147,7 @@ def _forward_of_whole_rows(
     for part in _slices(hidden.shape[0], _block(weight)[0]):
         table = _table(hidden[part], weight, inverse[part])
         picked[part] = table.gather(1, targets[part, None])[:, 0]
-        # A log-prob of -inf has no share, and 0 times -inf would be NaN.
-        probs, table = table.exp(), table.clamp_(min=LEAST_LOGPROB)
-        entropies[part] = torch.bmm(probs[:, None], table[:, :, None])[:, 0, 0].neg_()
+        entropies[part] = table.exp().mul_(table).sum(-1).neg_()
     return picked, entropies
 
 

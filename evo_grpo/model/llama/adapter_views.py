@@ -9,7 +9,7 @@ gradient and its moments. Slots of different shapes are copied and padded instea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +20,11 @@ from evo_grpo.model.forward.stacks import adapter_weights
 from evo_grpo.model.llama.weights import JoinedLinear, LlamaWeights
 from evo_grpo.model.lora.slots import AdapterSlots
 
-#: Number of elements up to which the block-diagonal B of joined layers is kept for a step, since
-#: building it is slow. Larger ones would double the memory of an agent.
+#: Number of elements up to which the block-diagonal B of joined layers, and A and B in the dtype of
+#: the base, are kept for a step, since making them is slow. Larger ones would double the memory of
+#: an agent. Where kernels are launched, a small one costs as much as a larger one.
 KEPT_ELEMENTS = 1 << 17
+KEPT_DEVICE_ELEMENTS = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class JoinedAdapters:
         scale: (N, R) LoRA scaling of each row.
         parts: The parts.
         width: Output features of all parts.
-        kept: Cache of B of all parts during a step; None keeps nothing.
+        kept: Cache of what is made of A, B and the scale during a step; None keeps nothing.
     """
 
     a: Tensor
@@ -58,26 +60,41 @@ class JoinedAdapters:
     scale: Tensor
     parts: tuple[Part, ...]
     width: int
-    kept: dict[torch.dtype, Tensor] | None = None
+    kept: dict[tuple[str, torch.dtype], Tensor] | None = None
 
     @property
     def _alone(self) -> bool:
         """Whether the joined layer has only one part; missing adapters of other parts are zeros."""
         return self.parts[0].size == self.width
 
+    def down(self, a: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return A of all parts as (N, R, in); `a` is the leaf."""
+        return self._once("a", dtype, lambda: a.to(dtype))
+
+    def scales(self, dtype: torch.dtype) -> Tensor:
+        """Return the LoRA scaling as (N, 1, R)."""
+        return self._once("scale", dtype, lambda: self.scale.to(dtype))[:, None]
+
     def up(self, b: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Return B of all parts as (N, R, width), block-diagonal; a large B is not cached."""
+        """Return B of all parts as (N, R, width), block-diagonal; `b` are the leaves."""
+        return self._once("b", dtype, lambda: self._block_diagonal(b, dtype))
+
+    def _block_diagonal(self, b: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         if self._alone:
             return b[0].to(dtype).transpose(1, 2)
-        if self.kept is not None and dtype in self.kept:
-            return self.kept[dtype]
         up = b[0].new_zeros(len(self.a), self.a.shape[1], self.width, dtype=dtype)
         for part, own in zip(self.parts, b, strict=True):
             rows = slice(part.row, part.row + part.rank)
             up[:, rows, part.column : part.column + part.size] = own.transpose(1, 2)
-        if self.kept is not None:
-            self.kept[dtype] = up
         return up
+
+    def _once(self, name: str, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
+        """Return a tensor that is made once in a step if it is small."""
+        if self.kept is None:
+            return make()
+        if (name, dtype) not in self.kept:
+            self.kept[name, dtype] = make()
+        return self.kept[name, dtype]
 
     def apart(self, grad: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients (N, size, rank) of the parts of a joined gradient (N, width, R)."""
@@ -187,7 +204,8 @@ class AdapterViews:
                     ]
         joined = (a.requires_grad_(), tuple(own.requires_grad_() for own in b))
         width = sum(base.sizes)
-        kept = {} if count * row * width <= KEPT_ELEMENTS else None
+        most = KEPT_ELEMENTS if like.device.type == "cpu" else KEPT_DEVICE_ELEMENTS
+        kept = {} if count * row * width <= most else None
         return JoinedAdapters(*joined, scale, tuple(parts), width, kept)
 
 

@@ -159,8 +159,8 @@ class LoraLinear(torch.autograd.Function):
         arguments because autograd only differentiates with respect to arguments.
         """
         y = linear(x, residual, weight, bias)
-        down, up = a.to(x.dtype), adapters.up(b, x.dtype)
-        scale = adapters.scale.to(x.dtype)[:, None]
+        down, up = adapters.down(a, x.dtype), adapters.up(b, x.dtype)
+        scale = adapters.scales(x.dtype)
         lows: list[Tensor] = []
         for span in spans:
             chunks = span.chunks
@@ -179,8 +179,8 @@ class LoraLinear(torch.autograd.Function):
         x, weight, a, *rest = ctx.saved_tensors
         b, lows = rest[: len(adapters.b)], rest[len(adapters.b) :]
         grad = grads[0].contiguous()
-        down, up = a.to(x.dtype), adapters.up(b, x.dtype)
-        scale = adapters.scale.to(x.dtype)[:, None]
+        down, up = adapters.down(a, x.dtype), adapters.up(b, x.dtype)
+        scale = adapters.scales(x.dtype)
         d_x = torch.mm(grad, weight) if ctx.needs_input_grad[0] else None
         d_a: Tensor | None = None
         d_b: Tensor | None = None
