@@ -169,7 +169,7 @@ def _starts(config: RunConfig) -> Iterator[tuple[str, Any]]:
     """Yield the name of each population and its first hyperparameters, as `population.init`."""
     yield COMPARED[0], "same"
     space = config.search_space()
-    first = config.algorithm.first_hparams(space)
+    first = config.algorithm.first_hparams(space, config.model.lora.rank_alpha)
     if space:
         streams = (
             generator(derive(config.seed, "random guess", number))
