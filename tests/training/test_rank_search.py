@@ -81,8 +81,9 @@ def test_the_first_agent_begins_with_the_rank_of_the_run_and_the_others_cover_th
     ids=["range", "choices and alpha"],
 )
 def test_a_resumed_search_ends_as_one_that_was_not_stopped(ranges, tmp_path):
+    own = {"algorithm__separate_reference": True, "algorithm__beta": 0.02, "evolve__archive": True}
     choice = {**EAGER, "choice": 2.0}
-    config = searched(evolve__hyperparameters=ranges, evolve__exploration=choice)
+    config = searched(evolve__hyperparameters=ranges, evolve__exploration=choice, **own)
     whole = run(config, out=tmp_path / "whole")
     stopped = stopped_and_resumed(config, tmp_path / "stopped", ("learn", 1))
     assert outcome(whole) == outcome(stopped)
@@ -181,7 +182,7 @@ def test_a_saved_population_and_agent_keep_their_ranks(tmp_path):
         size=3,
         model="tiny-sums",
         device="cpu",
-        lora={"r": 2},
+        lora={"r": 2, "use_rslora": True},
         hyperparameters={"lora.r": RLParameter(choices=[1, 2, 8])},
         group_size=4,
         beta=0.01,
@@ -193,6 +194,9 @@ def test_a_saved_population_and_agent_keep_their_ranks(tmp_path):
     )
     agent = population[1]
     agent.hparams = agent.hparams.replace(lora_r=1)
+    agent.set_reference_policy(1)
+    agent.hparams = agent.hparams.replace(lora_r=5)
+    assert ranks_of(agent) == [5, 1]
     population.save(tmp_path / "saved")
     again = type(population).load(tmp_path / "saved", device="cpu")
     for one, other in zip(population, again, strict=True):

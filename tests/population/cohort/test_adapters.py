@@ -121,8 +121,15 @@ def test_copies_and_the_archive_take_the_rank_of_their_source():
     cohort.set_hparams(0, UNCLIPPED.replace(lora_r=9))
     assert same(weights(cohort, 0), weights(cohort, 1))
     assert moments(cohort, 0).keys() == moments(cohort, 1).keys()
-    cohort.copy(0, archive)
-    assert cohort.agents[archive].rank_error is None
+
+
+def test_the_error_of_a_cut_is_of_the_agent_alone_and_not_of_its_copies():
+    cohort = trained(size=2)
+    cohort.set_hparams(0, UNCLIPPED.replace(lora_r=1))
+    cohort.copy(0, 1)
+    cohort.set_hparams(1, UNCLIPPED.replace(lora_r=1))
+    assert cohort.agents[0].rank_error > 0
+    assert cohort.agents[1].rank_error is None
 
 
 def test_a_reference_keeps_its_rank_and_is_put_back_after_an_interrupted_round():
