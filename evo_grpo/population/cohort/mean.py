@@ -13,13 +13,13 @@ from evo_grpo.schema.hparams import LORA
 def may_mix(cohort: Cohort, first: int, second: int) -> bool:
     """Return whether the mean of two agents can be taken.
 
-    Adapters of unequal shapes have one only where the rank is searched: otherwise one of the agents
-    has loaded an adapter with other modules.
+    It can if their adapters have equal modules and, unless the rank is searched, equal shapes. On
+    several ranks no agent has loaded an adapter with other modules.
     """
-    if cohort.team.size > 1 or _searched(cohort):
+    if cohort.team.size > 1:
         return True
     shapes = [cohort.slots.shapes(cohort.agents[slot].adapter) for slot in (first, second)]
-    return shapes[0] == shapes[1]
+    return list(shapes[0]) == list(shapes[1]) if _searched(cohort) else shapes[0] == shapes[1]
 
 
 def mix_agents(cohort: Cohort, sources: Sequence[int], target: int) -> None:

@@ -128,6 +128,30 @@ def test_an_adapter_that_has_learned_nothing_becomes_a_new_one(r):
     assert all(torch.equal(value, other[key]) for key, value in slots.state("actor_0").items())
 
 
+@pytest.mark.parametrize("start", [True, "gaussian"])
+@pytest.mark.parametrize("rank", [2, 7])
+def test_every_way_to_a_rank_draws_what_peft_draws(start, rank):
+    own = AdapterSlots(SharedBase(tiny.llama()), tiny.lora(rank, init_lora_weights=start), seed=3)
+    own.add("actor_0")
+    expected = own.state("actor_0")
+    slots = AdapterSlots(SharedBase(tiny.llama()), tiny.lora(4, init_lora_weights=start), seed=3)
+    config = tiny.lora(rank, init_lora_weights=start)
+    slots.add("actor_0")
+    slots.add("added", config)
+    slots.add("changed")
+    slots.rebuild("changed", config)
+    slots.rebuild("changed", tiny.lora(4, init_lora_weights=start))
+    first, again = slots.state("actor_0"), slots.state("changed")
+    assert all(torch.equal(value, again[key]) for key, value in first.items())
+    slots.rebuild("changed", config)
+    for name in ("added", "changed"):
+        found = slots.state(name)
+        assert list(found) == list(expected)
+        assert all(torch.equal(value, found[key]) for key, value in expected.items())
+        assert slots.lora_config(name).r == rank
+    assert all(p.requires_grad for name in slots.names for p in slots.parameters(name))
+
+
 def test_the_other_slots_stay():
     slots = trained(4)
     slots.add("actor_1")
