@@ -9,9 +9,12 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
+from evo_grpo.errors import ConfigError
+from evo_grpo.model.lora.configs import differences
 from evo_grpo.model.lora.resize import resize_slot, with_rank
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.population.cohort.state import AgentState
+from evo_grpo.population.zero.turns import ZeroOptimizer
 from evo_grpo.schema.hparams import Hparams, RankAlpha
 
 
@@ -35,17 +38,30 @@ def adapter_config(run: LoraConfig, hparams: Hparams, own: LoraConfig | None = N
 
 
 def resize(
-    slots: AdapterSlots, state: AgentState, fresh_optimizer: Callable[[], torch.optim.Optimizer]
+    slots: AdapterSlots,
+    state: AgentState,
+    hparams: Hparams,
+    fresh_optimizer: Callable[[], torch.optim.Optimizer],
 ) -> None:
-    """Give an agent's adapter the rank and alpha of its hyperparameters; see `model.lora.resize`.
+    """Give an agent's adapter the rank and alpha of new hyperparameters; see `model.lora.resize`.
 
     If the rank grows, the new parameters have moments of 0. If it is cut, AdamW starts afresh. The
     reference is frozen and keeps its rank.
+
+    Raises:
+        ConfigError: With engine.zero, where all agents train through one adapter.
     """
-    if state.hparams.lora_r is None and state.hparams.lora_alpha is None:
+    if hparams.lora_r is None and hparams.lora_alpha is None:
         return
     own = slots.lora_config(state.adapter)
-    found = resize_slot(slots, state.adapter, adapter_config(slots.config, state.hparams, own))
+    wanted = adapter_config(slots.config, hparams, own)
+    if isinstance(state.optimizer, ZeroOptimizer) and differences(wanted, own):
+        raise ConfigError(
+            f"lora.r of agent {state.slot}: expected its present rank and alpha, {own.r} and "
+            f"{own.lora_alpha:g}, with engine.zero, where all agents train through one adapter of "
+            f"DeepSpeed's, got {wanted.r} and {wanted.lora_alpha:g}; set zero to null"
+        )
+    found = resize_slot(slots, state.adapter, wanted)
     if found is None:
         return
     before = state.optimizer.state_dict()["state"]

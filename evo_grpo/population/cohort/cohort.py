@@ -309,9 +309,9 @@ class Cohort:
         The optimizer gets the new lr, and keeps its moments unless the rank was cut.
         """
         state = self.agents[slot]
-        state.hparams = hparams
         if self.is_local(slot):
-            resize(self.slots, state, partial(self.fresh_optimizer, slot, hparams))
+            resize(self.slots, state, hparams, partial(self.fresh_optimizer, slot, hparams))
+        state.hparams = hparams
 
     def copy(self, source: int, target: int, *, inherit_optimizer: bool = True) -> None:
         """Copy weights (and moments) of one agent over another, possibly from another rank.

@@ -15,8 +15,10 @@ from tiny_cohort import (
     weights,
 )
 
+from evo_grpo.errors import ConfigError
 from evo_grpo.learn.rows import AgentBatch
 from evo_grpo.population.cohort.whole_rounds import WholeRound
+from evo_grpo.population.zero.turns import ZeroOptimizer
 from evo_grpo.types import Score
 
 UNCLIPPED = PLAIN.replace(max_grad_norm=None, lora_r=4)
@@ -147,6 +149,18 @@ def test_a_reference_keeps_its_rank_and_is_put_back_after_an_interrupted_round()
     for slot, own in enumerate(before):
         assert_same_image(image(cohort, slot), own)
     assert cohort.agents[0].rank_error > 0
+
+
+def test_with_deepspeed_a_rank_is_refused_by_hand_too():
+    cohort = trained(PLAIN)
+    cohort.agents[0].optimizer = ZeroOptimizer({"params": [torch.zeros(1)], "lr": 1e-2}, None)
+    cohort.agents[0].hparams = PLAIN
+    with pytest.raises(
+        ConfigError, match=r"lora\.r of agent 0: expected its present rank and alpha"
+    ):
+        cohort.set_hparams(0, PLAIN.replace(lora_r=6))
+    assert (rank(cohort, 0), cohort.agents[0].hparams.lora_r) == (4, None)
+    cohort.set_hparams(0, PLAIN.replace(lora_r=4))
 
 
 def test_layers_with_a_rank_of_their_own_keep_it():
