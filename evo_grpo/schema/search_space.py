@@ -274,7 +274,7 @@ class HyperparameterConfig:
     def __init__(self, **parameters: RLParameter | Mapping[str, Any]) -> None:
         found: list[Problem] = []
         ranges: dict[str, RLParameter] = {}
-        for name, given in _one_by_one(parameters):
+        for name, given in _one_by_one(parameters).items():
             if len(found) > MOST_PROBLEMS:
                 break
             try:
@@ -320,14 +320,21 @@ class HyperparameterConfig:
         return f"HyperparameterConfig({', '.join(shown)})"
 
 
-def _one_by_one(parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield names and ranges; `reward_weights: {a: ...}` as `reward_weights.a: ...`, and `lora`."""
+def _one_by_one(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ranges by name; `lora: {r: ...}` and the group `reward_weights` by dotted names.
+
+    Where a range has both forms, as with `--set` over a file, the later one adds to the other.
+    """
+    found: dict[str, Any] = {}
     for name, given in parameters.items():
+        ranges: dict[str, Any] = {name: given}
         if f"{name}." in (REWARD_WEIGHT, LORA) and isinstance(given, Mapping):
-            ranges = cast("Mapping[object, object]", given)
-            yield from ((f"{name}.{one}", its) for one, its in ranges.items())
-        else:
-            yield name, given
+            group = cast("Mapping[object, Any]", given)
+            ranges = {f"{name}.{one}": its for one, its in group.items()}
+        for own, its in ranges.items():
+            both = isinstance(its, Mapping) and isinstance(found.get(own), Mapping)
+            found[own] = {**found[own], **its} if both else its
+    return found
 
 
 def default_ranges(lr: float) -> dict[str, RLParameter]:

@@ -344,3 +344,6 @@ def test_settings_reach_a_nested_range():
     config = searched(evolve__hyperparameters={"lora": nested})
     assert config == from_dict(json.loads(config.model_dump_json()))
     assert set(config.search_space().names()) == {"lora.r", "lora.alpha"}
+    # As --set evolve.hyperparameters.lora.r.max=12 does over a file with the other form.
+    both = searched(evolve__hyperparameters={**RANKS, "lora": {"r": {"max": 12}}})
+    assert (both.search_space()["lora.r"].min, both.search_space()["lora.r"].max) == (1, 12)
