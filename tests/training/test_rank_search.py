@@ -29,6 +29,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.steering import ask
 from evo_grpo.settings import from_dict
+from evo_grpo.training import judge
 from evo_grpo.training.sizing.model_size import lora_parameters, read_model_size
 from evo_grpo.training.sizing.planning import plan_memory
 
@@ -142,6 +143,26 @@ def test_what_reads_a_run_and_trains_beside_it_takes_ranks(tmp_path):
     assert "lora.r" in Path(write_report(folder, tmp_path / "report.html")).read_text()
     assert {arm["name"] for arm in compare(folder)["arms"]} == {"guess", "random", "evolved"}
     assert 0 <= replay(folder).training("schedule-lineage").test.mean <= 1
+
+
+@pytest.mark.slow
+def test_a_mean_of_unequal_ranks_wins_and_is_loaded_and_replayed_with_the_larger(
+    tmp_path, monkeypatch
+):
+    def mean(candidates, scores, level):
+        del scores, level
+        return [one.kind for one in candidates].index("mean")
+
+    monkeypatch.setattr(judge, "best_finalist", mean)
+    final = {"final_samples": 2, "prompts": 6, "test_prompts": 6, "test_samples": 2}
+    folder = run(searched(evolve__fitness=final), out=tmp_path / "run")
+    best = json.loads((folder / "summary.json").read_text())["best"]
+    ranks = {a.member: a.hparams.lora_r for a in read_rounds(folder)[-1].agents}
+    first, second = (ranks[member] for member in best["parents"])
+    config = json.loads((folder / best["checkpoint"] / "actor/adapter_config.json").read_text())
+    assert config["r"] == max(first, second) > min(first, second)
+    assert evaluate_adapter(folder).own.mean == best["mean"]
+    assert 0 <= replay(folder).winner.mean <= 1
 
 
 def test_a_rank_is_set_by_hand(tmp_path):
