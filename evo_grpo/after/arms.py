@@ -26,6 +26,8 @@ from evo_grpo.errors import CheckpointError, ConfigError, RunDirError
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.start import described_start, sample_hparams
+from evo_grpo.model.lora.configs import read_config as read_adapter_config
+from evo_grpo.model.lora.load import fit_slot
 from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.population.cohort.cohort import Cohort
@@ -169,7 +171,7 @@ def _starts(config: RunConfig) -> Iterator[tuple[str, Any]]:
     """Yield the name of each population and its first hyperparameters, as `population.init`."""
     yield COMPARED[0], "same"
     space = config.search_space()
-    first = config.algorithm.first_hparams(space)
+    first = config.algorithm.first_hparams(space, config.model.lora.rank_alpha)
     if space:
         streams = (
             generator(derive(config.seed, "random guess", number))
@@ -365,7 +367,10 @@ def _replay(
     slots = add_agents(cohort, len(plans), "same", adapter)
     # Load the winner before training, so that a damaged checkpoint shows at once.
     winner = cohort.add_spare(Member(schedule.member, Slot(len(slots))), schedule.last).slot
-    load_agent(cohort, winner, folder / schedule.checkpoint)
+    # A mean of agents of unequal ranks has the larger one.
+    checkpoint = folder / schedule.checkpoint
+    fit_slot(cohort.slots, cohort.agents[winner].adapter, read_adapter_config(checkpoint / "actor"))
+    load_agent(cohort, winner, checkpoint)
     fitness = config.evolve.fitness
     judged = [*slots, winner]
     samples = fitness.per_prompt(fitness.test_samples)

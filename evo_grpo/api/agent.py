@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from evo_grpo.api.by_keyword import by_keyword
-from evo_grpo.api.objects import separated, warn_of_settings
+from evo_grpo.api.objects import adapter_of, separated, warn_of_settings
 from evo_grpo.api.population import HANDLES, Population
 from evo_grpo.api.saved import load_one
 from evo_grpo.api.signature import AgentSignature
@@ -81,7 +81,7 @@ class Agent(AgentSignature, ABC):
         population = PopulationConfig(**own)
         settings, objects = separated(given, cls.kind)
         size, init, space = population.size, population.init, settings.search_space()
-        first = settings.algorithm.first_hparams(space)
+        first = settings.algorithm.first_hparams(space, adapter_of(settings, objects))
         if found := list(start_problems(first, space, size, init)):
             raise Problems(*found).below("init")  # before a model is loaded
         warn_of_settings(settings, init)

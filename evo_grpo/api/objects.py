@@ -9,7 +9,10 @@ from peft import LoraConfig
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.start import Start
+from evo_grpo.population.cohort.adapters import rank_alpha
+from evo_grpo.schema.hparams import RankAlpha
 from evo_grpo.settings import AgentSettings, DoubtfulSetting, LoraSettings, ModelConfig
+from evo_grpo.settings.adapters import begins_outside
 from evo_grpo.settings.keywords import agent_settings
 from evo_grpo.settings.run import doubts_of_agents, without_effect_of_agents
 from evo_grpo.settings.without_effect import WithoutEffect
@@ -43,14 +46,33 @@ def separated(given: dict[str, Any], kind: str) -> tuple[AgentSettings, Objects]
         own.update({**dict(model), "model": model.name})
         del own["name"]
     if model is None or isinstance(model, str | ModelConfig):
-        return agent_settings(own, kind=kind), Objects(None, tokenizer, peft)
+        return _checked(agent_settings(own, kind=kind), Objects(None, tokenizer, peft))
     _check_module(model, own)
     own = {n: v for n, v in own.items() if n not in ("model", "lora", *_NAMED_MODEL_ONLY)}
     if peft is None and lora not in (None, LoraSettings()):
         # Validate `lora` as for a named model; a module needs PEFT's object.
         named: dict[str, Any] = {"name": "object", "lora": lora}
         peft = lora_config(ModelConfig(**named).lora)
-    return agent_settings(own, kind=kind), Objects(model, tokenizer, peft)
+    return _checked(agent_settings(own, kind=kind), Objects(model, tokenizer, peft))
+
+
+def adapter_of(settings: AgentSettings, objects: Objects) -> RankAlpha:
+    """Return the rank and alpha of the adapters."""
+    return settings.lora.rank_alpha if objects.lora is None else rank_alpha(objects.lora)
+
+
+def _checked(settings: AgentSettings, objects: Objects) -> tuple[AgentSettings, Objects]:
+    """Check that an agent can begin with the adapter, unless an adapter to start from has others.
+
+    Raises:
+        ConfigError: The rank or alpha is searched, and that of the adapter is outside of the range.
+    """
+    named = settings.model is not None and settings.model.adapter is None
+    if objects.lora is not None or named:
+        adapter, above = adapter_of(settings, objects), ("hyperparameters",)
+        for name, text in begins_outside(settings.search_space(), adapter, above):
+            raise ConfigError(f"lora.{name}: {text}")
+    return settings, objects
 
 
 def warn_of_settings(settings: AgentSettings, init: Start = "same") -> None:

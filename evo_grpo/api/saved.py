@@ -102,6 +102,7 @@ def load_one(
     made = recipe(folder, attributes, kind, device, trust_remote_code=trust_remote_code, zero=zero)
     objects = Objects(made.model, lora=made.lora, padding=made.padding, accelerator=accelerator)
     cohort, (slot,) = build_agents(made.settings, objects, 1, "same")
+    _fit_reference(cohort, slot, folder)
     load_agent(cohort, slot, folder, load_optimizer=bool(attributes["has_optimizer"]))
     return cohort, slot
 
@@ -137,10 +138,18 @@ def load(folder: Path, device: str, *, trust_remote_code: bool) -> tuple[Saved, 
 
 def _load_agent(cohort: Cohort, slot: Slot, place: Path) -> None:
     """Read a checkpoint into a slot, which takes over the LoRA configuration of the checkpoint."""
-    attributes, config = read_attributes(place), read_config(place / "actor")
-    state = cohort.agents[slot]
-    # The agents of a population differ in rank or modules if one has loaded another adapter.
-    for name in (state.adapter, *([state.reference] if state.has_reference else ())):
-        fit_slot(cohort.slots, name, config)
+    attributes, state = read_attributes(place), cohort.agents[slot]
+    # The agents of a population differ in rank or modules if one has loaded another adapter, or if
+    # their ranks are searched.
+    fit_slot(cohort.slots, state.adapter, read_config(place / "actor"))
+    _fit_reference(cohort, slot, place)
     load_agent(cohort, slot, place, load_optimizer=bool(attributes["has_optimizer"]))
     state.member = member_from_json(attributes["member"])
+
+
+def _fit_reference(cohort: Cohort, slot: Slot, place: Path) -> None:
+    """Give an agent's own reference, which may differ from its actor, its saved configuration."""
+    state, own = cohort.agents[slot], place / "reference"
+    if state.has_reference:
+        folder = own if own.is_dir() else place / "actor"
+        fit_slot(cohort.slots, state.reference, read_config(folder))

@@ -12,6 +12,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.start import described_start
+from evo_grpo.population.cohort.adapters import rank_alpha
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.schema.group import Group
 from evo_grpo.settings import (
@@ -69,7 +70,8 @@ def recorded_config(prepared: Prepared, name: str, env: object) -> RunConfig:
     cohort, rounds = prepared.cohort, prepared.round_settings
     settings = cohort.settings
     begun = [cohort.agents[slot].hparams for slot in prepared.slots]
-    first = settings.algorithm.first_hparams(cohort.hp_config)
+    adapter = rank_alpha(cohort.slots.config)
+    first = settings.algorithm.first_hparams(cohort.hp_config, adapter)
     init = described_start(begun, first, cohort.hp_config, cohort.seed)
     return RunConfig(
         name=name,

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.clip_ends import distance_of_end, end_of_distance, from_distance
-from evo_grpo.schema.hparams import CLIP_ENDS, MUTABLE, REWARD_WEIGHT, Hparams, Value, type_of
+from evo_grpo.schema.hparams import (
+    CLIP_ENDS,
+    LORA,
+    MUTABLE,
+    REWARD_WEIGHT,
+    Hparams,
+    Value,
+    is_of_every_agent,
+    type_of,
+)
 from evo_grpo.schema.problems import Problem, Problems, nearest
 from evo_grpo.schema.search_space import outside
 from evo_grpo.seeding import derive, generator
@@ -277,13 +286,13 @@ def draw_clip_end(name: str, end: RLParameter, rng: np.random.Generator) -> floa
 def with_values(first: Hparams, values: Mapping[str, Any], searched: Iterable[str] = ()) -> Hparams:
     """Return hyperparameters with the values of a mapping, by the names of hyperparameters.
 
-    Reward weights, and names such as that of a prompt, can be set if `first` has them, or if they
-    are among the names in `searched`.
+    Reward weights, settings of the adapter, and names such as that of a prompt can be set if
+    `first` has them, or if they are among the names in `searched`.
 
     Raises:
         Problems: A name is unknown, or a value is invalid.
     """
-    own = (name for name, kind in MUTABLE.items() if kind is not str)
+    own = filter(is_of_every_agent, MUTABLE)
     known = dict.fromkeys((*own, *first.named(), *searched))
     for name in values:
         if name not in known:
@@ -295,10 +304,10 @@ def with_values(first: Hparams, values: Mapping[str, Any], searched: Iterable[st
     if ends and "clip_coef" in values:
         text = "expected clip_coef alone, or clip_low and clip_high, got both; remove one"
         raise Problems(Problem(("clip_coef",), text))
-    weights = {name: v for name, v in values.items() if name.startswith(REWARD_WEIGHT)}
-    fields = {name: v for name, v in values.items() if name not in ends | weights}
+    dotted = {n: v for n, v in values.items() if n.startswith((REWARD_WEIGHT, LORA))}
+    fields = {name: v for name, v in values.items() if name not in ends | dotted}
     hparams = first.replace(**fields)
-    for name, value in weights.items():
+    for name, value in dotted.items():
         hparams = hparams.with_value(name, value)
     if not ends:
         return hparams

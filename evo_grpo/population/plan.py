@@ -37,6 +37,7 @@ class AgentReport:
         saved: Its checkpoint.
         steps: GRPO steps that its slot has taken so far.
         dead_steps: Latest steps in a row in which all its groups had equal rewards.
+        rank_error: Relative error of the cut of its rank before the round; None without one.
     """
 
     score: Score | None
@@ -45,6 +46,7 @@ class AgentReport:
     saved: SavedAgent
     steps: int
     dead_steps: int
+    rank_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -361,6 +363,7 @@ def agent_record(standing: Standing, report: AgentReport, round: int, seed: int)
     """Return the record of an agent in a round, without its share of the wall time."""
     tally, saved = report.tally, report.saved
     unranked = "the evaluation had no finite reward, or log-prob"
+    cut = {} if report.rank_error is None else {"rank_error": report.rank_error}
     return AgentRecord(
         agent=standing.slot,
         member=standing.member.id,
@@ -369,7 +372,7 @@ def agent_record(standing: Standing, report: AgentReport, round: int, seed: int)
         state="failed" if report.score is None else "ok",
         hparams=standing.hparams,
         score=report.score,
-        metrics={**tally.means(), "dead_steps": float(report.dead_steps)},
+        metrics={**tally.means(), "dead_steps": float(report.dead_steps), **cut},
         tokens=tally.tokens,
         wall_seconds=0.0,
         checkpoint=saved.path,

@@ -192,6 +192,7 @@ def report_of(
             saved=saved[slot],
             steps=cohort.agents[slot].steps,
             dead_steps=cohort.agents[slot].dead_steps,
+            rank_error=cohort.agents[slot].rank_error,
         )
         for slot, tally in tallies.items()
     }
@@ -263,6 +264,7 @@ def carry_out(this: Round, plan: RoundPlan) -> None:
     for agent in record.agents:
         state = cohort.agents[agent.agent]
         state.steps, state.dead_steps = plan.steps[state.slot], int(agent.metrics["dead_steps"])
+        state.rank_error = None  # recorded with this round
     if evolve.archive:
         _archive_best(cohort, scores)
     generation = recorded_generation(cohort, this.slots, record)

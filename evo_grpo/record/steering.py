@@ -220,7 +220,8 @@ def _known(now: RunState, after: int) -> tuple[Membership, Boundary]:
     """Return the plan and the boundary to which a request would be applied at the earliest."""
     space, next_id = now.config.search_space(), next_member_id(now.rounds)
     if not now.rounds:
-        size, first = now.config.population.size, now.config.algorithm.first_hparams(space)
+        size, adapter = now.config.population.size, now.config.model.lora.rank_alpha
+        first = now.config.algorithm.first_hparams(space, adapter)
         plan = Membership(tuple(Member(n, Slot(n)) for n in range(size)), (first,) * size, ())
     else:
         plan = Membership(now.rounds[-1].members, now.rounds[-1].next_hparams, ())

@@ -265,6 +265,14 @@ def _schedules(
             which = "round" if len(by_hand) == 1 else "rounds"
             text = f"{own} values were changed by hand before {which} {listed(by_hand)}."
             yield Sentence("schedule", text)
+        cuts = [one for one in line if "rank_error" in one.metrics]
+        if cuts:
+            errors = [
+                f"{number(one.metrics['rank_error'], 2)} before round {one.round + 1}"
+                for one in cuts
+            ]
+            text = f"{own} rank was cut with a relative error of {listed(errors)}."
+            yield Sentence("schedule", text)
 
 
 def _moves(line: Sequence[AgentRecord], mutable: Sequence[str]) -> str:

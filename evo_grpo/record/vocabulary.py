@@ -140,6 +140,13 @@ OF_ROUNDS = (
         "steps",
         "round",
     ),
+    Metric(
+        "rank_error",
+        "Relative error of the agent's update B A, in the Frobenius norm over all layers, where a "
+        "smaller `lora.r` cut it before the round; left out otherwise.",
+        "share",
+        "round",
+    ),
     Metric("member", "Member id of the agent.", "", "round"),
     Metric("parent", "Member it was copied from; left out in the first population.", "", "round"),
 )

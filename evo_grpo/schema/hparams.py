@@ -4,12 +4,13 @@
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, cast, get_origin
+from collections.abc import Collection, Iterable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_origin
 
 from pydantic import BeforeValidator
 
 from evo_grpo.schema.group import Group, computable, mutable_fields, setting
+from evo_grpo.schema.problems import Problems
 from evo_grpo.schema.validation import LEAST, MOST
 
 Value = float | str
@@ -26,6 +27,9 @@ CLIP_ENDS = ("clip_low", "clip_high")
 
 REWARD_WEIGHT = "reward_weights."
 """Start of the name of a searched reward weight: `reward_weights.<reward function>`."""
+
+LORA = "lora."
+"""Start of the names of the settings of an agent's adapter: `lora.r` is the field `lora_r`."""
 
 LEAST_LR, MOST_LR = 1e-30, 1e6
 """Bounds of lr. Below, float32 rounds every step to 0; above, one step ruins every weight."""
@@ -60,6 +64,13 @@ Factor = Annotated[float, computable(LEAST, MOST)]
 """A factor on logits, or the temperature of a loss."""
 Weight = Annotated[float, computable(0.0, MOST)]
 """The weight of a term; mutations may bring it arbitrarily close to 0."""
+
+
+class RankAlpha(NamedTuple):
+    """Rank and alpha of an adapter."""
+
+    r: int
+    alpha: float
 
 
 class AgentFields(Group):
@@ -175,6 +186,16 @@ class Hparams(AgentFields):
     adv_norm: AdvNorm | None = setting(
         None, "Scale of the advantages; null is that of `algorithm.adv_norm`.", mutates=True
     )
+    lora_r: int | None = setting(
+        None, "Rank of its adapter; null is that of `model.lora.r`.", ge=1, mutates=True
+    )
+    lora_alpha: Annotated[float | None, computable(LEAST, MOST)] = setting(
+        None,
+        "Alpha of its adapter; null follows the rank: in proportion to it, so that the scale of "
+        "`model.lora` stays, or with `use_rslora` that of `model.lora`.",
+        gt=0,
+        mutates=True,
+    )
 
     def __hash__(self) -> int:
         """Return the hash of the values; a mapping has none of its own."""
@@ -184,7 +205,8 @@ class Hparams(AgentFields):
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values that JSON can hold; `Hparams(**values)` is the inverse.
 
-        `reward_weights` is left out if it is empty, and so are names that are None.
+        What only a search gives an agent is left out where it has none: `reward_weights` if they
+        are empty, and names and settings of the adapter that are None.
         """
         values = {name: list(v) if isinstance(v, tuple) else v for name, v in self}
         if not self.reward_weights:
@@ -192,12 +214,12 @@ class Hparams(AgentFields):
         return {
             name: value
             for name, value in values.items()
-            if value is not None or MUTABLE[name] is not str
+            if value is not None or name in AgentFields.model_fields
         }
 
     def named(self) -> dict[str, Any]:
         """Return the values by the names that `with_value` takes, reward weights one by one."""
-        values = self.to_dict()
+        values = {_external(name): value for name, value in self.to_dict().items()}
         weights = values.pop("reward_weights", {})
         return values | {f"{REWARD_WEIGHT}{name}": value for name, value in weights.items()}
 
@@ -206,14 +228,14 @@ class Hparams(AgentFields):
 
         `clip_low` and `clip_high` are the two ends of the clip range, and `reward_weights.<name>`
         is the weight of a reward function. None means no limit for max_grad_norm, all rows for
-        batch_size, and the weight of the environment for a reward function. The clip_coef of a pair
-        is NaN.
+        batch_size, the weight of the environment for a reward function, and the adapter of
+        `model.lora` for `lora.r`. The clip_coef of a pair is NaN.
         """
         if name.startswith(REWARD_WEIGHT):
             return self.reward_weights.get(name.removeprefix(REWARD_WEIGHT))
         if name in CLIP_ENDS:
             return self.clip_bounds[CLIP_ENDS.index(name)]
-        value = getattr(self, name)
+        value = getattr(self, _field(name))
         return math.nan if isinstance(value, tuple) else value
 
     def with_weights(self, weights: Mapping[str, float]) -> "Hparams":
@@ -230,7 +252,25 @@ class Hparams(AgentFields):
         if name in CLIP_ENDS:
             low, high = self.clip_bounds
             return self.replace(clip_coef=(value, high) if name == "clip_low" else (low, value))
-        return self.replace(**{name: value})
+        try:
+            return self.replace(**{_field(name): value})
+        except Problems as problems:
+            found = (p._replace(path=(name, *p.path[1:])) for p in problems.found)
+            raise Problems(*found) from None
+
+    def with_scale(self, space: Collection[str], adapter: RankAlpha) -> "Hparams":
+        """Return a copy with the rank and alpha of a run's adapters where they are searched."""
+        found = {f"{LORA}{name}": value for name, value in adapter._asdict().items()}
+        own = {_field(name): value for name, value in found.items() if name in space}
+        return self.replace(**own) if own else self
+
+
+def _field(name: str) -> str:
+    return name.replace(LORA, "lora_", 1) if name.startswith(LORA) else name
+
+
+def _external(field: str) -> str:
+    return field.replace("lora_", LORA, 1) if field.startswith("lora_") else field
 
 
 def clip_bounds(clip_coef: ClipCoef) -> tuple[float, float]:
@@ -248,7 +288,7 @@ def _mutable() -> dict[str, type]:
         if any(kind is str or get_origin(kind) is Literal for kind in kinds):
             names[name] = str
         else:
-            names[name] = int if int in kinds else float
+            names[_external(name)] = int if int in kinds else float
         if name == "clip_coef":
             names.update(dict.fromkeys(CLIP_ENDS, float))
     return names
@@ -261,6 +301,11 @@ MUTABLE: dict[str, type] = _mutable()
 def is_mutable(name: str) -> bool:
     """Return whether evolution may change a hyperparameter of this name."""
     return name in MUTABLE or (name.startswith(REWARD_WEIGHT) and name != REWARD_WEIGHT)
+
+
+def is_of_every_agent(name: str) -> bool:
+    """Return whether agents have a value of this mutable hyperparameter without a search of it."""
+    return name in AgentFields.model_fields or name in CLIP_ENDS
 
 
 def type_of(name: str) -> type:

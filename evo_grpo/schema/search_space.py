@@ -20,6 +20,7 @@ from evo_grpo.schema.group import Group, setting, wrong_keys
 from evo_grpo.schema.hparams import (
     CLIP_ENDS,
     LEAST_LR,
+    LORA,
     MOST_LR,
     MUTABLE,
     REWARD_WEIGHT,
@@ -40,6 +41,10 @@ ROUNDING = 1e-12
 """Tolerance of a range for rounding: 1 - 0.8 is not exactly 0.2."""
 _SHARED = ("model", "quantization", "quantize", "dtype", "env", "engine", "base", "rollout")
 """Groups and settings, by which people try to search what all agents share."""
+_OF_ADAPTERS = {"rank": "lora.r", "r": "lora.r", "lora_r": "lora.r", "lora_rank": "lora.r"} | {
+    name: "lora.alpha" for name in ("alpha", "lora_alpha")
+}
+"""What people call the rank and the alpha of an adapter, with or without `lora.` before it."""
 DECADE = 10.0
 """Factor by which lr may move in either direction when no range is given."""
 
@@ -269,7 +274,7 @@ class HyperparameterConfig:
     def __init__(self, **parameters: RLParameter | Mapping[str, Any]) -> None:
         found: list[Problem] = []
         ranges: dict[str, RLParameter] = {}
-        for name, given in _with_weights(parameters):
+        for name, given in _one_by_one(parameters).items():
             if len(found) > MOST_PROBLEMS:
                 break
             try:
@@ -315,15 +320,21 @@ class HyperparameterConfig:
         return f"HyperparameterConfig({', '.join(shown)})"
 
 
-def _with_weights(parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield names and ranges; `reward_weights: {a: ...}` as `reward_weights.a: ...`."""
-    group = REWARD_WEIGHT.removesuffix(".")
+def _one_by_one(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ranges by name; `lora: {r: ...}` and the group `reward_weights` by dotted names.
+
+    Where a range has both forms, as with `--set` over a file, the later one adds to the other.
+    """
+    found: dict[str, Any] = {}
     for name, given in parameters.items():
-        if name == group and isinstance(given, Mapping):
-            ranges = cast("Mapping[object, object]", given)
-            yield from ((f"{REWARD_WEIGHT}{one}", its) for one, its in ranges.items())
-        else:
-            yield name, given
+        ranges: dict[str, Any] = {name: given}
+        if f"{name}." in (REWARD_WEIGHT, LORA) and isinstance(given, Mapping):
+            group = cast("Mapping[object, Any]", given)
+            ranges = {f"{name}.{one}": its for one, its in group.items()}
+        for own, its in ranges.items():
+            both = isinstance(its, Mapping) and isinstance(found.get(own), Mapping)
+            found[own] = {**found[own], **its} if both else its
+    return found
 
 
 def default_ranges(lr: float) -> dict[str, RLParameter]:
@@ -336,6 +347,7 @@ def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
     """Return a range with the type of its hyperparameter; both ends are valid values."""
     if not is_mutable(name):
         near, other = nearest(name, MUTABLE), other_name(name, MUTABLE)
+        near = _OF_ADAPTERS.get(name.removeprefix(LORA), near)
         hint = f" Did you mean {near!r}?" if near else ""
         hint = f" Here it is {other}." if other in MUTABLE else hint
         text = f"nothing of that name can mutate.{hint} Expected one of: {', '.join(MUTABLE)}, "

@@ -5,7 +5,14 @@
 from typing import Annotated, Literal
 
 from evo_grpo.schema.group import Group, computable, setting
-from evo_grpo.schema.hparams import LEAST_LR, MOST_LR, AdvNorm, AgentFields, Hparams
+from evo_grpo.schema.hparams import (
+    LEAST_LR,
+    MOST_LR,
+    AdvNorm,
+    AgentFields,
+    Hparams,
+    RankAlpha,
+)
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.schema.validation import LEAST
 from evo_grpo.settings.loss import LossConfig, LossFields, LossType
@@ -133,14 +140,19 @@ class AlgorithmConfig(LossFields, AgentFields):
             del values["lr"]
         return Hparams(**values)
 
-    def first_hparams(self, space: HyperparameterConfig) -> Hparams:
+    def first_hparams(
+        self, space: HyperparameterConfig, adapter: RankAlpha | None = None
+    ) -> Hparams:
         """Return the hyperparameters that the first agent begins with.
 
         They include the loss, the ratio level and the scale of advantages where these are searched:
         the value here, if it is one of the choices or differs from the default, else the first
-        choice.
+        choice. Where the rank or alpha is searched, they include that of `adapter`, the run's; None
+        if it is not known.
         """
         first = self.hparams()
+        if adapter is not None:
+            first = first.with_scale(space.names(), adapter)
         given = {
             "loss_type": (self.loss_type or self.kind, "grpo"),
             "importance_sampling_level": (self.importance_sampling_level, None),

@@ -12,13 +12,14 @@ from evo_grpo.evolve.start import start_problems
 from evo_grpo.schema.hparams import REWARD_WEIGHT
 from evo_grpo.schema.problems import MOST_PROBLEMS, Path, Problem
 from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig, RLParameter, outside
+from evo_grpo.settings.adapters import adapter_problems, begins_outside
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
 from evo_grpo.settings.engine import ENGINES, EngineConfig
 from evo_grpo.settings.env import EnvConfig
 from evo_grpo.settings.evolve import EvolveConfig, FitnessConfig, search_space
 from evo_grpo.settings.given import OBJECT
 from evo_grpo.settings.loss import level_problems
-from evo_grpo.settings.model import LoraSettings
+from evo_grpo.settings.model import LoraSettings, ModelConfig
 from evo_grpo.settings.population import PopulationConfig
 from evo_grpo.settings.prompting import prompt_problems
 
@@ -36,6 +37,7 @@ ROWS_TOLERANCE = 0.02
 
 
 def run_problems(
+    model: ModelConfig,
     env: EnvConfig,
     population: PopulationConfig,
     algorithm: AlgorithmConfig,
@@ -49,11 +51,15 @@ def run_problems(
     for text in wrong_sizes(population.size, population.sizes, archive=evolve.archive):
         yield Problem(("population", "sizes"), text)
     space = search_space(evolve.hyperparameters, algorithm.hparams())
-    first = algorithm.first_hparams(space)
+    first = algorithm.first_hparams(space, model.lora.rank_alpha)
     yield from _below(fitness_problems(space, evolve.fitness), "evolve", "fitness")
     if not env.kind.startswith(OBJECT):  # an object may have prompts that no file can name
         prompts = prompt_problems(space, list(env.prompts or ()))
         yield from _below(prompts, "evolve", "hyperparameters")
+    if model.adapter is None or model.lora != LoraSettings():  # else it brings its own rank
+        above = ("evolve", "hyperparameters")
+        for name, text in begins_outside(space, model.lora.rank_alpha, above):
+            yield Problem(("model", "lora", name), text)
     starts = start_problems(first, space, population.size, population.init)
     yield from _below(islice(starts, MOST_PROBLEMS + 1), "population", "init")
     yield from _shards(population, evolve, engine)
@@ -105,8 +111,9 @@ def agent_problems(
     algorithm: AlgorithmConfig,
     engine: EngineConfig,
     ranges: Mapping[str, RLParameter] | None,
-    lora: LoraSettings | None = None,
+    model: ModelConfig | None,
     *,
+    own_lora: bool = True,
     above: Path = ("hyperparameters",),
 ) -> Iterator[Problem]:
     """Yield contradictions among the settings of agents.
@@ -115,13 +122,17 @@ def agent_problems(
         algorithm: The group `algorithm`.
         engine: The group `engine`.
         ranges: Ranges of hyperparameters.
-        lora: `model.lora`; None if Python may supply other adapters.
+        model: The group `model`; None if the base was given as a module.
+        own_lora: Whether Python may supply another adapter than `model.lora`.
         above: The path of `ranges`.
     """
     yield from _below(_zero(engine), "engine")
     yield from _below(_lengths(algorithm), "algorithm")
     yield from _levels(algorithm, ranges or {}, above)
     yield from _outside(algorithm, ranges or {}, above)
+    space = HyperparameterConfig(**(ranges or {}))
+    yield from adapter_problems(model, space, engine, above)
+    lora = None if own_lora or model is None else model.lora.largest(space)
     for name, own in engine.engines.items():
         yield from _below(own.problems(engine.device, lora), "engine", name)
 

@@ -3,7 +3,7 @@
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, Self, cast
 
 from pydantic import BeforeValidator
 
@@ -15,9 +15,11 @@ from evo_grpo.schema.group import (
     plain,
     setting,
 )
+from evo_grpo.schema.hparams import LORA, RankAlpha
 from evo_grpo.schema.messages import shown
 from evo_grpo.schema.patterns import ALL, ending, why_no_pattern
 from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.schema.validation import LEAST, MOST
 
 
@@ -91,6 +93,17 @@ class LoraSettings(Group):
     alpha_pattern: Alphas = setting(
         factory=dict[str, float], meaning="Alphas of some layers, by name or regular expression."
     )
+
+    @property
+    def rank_alpha(self) -> RankAlpha:
+        """The rank and the alpha, with its default filled in."""
+        return RankAlpha(self.r, 2.0 * self.r if self.alpha is None else self.alpha)
+
+    def largest(self, space: HyperparameterConfig) -> Self:
+        """Return the settings with the largest rank that an agent of a search may have."""
+        name = f"{LORA}r"
+        most = int(space[name].max) if name in space.names() else self.r
+        return self.replace(r=most) if most > self.r else self
 
 
 class ModelConfig(Group):

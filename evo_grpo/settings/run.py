@@ -60,7 +60,8 @@ class AgentSettings(Group):
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
-        found = list(agent_problems(self.algorithm, self.engine, self.hyperparameters))
+        ranges = self.hyperparameters
+        found = list(agent_problems(self.algorithm, self.engine, ranges, self.model))
         if found:
             raise Problems(*found)
         return self
@@ -115,12 +116,15 @@ class RunConfig(Group):
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
         found = [
-            *run_problems(self.env, self.population, self.algorithm, self.evolve, self.engine),
+            *run_problems(
+                self.model, self.env, self.population, self.algorithm, self.evolve, self.engine
+            ),
             *agent_problems(
                 self.algorithm,
                 self.engine,
                 self.evolve.hyperparameters,
-                self.model.lora,
+                self.model,
+                own_lora=False,
                 above=("evolve", "hyperparameters"),
             ),
         ]
@@ -131,6 +135,11 @@ class RunConfig(Group):
     def search_space(self) -> HyperparameterConfig:
         """Return the ranges in which hyperparameters may mutate, with the default filled in."""
         return search_space(self.evolve.hyperparameters, self.algorithm.hparams())
+
+    @property
+    def largest_lora(self) -> LoraSettings:
+        """The settings of the adapters, with the largest rank that an agent may have."""
+        return self.model.lora.largest(self.search_space())
 
     def agents(self) -> AgentSettings:
         """Return the settings of the agents."""
@@ -171,7 +180,7 @@ def _unsearched_prompts(config: RunConfig) -> Iterator[str]:
 def doubts_of_agents(settings: AgentSettings, init: Start = "same") -> list[str]:
     """Return a sentence for each doubtful setting of agents in any environment."""
     first = settings.algorithm.hparams()
-    begin = _begin(settings.algorithm, settings.search_space(), init)
+    begin = _begin(settings.algorithm, settings.search_space(), init, settings.lora)
     lr = unusual_lr(settings.model, first, begin, settings.hyperparameters)
     return [] if lr is None else [lr]
 
@@ -182,7 +191,7 @@ def without_effect_of_run(config: RunConfig) -> list[Finding]:
         config.algorithm,
         config.search_space(),
         config.engine,
-        _begin(config.algorithm, config.search_space(), config.population.init),
+        _begin(config.algorithm, config.search_space(), config.population.init, config.model.lora),
         prompts=config.algorithm.prompts_per_step or DEFAULT_PROMPTS,
         population=config.population,
         evolve=config.evolve,
@@ -193,12 +202,14 @@ def without_effect_of_run(config: RunConfig) -> list[Finding]:
 
 def without_effect_of_agents(settings: AgentSettings, init: Start = "same") -> list[Finding]:
     """Return all settings of agents that were given and have no effect in any environment."""
-    begin = _begin(settings.algorithm, settings.search_space(), init)
+    begin = _begin(settings.algorithm, settings.search_space(), init, settings.lora)
     return without_effect(Seen(settings.algorithm, settings.search_space(), settings.engine, begin))
 
 
-def _begin(algorithm: AlgorithmConfig, space: HyperparameterConfig, init: Start) -> list[Hparams]:
-    first = algorithm.first_hparams(space)
+def _begin(
+    algorithm: AlgorithmConfig, space: HyperparameterConfig, init: Start, lora: LoraSettings
+) -> list[Hparams]:
+    first = algorithm.first_hparams(space, lora.rank_alpha)
     if isinstance(init, str):
         return [first]
     return [with_values(first, values, space.names()) for values in init]

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -20,20 +19,21 @@ from evo_grpo.envs.resolve import environment_of
 from evo_grpo.envs.rewards.names import check_rewards
 from evo_grpo.envs.rewards.weights import named_weights
 from evo_grpo.envs.task import Task
-from evo_grpo.errors import CheckpointError, ConfigError, EvoGrpoError
+from evo_grpo.errors import ConfigError, EvoGrpoError
 from evo_grpo.evolve.start import Start, start_hparams
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.loading import pick_device, pick_dtype
 from evo_grpo.model.lora.configs import read_config
 from evo_grpo.model.lora.files import AdapterCopy, read_adapter
 from evo_grpo.model.lora.from_peft import take_over, trainable
-from evo_grpo.model.lora.load import plan_copy
 from evo_grpo.model.refusal import unchanged_if_refused
 from evo_grpo.model.sharding import ShardedLayers
 from evo_grpo.places import find
 from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
+from evo_grpo.population.cohort.adapters import rank_alpha
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.same_base import agree_on_path, check_same_base
+from evo_grpo.population.cohort.starting import check_adapters, check_widths, start_with
 from evo_grpo.population.ranks.deal import deal
 from evo_grpo.population.ranks.ranks import find_team
 from evo_grpo.population.ranks.team import Team, is_one_of_several, is_silent_rank
@@ -56,7 +56,12 @@ from evo_grpo.training.sizing.fitting import LIMITS, Setup, fill_limits
 from evo_grpo.training.sizing.hub_files import check_available
 from evo_grpo.training.sizing.memory import Device
 from evo_grpo.training.sizing.model_size import read_model_size
-from evo_grpo.training.sizing.planning import check_fits, format_bytes, machine_memory
+from evo_grpo.training.sizing.planning import (
+    check_fits,
+    check_ranks_fit,
+    format_bytes,
+    machine_memory,
+)
 from evo_grpo.training.strategies import check_explorer, explorer, selector
 from evo_grpo.types import Slot
 
@@ -164,10 +169,11 @@ def check_rewards_of(config: RunConfig, task: Task) -> None:
 
 
 def check_memory(config: RunConfig, task: Task | None, processes: int) -> None:
-    """Refuse a run that needs more memory than the device has, before anything is loaded."""
+    """Refuse a run that does not fit the device or the base, before anything is loaded."""
     setup = _setup(config, task, processes)
     if setup is None:
         return
+    check_ranks_fit(config, setup.size)
     try:
         plan = setup.plan(config)
     except EvoGrpoError:
@@ -323,6 +329,7 @@ def build_cohort(
             team=team,
             accelerator=given.accelerator,
         )
+        check_adapters(cohort)
         if settings.engine.compile is not None:
             base.compile(settings.engine.compile)
     if team.rank == 0:
@@ -346,14 +353,17 @@ def add_agents(
     """Add the first population; without `start`, actors and references start from the base.
 
     Raises:
-        ConfigError: `init` is a list of another length, or has values that no agent can train with.
+        ConfigError: `init` is a list of another length, or has values that no agent can train with;
+            or a rank that is searched is above the width of a layer.
     """
-    first = cohort.settings.algorithm.first_hparams(cohort.hp_config)
+    adapter = rank_alpha(cohort.slots.config)
+    first = cohort.settings.algorithm.first_hparams(cohort.hp_config, adapter)
     begin = start_hparams(first, cohort.hp_config, size, init, cohort.seed)
     dealt = enumerate(deal(begin, cohort.shards))
     slots = [cohort.add(hparams, shard).slot for shard, part in dealt for hparams in part]
+    check_widths(cohort)
     if start is not None:
-        _start_with(cohort, slots, start)
+        start_with(cohort, slots, start)
     return tuple(slots)
 
 
@@ -427,26 +437,6 @@ def _whole_base(
     folder = find(model.adapter)
     refuse_foreign_files(folder)
     return base, AdapterCopy(read_adapter(folder), read_config(folder))
-
-
-def _start_with(cohort: Cohort, slots: Sequence[Slot], start: AdapterCopy) -> None:
-    """Copy an adapter into actors and references; the KL term then refers to this adapter."""
-    states = [cohort.agents[slot] for slot in slots if cohort.is_local(slot)]
-    names = [s.adapter for s in states] + [s.reference for s in states if s.has_reference]
-    if not cohort.settings.algorithm.separate_reference:
-        names.append(cohort.references.add_start())  # all agents share this reference
-    try:
-        plans = [plan_copy(cohort.slots, n, start, Path("adapter")) for n in names]
-    except CheckpointError as error:
-        raise ConfigError(
-            f"adapter: the adapter to start from does not fit lora: {error}. Leave lora out to "
-            "take the adapter's own; for another one build the agent without it and call "
-            "agent.load_checkpoint(folder, merge_lora_configs=True)"
-        ) from error
-    for note in plans[0].notes:
-        warnings.warn(note, UserWarning, stacklevel=4)
-    for plan in plans:
-        plan.apply()
 
 
 def settings_of_rounds(config: RunConfig) -> RoundSettings:

@@ -9,8 +9,8 @@ from typing import Any
 
 from evo_grpo.errors import RunFailedError
 from evo_grpo.evolve.compare import compare
-from evo_grpo.model.lora.load import mix_slots
 from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.population.cohort.mean import may_mix, mix_agents
 from evo_grpo.population.cohort.state import AgentState
 from evo_grpo.population.evaluate import Evaluation, evaluate, pass_at
 from evo_grpo.record.family import best_agent, best_ever, founder_of
@@ -75,9 +75,7 @@ def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
         member = Member(cohort.next_member, slot, first.member, born, mutation, second.member)
         # Do not reserve the id: an extension of the run uses the same ids with or without a mean.
         cohort.agents[slot].member = member
-        names = [cohort.agents[agent].adapter for agent in (first.agent, second.agent)]
-        if cohort.is_local(slot):
-            mix_slots(cohort.slots, names, cohort.agents[slot].adapter)
+        mix_agents(cohort, (first.agent, second.agent), slot)
         found.append(Finalist("mean", slot, member, None, math.nan, MEAN))
     return found
 
@@ -92,7 +90,7 @@ def _finalist(
 def _relatives(
     cohort: Cohort, rounds: Sequence[RoundRecord]
 ) -> tuple[AgentRecord, AgentRecord] | None:
-    """Return the two best survivors that descend from one agent and have equal adapter shapes."""
+    """Return the two best survivors that descend from one agent and whose mean can be taken."""
     staying = {member.agent for member in rounds[-1].members}
     ranked = sorted(
         (
@@ -105,7 +103,7 @@ def _relatives(
     for number, first in enumerate(ranked):
         for second in ranked[number + 1 :]:
             related = founder_of(rounds, first.member) == founder_of(rounds, second.member)
-            if related and cohort.have_equal_shapes(first.agent, second.agent):
+            if related and may_mix(cohort, first.agent, second.agent):
                 return first, second
     return None
 

@@ -132,13 +132,14 @@ def _fit(cohort: Cohort, slot: Slot, place: Path) -> None:
     Both may differ between agents that had trained before the run.
     """
     state = cohort.agents[slot]
-    if cohort.together or cohort.team.size > 1:  # such a run starts from new agents
+    if cohort.together:  # such a run starts from new agents, and all have one configuration
         return
-    if read_attributes(place).get("reference") == "own":
+    if cohort.team.size == 1 and read_attributes(place).get("reference") == "own":
         cohort.add_reference(slot)
-    config = read_adapter_config(place / "actor")
-    for name in (state.adapter, *([state.reference] if state.has_reference else ())):
-        fit_slot(cohort.slots, name, config)
+    fit_slot(cohort.slots, state.adapter, read_adapter_config(place / "actor"))
+    own = place / "reference"
+    if state.has_reference and own.is_dir():
+        fit_slot(cohort.slots, state.reference, read_adapter_config(own))
 
 
 def _load(cohort: Cohort, checkpoints: Mapping[Slot, _Checkpoint]) -> None:

@@ -103,7 +103,7 @@ def population(
     size: int,
     work: Work,
     *,
-    rank: int = 8,
+    rank: int | Sequence[int] = 8,
     beta: float = BETA,
     **engine: Any,
 ) -> tuple[Cohort, list[int]]:
@@ -113,7 +113,7 @@ def population(
         base: The base.
         size: N.
         work: Its group sizes and completion length.
-        rank: LoRA rank.
+        rank: LoRA rank of all agents, or of each.
         beta: KL coefficient; 0 leaves out the reference's forward pass.
         **engine: Other settings of the group `engine`.
     """
@@ -122,9 +122,13 @@ def population(
         engine={"max_decode_rows": 4096, **engine},
         hyperparameters={},
     )
-    cohort = Cohort(base, lora(rank), settings)
+    own = None if isinstance(rank, int) else list(rank)
+    cohort = Cohort(base, lora(rank if isinstance(rank, int) else max(rank)), settings)
     sizes = work.groups if isinstance(work.groups, tuple) else (work.groups,) * size
-    slots = [cohort.add(HPARAMS.replace(group_size=group, beta=beta)).slot for group in sizes]
+    slots = [
+        cohort.add(HPARAMS.replace(group_size=group, beta=beta, lora_r=own and own[index])).slot
+        for index, group in enumerate(sizes)
+    ]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for slot in slots:

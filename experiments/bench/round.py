@@ -1,4 +1,4 @@
-"""A round's generate and learn: N agents against one adapter, ragged groups, AgileRL and TRL.
+"""A round's generate and learn: N agents against one adapter, ragged groups, ranks, AgileRL, TRL.
 
 The floor of N agents is one adapter (N = 1) with as many rows, in the same engine: what the
 population costs above it is the price of having N adapters. Everything runs the embedded model with
@@ -24,6 +24,7 @@ from jobs import Job, Work, load_base, population, questions  # noqa: E402 -- th
 from evo_grpo.types import Prompt  # noqa: E402
 
 RAGGED = (4, 4, 6, 6, 8, 8, 12, 16)
+UNEQUAL = (4, 4, 8, 8, 16, 16, 32, 32)
 
 
 def scaling(report: Report, sizes: tuple[int, ...], work: Work, repeats: int) -> None:
@@ -62,6 +63,27 @@ def ragged(report: Report, work: Work, repeats: int) -> None:
             both=median(samples, name),
         )  # fmt: skip
     report.at_most("ragged over equal groups", ratio(samples, "ragged", "equal"), 1.10)
+
+
+def ranks(report: Report, work: Work, repeats: int) -> None:
+    """Compare agents of ranks 4 to 32 with agents of the mean rank, same rows."""
+    mean = round(sum(UNEQUAL) / len(UNEQUAL))
+    # A quarter of the rows: the larger shape takes ten times as long.
+    for shape, own in (("embedded", work), ("10M", Work(1, work.groups, work.tokens))):
+        kinds = {"unequal": UNEQUAL, "mean": mean, "largest": max(UNEQUAL)}
+        jobs = {name: job(shape, 8, own, rank=rank) for name, rank in kinds.items()}
+        samples = split(interleaved_phases(jobs, repeats))
+        over = ratio(samples, "unequal", "mean")
+        report.add(
+            f"Ranks {UNEQUAL} over {mean} in all agents (seconds)",
+            shape=shape, generate=median(samples, "unequal generate"),
+            learn=median(samples, "unequal learn"), both=median(samples, "unequal"),
+            mean=median(samples, "mean"), over_mean=over,
+            generate_over=ratio(samples, "unequal generate", "mean generate"),
+            learn_over=ratio(samples, "unequal learn", "mean learn"),
+            over_largest=ratio(samples, "unequal", "largest"),
+        )  # fmt: skip
+        report.at_most(f"ranks 4 to 32 over {mean}, generate + learn, {shape}", over, 1.05)
 
 
 def shrunk(report: Report, work: Work, repeats: int) -> None:
@@ -176,9 +198,15 @@ def phases(report: Report, rounds: int) -> None:
             report.add("A whole round of 8 agents, task sums, default settings (seconds)", **line)
 
 
-def job(shape: str, size: int, work: Work, prompts: Sequence[Prompt] | None = None) -> Job:
+def job(
+    shape: str,
+    size: int,
+    work: Work,
+    prompts: Sequence[Prompt] | None = None,
+    rank: int | Sequence[int] = 8,
+) -> Job:
     """Return agents over a base of their own and their work."""
-    cohort, slots = population(load_base(shape), size, work)
+    cohort, slots = population(load_base(shape), size, work, rank=rank)
     return Job(cohort, slots, work, prompts)
 
 
@@ -259,7 +287,17 @@ def peer_rows(report: Report, title: str, samples: Samples, facts: Mapping[str, 
     report.add(f"{title} (seconds)", phase="versions", **facts["versions"])
 
 
-PARTS = ("scaling", "ragged", "shrunk", "paths", "phases", "agilerl", "agilerl-135m", "trl")
+PARTS = (
+    "scaling",
+    "ragged",
+    "ranks",
+    "shrunk",
+    "paths",
+    "phases",
+    "agilerl",
+    "agilerl-135m",
+    "trl",
+)
 
 
 def main() -> int:
@@ -275,11 +313,13 @@ def main() -> int:
     repeats = given.repeats or (1 if quick else 7)
     size = 2 if quick else 8
     peer_repeats = given.repeats or (1 if quick else 3)
-    parts = [p for p in given.parts if p in PARTS[:5] or not given.no_peers]
+    parts = [p for p in given.parts if p in PARTS[:6] or not given.no_peers]
     if "scaling" in parts:
         scaling(report, given.sizes or ((1, 8) if quick else (1, 2, 4, 8, 16, 32)), work, repeats)
     if "ragged" in parts:
         ragged(report, work, repeats)
+    if "ranks" in parts:
+        ranks(report, work, repeats)
     if "shrunk" in parts:
         shrunk(report, work, repeats)
     if "paths" in parts:

@@ -34,7 +34,15 @@ CHOICES: dict[str, dict[str, list[str]]] = {
     "loss_type": {"choices": ["grpo", "dr_grpo", "dapo", "cispo"]},
     "adv_norm": {"choices": ["mean_std", "mean_only"]},
 }
-SEARCHED: dict[str, dict[str, Any]] = {**RANGES, WEIGHT: {"min": 0.03, "max": 3.0}, **CHOICES}
+RANK = "lora.r"
+RANK_LR = 3e-3
+"""lr of the arms that differ in rank."""
+SEARCHED: dict[str, dict[str, Any]] = {
+    **RANGES,
+    WEIGHT: {"min": 0.03, "max": 3.0},
+    RANK: {"min": 1, "max": 16},
+    **CHOICES,
+}
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,8 @@ _SUMS = {
     "env.kind": "sums",
     "evolve.fitness.test_prompts": 500,
 }
+#: A layer whose update of rank 1 changes little, at any lr.
+_NARROW = {**_SUMS, "model.lora.target_modules": r".*layers\.2\.mlp\.down_proj"}
 _FOODS = {
     **_COMMON,
     "model.name": "tiny-foods",
@@ -110,6 +120,7 @@ TASKS: dict[str, Task] = {
         Task("sums", 8, 6, 8, 4, 8, 64, _SUMS),
         Task("sums-long", 8, 12, 8, 4, 8, 64, _SUMS, arms=("main",)),
         Task("sums-shaped", 8, 6, 8, 4, 8, 64, _SUMS, arms=("weights",)),
+        Task("sums-narrow", 8, 6, 8, 4, 8, 64, _NARROW, arms=("ranks",)),
         Task("foods", 8, 6, 1, 2, 8, 64, _FOODS),
         # The reference of foods spends four fifths of its rows on evaluations, here half of them.
         Task("foods-16", 8, 6, 1, 2, 8, 16, _FOODS, arms=("main",)),
@@ -320,14 +331,48 @@ WEIGHTS = (
         once=True,
     ),
 )
+
+
+def _rank(rank: int) -> Arm:
+    return Arm(
+        f"rank-{rank}",
+        f"the defaults, searching nothing, at rank {rank}",
+        {"model.lora.r": rank},
+        searches=(),
+        lr=RANK_LR,
+        places=2,
+        candidates=NEW_CANDIDATES,
+    )
+
+
+RANKS = (
+    Arm(
+        "rank-evolved",
+        "the defaults, searching the rank",
+        searches=(RANK,),
+        lr=RANK_LR,
+        places=2,
+        candidates=NEW_CANDIDATES,
+    ),
+    *(_rank(rank) for rank in (1, 4, 16)),
+    Arm(
+        "rank-random",
+        "random search over ranks: eight agents, evaluated once, at the end",
+        _STILL,
+        searches=(RANK,),
+        lr=RANK_LR,
+        once=True,
+    ),
+)
 GROUPS: dict[str, tuple[Arm, ...]] = {
     "main": MAIN,
     "ablations": ABLATIONS,
     "beyond-lr": BEYOND_LR,
     "all": (*MAIN, *ABLATIONS, *BEYOND_LR),
     "weights": WEIGHTS,
+    "ranks": RANKS,
 }
-ARMS: dict[str, Arm] = {arm.name: arm for arm in (*GROUPS["all"], *WEIGHTS)}
+ARMS: dict[str, Arm] = {arm.name: arm for arm in (*GROUPS["all"], *WEIGHTS, *RANKS)}
 QUICK_ARMS = ("random", REFERENCE, "new")
 
 

@@ -32,7 +32,8 @@ LEVEL = 0.8
 LEFT_OUT = ("median", "best on", "failed runs", "optimism", "s per 10k tokens", "ahead")
 """Columns that a terminal has no room for."""
 WEIGHTS = ("weights-equal", "weights-exact", "weights-random")
-REFERENCES = ("random", REFERENCE, "one", *WEIGHTS)
+FIXED_RANKS = ("rank-1", "rank-4", "rank-16", "rank-random")
+REFERENCES = ("random", REFERENCE, "one", *WEIGHTS, *FIXED_RANKS)
 """Arms that the others are held against."""
 BEYOND = {arm.name for arm in BEYOND_LR}
 

@@ -46,6 +46,15 @@ CASES = {
         "population": {"size": 8, "rounds": 2, "steps_per_round": 2, "sizes": [8, 5]},
         "engine": {"device": "cpu", "threads": 1, "shards": 2},
     },
+    "ranks of adapters": {
+        "evolve": {
+            **SETTINGS["evolve"],
+            "hyperparameters": {"lora.r": {"min": 1, "max": 12}},
+            "exploration": {"kind": "mutate", "no_mutation": 0},
+            "archive": True,
+            "fitness": {**SETTINGS["evolve"]["fitness"], "final_samples": 1},
+        },
+    },
     "the worst lr": {"algorithm": {**POPULATION["algorithm"], "lr": 0.01}, "seed": 11},
 }
 

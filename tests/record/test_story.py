@@ -76,6 +76,15 @@ def test_a_mean_that_won_tells_both_lines():
     assert "75% of all training tokens (3,000 of 4,000)" in story["share"]
 
 
+def test_a_rank_that_was_cut_on_the_way_of_the_winner_is_told_with_its_error():
+    rounds = two_rounds()
+    cut = [replace(a, metrics={**a.metrics, "rank_error": 0.125}) for a in rounds[1].agents]
+    rounds[1] = replace(rounds[1], agents=tuple(cut))
+    assert told(SUMMARY, rounds)["schedule"] == (
+        "Its lr went 1e-3 → 1.2e-3. Its rank was cut with a relative error of 0.12 before round 2."
+    )
+
+
 def test_an_archive_that_won_tells_when_it_was_the_best():
     rounds, summary = archive_won()
     story = told(summary, rounds)

@@ -353,8 +353,9 @@ def test_every_name_is_in_the_documentation_and_the_schema():
         assert f"| `{name}` |" in reference
         assert f"`{name}`" in pages
         assert f'"{name}"' in schema
-    # Names that agents have in place of a setting of `algorithm` or `env` for all of them.
+    # What agents have in place of a setting of `algorithm`, `env` or `model` for all of them.
     named = {name for name, kind in MUTABLE.items() if kind is str}
-    assert set(MUTABLE) - set(AgentFields.model_fields) == {"clip_low", "clip_high", *named}
+    more = {"clip_low", "clip_high", "lora.r", "lora.alpha", *named}
+    assert set(MUTABLE) - set(AgentFields.model_fields) == more
     assert named - {"prompt"} < set(AGENT_KEYWORDS)
     assert set(LossConfig.model_fields) - set(AGENT_KEYWORDS) == {"max_completion_length"}

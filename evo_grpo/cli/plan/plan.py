@@ -32,7 +32,12 @@ from evo_grpo.training.sizing.model_size import (
     lora_parameters,
     read_model_size,
 )
-from evo_grpo.training.sizing.planning import cuda_devices, machine_memory, plan_memory
+from evo_grpo.training.sizing.planning import (
+    check_ranks_fit,
+    cuda_devices,
+    machine_memory,
+    plan_memory,
+)
 from evo_grpo.training.strategies import check_strategies
 
 MACHINE = "this machine"
@@ -161,6 +166,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
     if silent is not None and base.parameters is None:
         base = base._replace(note=silent)
     _check_chat_template(config, task)
+    check_ranks_fit(config, base)
     algorithm, fitness = config.algorithm, config.evolve.fitness
     longest = algorithm.max_output_tokens or task.output_tokens
     prompts = algorithm.prompts_per_step or DEFAULT_PROMPTS
@@ -196,7 +202,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
         final_tokens=finalists * validation * fitness.per_prompt(fitness.final_samples) * per_row,
         test_tokens=2 * test * fitness.per_prompt(fitness.test_samples) * per_row,
         base=base,
-        adapter_parameters=lora_parameters(base, config.model.lora),
+        adapter_parameters=lora_parameters(base, config.largest_lora),
         memory=memory,
         fit=fit,
         warnings=(

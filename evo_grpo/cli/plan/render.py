@@ -205,7 +205,9 @@ def _agent(plan: Plan) -> str:
     lora = plan.config.model.lora
     targets = lora.target_modules
     name = targets if isinstance(targets, str) else ", ".join(targets)
-    text = f"LoRA of rank {lora.r} on {name}: "
+    largest = plan.config.largest_lora.r
+    ranks = f"rank {lora.r}" if largest == lora.r else f"ranks up to {largest}"
+    text = f"LoRA of {ranks} on {name}: "
     if plan.adapter_parameters is None or plan.bytes_per_agent is None:
         return f"{text}size unknown, as is that of the base model"
     reference = ", and a reference" if plan.config.algorithm.separate_reference else ""

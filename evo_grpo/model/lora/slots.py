@@ -26,6 +26,7 @@ from evo_grpo.model.lora.configs import (
     adapted_modules,
     check_ends,
     check_lora_config,
+    differences,
     module_of,
 )
 from evo_grpo.model.lora.files import AdapterCopy
@@ -48,7 +49,7 @@ class AdapterSlots:
         self._trainable: dict[str, bool] = {}
         #: The settings of the first slot and its initial tensors by PEFT's file keys, on the CPU.
         self._first: tuple[LoraConfig, dict[str, Tensor]] | None = None
-        #: Slots that were made with the settings of the first one.
+        #: Slots that were made with the settings of the first one, except for their rank and alpha.
         self._like_first: set[str] = set()
         self._versions: dict[str, int] = {}
         self._last_version = 0
@@ -90,7 +91,7 @@ class AdapterSlots:
         settings = settle_targets(self.base, settings)
         like = self._slot_like(settings)
         if like is not None:
-            self._add_like(name, like)
+            self._add_like(name, like, settings)
         else:
             self._add_by_peft(name, settings)
         self._trainable[name] = trainable
@@ -125,18 +126,18 @@ class AdapterSlots:
         }
         if self._first is None:
             self._first = (asked, self.state(name))
-        if asked == self._first[0]:
+        if _of_one_rank(asked, self._first[0]) == self._first[0]:
             self._like_first.add(name)
 
     def _slot_like(self, settings: LoraConfig) -> str | None:
-        """Return a slot with the first slot's settings if these equal `settings`, else None."""
-        if self._first is None or settings != self._first[0]:
+        """Return a slot like the first one if `settings` are, apart from rank and alpha."""
+        if self._first is None or _of_one_rank(settings, self._first[0]) != self._first[0]:
             return None
         usable = (n for n in self._params if n in self._like_first and n not in self.reserved)
         return next(usable, None)
 
-    def _add_like(self, name: str, like: str) -> None:
-        """Add a slot with the settings of another slot, layer by layer, to PEFT's lists.
+    def _add_like(self, name: str, like: str, settings: LoraConfig) -> None:
+        """Add a slot with the modules of another slot, layer by layer, to PEFT's lists.
 
         PEFT's `add_adapter` walks over the whole model and all adapters, several times for each
         new one: 64 agents would take 25 times as long as 8.
@@ -154,9 +155,36 @@ class AdapterSlots:
         self.peft.peft_config[name] = copy.deepcopy(self.peft.peft_config[like])
         self._params[name] = {key: made[id(p)] for key, p in self._params[like].items()}
         self._like_first.add(name)
+        own, first = self.lora_config(name), self._first[0]
+        if not (_same_rank(settings, own) and _same_rank(settings, first)):
+            self._set_rank(name, settings)
+            return
         with torch.no_grad():
             for key, parameter in self._params[name].items():
                 parameter.copy_(self._first[1][key])
+
+    def _set_rank(self, name: str, settings: LoraConfig) -> None:
+        """Give a slot new matrices of another rank and alpha, layer by layer, as PEFT draws them.
+
+        Removing the slot and adding it again would walk over the whole model several times.
+        """
+        config = copy.deepcopy(self.lora_config(name))
+        config.r, config.lora_alpha, config.inference_mode = settings.r, settings.lora_alpha, False
+        devices = [self.base.device] if self.base.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(self.seed)
+            for layer in self.layers.values():
+                if name in layer.lora_A:
+                    layer.update_layer(name, config.r, config.lora_alpha, config=config)
+        for key in self._params[name]:
+            path, _, matrix = key.removesuffix(".weight").rpartition(".")
+            module = getattr(self.layers[path], matrix)[name]
+            if module.weight.dtype in (torch.float16, torch.bfloat16):  # as PEFT casts adapters up
+                module.weight.data = module.weight.data.float()
+            self._params[name][key] = module.weight
+        self.peft.peft_config[name] = config
+        self.peft.eval()
+        self.restore_trainable()
 
     def parameters(self, name: str) -> list[nn.Parameter]:
         """Return a slot's parameters, in the same order for all slots of one configuration."""
@@ -231,6 +259,13 @@ class AdapterSlots:
     def rebuild(self, name: str, config: LoraConfig) -> None:
         """Replace a slot by a new one with another configuration; no other slot changes."""
         trainable = self._trainable[self._known(name)]
+        changed = {field for field, _, _ in differences(config, self.lora_config(name))}
+        if changed <= {"r", "lora_alpha"} and not (config.rank_pattern or config.alpha_pattern):
+            check_lora_config(config)
+            self._set_rank(name, config)
+            self.mark_changed(name)
+            self.derived.clear()
+            return
         # PEFT needs at least one adapter, so a temporary one is added first. It has the new
         # configuration, so PEFT refuses a wrong configuration before the slot is removed.
         spare = f"{name}_spare"
@@ -267,14 +302,27 @@ class AdapterSlots:
         """Restore `requires_grad` of all slots after calls of PEFT that change it."""
         # set_adapter and add_adapter flip requires_grad of other slots; the population trains all
         # of them at once.
-        for name, params in self._params.items():
-            for parameter in params.values():
-                parameter.requires_grad_(self._trainable[name])
+        for name, trainable in self._trainable.items():
+            for parameter in self._params[name].values():
+                parameter.requires_grad_(trainable)
 
     def _known(self, name: str) -> str:
         if name not in self._params:
             raise ConfigError(f"adapters: no slot {name!r}; expected one of {list(self._params)}")
         return name
+
+
+def _of_one_rank(settings: LoraConfig, other: LoraConfig) -> LoraConfig:
+    """Return settings with the rank and alpha of others."""
+    if _same_rank(settings, other):
+        return settings
+    made = copy.deepcopy(settings)
+    made.r, made.lora_alpha = other.r, other.lora_alpha
+    return made
+
+
+def _same_rank(settings: LoraConfig, other: LoraConfig) -> bool:
+    return (settings.r, settings.lora_alpha) == (other.r, other.lora_alpha)
 
 
 def check_adapter_state(

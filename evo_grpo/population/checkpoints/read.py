@@ -26,6 +26,7 @@ from evo_grpo.population.checkpoints.moments import OPTIMIZER, read_moments
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import START
 from evo_grpo.record.digests import check_digests
+from evo_grpo.schema.hparams import Hparams
 
 
 def load_agent(
@@ -82,17 +83,29 @@ def load_agent(
         warnings.warn(note, UserWarning, stacklevel=3)
     for plan in plans:
         plan.apply()
-    hparams = state.hparams if read is None else read[0]
+    # The weights of a PEFT folder bring their rank and alpha; a checkpoint has them among its own.
+    hparams = _with_its_scale(cohort, slot) if read is None else read[0]
     state.optimizer = cohort.fresh_optimizer(slot, hparams)
     if moments:
         state.optimizer.load_state_dict(
             {"state": moments, "param_groups": state.optimizer.state_dict()["param_groups"]}
         )
+    cohort.set_hparams(slot, hparams)
     if read is not None:
-        cohort.set_hparams(slot, hparams)
         _, state.history, state.steps = read
         state.reference_updates = int(attributes["reference_updates"])
     return attributes
+
+
+def _with_its_scale(cohort: Cohort, slot: int) -> Hparams:
+    """Return an agent's hyperparameters with the rank and alpha of its adapter if they are own."""
+    state = cohort.agents[slot]
+    config, hparams = cohort.slots.lora_config(state.adapter), state.hparams
+    if hparams.lora_r is not None:
+        hparams = hparams.replace(lora_r=config.r)
+    if hparams.lora_alpha is not None:
+        hparams = hparams.replace(lora_alpha=float(config.lora_alpha))
+    return hparams
 
 
 def _about_reference(

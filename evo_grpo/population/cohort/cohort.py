@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from evo_grpo.learn.rows import AgentBatch, AgentTraining
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.load import copy_slot
 from evo_grpo.model.lora.slots import AdapterSlots
-from evo_grpo.population.cohort.state import AgentState, Packed, References, inherit, packed, unpack
+from evo_grpo.population.cohort.adapters import adapter_config, resize
+from evo_grpo.population.cohort.state import AgentState, References, inherit, packed, unpack
 from evo_grpo.population.ranks.deal import deal, rank_of
 from evo_grpo.population.ranks.team import Team
 from evo_grpo.population.zero.sampling import DividedSampling, LedPlay
@@ -131,13 +133,6 @@ class Cohort:
                 ranks[slot] = rank_of(shard, self.shards, self.team.size)
         self.move(ranks, weights=weights)
 
-    def have_equal_shapes(self, first: int, second: int) -> bool:
-        """Return whether two agents have adapters of equal shapes; always true on several ranks."""
-        if self.team.size > 1:
-            return True
-        shapes = [self.slots.shapes(self.agents[slot].adapter) for slot in (first, second)]
-        return shapes[0] == shapes[1]
-
     def is_local(self, slot: int) -> bool:
         """Return whether this rank has an agent's weights."""
         return self._has(self.agents[slot].rank)
@@ -234,7 +229,7 @@ class Cohort:
         self._next_slot += 1
         hparams = hparams.with_weights(self._reward_weights)
         if self._has(rank):
-            self.slots.add(f"actor_{slot}")
+            self.slots.add(f"actor_{slot}", adapter_config(self.slots.config, hparams))
         if self.together and self._turns is None:  # copies the first agent's shape; before any pass
             self._turns = make_turns(self.slots, self.settings, self.team, self.accelerator)
             self._turns.learner.loss = self.learner.loss
@@ -309,8 +304,14 @@ class Cohort:
         return torch.optim.AdamW([group], lr=hparams.lr, weight_decay=0.0, fused=True)
 
     def set_hparams(self, slot: int, hparams: Hparams) -> None:
-        """Set an agent's hyperparameters; the optimizer keeps its moments and gets the new lr."""
-        self.agents[slot].hparams = hparams
+        """Set an agent's hyperparameters; a change of its rank or alpha changes its adapter.
+
+        The optimizer gets the new lr, and keeps its moments unless the rank was cut.
+        """
+        state = self.agents[slot]
+        if self.is_local(slot):
+            resize(self.slots, state, hparams, partial(self.fresh_optimizer, slot, hparams))
+        state.hparams = hparams
 
     def copy(self, source: int, target: int, *, inherit_optimizer: bool = True) -> None:
         """Copy weights (and moments) of one agent over another, possibly from another rank.
@@ -333,7 +334,7 @@ class Cohort:
         child.reference_updates = parent.reference_updates
         child.history = []
         child.steps = parent.steps
-        child.dead_steps = parent.dead_steps
+        child.dead_steps, child.rank_error = parent.dead_steps, None
 
     def _copy_here(self, parent: AgentState, child: AgentState, *, inherit_optimizer: bool) -> None:
         if not self.is_local(child.slot):
@@ -351,9 +352,8 @@ class Cohort:
         if source.rank == self.team.rank:
             self.team.send(packed(self.slots, source, moments=moments), target.rank)
         elif target.rank == self.team.rank:
-            values: Packed = self.team.receive(source.rank)
-            target.optimizer = self.fresh_optimizer(target.slot, target.hparams)
-            unpack(self.slots, target, values)
+            fresh = partial(self.fresh_optimizer, target.slot, target.hparams)
+            unpack(self.slots, target, self.team.receive(source.rank), fresh)
 
     def move(self, ranks: Mapping[Slot, int], *, weights: bool = True) -> None:
         """Move agents to other ranks, with weights and moments; all ranks make the same call.
@@ -370,7 +370,7 @@ class Cohort:
             state.rank = rank
             if self.is_local(slot):
                 if state.adapter not in self.slots.names:
-                    self.slots.add(state.adapter)
+                    self.slots.add(state.adapter, adapter_config(self.slots.config, state.hparams))
                 if state.has_reference and state.reference not in self.slots.names:
                     self.references.add(state)
             if weights:

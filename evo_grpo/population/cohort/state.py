@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from evo_grpo.evolve.decide import Standing
+from evo_grpo.model.lora.files import AdapterCopy
+from evo_grpo.model.lora.load import fit_slot
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.population.zero.turns import ZeroOptimizer
 from evo_grpo.schema.hparams import Hparams
@@ -18,8 +20,23 @@ from evo_grpo.types import Member, Score, Slot
 
 START = "start"
 """Name of the slot of the adapter that all agents started from, if there is one."""
-Packed: TypeAlias = tuple[dict[str, Tensor], dict[str, Tensor], dict[int, dict[str, Tensor]]]
-"""The tensors of an agent sent between ranks: actor, reference, AdamW's moments by position."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The parts of an agent that are sent between ranks.
+
+    Attributes:
+        actor: Its adapter.
+        reference: Its own reference; None without one.
+        moments: AdamW's moments by the position of the parameter.
+        rank_error: See `AgentState`.
+    """
+
+    actor: AdapterCopy
+    reference: AdapterCopy | None
+    moments: dict[int, dict[str, Tensor]]
+    rank_error: float | None
 
 
 @dataclass
@@ -36,6 +53,8 @@ class AgentState:
             the next round.
         steps: GRPO steps taken by this slot.
         dead_steps: Latest steps in a row in which all its groups had equal rewards.
+        rank_error: Relative error of the cut of its rank before this round; None without one. Only
+            the rank that has the agent knows it.
         last: Metrics of the last learn call.
         reference_updates: Argument of the last call of `set_reference_policy`.
         has_reference: Whether it has its own frozen reference slot; otherwise its reference is the
@@ -52,6 +71,7 @@ class AgentState:
     history: list[Score] = field(default_factory=list[Score])
     steps: int = 0
     dead_steps: int = 0
+    rank_error: float | None = None
     last: Mapping[str, float] = field(default_factory=dict[str, float])
     reference_updates: int = 0
     has_reference: bool = False
@@ -133,26 +153,32 @@ def packed(slots: AdapterSlots, state: AgentState, *, moments: bool) -> Packed:
 
     The copies take 4 bytes per parameter, 12 with moments, 16 with moments and a reference.
     """
-    reference = slots.state(state.reference) if state.has_reference else {}
+    reference = slots.snapshot(state.reference) if state.has_reference else None
     found = state.optimizer.state_dict()["state"] if moments else {}
     on_cpu = {
         place: {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
         for place, values in found.items()
     }
-    return slots.state(state.adapter), reference, on_cpu
+    return Packed(slots.snapshot(state.adapter), reference, on_cpu, state.rank_error)
 
 
-def unpack(slots: AdapterSlots, state: AgentState, values: Packed) -> None:
-    """Load tensors made by `packed` into a slot and its fresh optimizer."""
-    actor, reference, moments = values
-    origin = Path(state.adapter)
-    slots.put(state.adapter, actor, origin)
-    if state.has_reference:
-        slots.put(state.reference, reference, origin)
-    if moments:
+def unpack(
+    slots: AdapterSlots,
+    state: AgentState,
+    values: Packed,
+    fresh_optimizer: Callable[[], torch.optim.Optimizer],
+) -> None:
+    """Load tensors made by `packed` into a slot, which gets their configuration."""
+    for name, own in ((state.adapter, values.actor), (state.reference, values.reference)):
+        if own is not None:
+            fit_slot(slots, name, own.config)
+            slots.put(name, own.state, Path(state.adapter))
+    state.rank_error = values.rank_error
+    state.optimizer = fresh_optimizer()
+    if values.moments:
         groups = state.optimizer.state_dict()["param_groups"]
         with torch.no_grad():
-            state.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+            state.optimizer.load_state_dict({"state": values.moments, "param_groups": groups})
 
 
 def _cloned(value: Any) -> Any:  # noqa: ANN401 -- mappings of mappings of tensors

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self, final
 
-from peft import LoraConfig
-
-from evo_grpo.model.lora.load import fit_slot
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import AgentState, Packed, packed, unpack
 from evo_grpo.schema.hparams import Hparams
@@ -18,12 +15,11 @@ from evo_grpo.types import Slot
 
 @dataclass(frozen=True)
 class _KeptAgent:
-    """An agent between two rounds: its state, its tensors on the CPU, its LoRA configuration."""
+    """An agent between two rounds: its state, and its tensors on the CPU."""
 
     state: AgentState
     hparams: Hparams
     tensors: Packed
-    lora: LoraConfig
 
 
 @dataclass(frozen=True)
@@ -69,27 +65,23 @@ class WholeRound:
 
 
 def _kept(cohort: Cohort, state: AgentState) -> _KeptAgent:
-    lora = deepcopy(cohort.slots.lora_config(state.adapter))
     copy = replace(state, history=list(state.history))
-    return _KeptAgent(copy, state.hparams, packed(cohort.slots, state, moments=True), lora)
+    return _KeptAgent(copy, state.hparams, packed(cohort.slots, state, moments=True))
 
 
 def _restore(cohort: Cohort, kept: _KeptAgent) -> None:
     slots, before = cohort.slots, kept.state
     if before.adapter not in slots.names:  # the agent has left
-        slots.add(before.adapter, kept.lora)
-    fit_slot(slots, before.adapter, kept.lora)
+        slots.add(before.adapter)
     if before.has_reference and before.reference not in slots.names:
         cohort.references.add(before)
-    elif before.has_reference:
-        fit_slot(slots, before.reference, kept.lora)
-    elif before.reference in slots.names:
+    elif not before.has_reference and before.reference in slots.names:
         slots.remove(before.reference)
     state = replace(before, history=list(before.history))
     cohort.agents[before.slot] = state
-    state.optimizer = cohort.fresh_optimizer(before.slot, kept.hparams)
+    fresh = partial(cohort.fresh_optimizer, before.slot, kept.hparams)
+    unpack(slots, state, kept.tensors, fresh)
     state.hparams = kept.hparams
-    unpack(slots, state, kept.tensors)
     state.optimizer.zero_grad(set_to_none=True)
 
 

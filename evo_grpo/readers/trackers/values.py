@@ -129,6 +129,7 @@ def _of_agent(agent: AgentRecord, names: Sequence[str]) -> dict[str, float]:
         "member": float(agent.member),
         "parent": agent.parent,
         "dead_steps": agent.metrics.get("dead_steps"),
+        "rank_error": agent.metrics.get("rank_error"),
         **{
             f"{HYPERPARAMETER}{name}": value
             for name, value in columns.values(agent.hparams, names).items()

@@ -73,7 +73,7 @@ class VLLMEngine(RolloutEngine):
         self._remove = weakref.finalize(self, _remove, os.getpid(), self._folders)
         self._adapters = PublishedAdapters(slots, files)
         self._asleep = False
-        self._rank = largest_rank(slots, self._vllm)
+        self._rank = largest_rank(slots, settings)
         self._link = link
         if link is None:
             self._start()
@@ -128,7 +128,7 @@ class VLLMEngine(RolloutEngine):
         if self._link is not None:
             self._link.close()
         self._adapters.forget()
-        self._rank = largest_rank(self.slots, self._vllm)
+        self._rank = largest_rank(self.slots, self._settings)
         keywords = llm_keywords(
             self.slots,
             self._settings,

@@ -135,23 +135,25 @@ def tokenizer_folder(base: SharedBase, scratch: Path) -> str:
     return str(folder)
 
 
-def largest_rank(slots: AdapterSlots, settings: VLLMSettings) -> int:
+def largest_rank(slots: AdapterSlots, settings: AgentSettings) -> int:
     """Return the largest rank that vLLM reserves memory for.
 
     Raises:
         ConfigError: `max_lora_rank` is smaller than the rank of an adapter.
         ModelError: An adapter has a larger rank than vLLM supports.
     """
-    needed = max(
-        (rank_of(slots, name) for name in slots.names if slots.is_trainable(name)), default=1
-    )
-    if settings.max_lora_rank is not None:
-        if settings.max_lora_rank < needed:
+    trained = (rank_of(slots, name) for name in slots.names if slots.is_trainable(name))
+    # vLLM would be restarted for each larger rank that a mutation brings.
+    space = settings.search_space()
+    needed = max([*trained, int(space["lora.r"].max) if "lora.r" in space.names() else 1])
+    own = settings.engine.vllm
+    if own.max_lora_rank is not None:
+        if own.max_lora_rank < needed:
             raise ConfigError(
                 f"engine.vllm.max_lora_rank: expected at least {needed}, the rank of an adapter, "
-                f"got {settings.max_lora_rank}; raise it, or leave it out"
+                f"got {own.max_lora_rank}; raise it, or leave it out"
             )
-        return settings.max_lora_rank
+        return own.max_lora_rank
     for rank in RANKS:
         if rank >= needed:
             return rank

@@ -177,7 +177,9 @@ class VLLMSettings(RolloutSettings):
             yield Problem(("devices",), text)
         rank = 0 if lora is None else max([lora.r, *lora.rank_pattern.values()])
         if self.max_lora_rank is not None and self.max_lora_rank < rank:
-            text = f"expected at least {rank}, the rank of model.lora, got {self.max_lora_rank}"
+            text = (
+                f"expected at least {rank}, the largest rank of an agent, got {self.max_lora_rank}"
+            )
             yield Problem(("max_lora_rank",), text)
 
     def missing(self) -> Iterator[str]:

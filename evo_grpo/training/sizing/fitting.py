@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from evo_grpo.errors import EvoGrpoError
+from evo_grpo.schema.hparams import LORA
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.engine import DECODE_ROWS
 from evo_grpo.training.sizing.memory import Device, MemoryPlan, total
@@ -199,7 +200,7 @@ def _states(config: RunConfig, setup: Setup) -> Iterator[dict[str, object]]:
         changes["engine.quantization"] = quantization
         yield dict(changes)
     rank = config.model.lora.r
-    while rank > 4:
+    while rank > 4 and f"{LORA}r" not in config.search_space().names():
         rank //= 2
         changes["model.lora.r"] = rank
         yield dict(changes)

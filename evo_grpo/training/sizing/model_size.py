@@ -109,6 +109,16 @@ def lora_parameters(size: ModelSize, lora: LoraSettings) -> int | None:
     """
     if not size.linears:
         return None
+    return sum(
+        _rank(layer, lora) * (inputs + outputs)
+        for layer, (inputs, outputs) in adapted_layers(size, lora).items()
+    )
+
+
+def adapted_layers(size: ModelSize, lora: LoraSettings) -> dict[str, tuple[int, int]]:
+    """Return the layers with an adapter, and their inputs and outputs; see `lora_parameters`."""
+    if not size.linears:
+        return {}
     check_patterns(module_patterns(lora), size.linears, size.name)
     excluded = lora.exclude_modules
     chosen = {
@@ -123,9 +133,7 @@ def lora_parameters(size: ModelSize, lora: LoraSettings) -> int | None:
             f"model.lora.target_modules: {lora.target_modules!r} matches no layer of {size.name}; "
             f"expected all-linear or some of {', '.join(names)}"
         )
-    return sum(
-        _rank(layer, lora) * (inputs + outputs) for layer, (inputs, outputs) in chosen.items()
-    )
+    return chosen
 
 
 def _rank(layer: str, lora: LoraSettings) -> int:

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings import RunConfig
+from evo_grpo.settings.adapters import too_wide
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
 from evo_grpo.training.sizing.memory import DTYPE_BYTES, Device, MemoryPlan, Part, Work, predict
 from evo_grpo.training.sizing.model_size import (
     ModelSize,
+    adapted_layers,
     classifier_parameters,
     lora_parameters,
 )
@@ -50,7 +52,8 @@ def plan_memory(
         processes: Number of processes.
         capacity: Bytes of the device; None if unknown.
     """
-    parameters = lora_parameters(size, config.model.lora)
+    lora = config.largest_lora
+    parameters = lora_parameters(size, lora)
     if parameters is None:
         return None
     algorithm, fitness, population = config.algorithm, config.evolve.fitness, config.population
@@ -63,7 +66,6 @@ def plan_memory(
     prompts = algorithm.prompts_per_step or DEFAULT_PROMPTS
     rows = together * prompts * algorithm.group_size
     context = algorithm.max_model_len or min(size.context or 1 << 30, PROMPT_TOKENS + output)
-    lora = config.model.lora
     work = Work(
         agents=agents,
         archive=config.evolve.archive,
@@ -135,6 +137,20 @@ def check_fits(plan: MemoryPlan | None, there: int | None, device: str) -> None:
         f"that takes about {format_bytes(plan.peak)}; the largest part is {part.name} with "
         f"{format_bytes(part.bytes)}: lower {part.settings}; evo-grpo check proposes values"
     )
+
+
+def check_ranks_fit(config: RunConfig, size: ModelSize) -> None:
+    """Refuse a search over ranks above the width of a layer, as far as the layers are known.
+
+    Raises:
+        ConfigError: A rank is; the error names the layer.
+    """
+    layers = adapted_layers(size, config.model.lora)
+    narrow = min(layers, key=lambda name: min(layers[name]), default=None)
+    if narrow is None:
+        return
+    if text := too_wide(config.search_space(), narrow, min(layers[narrow])):
+        raise ConfigError(f"evolve.hyperparameters.lora.r: {text}")
 
 
 def format_bytes(size: int) -> str:

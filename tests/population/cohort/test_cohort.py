@@ -183,6 +183,8 @@ RANGES = {
     "batch_size": (5, 2, 9),
     "loss_type": ("grpo", "grpo", "sapo"),
     "importance_sampling_level": ("token", "token", "sequence"),
+    "lora.r": (4, 2, 8),
+    "lora.alpha": (8.0, 1.0, 64.0),
 }
 
 

@@ -198,6 +198,13 @@ def test_a_larger_rank_starts_vllm_anew(own, double):
     engine.close()
 
 
+def test_vllm_is_started_for_the_largest_rank_that_is_searched(own, double):
+    settings = settings_of().replace(hyperparameters={"lora.r": {"min": 2, "max": 24}})
+    engine = VLLMEngine(own, settings)
+    assert double.made[-1].keywords["max_lora_rank"] == 32
+    engine.close()
+
+
 @pytest.mark.usefixtures("double")
 def test_a_rank_beyond_the_one_that_was_asked_for(own):
     with pytest.raises(ConfigError, match=r"max_lora_rank: expected at least 4, .* got 2; raise"):

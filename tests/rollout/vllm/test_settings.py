@@ -54,7 +54,7 @@ def test_a_contradiction_is_named(engine, said):
 
 def test_a_rank_that_does_not_fit_is_named_before_vllm_starts():
     lora = {"r": 8, "rank_pattern": {"q_proj": 24}}
-    with pytest.raises(ConfigError, match="max_lora_rank: expected at least 24, the rank of model"):
+    with pytest.raises(ConfigError, match="max_lora_rank: expected at least 24, the largest r"):
         config(lora=lora, vllm={"max_lora_rank": 16})
     config(lora=lora, vllm={"max_lora_rank": 24})
     # In Python, PEFT's own object may say another rank than the settings do.

@@ -1,0 +1,46 @@
+"""The mean of the adapters of two agents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from evo_grpo.model.lora.load import mix_slots
+from evo_grpo.model.lora.resize import mix_products
+from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.schema.hparams import LORA
+
+
+def may_mix(cohort: Cohort, first: int, second: int) -> bool:
+    """Return whether the mean of two agents can be taken.
+
+    It can if their adapters have equal modules and, unless the rank is searched, equal shapes. On
+    several ranks no agent has loaded an adapter with other modules.
+    """
+    if cohort.team.size > 1:
+        return True
+    shapes = [cohort.slots.shapes(cohort.agents[slot].adapter) for slot in (first, second)]
+    return list(shapes[0]) == list(shapes[1]) if _searched(cohort) else shapes[0] == shapes[1]
+
+
+def mix_agents(cohort: Cohort, sources: Sequence[int], target: int) -> None:
+    """Write the mean of the adapters of agents of this rank to another slot.
+
+    Where the rank or alpha is searched, it is the mean of the products B A, of the largest rank:
+    related agents may then differ in both, and a cut changes the basis of A and B.
+    """
+    states = [cohort.agents[slot] for slot in sources]
+    names, into = [state.adapter for state in states], cohort.agents[target]
+    if _searched(cohort):
+        widest = max(states, key=lambda state: state.hparams.lora_r or 0)
+        scale = {name: getattr(widest.hparams, name) for name in ("lora_r", "lora_alpha")}
+        into.hparams = into.hparams.replace(**scale)
+    if not cohort.is_local(target):
+        return
+    if _searched(cohort):
+        mix_products(cohort.slots, names, into.adapter)
+    else:
+        mix_slots(cohort.slots, names, into.adapter)
+
+
+def _searched(cohort: Cohort) -> bool:
+    return any(name.startswith(LORA) for name in cohort.hp_config.names())

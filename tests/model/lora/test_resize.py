@@ -1,0 +1,178 @@
+"""Changes of the rank and alpha of a trained adapter."""
+
+import copy
+
+import pytest
+import tiny
+import torch
+
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.lora.resize import mix_products, resize_slot, with_rank
+from evo_grpo.model.lora.slots import AdapterSlots
+
+IDS = torch.tensor([[3, 7, 11, 2, 30, 5]])
+
+
+def trained(r, *, dtype=torch.float32, seed=1, **config):
+    made = AdapterSlots(SharedBase(tiny.llama().to(dtype)), tiny.lora(r, **config))
+    made.add("actor_0")
+    tiny.stir(made, "actor_0", seed)
+    return made
+
+
+def resized(slots, r, alpha=None, name="actor_0"):
+    config = with_rank(slots.lora_config(name), slots.config, r, alpha)
+    return resize_slot(slots, name, config)
+
+
+def logits(slots, name="actor_0"):
+    slots.activate(name)
+    with torch.no_grad():
+        return slots.peft(input_ids=IDS).logits
+
+
+def updates(slots, name="actor_0"):
+    """The product s B A of each layer, in float64."""
+    state, found = slots.state(name), {}
+    for key, layer in slots.layers.items():
+        a, b = (state[f"{key}.lora_{part}.weight"].double() for part in "AB")
+        found[key] = layer.scaling[name] * (b @ a)
+    return found
+
+
+def norm(tensors):
+    return torch.sqrt(sum(one.square().sum() for one in tensors))
+
+
+def nearest(product, rank):
+    u, s, vh = torch.linalg.svd(product)
+    return u[:, :rank] * s[:rank] @ vh[:rank]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("alpha", [None, 3.0])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_a_rank_that_grows_keeps_the_function(dtype, bound, alpha, rslora):
+    slots = trained(3, dtype=dtype, use_rslora=rslora)
+    assert slots.parameters("actor_0")[0].dtype == dtype
+    before, base = logits(slots), logits_of_base(slots)
+    assert resized(slots, 8, alpha).error is None
+    assert (before - base).abs().max() > 0.1
+    assert (logits(slots) - before).abs().max() <= bound
+    assert slots.lora_config("actor_0").r == 8
+
+
+def logits_of_base(slots):
+    with slots.peft.disable_adapter(), torch.no_grad():
+        return slots.peft(input_ids=IDS).logits
+
+
+def test_what_has_grown_can_learn():
+    slots = trained(2)
+    resized(slots, 5)
+    for key, value in slots.state("actor_0").items():
+        new = value[2:] if "lora_A" in key else value[:, 2:]
+        assert bool(new.count_nonzero() == 0) == ("lora_B" in key)
+
+
+def test_the_scale_is_that_of_the_run_for_all_ranks_and_with_rslora_its_alpha():
+    plain, stabilized = trained(4), trained(4, use_rslora=True)
+    alpha = plain.config.lora_alpha
+    for slots, expected in ((plain, alpha * 2), (stabilized, alpha)):
+        resized(slots, 6)
+        resized(slots, 8)
+        assert slots.lora_config("actor_0").lora_alpha == expected
+
+
+@pytest.mark.parametrize("alpha", [None, 2.5])
+@pytest.mark.parametrize("r", [1, 3, 7])
+def test_a_rank_that_shrinks_takes_the_nearest_product_and_tells_the_error(r, alpha):
+    slots = trained(8)
+    before = updates(slots)
+    error = resized(slots, r, alpha).error
+    after = updates(slots)
+    measured = norm([before[key] - after[key] for key in before]) / norm(before.values())
+    assert error == pytest.approx(float(measured), abs=1e-5)
+    assert 0 < error < 1
+    for key, product in before.items():
+        torch.testing.assert_close(after[key], nearest(product, r), atol=1e-5, rtol=1e-4)
+
+
+def test_the_two_matrices_of_a_cut_adapter_have_equal_norms():
+    slots = trained(8)
+    resized(slots, 3)
+    state = slots.state("actor_0")
+    for key in slots.layers:
+        a, b = (state[f"{key}.lora_{part}.weight"] for part in "AB")
+        torch.testing.assert_close(a.norm(dim=1), b.norm(dim=0), rtol=1e-4, atol=1e-5)
+
+
+def test_a_cut_to_the_rank_that_is_used_loses_nothing_and_leaves_the_rest_able_to_learn():
+    slots = trained(2)
+    resized(slots, 8)
+    before = logits(slots)
+    assert resized(slots, 5).error == pytest.approx(0, abs=1e-6)
+    assert (logits(slots) - before).abs().max() <= 1e-5
+    for key, value in slots.state("actor_0").items():
+        if "lora_A" in key:
+            assert (value.norm(dim=1) > 0.1).all()
+
+
+@pytest.mark.parametrize("r", [2, 6])
+def test_an_adapter_that_has_learned_nothing_becomes_a_new_one(r):
+    slots = AdapterSlots(SharedBase(tiny.llama()), tiny.lora(4))
+    slots.add("actor_0")
+    slots.add("actor_1", with_rank(slots.config, slots.config, r, None))
+    assert resized(slots, r).error is None
+    other = slots.state("actor_1")
+    assert all(torch.equal(value, other[key]) for key, value in slots.state("actor_0").items())
+
+
+@pytest.mark.parametrize("start", [True, "gaussian"])
+@pytest.mark.parametrize("rank", [2, 7])
+def test_every_way_to_a_rank_draws_what_peft_draws(start, rank):
+    own = AdapterSlots(SharedBase(tiny.llama()), tiny.lora(rank, init_lora_weights=start), seed=3)
+    own.add("actor_0")
+    expected = own.state("actor_0")
+    slots = AdapterSlots(SharedBase(tiny.llama()), tiny.lora(4, init_lora_weights=start), seed=3)
+    config = tiny.lora(rank, init_lora_weights=start)
+    slots.add("actor_0")
+    slots.add("added", config)
+    slots.add("changed")
+    slots.rebuild("changed", config)
+    slots.rebuild("changed", tiny.lora(4, init_lora_weights=start))
+    first, again = slots.state("actor_0"), slots.state("changed")
+    assert all(torch.equal(value, again[key]) for key, value in first.items())
+    slots.rebuild("changed", config)
+    for name in ("added", "changed"):
+        found = slots.state(name)
+        assert list(found) == list(expected)
+        assert all(torch.equal(value, found[key]) for key, value in expected.items())
+        assert slots.lora_config(name).r == rank
+    assert all(p.requires_grad for name in slots.names for p in slots.parameters(name))
+
+
+def test_the_other_slots_stay():
+    slots = trained(4)
+    slots.add("actor_1")
+    tiny.stir(slots, "actor_1", 5)
+    before, parameters = slots.state("actor_1"), slots.parameters("actor_1")
+    resized(slots, 9)
+    resized(slots, 2)
+    assert all(torch.equal(value, before[key]) for key, value in slots.state("actor_1").items())
+    assert all(a is b for a, b in zip(parameters, slots.parameters("actor_1"), strict=True))
+
+
+def test_the_mean_of_adapters_of_unequal_ranks_is_the_nearest_of_the_largest_rank():
+    slots = trained(4)
+    wide = copy.deepcopy(slots.config)
+    wide.r, wide.lora_alpha = 6, 30
+    for name, config, seed in (("actor_1", wide, 2), ("mean", None, 3)):
+        slots.add(name, config)
+        tiny.stir(slots, name, seed)
+    first, second = updates(slots), updates(slots, "actor_1")
+    mix_products(slots, ["actor_0", "actor_1"], "mean")
+    assert slots.lora_config("mean").r == 6
+    for key, found in updates(slots, "mean").items():
+        mean = (first[key] + second[key]) / 2
+        torch.testing.assert_close(found, nearest(mean, 6), atol=1e-5, rtol=1e-4)

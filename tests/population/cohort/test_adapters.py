@@ -1,0 +1,171 @@
+"""The adapter of an agent follows the rank and alpha among its hyperparameters."""
+
+import pytest
+import torch
+from peft import LoraConfig
+from tiny_cohort import (
+    PLAIN,
+    assert_same_image,
+    build_cohort,
+    fresh,
+    image,
+    make_rows,
+    moments,
+    same,
+    weights,
+)
+
+from evo_grpo.errors import ConfigError
+from evo_grpo.learn.rows import AgentBatch
+from evo_grpo.population.cohort.whole_rounds import WholeRound
+from evo_grpo.population.zero.turns import ZeroOptimizer
+from evo_grpo.types import Score
+
+UNCLIPPED = PLAIN.replace(max_grad_norm=None, lora_r=4)
+
+
+def step(cohort, slots, seed):
+    batches = [AgentBatch(s, fresh(make_rows(seed))) for s in slots]
+    return cohort.learn(batches, stream=("learn", seed))
+
+
+def trained(hparams=UNCLIPPED, size=1, **settings):
+    cohort = build_cohort(size, hparams, **settings)
+    for seed in (1, 2):
+        step(cohort, range(size), seed)
+    return cohort
+
+
+def rank(cohort, slot, reference=False):
+    state = cohort.agents[slot]
+    return cohort.slots.lora_config(state.reference if reference else state.adapter).r
+
+
+def test_an_agent_whose_rank_grew_goes_on_as_it_would_have():
+    # The new columns of B are zero, so the step of all that was there before is the same.
+    grown, other = trained(), trained()
+    grown.set_hparams(0, UNCLIPPED.replace(lora_r=7))
+    for cohort in (grown, other):
+        step(cohort, [0], seed=3)
+    for wide, own in zip(weights(grown, 0), weights(other, 0), strict=True):
+        there = wide[tuple(slice(0, size) for size in own.shape)]
+        torch.testing.assert_close(there, own, atol=1e-6, rtol=1e-4)
+
+
+def test_the_moments_of_new_parameters_are_zero():
+    cohort = trained()
+    before = moments(cohort, 0)
+    cohort.set_hparams(0, UNCLIPPED.replace(lora_r=6))
+    after = moments(cohort, 0)
+    assert after.keys() == before.keys()
+    for (place, name), value in after.items():
+        own = before[place, name]
+        if name == "step":
+            assert value == own
+            continue
+        there = value[tuple(slice(0, size) for size in own.shape)]
+        assert torch.equal(there, own)
+        assert value.count_nonzero() == own.count_nonzero() < value.numel()
+
+
+def test_a_change_of_alpha_changes_the_steps_of_b_alone():
+    # B is divided by what multiplies the scale; AdamW moves it by the same step as before.
+    cohort, other = trained(), trained()
+    before = weights(other, 0)
+    cohort.set_hparams(0, UNCLIPPED.replace(lora_alpha=32.0))
+    for one in (cohort, other):
+        step(one, [0], seed=3)
+    for scaled, own, begin in zip(weights(cohort, 0), weights(other, 0), before, strict=True):
+        factor = 0.25 if own.shape[1] == 4 else 1.0
+        expected = begin * factor + (own - begin)
+        torch.testing.assert_close(scaled, expected, atol=2e-4, rtol=1e-3)
+
+
+def test_adamw_starts_afresh_where_a_rank_was_cut_and_the_error_is_kept():
+    cohort = trained()
+    cohort.set_hparams(0, UNCLIPPED.replace(lora_r=2))
+    assert moments(cohort, 0) == {}
+    assert 0 < cohort.agents[0].rank_error < 1
+    step(cohort, [0], seed=3)
+    assert rank(cohort, 0) == 2
+
+
+def test_without_a_rank_of_its_own_an_agent_keeps_its_adapter():
+    cohort = trained(PLAIN)
+    parameters = cohort.slots.parameters("actor_0")
+    cohort.set_hparams(0, PLAIN.replace(lr=1e-3))
+    assert all(a is b for a, b in zip(parameters, cohort.slots.parameters("actor_0"), strict=True))
+
+
+@pytest.mark.parametrize("family", ["modules", "llama"])
+def test_agents_of_unequal_ranks_learn_in_one_batch_as_each_alone(family):
+    ranks = [1, 4, 9]
+    hparams = [PLAIN.replace(lora_r=r) for r in ranks]
+    cohort = build_cohort(3, hparams)
+    cohort.base.specialized = family == "llama"
+    alone = build_cohort(3, hparams)
+    alone.base.specialized = family == "llama"
+    step(cohort, [0, 1, 2], seed=1)
+    for slot in range(3):
+        step(alone, [slot], seed=1)
+        assert rank(cohort, slot) == ranks[slot]
+        for together, own in zip(weights(cohort, slot), weights(alone, slot), strict=True):
+            torch.testing.assert_close(together, own, atol=3e-4, rtol=1e-3)
+
+
+def test_copies_and_the_archive_take_the_rank_of_their_source():
+    cohort = trained([UNCLIPPED, UNCLIPPED.replace(lora_r=9)], size=2)
+    cohort.put_into_archive(1, Score(0.5, 0.1, 4))
+    archive = cohort.archive.slot
+    assert rank(cohort, archive) == cohort.archive.hparams.lora_r == 9
+    assert same(weights(cohort, archive), weights(cohort, 1))
+    cohort.copy(1, 0)
+    cohort.set_hparams(0, UNCLIPPED.replace(lora_r=9))
+    assert same(weights(cohort, 0), weights(cohort, 1))
+    assert moments(cohort, 0).keys() == moments(cohort, 1).keys()
+
+
+def test_the_error_of_a_cut_is_of_the_agent_alone_and_not_of_its_copies():
+    cohort = trained(size=2)
+    cohort.set_hparams(0, UNCLIPPED.replace(lora_r=1))
+    cohort.copy(0, 1)
+    cohort.set_hparams(1, UNCLIPPED.replace(lora_r=1))
+    assert cohort.agents[0].rank_error > 0
+    assert cohort.agents[1].rank_error is None
+
+
+def test_a_reference_keeps_its_rank_and_is_put_back_after_an_interrupted_round():
+    cohort = trained([UNCLIPPED, UNCLIPPED.replace(lora_r=6)], size=2)
+    cohort.freeze_reference(0)
+    cohort.set_hparams(0, UNCLIPPED.replace(lora_r=2))
+    assert (rank(cohort, 0), rank(cohort, 0, reference=True)) == (2, 4)
+    step(cohort, [0, 1], seed=3)
+    kept, before = WholeRound.of(cohort, [0, 1], 1), [image(cohort, slot) for slot in (0, 1)]
+    cohort.copy(0, 1)
+    cohort.set_hparams(0, UNCLIPPED.replace(lora_r=8))
+    step(cohort, [0, 1], seed=4)
+    kept.put_back()
+    assert (rank(cohort, 0), rank(cohort, 0, reference=True), rank(cohort, 1)) == (2, 4, 6)
+    for slot, own in enumerate(before):
+        assert_same_image(image(cohort, slot), own)
+    assert cohort.agents[0].rank_error > 0
+
+
+def test_with_deepspeed_a_rank_is_refused_by_hand_too():
+    cohort = trained(PLAIN)
+    cohort.agents[0].optimizer = ZeroOptimizer({"params": [torch.zeros(1)], "lr": 1e-2}, None)
+    cohort.agents[0].hparams = PLAIN
+    with pytest.raises(
+        ConfigError, match=r"lora\.r of agent 0: expected its present rank and alpha"
+    ):
+        cohort.set_hparams(0, PLAIN.replace(lora_r=6))
+    assert (rank(cohort, 0), cohort.agents[0].hparams.lora_r) == (4, None)
+    cohort.set_hparams(0, PLAIN.replace(lora_r=4))
+
+
+def test_layers_with_a_rank_of_their_own_keep_it():
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", rank_pattern={"q_proj": 2})
+    cohort = trained(PLAIN, lora=lora)
+    cohort.set_hparams(0, PLAIN.replace(lora_r=6))
+    ranks = {key: len(v) for key, v in cohort.slots.state("actor_0").items() if "lora_A" in key}
+    assert {key: 2 if "q_proj" in key else 6 for key in ranks} == ranks
