@@ -55,10 +55,13 @@ def nearest(product, rank):
 def test_a_rank_that_grows_keeps_the_function(dtype, bound, alpha, rslora):
     slots = trained(3, dtype=dtype, use_rslora=rslora)
     assert slots.parameters("actor_0")[0].dtype == dtype
-    before, base = logits(slots), logits_of_base(slots)
+    before, base, products = logits(slots), logits_of_base(slots), updates(slots)
     assert resized(slots, 8, alpha).error is None
     assert (before - base).abs().max() > 0.1
     assert (logits(slots) - before).abs().max() <= bound
+    # Also of each layer alone, since the norms of Llama round to float32.
+    for key, product in updates(slots).items():
+        assert (product - products[key]).abs().max() <= bound
     assert slots.lora_config("actor_0").r == 8
 
 
