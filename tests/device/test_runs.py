@@ -204,7 +204,9 @@ def sampled(device, specialized=True, **engine):
         )
         for i, name in enumerate(slots.names)
     ]  # fmt: skip
-    found = NativeEngine(slots, AgentSettings(engine=engine)).rollout(asked)
+    native = NativeEngine(slots, AgentSettings(engine=engine))
+    assert native._specialized is specialized
+    found = native.rollout(asked)
     done = [c for mine in found for group in mine for c in group.completions]
     return [c.token_ids for c in done], [list(c.logprobs) for c in done]
 

@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, wraps
+from functools import cache
 
 import pytest
 import torch
@@ -211,16 +211,21 @@ def _facts(func):
     return schema.name.removeprefix("aten::"), view, writes
 
 
+def _refuse(name, tensors):
+    if any(x.ndim for x in tensors if not isinstance(x, OnDevice)):
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{NAME}:0 and cpu! (when checking arguments of {name})"
+        )
+
+
 def _dispatched(func, args, kwargs):
     name, view, writes = _facts(func)
     leaves, spec = tree_flatten((args, kwargs))
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     hosts = [x for x in tensors if not isinstance(x, OnDevice)]
-    if name not in MOVES | INDEXES and any(x.ndim for x in hosts):
-        raise RuntimeError(
-            "Expected all tensors to be on the same device, but found at least two devices, "
-            f"{NAME}:0 and cpu! (when checking arguments of {name})"
-        )
+    if name not in MOVES | INDEXES:
+        _refuse(name, hosts)
     for trace in _tracing:
         trace.note(name, leaves)
     on_cpu = [torch.device("cpu") if isinstance(x, torch.device) else held_by(x) for x in leaves]
@@ -273,6 +278,7 @@ class _OneKernel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, *tensors):
+        _refuse(call.__name__, tensors)
         ctx.call = call
         ctx.save_for_backward(*tensors)
         made = call(*map(held_by, tensors))
@@ -295,12 +301,9 @@ class _OneKernel(torch.autograd.Function):
 
 
 def _in_one_kernel(func):
-    @wraps(func)
-    def run(*args, **kwargs):
+    def kernel(*args, **kwargs):
         leaves, spec = tree_flatten((args, kwargs))
         places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
-        if not any(isinstance(leaves[i], OnDevice) for i in places):
-            return func(*args, **kwargs)
 
         def call(*tensors):
             for i, tensor in zip(places, tensors, strict=True):
@@ -308,9 +311,10 @@ def _in_one_kernel(func):
             given, named = tree_unflatten(leaves, spec)
             return func(*given, **named)
 
-        return _OneKernel.apply(wraps(func)(call), *(leaves[i] for i in places))
+        call.__name__ = _facts(func)[0]
+        return _OneKernel.apply(call, *(leaves[i] for i in places))
 
-    return run
+    return kernel
 
 
 def _made(make):
@@ -357,6 +361,8 @@ def _registered():
     library.impl("empty.memory_format", _made(torch.empty), "PrivateUse1")
     library.impl("empty_strided", _made(torch.empty_strided), "PrivateUse1")
     library.impl("_copy_from", _copy_from, "PrivateUse1")
+    for func in (torch.ops.aten.rms_norm, torch.ops.aten.scaled_dot_product_attention):
+        library.impl(func.__name__, _in_one_kernel(func.default), "AutogradPrivateUse1")
     return library
 
 
@@ -365,9 +371,6 @@ def known():
     """Let torch and the settings know the device."""
     _registered()
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("rms_norm", "scaled_dot_product_attention"):
-            kernel = _in_one_kernel(getattr(nn.functional, name))
-            patch.setattr(nn.functional, name, kernel)
         # The layers of the Llama family are joined where their weights are plain parameters.
         patch.setattr(departures, "type", _type, raising=False)
         groups = (EngineConfig, AgentSettings, RunConfig)
