@@ -2,7 +2,7 @@
 
 counts.json has the numbers, which may fall and not grow. Write them anew after a change with
 
-    EVO_GRPO_WRITE_COUNTS=1 make test-device ARGS="-k counts"
+    EVO_GRPO_WRITE_COUNTS=1 make test-device ARGS="-k counts -n 0"
 """
 
 import pytest
@@ -52,9 +52,9 @@ def test_counts_of_learn(agents):
 def test_steps_of_a_block_are_the_same_operations_on_the_same_memory(monkeypatch):
     watch = Watch(monkeypatch)
     rollout(min_output_tokens=STEPS)
-    assert [len(block) for block in watch.traces if block] == [8] * (STEPS // 8)
-    assert differing(watch.traces) is None
-    assert len(watch.traces[-1][0].entries) > 50
+    assert [len(block) for block in watch.blocks if block] == [8] * (STEPS // 8)
+    assert differing(watch.blocks) is None
+    assert len(watch.blocks[-1][0].entries) > 50
 
 
 def test_a_tensor_of_the_cpu_in_a_step_is_refused(monkeypatch):
@@ -66,6 +66,17 @@ def test_a_tensor_of_the_cpu_in_a_step_is_refused(monkeypatch):
     monkeypatch.setattr(StopConditions, "met", mixed)
     with pytest.raises(RuntimeError, match="found at least two devices, rehearsal:0 and cpu"):
         rollout()
+
+
+def test_numbers_of_the_device_are_read_by_copies_alone():
+    there = torch.arange(3, device=rehearsal.NAME)
+    with rehearsal.counting() as counts:
+        assert there.tolist() == [0, 1, 2]
+        assert int(there[2]) == 2
+    assert counts.totals() == {"launches": 0, "syncs": 2, "copies": 0}
+    assert counts.moved == there.nbytes
+    with pytest.raises(RuntimeError, match="found at least two devices"):
+        torch.arange(3)[there]
 
 
 def test_a_tensor_of_the_cpu_in_the_loss_is_refused(monkeypatch):
@@ -102,7 +113,7 @@ def test_a_mask_that_grows_each_step_is_seen(monkeypatch):
     monkeypatch.setattr(FixedCache, "begin", grows)
     watch = Watch(monkeypatch)
     rollout(min_output_tokens=STEPS)
-    one, two = differing(watch.traces)
+    one, two = differing(watch.blocks)
     assert one[0] == two[0] == "index_fill_"  # of the mask, which has another place and width
 
 

@@ -18,23 +18,22 @@ from evo_grpo.rollout.native.loop import DecodeLoop
 from evo_grpo.rollout.sampling import Sampling
 
 TABLE = Path(__file__).parents[1] / "device" / "counts.json"
-ANEW = 'EVO_GRPO_WRITE_COUNTS=1 make test-device ARGS="-k counts"'
+ANEW = 'EVO_GRPO_WRITE_COUNTS=1 make test-device ARGS="-k counts -n 0"'
 #: Tokens of a rollout after the first: five blocks of 8 steps.
 STEPS = 40
 
 
 class Watch:
-    """Counts and traces of the steps of `rollout`, and of their draws."""
+    """Counts of each step of `rollout`, in blocks, and of each draw."""
 
     def __init__(self, monkeypatch):
-        self.steps, self.draws, self.traces, self.blocks = [], [], [], []
+        self.blocks, self.draws = [], []
         step, draw, reserve = DecodeLoop._step, DecodeLoop._draw, FixedCache.reserve
 
         def watched_step(loop):
-            with rehearsal.counting() as counts, rehearsal.tracing() as trace:
+            with rehearsal.counting() as counts:
                 step(loop)
-            self.steps.append(counts)
-            self.traces[-1].append(trace)
+            self.blocks[-1].append(counts)
 
         def watched_draw(loop, logits):
             with rehearsal.counting() as counts:
@@ -42,12 +41,16 @@ class Watch:
             self.draws.append(counts)
 
         def watched_reserve(cache, columns):
-            self.traces.append([])
+            self.blocks.append([])
             reserve(cache, columns)
 
         monkeypatch.setattr(DecodeLoop, "_step", watched_step)
         monkeypatch.setattr(DecodeLoop, "_draw", watched_draw)
         monkeypatch.setattr(FixedCache, "reserve", watched_reserve)
+
+    @property
+    def steps(self):
+        return [counts for block in self.blocks for counts in block]
 
 
 def rollout(layers=2, agents=8, **sampling):
@@ -114,7 +117,7 @@ def decode_counts():
         steps[layers] = min(launches), max(launches)
         (draw,) = {c.launches.total() for c in watch.draws}
         looks = counts.syncs["evo_grpo/rollout/native/loop.py run"]
-        assert looks <= sum(bool(block) for block in watch.traces)
+        assert looks <= sum(bool(block) for block in watch.blocks)
     equal, unequal = ((steps[4][i] - steps[2][i]) // 2 for i in (0, 1))
     return {
         "launches of a layer": equal,

@@ -46,51 +46,45 @@ INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 @dataclass
 class Counts:
-    """What happened inside `counting`: operations by name, waits and copies by line of code."""
+    """What happened inside `counting`, where equal `entries` could be one CUDA graph.
+
+    Attributes:
+        launches: Kernels by operation.
+        syncs: Waits of the host by function of the library.
+        copies: Copies to the device by function of the library.
+        moved: Bytes of both.
+        entries: The operations with their numbers and the shapes and storages of their tensors.
+            Storages that were made inside are numbered, since a graph has its own for them.
+    """
 
     launches: Counter = field(default_factory=Counter)
     syncs: Counter = field(default_factory=Counter)
     copies: Counter = field(default_factory=Counter)
-    moved: int = 0  # bytes, in both directions
+    moved: int = 0
+    entries: list = field(default_factory=list)
+    _made: dict = field(default_factory=dict)
+    _kept: list = field(default_factory=list)  # so that none is made where another was
 
     def totals(self):
         return {name: getattr(self, name).total() for name in ("launches", "syncs", "copies")}
 
-
-@dataclass
-class Trace:
-    """The operations inside `tracing`, so that equal traces could be one CUDA graph.
-
-    An entry has the name of an operation, its numbers, and of its tensors the shape and storage.
-    Storages that were made inside are numbered, since a graph gives them addresses of its own; all
-    are kept, so that none is made twice at one address.
-    """
-
-    entries: list = field(default_factory=list)
-    made: dict = field(default_factory=dict)
-    kept: list = field(default_factory=list)
-
     def note(self, name, leaves):
         self.entries.append((name, *map(self._shown, leaves)))
 
-    def make(self, tensors):
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self.kept.append(storage)
-            self.made.setdefault(storage._cdata, len(self.made))
+    def make(self, made):
+        for tensor in (x for x in tree_flatten(made)[0] if isinstance(x, torch.Tensor)):
+            self._kept.append(storage := tensor.untyped_storage())
+            self._made.setdefault(storage._cdata, len(self._made))
 
     def _shown(self, leaf):
         if not isinstance(leaf, torch.Tensor):
             return str(leaf)
-        leaf = held_by(leaf)
-        storage = leaf.untyped_storage()
-        self.kept.append(storage)
-        where = self.made.get(storage._cdata, ("before", storage._cdata))
-        return (tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), where)
+        self._kept.append(storage := held_by(leaf).untyped_storage())
+        where = self._made.get(storage._cdata, ("before", storage._cdata))
+        return tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), where
 
 
 _counting: list[Counts] = []
-_tracing: list[Trace] = []
 
 
 @contextmanager
@@ -99,16 +93,7 @@ def counting():
     try:
         yield counts
     finally:
-        _counting.remove(counts)
-
-
-@contextmanager
-def tracing():
-    _tracing.append(trace := Trace())
-    try:
-        yield trace
-    finally:
-        _tracing.remove(trace)
+        _counting[:] = [other for other in _counting if other is not counts]
 
 
 def _count(kind, what=None, moved=0):
@@ -175,24 +160,6 @@ class OnDevice(torch.Tensor):
     def tolist(self):
         return self.cpu().tolist()
 
-    def numpy(self, *, force=False):
-        if not force:
-            raise TypeError(
-                f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to "
-                "copy the tensor to host memory first."
-            )
-        return self.detach().cpu().numpy()
-
-    def __deepcopy__(self, memo):
-        if id(self) not in memo:
-            copied = OnDevice(self.held.detach().clone()).requires_grad_(self.requires_grad)
-            copied.__dict__ |= {k: v for k, v in vars(self).items() if k != "held"}
-            memo[id(self)] = copied
-        return memo[id(self)]
-
-    def __repr__(self, **_):
-        return f"tensor(..., device='{self.device}', size={tuple(self.shape)})"
-
 
 def held_by(x):
     return x.held if isinstance(x, OnDevice) else x
@@ -212,7 +179,8 @@ def _facts(func):
 
 
 def _refuse(name, tensors):
-    if any(x.ndim for x in tensors if not isinstance(x, OnDevice)):
+    hosts = [x for x in tensors if isinstance(x, torch.Tensor) and not isinstance(x, OnDevice)]
+    if any(x.ndim for x in hosts):
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, "
             f"{NAME}:0 and cpu! (when checking arguments of {name})"
@@ -224,10 +192,10 @@ def _dispatched(func, args, kwargs):
     leaves, spec = tree_flatten((args, kwargs))
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     hosts = [x for x in tensors if not isinstance(x, OnDevice)]
-    if name not in MOVES | INDEXES:
-        _refuse(name, hosts)
-    for trace in _tracing:
-        trace.note(name, leaves)
+    if name not in MOVES:
+        _refuse(name, (args[0], *args[2:3]) if name in INDEXES else hosts)
+    for counts in _counting:
+        counts.note(name, leaves)
     on_cpu = [torch.device("cpu") if isinstance(x, torch.device) else held_by(x) for x in leaves]
     given, named = tree_unflatten(on_cpu, spec)
     result = func(*given, **named)
@@ -244,8 +212,8 @@ def _dispatched(func, args, kwargs):
     if away:
         return result
     if not view:
-        for trace in _tracing:
-            trace.make(x for x in tree_flatten(result)[0] if isinstance(x, torch.Tensor))
+        for counts in _counting:
+            counts.make(result)
     return tree_map_only(torch.Tensor, OnDevice, result)
 
 
@@ -283,9 +251,9 @@ class _OneKernel(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         made = call(*map(held_by, tensors))
         _count("launches", call.__name__)
-        for trace in _tracing:
-            trace.note(call.__name__, tensors)
-            trace.make([made])
+        for counts in _counting:
+            counts.note(call.__name__, tensors)
+            counts.make(made)
         return OnDevice(made)
 
     @staticmethod
@@ -293,7 +261,6 @@ class _OneKernel(torch.autograd.Function):
         tensors = [held_by(x).detach() for x in ctx.saved_tensors]
         needs = ctx.needs_input_grad[1:]
         wanted = [x.requires_grad_() for x, need in zip(tensors, needs, strict=True) if need]
-
         with torch.enable_grad():
             found = iter(torch.autograd.grad(ctx.call(*tensors), wanted, held_by(grad)))
         _count("launches", f"{ctx.call.__name__}_backward")
@@ -322,8 +289,8 @@ def _made(make):
 
     def kernel(*args, device=None, pin_memory=None, layout=None, **kwargs):
         made = make(*args, **kwargs)
-        for trace in _tracing:
-            trace.make([made])
+        for counts in _counting:
+            counts.make(made)
         return OnDevice(made)
 
     return kernel
