@@ -5,6 +5,7 @@
 #                      that show the run and export its winner
 #   make test          the fast tests
 #   make test-slow     the long tests
+#   make test-device   on a GPU, or on a device made of the CPU that refuses and counts as one
 #   make test-distributed  runs in several processes, killed and resumed
 #   make test-postgres  trials on a PostgreSQL server of its own, stopped and started; needs Debian's
 #                      package postgresql, or another one with initdb and pg_ctl
@@ -42,7 +43,7 @@ BROWSER_STAMP := .venv/.browser-$(SUM)
 DEEPSPEED_STAMP := .venv/.deepspeed-$(SUM)
 # Two workers with one thread each: more threads than cores spin and make the tests several times slower.
 # Each of the others has a target of its own.
-FAST := not slow and not torture and not distributed and not deepspeed and not postgres and not vllm and not browser and not trackers
+FAST := not slow and not torture and not device and not distributed and not deepspeed and not postgres and not vllm and not browser and not trackers
 # Tests start many interpreters, which share compiled files, and write many run folders, which a run syncs
 # to the disk file by file: they go to memory where it has room. pytest removes those of tests that passed.
 ROOM := $(shell df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)
@@ -76,7 +77,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 BUILD_DOCS := $(MKDOCS) build -q --strict
 PORT ?= 8000
 
-.PHONY: help install environments run test test-slow torture torture-io test-distributed test-deepspeed test-browser test-postgres test-trackers test-outside test-vllm test-minimum fuzz check docs site sbom clean-venv
+.PHONY: help install environments run test test-slow torture torture-io test-device test-distributed test-deepspeed test-browser test-postgres test-trackers test-outside test-vllm test-minimum fuzz check docs site sbom clean-venv
 .DEFAULT_GOAL := help
 
 help:
@@ -121,6 +122,10 @@ test-slow: $(STAMP)
 	    --wheel-dir "$$wheels" . && \
 	  export EVO_GRPO_WHEEL=$$(echo "$$wheels"/*.whl) && \
 	  { $(TESTS) $(BIN)/python -m pytest $(IN_THREE) -m 'slow and not torture' --timeout 900 $(ARGS) || test $$? -eq 5; }
+
+# EVO_GRPO_TEST_DEVICE=rehearsal for the device made of the CPU where torch finds a GPU.
+test-device: $(STAMP)
+	$(PYTEST) -m device tests/device $(ARGS)
 
 # Runs in several processes on this machine, each with one thread; they wait for each other.
 test-distributed: $(STAMP)

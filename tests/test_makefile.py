@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,23 @@ def test_the_tortures_have_a_target_each_with_its_own_tests():
     assert all("torture_table.py" in text for text in said)
     shown = subprocess.run(["make", "help"], capture_output=True, text=True, check=True).stdout
     assert "make torture-io " in shown
+
+
+def test_what_is_marked_for_a_target_of_its_own_is_not_fast():
+    markers = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    own = {
+        line.partition(":")[0]: re.findall(r"`make ([\w-]+)`", line) for line in markers["markers"]
+    }
+    said = {
+        target: subprocess.run(
+            ["make", "-n", target], capture_output=True, text=True, check=True
+        ).stdout
+        for target in {"test", *(name for names in own.values() for name in names)}
+    }
+    assert own["device"] == ["test-device"]
+    for marker, targets in own.items():
+        assert (f"not {marker}" in said["test"]) is bool(targets), marker
+    assert "-m device tests/device" in said["test-device"]
 
 
 def test_a_run_after_tests_installs_nothing():

@@ -68,14 +68,13 @@ class _Call:
     sums: MetricSums
     metrics: list[dict[str, float]]
 
-    def denominators(self, minibatch: int) -> tuple[Tensor, Tensor]:
-        """Return rows and tokens (N,) of each agent's minibatch; 1 for agents without it."""
+    def denominators(self, minibatch: int) -> Tensor:
+        """Return rows and tokens (N, 2) of each agent's minibatch; 1 for agents without it."""
         found = [
             (t.rows[minibatch], t.tokens[minibatch]) if minibatch < t.minibatches else (1, 1)
             for t in self.totals
         ]
-        rows, tokens = zip(*found, strict=True)
-        return torch.tensor(rows, dtype=torch.float32), torch.tensor(tokens, dtype=torch.float32)
+        return torch.tensor(found, dtype=torch.float32, device=self.sums.device)
 
 
 class Learner:
@@ -249,7 +248,7 @@ class Learner:
     ) -> None:
         """Add the gradients of one optimizer step, micro-batch by micro-batch."""
         agents = call.agents
-        rows_total, tokens_total = call.denominators(minibatch)
+        denominators = call.denominators(minibatch)
         buckets = self._packed(pairs)
         for number, bucket in enumerate(buckets, 1):
             mine, counts = self.updates.share(bucket, last=number == len(buckets))
@@ -267,8 +266,8 @@ class Learner:
                 weights = token_weights_of(
                     self._losses(call, batch),
                     batch.mask,
-                    num_rows=rows_total.to(batch.mask.device)[batch.positions][:, None],
-                    num_tokens=tokens_total.to(batch.mask.device)[batch.positions][:, None],
+                    num_rows=denominators[batch.positions, :1],
+                    num_tokens=denominators[batch.positions, 1:],
                 )
                 scaled = weights if scales is None else weights * scales.of(batch.positions)
                 loss = torch.where(batch.mask, scaled * terms.loss, 0.0).sum()
@@ -351,7 +350,7 @@ class Learner:
     @staticmethod
     def _losses(call: _Call, batch: MicroBatch) -> list[LossConfig]:
         """Return the settings of the loss of each row."""
-        return [call.losses[position] for position in batch.positions.tolist()]
+        return [call.losses[position] for position in batch.owners]
 
     def _advantages(
         self, batch: MicroBatch, values: LossValues, logprobs: Tensor, reference: Tensor | None
@@ -361,9 +360,7 @@ class Learner:
         KL shaping compares the present policy with the reference, in later epochs too: the ratio in
         the loss turns samples of the old policy into those of the present one.
         """
-        advantages = torch.tensor(
-            [row.advantage for row in batch.rows], device=logprobs.device, dtype=logprobs.dtype
-        )
+        advantages = logprobs.new_tensor([row.advantage for row in batch.rows])
         use_kl, clip_range = self.algorithm.kl_shaping, self.algorithm.adv_clip_range
         if not use_kl and clip_range is None:
             return advantages
@@ -382,7 +379,7 @@ class Learner:
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs (M,) and entropies (M,), nats, of the generated tokens."""
         picked = forward.hidden_at(batch.input_ids, batch.where, batch.prefix)
-        per_row = torch.tensor([agents[p].hparams.temperature for p in batch.positions.tolist()])
+        per_row = torch.tensor([agents[p].hparams.temperature for p in batch.owners])
         lengths = torch.tensor([row.generated for row in batch.rows])
         temperature = per_row.repeat_interleave(lengths).to(picked.device)
         return self.base.token_logprobs(picked, batch.targets, temperature)
@@ -415,7 +412,7 @@ class Learner:
         """Compute missing reference log-probs of the rows whose agent has a KL term."""
         pairs = [
             (p, row)
-            for p, row in zip(batch.positions.tolist(), batch.rows, strict=True)
+            for p, row in zip(batch.owners, batch.rows, strict=True)
             if agents[p].hparams.beta > 0 and row.ref is None
         ]
         if forward is None or not pairs:
@@ -434,9 +431,9 @@ class Learner:
         rates = [self.slots.lora_config(agents[p].adapter).lora_dropout for p in batch.present]
         if not any(rates):
             return None
-        owners = [agents[p].stream or agents[p].adapter for p in batch.positions.tolist()]
         return tuple(
-            derive(seed, name, row.number) for name, row in zip(owners, batch.rows, strict=True)
+            derive(seed, agents[p].stream or agents[p].adapter, row.number)
+            for p, row in zip(batch.owners, batch.rows, strict=True)
         )
 
 

@@ -29,18 +29,18 @@ class MetricSums:
         self.values = {name: value.clone() for name, value in other.values.items()}
         self.peaks = {name: value.clone() for name, value in other.peaks.items()}
 
+    def _of(self, totals: dict[str, Tensor], name: str) -> Tensor:
+        if name not in totals:
+            totals[name] = torch.zeros(self.agents, dtype=torch.float64, device=self.device)
+        return totals[name]
+
     def add(self, name: str, positions: Tensor, per_row: Tensor) -> None:
         """Add values (B,) of rows to the sums of their agents at positions (B,)."""
-        total = self.values.setdefault(
-            name, torch.zeros(self.agents, dtype=torch.float64, device=self.device)
-        )
-        total.index_add_(0, positions, per_row.detach().to(torch.float64))
+        self._of(self.values, name).index_add_(0, positions, per_row.detach().to(torch.float64))
 
     def peak(self, name: str, positions: Tensor, per_row: Tensor) -> None:
         """Raise the maxima of the agents at positions (B,) to values (B,) of their rows."""
-        total = self.peaks.setdefault(
-            name, torch.zeros(self.agents, dtype=torch.float64, device=self.device)
-        )
+        total = self._of(self.peaks, name)
         total.scatter_reduce_(0, positions, per_row.detach().to(torch.float64), "amax")
 
 
@@ -71,36 +71,36 @@ def measure(
     `flat` (M,) are nats of the generated tokens. `first` is True before any update, when the
     sampler's log-probs are of the same policy.
     """
-    mask, positions = batch.mask, batch.positions
+    mask, positions, tokens = batch.mask, batch.positions, batch.mask.sum(-1)
     zero = torch.zeros((), device=mask.device)
 
     def total(values: Tensor) -> Tensor:
         return torch.where(mask, values.detach(), zero.to(values.dtype)).sum(-1)
 
     sums.add("loss", positions, total(weights * terms.loss))
-    sums.add("tokens", positions, mask.sum(-1))
-    sums.add("clip_low", positions, total(terms.clipped_low.float()))
-    sums.add("clip_high", positions, total(terms.clipped_high.float()))
+    sums.add("tokens", positions, tokens)
+    sums.add("clip_low", positions, (terms.clipped_low & mask).sum(-1))
+    sums.add("clip_high", positions, (terms.clipped_high & mask).sum(-1))
     sums.add("entropy", positions, total(entropies))
     sums.peak("ratio_max", positions, torch.where(mask, terms.ratio.detach(), zero).amax(-1))
     if terms.kl is not None:
         has_reference = [row.ref is not None for row in batch.rows]
         sums.add("kl", positions, total(terms.kl))
-        sums.add("kl_tokens", positions, mask.sum(-1) * mask.new_tensor(has_reference))
+        sums.add("kl_tokens", positions, tokens * mask.new_tensor(has_reference))
     has_sampler = [row.sampler_logprobs is not None for row in batch.rows]
     if first and any(has_sampler):
-        seen = batch.sampler_logprobs(batch.pad(flat.detach()))
-        known = torch.tensor(has_sampler, device=mask.device)
-        gap = total((batch.pad(flat.detach()) - seen).abs())
+        ours, known = batch.pad(flat.detach()), mask.new_tensor(has_sampler)
+        gap = total((ours - batch.sampler_logprobs(ours)).abs())
         sums.add("sampler_gap", positions, torch.where(known, gap, 0))
-        sums.add("compared_tokens", positions, mask.sum(-1) * known)
+        sums.add("compared_tokens", positions, tokens * known)
 
 
 def finish(sums: MetricSums, metrics: list[dict[str, float]]) -> list[dict[str, float]]:
     """Turn the sums into means per token or step, and add them to each agent's metrics."""
-    table = {name: value.tolist() for name, value in {**sums.values, **sums.peaks}.items()}
-    for i, entry in enumerate(metrics):
-        values = {name: column[i] for name, column in table.items()}
+    named = {**sums.values, **sums.peaks}
+    table = torch.stack([*named.values()], dim=1).tolist() if named else [()] * sums.agents
+    for row, entry in zip(table, metrics, strict=True):
+        values = dict(zip(named, row, strict=True))
         tokens = max(1.0, values.get("tokens", 0.0))
         steps = max(1.0, entry["updates"] + entry["failed"])
         entry["grad_norm"] /= steps

@@ -107,7 +107,8 @@ class MicroBatch:
 
     Attributes:
         rows: The B rows.
-        positions: (B,) position of each row's agent among those of the learn call.
+        owners: Position of each row's agent among those of the learn call.
+        positions: (B,) the same on the device.
         counts: Rows per agent that is present, in the order of `present`.
         present: Positions of the agents that have rows here.
         input_ids: (B, T) int64, padded on the right; without the last token of the longest row,
@@ -119,6 +120,7 @@ class MicroBatch:
     """
 
     rows: list[Row]
+    owners: list[int]
     positions: Tensor
     counts: tuple[int, ...]
     present: tuple[int, ...]
@@ -136,13 +138,8 @@ class MicroBatch:
 
     def gather(self, name: str) -> Tensor:
         """Return the per-row tensors `old` or `ref` as (B, C); zeros for rows without one."""
-        device = self.mask.device
-        parts = [
-            value
-            if (value := getattr(row, name)) is not None
-            else torch.zeros(row.generated, device=device)
-            for row in self.rows
-        ]
+        device, found = self.mask.device, [(getattr(r, name), r.generated) for r in self.rows]
+        parts = [torch.zeros(n, device=device) if own is None else own for own, n in found]
         return self.pad(torch.cat(parts))
 
     def sampler_logprobs(self, old: Tensor) -> Tensor:
@@ -153,15 +150,10 @@ class MicroBatch:
                     f"sampler_logprobs: expected {row.generated} numbers, one per generated token, "
                     f"got {len(row.sampler_logprobs)}; give one for every True of the row's mask"
                 )
-        known = torch.tensor([row.sampler_logprobs is not None for row in self.rows])
-        flat = [
-            torch.zeros(row.generated)
-            if row.sampler_logprobs is None
-            else torch.from_numpy(row.sampler_logprobs)
-            for row in self.rows
-        ]
-        values = self.pad(torch.cat(flat).to(old))
-        return torch.where(known.to(old.device)[:, None], values, old)
+        given = [(row.sampler_logprobs, row.generated) for row in self.rows]
+        flat = np.concatenate([np.zeros(n, np.float32) if own is None else own for own, n in given])
+        known = self.mask.new_tensor([[own is not None] for own, _ in given])
+        return torch.where(known, self.pad(torch.from_numpy(flat).to(old)), old)
 
     def scatter(self, name: str, flat: Tensor) -> None:
         """Store (M,) values, detached, in the attribute `old` or `ref` of the rows."""
@@ -185,14 +177,19 @@ def collate(bucket: Sequence[tuple[int, Row]], pad_id: int, device: torch.device
     generated = masks.sum(axis=1)
     compact = np.arange(max(1, int(generated.max()))) < generated[:, None]
     present, counts = np.unique(positions, return_counts=True)
+    parts = (positions, ids[:, :-1], ids[line, column], line * (width - 1) + column - 1, compact)
+    # One copy for all of them, since the host may wait for each.
+    flat = torch.from_numpy(np.concatenate([part.ravel() for part in parts])).to(device)
+    sent = flat.split([part.size for part in parts])
     return MicroBatch(
         rows=rows,
-        positions=torch.from_numpy(positions).to(device),
-        counts=tuple(int(c) for c in counts),
-        present=tuple(int(p) for p in present),
-        input_ids=torch.from_numpy(ids[:, :-1].copy()).to(device),
-        targets=torch.from_numpy(ids[line, column]).to(device),
-        where=torch.from_numpy(line * (width - 1) + column - 1).to(device),
-        mask=torch.from_numpy(compact).to(device),
+        owners=positions.tolist(),
+        positions=sent[0],
+        counts=tuple(counts.tolist()),
+        present=tuple(present.tolist()),
+        input_ids=sent[1].view(len(rows), -1),
+        targets=sent[2],
+        where=sent[3],
+        mask=sent[4].view(compact.shape).bool(),
         prefix=find_shared_prefixes(positions, ids, masks, device),
     )

@@ -74,7 +74,7 @@ def token_weights_of(
             num_tokens=num_tokens,
             max_completion_length=kind.max_completion_length,
         )
-        own = torch.tensor([config == kind for config in configs], device=mask.device)[:, None]
-        found = weights if found is None else torch.where(own, weights, found)
+        own = [[config == kind] for config in configs]
+        found = weights if found is None else torch.where(mask.new_tensor(own), weights, found)
     assert found is not None, "a batch has a row"
     return found

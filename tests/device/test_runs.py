@@ -1,4 +1,4 @@
-"""Runs on a CUDA device, in float32: the same decisions and scores as on the CPU.
+"""Runs on another device, in float32: the same decisions and scores as on the CPU.
 
 Rounding differs between devices, and a token changes only where a draw falls within that rounding
 of a boundary: in these runs of a few hundred tokens none does.
@@ -6,13 +6,12 @@ of a boundary: in these runs of a few hundred tokens none does.
 
 import json
 import math
-import os
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from subprocess import run as call
 
 import pytest
+import rehearsal
 import tiny
 import torch
 from engine_contract import prompts_of
@@ -20,8 +19,10 @@ from fused_cases import inputs
 from small_run import Told, outcome, small, stopped_and_resumed
 from steered_runs import OPERATIONS, Steers
 from tiny_cohort import PLAIN, build_cohort, build_model, learn, make_rows, weights
+from typer.testing import CliRunner
 
 from evo_grpo import GRPO, MultiTurnGym, run
+from evo_grpo.cli.commands import app
 from evo_grpo.model.forward.fused import RowLayout, population_forward
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native.engine import NativeEngine
@@ -29,17 +30,8 @@ from evo_grpo.rollout.native.loop import DecodeLoop
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.settings import AgentSettings
 
-#: EVO_GRPO_TEST_DEVICE=cpu tries the tests themselves on a machine without a GPU.
-DEVICE = os.environ.get("EVO_GRPO_TEST_DEVICE", "cuda")
-BOTH = ("cpu", DEVICE)
 ROOT = Path(__file__).parents[2]
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(
-        DEVICE == "cuda" and not torch.cuda.is_available(),
-        reason="needs a CUDA device, torch finds none",
-    ),
-]
+pytestmark = pytest.mark.device
 
 
 def alike(first, second, rel=2e-3):
@@ -85,45 +77,51 @@ def completions(found):
         {"engine__gradient_checkpointing": True},
         {"engine__max_decode_rows": 8, "engine__max_tokens_per_microbatch": 64},
         {"evolve__archive": True, "evolve__fitness__final_samples": 2},
-        {"engine__cuda_graphs": False},
+        pytest.param({"engine__cuda_graphs": False}, marks=pytest.mark.cuda),
         {"algorithm__update_epochs": 3, "algorithm__kl_shaping": True, "algorithm__beta": 0.05},
     ],
     ids=lambda changes: "-".join(changes) or "plain",
 )
-def test_a_run_gives_the_leaderboard_of_the_cpu(changes, tmp_path):
+def test_a_run_gives_the_leaderboard_of_the_cpu(changes, device, tmp_path):
     folders = [
-        run(placed(device, **changes), out=tmp_path / f"{i}") for i, device in enumerate(BOTH)
+        run(placed(where, **changes), out=tmp_path / f"{i}")
+        for i, where in enumerate(("cpu", device))
     ]
     (board, texts), (board_there, texts_there) = map(shown, folders)
     assert completions(texts) == completions(texts_there)
     alike(board, board_there)
 
 
-def test_a_stopped_run_resumed_equals_a_whole_one(tmp_path):
-    whole = run(placed(DEVICE), out=tmp_path / "whole")
-    parts = stopped_and_resumed(placed(DEVICE), tmp_path / "parts", ("evaluate", 1))
+def test_a_stopped_run_resumed_equals_a_whole_one(device, tmp_path):
+    whole = run(placed(device), out=tmp_path / "whole")
+    parts = stopped_and_resumed(placed(device), tmp_path / "parts", ("evaluate", 1))
     assert shown(whole) == shown(parts)
 
 
-def test_a_run_is_steered(tmp_path):
+def test_a_run_is_steered(device, tmp_path):
     observer = Steers({("evaluate", 0): list(OPERATIONS.values())})
-    folder = run(placed(DEVICE), out=tmp_path / "steered", observer=observer)
+    folder = run(placed(device), out=tmp_path / "steered", observer=observer)
     on_cpu = Steers({("evaluate", 0): list(OPERATIONS.values())})
     alike(shown(folder)[0], shown(run(placed("cpu"), out=tmp_path / "c", observer=on_cpu))[0])
 
 
-def test_the_command_line_runs_evaluates_and_exports(tmp_path):
+def test_the_command_line_runs_evaluates_and_exports(device, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
     def command(*arguments):
+        if device == rehearsal.NAME:  # which is known to this process alone
+            done = CliRunner().invoke(app, list(arguments))
+            assert done.exit_code == 0, done.output
+            return
         done = call(
             [sys.executable, "-W", "error::UserWarning", "-m", "evo_grpo", *arguments],
-            capture_output=True, text=True, check=False, cwd=tmp_path,
+            capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
 
     settings = [
         "population.rounds=2", "population.size=3", "population.steps_per_round=2",
-        "evolve.fitness.prompts=8", "evolve.fitness.test_prompts=8", f"engine.device={DEVICE}",
+        "evolve.fitness.prompts=8", "evolve.fitness.test_prompts=8", f"engine.device={device}",
     ]  # fmt: skip
     options = [part for value in settings for part in ("--set", value)]
     file = ROOT / "population.yaml"
@@ -135,14 +133,14 @@ def test_the_command_line_runs_evaluates_and_exports(tmp_path):
     command("check", str(file), *options)
 
 
-def test_a_population_in_python_trains_games_of_turns(monkeypatch):
+def test_a_population_in_python_trains_games_of_turns(device, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     from game import MiddleDigit
 
     boards = []
-    for device in BOTH:
+    for where in ("cpu", device):
         population = GRPO.population(
-            size=3, model="tiny-sums", device=device, dtype="float32", group_size=4,
+            size=3, model="tiny-sums", device=where, dtype="float32", group_size=4,
             max_output_tokens=4, hyperparameters={"lr": {"min": 3e-4, "max": 3e-3}}, seed=1,
         )  # fmt: skip
         env = MultiTurnGym(
@@ -154,31 +152,31 @@ def test_a_population_in_python_trains_games_of_turns(monkeypatch):
     alike(*boards)
 
 
-def test_get_action_and_learn_of_one_agent(tmp_path):
+def test_get_action_and_learn_of_one_agent(device, tmp_path):
     agent = GRPO(
-        model="tiny-sums", device=DEVICE, dtype="float32", group_size=4, max_output_tokens=4
+        model="tiny-sums", device=device, dtype="float32", group_size=4, max_output_tokens=4
     )
-    ids, masks = agent.get_action([{"input_ids": torch.tensor([[3, 4, 5]], device=DEVICE)}])
+    ids, masks = agent.get_action([{"input_ids": torch.tensor([[3, 4, 5]], device=device)}])
     rewards = torch.stack([m.float().sum(1) for m in masks])
     metrics = agent.learn((ids, masks, rewards))
     assert metrics["failed"] == 0
     twin = agent.clone()
     assert twin.get_action([{"input_ids": torch.tensor([[3, 4, 5]])}])[0][0].device == ids[0].device
     agent.save_checkpoint(tmp_path / "one")
-    GRPO.load(tmp_path / "one", device=DEVICE)
+    GRPO.load(tmp_path / "one", device=device)
 
 
 @pytest.mark.parametrize("build", [tiny.llama, tiny.qwen2, tiny.gpt2])
-def test_unequal_ranks_share_a_forward(build):
+def test_unequal_ranks_share_a_forward(build, device):
     found = []
-    for device in BOTH:
-        slots = tiny.population(build().to(device), (4, 2))
-        ids, share = (x.to(device) for x in inputs(4))
+    for where in ("cpu", device):
+        slots = tiny.population(build().to(where), (4, 2))
+        ids, share = (x.to(where) for x in inputs(4))
         with population_forward(slots.layers, RowLayout(("a0", "a1"), (1, 3))):
             hidden = slots.base.hidden(ids)
             logprobs, _ = slots.base.token_logprobs(
                 hidden[:, :-1].flatten(0, 1), ids[:, 1:].flatten(),
-                torch.ones(ids[:, 1:].numel(), device=device),
+                torch.ones(ids[:, 1:].numel(), device=where),
             )  # fmt: skip
             (logprobs * share.flatten()).sum().backward()
         found.append([p.grad.cpu() for name in ("a0", "a1") for p in slots.parameters(name)])
@@ -205,35 +203,44 @@ def sampled(device, specialized=True, **engine):
         )
         for i, name in enumerate(slots.names)
     ]  # fmt: skip
-    found = NativeEngine(slots, AgentSettings(engine=engine)).rollout(asked)
+    native = NativeEngine(slots, AgentSettings(engine=engine))
+    assert native._specialized is specialized
+    found = native.rollout(asked)
     done = [c for mine in found for group in mine for c in group.completions]
     return [c.token_ids for c in done], [list(c.logprobs) for c in done]
 
 
 @pytest.mark.parametrize(
     "engine",
-    [{}, {"max_decode_rows": 24}, {"cuda_graphs": False}, None],
-    ids=["graphs", "graphs in pieces", "plain", "modules"],
+    [
+        {},
+        {"max_decode_rows": 24},
+        pytest.param({"cuda_graphs": False}, marks=pytest.mark.cuda),
+        None,
+    ],
+    ids=["default", "pieces", "plain", "modules"],
 )
-def test_completions_are_those_of_the_cpu(engine):
+def test_completions_are_those_of_the_cpu(engine, device):
     expected = sampled("cpu")
-    found = sampled(DEVICE, engine is not None, **(engine or {}))
+    found = sampled(device, engine is not None, **(engine or {}))
     assert found[0] == expected[0]
     assert len({len(tokens) for tokens in found[0]}) > 5  # rows leave at many steps
     for one, two in zip(found[1], expected[1], strict=True):
         assert one == pytest.approx(two, abs=2e-4)
 
 
+@pytest.mark.parametrize("build", [build_model, tiny.gpt2], ids=["joined layers", "modules"])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_a_learn_call_changes_the_weights_as_on_the_cpu(beta):
+def test_a_learn_call_changes_the_weights_as_on_the_cpu(beta, build, device):
     found = []
-    for device in BOTH:
+    for where in ("cpu", device):
         hparams = PLAIN.replace(beta=beta, update_epochs=2)
-        cohort = build_cohort(2, hparams, model=build_model().to(device), warm=False)
+        cohort = build_cohort(2, hparams, model=build().to(where), warm=False)
         slots = list(cohort.agents)
         for slot in slots:
             for index, parameter in enumerate(cohort.slots.parameters(cohort.agents[slot].adapter)):
-                parameter.data.add_(0.05 * tiny.noise(parameter.shape, index).to(device))
+                parameter.data.add_(0.05 * tiny.noise(parameter.shape, index).to(where))
+        cohort.freeze_reference(slots[0])  # a reference adapter beside the base itself
         learn(cohort, slots, [make_rows(7 + slot) for slot in slots])
         found.append([w.cpu() for slot in slots for w in weights(cohort, slot)])
     # AdamW's first steps have the size of lr whatever the gradient: those near 0 may differ.
@@ -241,7 +248,8 @@ def test_a_learn_call_changes_the_weights_as_on_the_cpu(beta):
     assert apart < 1e-2 * PLAIN.lr * sum(one.numel() for one in found[0]) ** 0.5
 
 
-def test_a_step_that_cannot_be_captured_runs_in_plain(monkeypatch):
+@pytest.mark.cuda
+def test_a_step_that_cannot_be_captured_runs_in_plain(device, monkeypatch):
     step = DecodeLoop._step
 
     def waits(self):
@@ -250,15 +258,15 @@ def test_a_step_that_cannot_be_captured_runs_in_plain(monkeypatch):
 
     expected = sampled("cpu")
     monkeypatch.setattr(DecodeLoop, "_step", waits)
-    told = pytest.warns(UserWarning, match=r"engine\.cuda_graphs: .* cannot be captured")
-    with nullcontext() if DEVICE == "cpu" else told:
-        assert sampled(DEVICE)[0] == expected[0]
+    with pytest.warns(UserWarning, match=r"engine\.cuda_graphs: .* cannot be captured"):
+        found = sampled(device)
+    assert found[0] == expected[0]
 
 
-def test_bfloat16_trains_and_is_evaluated(tmp_path):
+def test_bfloat16_trains_and_is_evaluated(device, tmp_path):
     observer = Told()
     folder = run(
-        small(engine__device=DEVICE, engine__dtype="bfloat16"),
+        small(engine__device=device, engine__dtype="bfloat16"),
         out=tmp_path / "b",
         observer=observer,
     )

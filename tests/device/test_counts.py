@@ -1,0 +1,128 @@
+"""What a decode step and a learn call ask of a device, counted on the rehearsal device.
+
+counts.json has the numbers, which may fall and not grow. Write them anew after a change with
+
+    EVO_GRPO_WRITE_COUNTS=1 make test-device ARGS="-k counts -n 0"
+"""
+
+import pytest
+import rehearsal
+import torch
+from device_counts import (
+    STEPS,
+    Watch,
+    compared,
+    counted_learn,
+    decode_counts,
+    differing,
+    rollout,
+)
+from torch import nn
+
+from evo_grpo.learn import learner
+from evo_grpo.model.llama.cache import FixedCache
+from evo_grpo.rollout.native.loop import DecodeLoop
+from evo_grpo.rollout.native.output import StopConditions
+
+KL = {"beta": 0.1, "update_epochs": 2, "batch_size": 4}
+pytestmark = pytest.mark.device
+
+
+@pytest.fixture(autouse=True)
+def _counted(device):
+    if device != rehearsal.NAME:
+        pytest.skip(f"operations are counted on the rehearsal device, these tests run on {device}")
+
+
+def test_counts_of_a_decode_step():
+    compared(decode_counts(), "decode step")
+
+
+def test_counts_of_a_rollout_without_its_steps():
+    counts = rollout(min_output_tokens=STEPS)
+    compared({"syncs": counts.syncs.total(), "copies": counts.copies.total()}, "rollout")
+
+
+@pytest.mark.parametrize("agents", [2, 8, 32])
+def test_counts_of_learn(agents):
+    compared(counted_learn(agents).totals(), f"learn, {agents} agents")
+    compared(counted_learn(agents, **KL).totals(), f"learn with a KL, 4 steps, {agents} agents")
+
+
+def test_steps_of_a_block_are_the_same_operations_on_the_same_memory(monkeypatch):
+    watch = Watch(monkeypatch)
+    rollout(min_output_tokens=STEPS)
+    assert [len(block) for block in watch.blocks if block] == [8] * (STEPS // 8)
+    assert differing(watch.blocks) is None
+    assert len(watch.blocks[-1][0].entries) > 50
+
+
+def test_a_tensor_of_the_cpu_in_a_step_is_refused(monkeypatch):
+    met = StopConditions.met
+
+    def mixed(self, drawn, tokens, sampling):
+        return met(self, drawn, tokens, sampling) | torch.zeros(len(tokens), dtype=torch.bool)
+
+    monkeypatch.setattr(StopConditions, "met", mixed)
+    with pytest.raises(RuntimeError, match="found at least two devices, rehearsal:0 and cpu"):
+        rollout()
+
+
+def test_numbers_of_the_device_are_read_by_copies_alone():
+    there = torch.arange(3, device=rehearsal.NAME)
+    with rehearsal.counting() as counts:
+        assert there.tolist() == [0, 1, 2]
+        assert int(there[2]) == 2
+    assert counts.totals() == {"launches": 0, "syncs": 2, "copies": 0}
+    assert counts.moved == there.nbytes
+    with pytest.raises(RuntimeError, match="found at least two devices"):
+        torch.arange(3)[there]
+
+
+def test_a_tensor_of_the_cpu_in_the_loss_is_refused(monkeypatch):
+    weigh = learner.token_weights_of
+
+    def mixed(*args, **kwargs):
+        weights = weigh(*args, **kwargs)
+        return weights * torch.ones(weights.shape)
+
+    monkeypatch.setattr(learner, "token_weights_of", mixed)
+    with pytest.raises(RuntimeError, match="found at least two devices, rehearsal:0 and cpu"):
+        counted_learn(2)
+
+
+def test_a_wait_in_the_loop_is_counted(monkeypatch):
+    step = DecodeLoop._step
+
+    def waits(self):
+        step(self)
+        self._finished.sum().item()
+
+    monkeypatch.setattr(DecodeLoop, "_step", waits)
+    with pytest.raises(AssertionError, match=r"decode step, syncs in steps: 0 in .*, now \d"):
+        compared(decode_counts(), "decode step")
+
+
+def test_a_mask_that_grows_each_step_is_seen(monkeypatch):
+    begin = FixedCache.begin
+
+    def grows(self):
+        begin(self)
+        self._bias = nn.functional.pad(self._bias, (0, 1), value=float("-inf"))
+
+    monkeypatch.setattr(FixedCache, "begin", grows)
+    watch = Watch(monkeypatch)
+    rollout(min_output_tokens=STEPS)
+    one, two = differing(watch.blocks)
+    assert one[0] == two[0] == "index_fill_"  # of the mask, which has another place and width
+
+
+def test_an_optimizer_that_loops_is_counted(monkeypatch):
+    adam = torch.optim.AdamW
+
+    def loops(*args, **kwargs):
+        return adam(*args, **{**kwargs, "fused": False, "foreach": False})
+
+    monkeypatch.setattr(torch.optim, "AdamW", loops)
+    with pytest.raises(AssertionError, match=r"learn, 8 agents, launches: \d+ in .*, now \d"):
+        compared(counted_learn(8).totals(), "learn, 8 agents")
