@@ -138,8 +138,13 @@ class MicroBatch:
 
     def gather(self, name: str) -> Tensor:
         """Return the per-row tensors `old` or `ref` as (B, C); zeros for rows without one."""
-        device, found = self.mask.device, [(getattr(r, name), r.generated) for r in self.rows]
-        parts = [torch.zeros(n, device=device) if own is None else own for own, n in found]
+        device = self.mask.device
+        parts = [
+            torch.zeros(row.generated, device=device)
+            if (own := getattr(row, name)) is None
+            else own
+            for row in self.rows
+        ]
         return self.pad(torch.cat(parts))
 
     def sampler_logprobs(self, old: Tensor) -> Tensor:
