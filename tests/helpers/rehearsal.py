@@ -337,6 +337,10 @@ def _registered():
 def known():
     """Let torch and the settings know the device."""
     _registered()
+    try:
+        torch.ones((), device=NAME).requires_grad_().clone().backward()
+    except RuntimeError:  # its threads, one a device, start once
+        pytest.skip("autograd ran in this process before the device was known: make test-device")
     with pytest.MonkeyPatch.context() as patch:
         # The layers of the Llama family are joined where their weights are plain parameters.
         patch.setattr(departures, "type", _type, raising=False)
