@@ -45,9 +45,10 @@ class _Norm:
         self.fused = not compiled and weight.device.type != "cpu"
         # transformers normalizes in fp32 whatever the dtype, and rounds before the weight.
         self.plain = compiled or weight.dtype != torch.float32
-        size = weight.shape[0]
-        self.weight = weight * size**0.5
-        self.least = weight.new_tensor((size * float(module.variance_epsilon)) ** 0.5)
+        if not self.fused and not self.plain:
+            size = weight.shape[0]
+            self.weight = weight * size**0.5
+            self.least = weight.new_tensor((size * float(module.variance_epsilon)) ** 0.5)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.fused:
