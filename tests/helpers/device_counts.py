@@ -18,7 +18,7 @@ from evo_grpo.rollout.native.loop import DecodeLoop
 from evo_grpo.rollout.sampling import Sampling
 
 TABLE = Path(__file__).parents[1] / "device" / "counts.json"
-ANEW = 'EVO_GRPO_WRITE_COUNTS=1 make test-device ARGS="-k counts -n 0"'
+ANEW = 'EVO_GRPO_WRITE_COUNTS=1 make test-device ARGS="-k counts_of -n 0"'
 #: Tokens of a rollout after the first: five blocks of 8 steps.
 STEPS = 40
 
