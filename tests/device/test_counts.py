@@ -2,7 +2,7 @@
 
 counts.json has the numbers, which may fall and not grow. Write them anew after a change with
 
-    EVO_GRPO_WRITE_COUNTS=1 make test-device ARGS="-k counts -n 0"
+    EVO_GRPO_WRITE_COUNTS=1 make test-device ARGS="-k counts_of -n 0"
 """
 
 import pytest
