@@ -25,6 +25,8 @@ from torch.utils.checkpoint import checkpoint
 #: Logits held at once, in fp32 elements: 2 MiB on a CPU, about its second cache; 128 MiB elsewhere.
 CPU_ELEMENTS = 1 << 19
 DEVICE_ELEMENTS = 1 << 25
+#: Logits held at once of a head that is called, on any device.
+CALLED_ELEMENTS = 1 << 24
 #: Columns of a block on a CPU: wide enough for an efficient matmul, with enough rows left.
 CPU_COLUMNS = 1 << 11
 #: exp() of a lower log-prob is 0 in float32, and 0 times -inf would be NaN.
@@ -252,7 +254,7 @@ def module_logprobs(
         entropies = cast("Tensor", _Entropies.apply(table))
         return table.gather(1, wanted[:, None])[:, 0], entropies
 
-    rows = max(1, DEVICE_ELEMENTS // vocabulary)
+    rows = max(1, CALLED_ELEMENTS // vocabulary)
     inverse = temperature.float().reciprocal()
     parts = [
         checkpoint(block, hidden[part], targets[part], inverse[part], use_reentrant=False)

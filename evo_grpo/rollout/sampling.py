@@ -148,7 +148,7 @@ def sample_tokens(
         rows: Settings per row.
         seen: (B, V) bool, tokens of prompt and completion so far; needed when a row has a
             repetition penalty.
-        forbidden: (B, V) bool, or (V,) for all rows: tokens that may not be drawn (the end tokens
+        forbidden: (B, V) bool, or (1, V) for all rows: tokens that may not be drawn (the end tokens
             before min_output_tokens).
 
     Returns:

@@ -279,7 +279,7 @@ def test_a_models_own_logits_give_the_same(build):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_head_that_is_called_gives_the_same(dtype, monkeypatch):
     """Log-probs, entropies and gradients, over several blocks of rows."""
-    monkeypatch.setattr("evo_grpo.model.logprobs.DEVICE_ELEMENTS", 100)
+    monkeypatch.setattr("evo_grpo.model.logprobs.CALLED_ELEMENTS", 100)
     head = torch.nn.Linear(8, 30, bias=True, dtype=dtype).requires_grad_(False)
     found = []
     for called in (True, False):

@@ -205,7 +205,7 @@ class AdapterViews:
         joined = (a.requires_grad_(), tuple(own.requires_grad_() for own in b))
         width = sum(base.sizes)
         most = KEPT_ELEMENTS if like.device.type == "cpu" else KEPT_DEVICE_ELEMENTS
-        kept = {} if count * row * width <= most else None
+        kept = {} if count * row * max(width, a.shape[2]) <= most else None
         return JoinedAdapters(*joined, scale, tuple(parts), width, kept)
 
 

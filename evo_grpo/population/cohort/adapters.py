@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -66,7 +67,7 @@ def resize(
         return
     before = state.optimizer.state_dict()["state"]
     state.optimizer = fresh_optimizer()
-    if found.error is not None:
+    if found.error is not None and math.isfinite(found.error):
         state.rank_error = found.error
     if found.factors is not None and before:
         shapes = slots.shapes(state.adapter)

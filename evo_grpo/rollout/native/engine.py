@@ -176,7 +176,12 @@ class NativeEngine(RolloutEngine):
             tuple(r.adapter for r in requests), tuple(len(r.prompts) for r in requests)
         )
         columns = max(len(p.token_ids) for r in requests for p in r.prompts)
-        columns_out = max(r.sampling.max_output_tokens for r in requests)
+        # No step is past the limit of all rows: a model may fail at positions beyond its context.
+        columns_out = max(
+            min(r.sampling.max_output_tokens, self._context - len(p.token_ids))
+            for r in requests
+            for p in r.prompts
+        )
         total = columns + columns_out
         with population_forward(self.slots.layers, layout, frozen=True) as fused:
             decoder = self._decoder(fused, total, equal=equal)
@@ -199,7 +204,7 @@ class NativeEngine(RolloutEngine):
                 prompt_columns=columns,
                 steps=columns_out,
                 context=self._context,
-                graphs=self._graphs,
+                graphs=self._graphs if self._specialized and not equal else None,
             )
             output = loop.run(logits, source)
         return self._groups(requests, output)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import final
 
 import torch
 
-from evo_grpo.model.out_of_memory import is_out_of_memory
+from evo_grpo.model.out_of_memory import free_cached, is_out_of_memory
+
+#: Least number of steps for which a step is captured: a capture takes about as long as a plain one.
+_WORTH = 4
 
 
 @final
@@ -27,7 +31,8 @@ class StepGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         self._memory: object = None
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._fails = False
+        #: Whether no capture has failed.
+        self.work = True
 
     def forget(self) -> None:
         """Replay no earlier capture: the next step reads other memory."""
@@ -36,27 +41,55 @@ class StepGraphs:
     def run(self, step: Callable[[], None], memory: object, count: int) -> None:
         """Run a step `count` times, which reads and writes the memory of the last call if equal."""
         with torch.cuda.device(self._device):
-            if memory != self._memory and not self._fails:
-                self._memory = memory
+            if memory != self._memory and self.work and count >= _WORTH:
                 # Libraries load kernels and allocate in the first step, which no capture allows.
                 self._beside(step)
                 count -= 1
                 self._capture(step)
+                self._memory = memory
+            replays = self.work and memory == self._memory and self._graph is not None
             for _ in range(count):
-                if self._graph is None or self._fails:
-                    step()
-                else:
+                if replays and self._graph is not None:
                     self._graph.replay()
+                else:
+                    step()
 
     def _beside(self, call: Callable[[], None]) -> None:
         """Call on the stream of captures, after and before all else."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            call()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                call()
+        finally:
+            current.wait_stream(self._stream)
 
     def _capture(self, step: Callable[[], None]) -> None:
+        """Capture a step, whose memory is the pool's.
+
+        Raises:
+            RuntimeError: The device has no memory for the capture.
+        """
+        error = self._tried(step)
+        if error is not None and is_out_of_memory(error):
+            # A capture, unlike a plain step, does not take back what the allocator has cached.
+            free_cached()
+            error = self._tried(step)
+        if error is None:
+            return
+        if is_out_of_memory(error):
+            raise error
+        self.work, self._graph = False, None
+        warnings.warn(
+            "engine.cuda_graphs: the decode step cannot be captured as a CUDA graph, and runs "
+            f"kernel by kernel from now on ({str(error).splitlines()[0][:200]}); set "
+            "engine.cuda_graphs to false to spare the attempt",
+            UserWarning,
+            stacklevel=2,
+        )
+
+    def _tried(self, step: Callable[[], None]) -> RuntimeError | None:
+        """Capture a step; return the error if that fails."""
         graph = torch.cuda.CUDAGraph()
 
         def capture() -> None:
@@ -65,21 +98,18 @@ class StepGraphs:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 step()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # it repeats that the capture has failed
+                    graph.capture_end()
+                raise
+            graph.capture_end()
 
         try:
             self._beside(capture)
         except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-            self._fails = True
-            warnings.warn(
-                "engine.cuda_graphs: the decode step cannot be captured as a CUDA graph, and runs "
-                f"kernel by kernel from now on ({str(error).splitlines()[0][:200]}); set "
-                "engine.cuda_graphs to false to spare the attempt",
-                UserWarning,
-                stacklevel=2,
-            )
-        else:
-            self._graph = graph
+            # A capture that ends with an error leaves the allocator in it.
+            with suppress(RuntimeError, AttributeError):
+                torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType] -- `capture_end` calls it where the capture succeeds
+            return error
+        self._graph = graph
+        return None

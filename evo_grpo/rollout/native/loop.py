@@ -87,7 +87,7 @@ class DecodeLoop:
                 if ended >= self._leave_share * len(self._finished):
                     self._remove_finished()
             count = min(self._block, self._steps - done)
-            memory = self.decoder.reserve(self._prompt_columns + done + count)
+            memory = self.decoder.reserve(self._prompt_columns + done + count - 1)
             if self._graphs is not None and memory is not None:
                 self._graphs.run(self._step, (len(self._tokens), memory), count)
             else:
@@ -98,7 +98,8 @@ class DecodeLoop:
 
     @property
     def _leave_share(self) -> float:
-        return _LEAVE_SHARE if self._graphs is None else _LEAVE_SHARE_OF_GRAPHS
+        graphs = self._graphs is not None and self._graphs.work
+        return _LEAVE_SHARE_OF_GRAPHS if graphs else _LEAVE_SHARE
 
     def _step(self) -> None:
         """Run the last tokens, and draw the next ones."""

@@ -216,7 +216,7 @@ def test_a_step_matches_the_definition(path, loss_type, monkeypatch):
     # Blocks of few rows and columns, so that every row of logits is in several.
     monkeypatch.setattr("evo_grpo.model.logprobs.CPU_COLUMNS", 7)
     monkeypatch.setattr("evo_grpo.model.logprobs.CPU_ELEMENTS", 21)
-    monkeypatch.setattr("evo_grpo.model.logprobs.DEVICE_ELEMENTS", 60)
+    monkeypatch.setattr("evo_grpo.model.logprobs.CALLED_ELEMENTS", 60)
     hparams = PLAIN.replace(
         entropy_coef=0.2, temperature=0.8, update_epochs=2, batch_size=5, max_grad_norm=0.01
     )
