@@ -63,26 +63,43 @@ class AdapterPlan:
 
 
 def plan_adapter(
-    slots: AdapterSlots, name: str, folder: Path, *, merge: bool = False
+    slots: AdapterSlots,
+    name: str,
+    folder: Path,
+    *,
+    merge: bool = False,
+    becomes: LoraConfig | None = None,
 ) -> AdapterPlan:
     """Read a PEFT folder and check that it fits a slot, without changing the slot.
 
     See `plan_copy`. Missing or damaged files raise CheckpointError.
     """
     state = read_adapter(folder)
-    return plan_copy(slots, name, AdapterCopy(state, read_config(folder)), folder, merge=merge)
+    copy = AdapterCopy(state, read_config(folder))
+    return plan_copy(slots, name, copy, folder, merge=merge, becomes=becomes)
 
 
 def plan_copy(
-    slots: AdapterSlots, name: str, adapter: AdapterCopy, origin: Path, *, merge: bool = False
+    slots: AdapterSlots,
+    name: str,
+    adapter: AdapterCopy,
+    origin: Path,
+    *,
+    merge: bool = False,
+    becomes: LoraConfig | None = None,
 ) -> AdapterPlan:
     """Check that an adapter of a PEFT folder fits a slot, without changing the slot.
 
-    With `merge`, different configurations are merged, not refused. Another base raises
-    CheckpointError; a merged configuration that cannot be trained raises ConfigError.
+    The slot gets the configuration `becomes` first; None keeps its own. With `merge`, different
+    configurations are merged, not refused. Another base raises CheckpointError; a merged
+    configuration that cannot be trained raises ConfigError.
     """
-    state, theirs, ours = adapter.state, adapter.config, slots.lora_config(name)
+    state, theirs, present = adapter.state, adapter.config, slots.lora_config(name)
     current, shapes = slots.state(name), slots.shapes(name)
+    ours, config = becomes or present, None
+    if differences(ours, present):
+        config = trainable(ours)
+        current, shapes = _fresh_state(slots, f"{name}_trial", config)
     # Before padding, which would make matrices of a smaller base fit this one.
     check_base(state, current, origin, slots.base)
     wanted = adapted_modules(slots.base.model, theirs)
@@ -104,10 +121,10 @@ def plan_copy(
         )
     _check_ranks(state, theirs, origin)
     own = {key: value.shape for key, value in state.items()}
-    config, notes = None, list[str]()
+    notes = list[str]()
     if different:
         merged, notes = merged_config(theirs, ours, wanted, live)
-        if differences(merged, ours):
+        if differences(merged, present):
             config = merged
         # Start from new weights, also if the slot keeps its configuration.
         current, shapes = _fresh_state(slots, f"{name}_trial", merged)

@@ -23,6 +23,7 @@ from evo_grpo.population.checkpoints.manifest import (
     read_state,
 )
 from evo_grpo.population.checkpoints.moments import OPTIMIZER, read_moments
+from evo_grpo.population.cohort.adapters import adapter_config
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import START
 from evo_grpo.record.digests import check_digests
@@ -60,8 +61,14 @@ def load_agent(
     attributes = read_attributes(folder) if plain is None else {}
     notes = _check_base(attributes, folder, cohort.base) if plain is None else []
     read = read_state(attributes, folder) if plain is None else None
+    # A rank and alpha of its own are hyperparameters of the agent, which the checkpoint brings.
+    present = cohort.slots.lora_config(state.adapter)
     actor = plan_adapter(
-        cohort.slots, state.adapter, plain or folder / "actor", merge=merge_lora_configs
+        cohort.slots,
+        state.adapter,
+        plain or folder / "actor",
+        merge=merge_lora_configs,
+        becomes=None if read is None else adapter_config(cohort.slots.config, read[0], present),
     )
     if plain is not None:
         notes.append(_about_peft(folder, read_config(plain), cohort.base))

@@ -17,6 +17,8 @@ from tiny_cohort import (
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.learn.rows import AgentBatch
+from evo_grpo.population.checkpoints.read import load_agent
+from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.population.cohort.whole_rounds import WholeRound
 from evo_grpo.population.zero.turns import ZeroOptimizer
 from evo_grpo.types import Score
@@ -123,6 +125,20 @@ def test_copies_and_the_archive_take_the_rank_of_their_source():
     cohort.set_hparams(0, UNCLIPPED.replace(lora_r=9))
     assert same(weights(cohort, 0), weights(cohort, 1))
     assert moments(cohort, 0).keys() == moments(cohort, 1).keys()
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("r", [2, 8])
+def test_a_checkpoint_brings_its_rank_alpha_and_moments(r, merge, tmp_path):
+    saved, other = trained(UNCLIPPED.replace(lora_r=r)), trained()
+    save_agent(saved, 0, tmp_path / "one")
+    load_agent(other, 0, tmp_path / "one", load_optimizer=True, merge_lora_configs=merge)
+    assert other.agents[0].hparams.lora_r == rank(other, 0) == r
+    assert other.agents[0].rank_error is None
+    assert same(weights(saved, 0), weights(other, 0))
+    assert all(
+        torch.equal(value, moments(other, 0)[key]) for key, value in moments(saved, 0).items()
+    )
 
 
 def test_the_error_of_a_cut_is_of_the_agent_alone_and_not_of_its_copies():
