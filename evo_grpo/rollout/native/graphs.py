@@ -47,12 +47,12 @@ class StepGraphs:
                 count -= 1
                 self._capture(step)
                 self._memory = memory
-            replays = self.work and memory == self._memory and self._graph is not None
+            graph = self._graph if memory == self._memory else None
             for _ in range(count):
-                if replays and self._graph is not None:
-                    self._graph.replay()
-                else:
+                if graph is None:
                     step()
+                else:
+                    graph.replay()
 
     def _beside(self, call: Callable[[], None]) -> None:
         """Call on the stream of captures, after and before all else."""

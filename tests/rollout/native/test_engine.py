@@ -13,6 +13,7 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import RowLayout, population_forward
 from evo_grpo.model.llama import decode
 from evo_grpo.model.llama.cache import FixedCache
+from evo_grpo.model.llama.choice import departure_of
 from evo_grpo.model.llama.weights import is_llama_family
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native import loop
@@ -289,6 +290,8 @@ class TestCompany:
         monkeypatch.setattr(loop, "block_of", lambda device: 3)
         monkeypatch.setattr(loop, "_LEAVE_SHARE", share)
         out = engine_of(eight).rollout(requests)
+        # A cache that is wrong differs from the modules, which would then take its place.
+        assert departure_of(eight.base, eight.layers) is None
         assert [ids_of(groups) for groups in out] == expected
         assert_logprobs(eight, requests, out, known=scored)
 
