@@ -25,6 +25,11 @@ VALUES_SHOWN = 5
 """The number of values of a hyperparameter up to which a schedule shows all of them."""
 #: How members are created without a request of the user.
 _BY_ITSELF = ("init", "clone", "mutate", "restore", "mean")
+#: Why a finalist of a kind wins a tie.
+_WHY = {
+    "mean": "the mean wins, since averaging usually helps",
+    "last": "an agent wins over one that trained for fewer rounds",
+}
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,8 @@ def _finished(
         yield Sentence(
             "choice",
             f"It won the final comparison on {_prompts(winner.final, 'validation')}: "
-            f"{_scored(winner.final)} against {rivals_text(winner, rivals)}.",
+            f"{_scored(winner.final)} against {rivals_text(winner, rivals)}."
+            + _why_not_the_greatest(winner, rivals),
         )
     yield from _validation(winner, alone=alone)
     if not alone:
@@ -125,6 +131,14 @@ def _finished(
         yield Sentence("judge", _judge(judge))
     if comparison is not None:
         yield Sentence("guess", guess_sentence(comparison))
+
+
+def _why_not_the_greatest(winner: SelectedAgent, rivals: Sequence[SelectedAgent]) -> str:
+    """Return why a winner won over a finalist with a greater score; empty if there is none."""
+    own = math.nan if winner.final is None else winner.final.mean
+    if winner.kind not in _WHY or not any(r.final and r.final.mean > own for r in rivals):
+        return ""
+    return f" Where a difference may be chance, {_WHY[winner.kind]}."
 
 
 def _not_judged(

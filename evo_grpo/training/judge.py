@@ -20,6 +20,9 @@ from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.training.assemble import Prepared
 from evo_grpo.types import Member, Mutation, Score, Slot
 
+PRECEDENCE = ("mean", "last", "archive")
+"""Kinds of finalists; one has to be significantly better to win against one before it."""
+
 
 @dataclass(frozen=True)
 class Finalist:
@@ -147,19 +150,23 @@ def choose(prepared: Prepared, candidates: Sequence[Finalist]) -> Choice:
 def best_finalist(
     candidates: Sequence[Finalist], scores: Sequence[Score], level: float | None
 ) -> int:
-    """Return the index of the winning finalist; of equal finalists, the first wins.
+    """Return the index of the winning finalist.
 
-    The archive wins only if it is significantly better than the others, because it has trained less
-    and was selected as the maximum of many noisy evaluations. A difference is significant if its
-    p-value is at most `level`; with None any difference is significant.
+    The mean of two survivors wins unless another finalist is significantly better, and so does the
+    best of the last round against the archive. A mean is nearly always the better agent, by less
+    than a validation score can show; the archive has trained less and was selected as the maximum
+    of many noisy evaluations. A difference is significant if its p-value is at most `level`; with
+    None the greatest mean score wins.
     """
-    means = [score.mean if math.isfinite(score.mean) else -math.inf for score in scores]
-    order = sorted(range(len(means)), key=lambda i: (-means[i], i))
-    fresh = [i for i in order if candidates[i].kind != "archive" and means[i] > -math.inf]
-    if level is None or not fresh or candidates[order[0]].kind != "archive":
-        return order[0]
-    ahead = compare(scores[order[0]], scores[fresh[0]])
-    return order[0] if ahead.significant(level) else fresh[0]
+    order = sorted(range(len(candidates)), key=lambda i: PRECEDENCE.index(candidates[i].kind))
+    there = [i for i in order if math.isfinite(scores[i].mean)] or order[:1]
+    if level is None:
+        return max(there, key=lambda i: scores[i].mean)
+    best = there[0]
+    for i in there[1:]:
+        if compare(scores[i], scores[best]).significant(level):
+            best = i
+    return best
 
 
 def judge(

@@ -76,6 +76,16 @@ def test_a_mean_that_won_tells_both_lines():
     assert "75% of all training tokens (3,000 of 4,000)" in story["share"]
 
 
+def test_a_winner_with_a_smaller_score_than_another_finalist_tells_why_it_won():
+    summary = mean_won()
+    first, *others = summary["candidates"]
+    greater = {**first, "validation": {**first["validation"], "mean": 0.74}}
+    assert told({**summary, "candidates": [greater, *others]})["choice"].endswith(
+        "0.72 ± 0.03 against 0.74 (agent 1, not significantly ahead) and 0.60 (agent 0 as it was after "
+        "round 2). Where a difference may be chance, the mean wins, since averaging usually helps."
+    )
+
+
 def test_a_rank_that_was_cut_on_the_way_of_the_winner_is_told_with_its_error():
     rounds = two_rounds()
     cut = [replace(a, metrics={**a.metrics, "rank_error": 0.125}) for a in rounds[1].agents]

@@ -120,21 +120,27 @@ def test_a_finalist_that_cannot_be_told_from_the_winner_ties():
     ]
 
 
-def test_the_archive_is_taken_only_where_it_is_significantly_better():
+def test_a_mean_wins_unless_another_finalist_is_significantly_better_and_the_archive_comes_last():
     def finalist(kind):
         return Finalist(kind, Slot(0), Member(0, Slot(0)), Slot(0), 0.5, None)
 
     def score(right):
         return Score(right / 40, 0.1, 40, (1.0,) * right + (0.0,) * (40 - right))
 
+    def winner(*right, level=0.1):
+        return best_finalist(three, [score(r) for r in right], level)
+
+    last, archive, mean = range(3)
     three = [finalist(kind) for kind in ("last", "archive", "mean")]
-    assert best_finalist(three, [score(r) for r in (20, 21, 19)], 0.1) == 0
-    assert best_finalist(three, [score(r) for r in (20, 21, 20)], 0.1) == 0, "the first of equals"
-    assert best_finalist(three, [score(r) for r in (19, 21, 20)], 0.1) == 2
-    assert best_finalist(three, [score(r) for r in (20, 30, 20)], 0.1) == 1
-    assert best_finalist(three, [score(r) for r in (20, 21, 19)], None) == 1
+    assert winner(20, 20, 20) == mean
+    assert winner(21, 22, 19) == mean
+    assert winner(30, 31, 20) == last, "the archive is ahead of the mean, but not of the last"
+    assert winner(20, 30, 20) == archive
+    assert winner(30, 40, 20) == archive
+    assert winner(20, 21, 19, level=None) == archive
+    assert best_finalist(three[:2], [score(20), score(21)], 0.1) == last
     lost = Score(float("nan"), float("nan"), 0, ())
-    assert best_finalist(three, [lost, score(3), lost], 0.1) == 1
+    assert best_finalist(three, [lost, score(3), lost], 0.1) == archive
     assert best_finalist(three[1:2], [score(3)], 0.1) == 0
 
 
