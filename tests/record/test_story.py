@@ -81,8 +81,9 @@ def test_a_winner_with_a_smaller_score_than_another_finalist_tells_why_it_won():
     first, *others = summary["candidates"]
     greater = {**first, "validation": {**first["validation"], "mean": 0.74}}
     assert told({**summary, "candidates": [greater, *others]})["choice"].endswith(
-        "0.72 ± 0.03 against 0.74 (agent 1, not significantly ahead) and 0.60 (agent 0 as it was after "
-        "round 2). Where a difference may be chance, the mean wins, since averaging usually helps."
+        "0.72 ± 0.03 against 0.74 (agent 1, not significantly ahead) and 0.60 (agent 0 as "
+        "it was after round 2). Where a difference may be chance, the mean wins, since averaging "
+        "usually helps."
     )
 
 
