@@ -241,7 +241,8 @@ class Agent(AgentSignature, ABC):
         prompts = to_prompts(obs, base.tokenizer, base.vocabulary)
         close_turns_with(obs, base.eos_ids, base.pad_id)
         samples = self.hparams.group_size if training and repeat_prompts else 1
-        sampling = self.cohort.sampling(self.hparams if training else Hparams())
+        own = Hparams(max_output_tokens=self.hparams.max_output_tokens)
+        sampling = self.cohort.sampling(self.hparams if training else own)
         count = self.cohort.next_call()
         (groups,) = self.cohort.generate(
             [self.slot], prompts, stream=("action", count), samples=samples, sampling=sampling

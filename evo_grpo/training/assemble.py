@@ -205,7 +205,7 @@ def _setup(config: RunConfig, task: Task | None, processes: int) -> Setup | None
     hint = DEFAULT_OUTPUT_TOKENS if task is None else task.max_output_tokens
     return Setup(
         size,
-        config.algorithm.max_output_tokens or hint,
+        config.algorithm.longest_output(config.search_space()) or hint,
         str(pick_dtype(config.engine.dtype, where)).removeprefix("torch."),
         on,
         min(limits),
@@ -287,7 +287,7 @@ def build_parts(
     Returns:
         The cohort, its environment, and the adapter that agents start from; None means the base.
     """
-    tokens = config.algorithm.max_output_tokens or DEFAULT_OUTPUT_TOKENS
+    tokens = config.algorithm.longest_output(config.search_space()) or DEFAULT_OUTPUT_TOKENS
     # Build everything that does not need the base first, to report bad input before a model loads.
     make = environment_of(config.env, config.seed, _prompts(config), tokens, task)
     cohort, start = build_cohort(agents, team=team)

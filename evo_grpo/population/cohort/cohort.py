@@ -142,8 +142,13 @@ class Cohort:
 
     @property
     def max_output_tokens(self) -> int:
-        """Longest completion, in tokens, that is in force."""
-        return self.settings.algorithm.max_output_tokens or self._hint or DEFAULT_OUTPUT_TOKENS
+        """Longest completion of any agent, in tokens, that is in force."""
+        longest = self.settings.algorithm.longest_output(self.hp_config)
+        return longest or self._hint or DEFAULT_OUTPUT_TOKENS
+
+    def output_tokens(self, hparams: Hparams) -> int:
+        """Return the longest completion of an agent, in tokens."""
+        return hparams.max_output_tokens or self.max_output_tokens
 
     @property
     def engine(self) -> RolloutEngine:
@@ -445,7 +450,7 @@ class Cohort:
         """Return the sampling parameters of an agent in training."""
         return Sampling.of(
             hparams,
-            max_output_tokens=self.max_output_tokens,
+            max_output_tokens=self.output_tokens(hparams),
             min_output_tokens=self.settings.algorithm.min_output_tokens,
         )
 
@@ -464,6 +469,7 @@ class Cohort:
             for group in s.optimizer.param_groups:
                 group["lr"] = s.hparams.lr * self.lr_factor(s.slot)
                 group["weight_decay"] = s.hparams.weight_decay
+                group["betas"] = s.hparams.adam_betas
         self.slots.together = tuple(s.adapter for s in states) if self.shards > 1 else ()
         if self._engine is not None:
             self._engine.sleep()
@@ -481,8 +487,10 @@ class Cohort:
 
     def lr_factor(self, slot: int) -> float:
         """Return the factor by which the schedule multiplies an agent's lr in its next step."""
-        schedule = self.settings.algorithm.lr_schedule
-        return 1.0 if schedule is None else lr_factor(schedule, self.agents[slot].steps)
+        schedule, state = self.settings.algorithm.lr_schedule, self.agents[slot]
+        if schedule is None:
+            return 1.0
+        return lr_factor(schedule, state.steps, state.hparams.warmup_proportion)
 
     def mutated(self, slot: int) -> None:
         """Run an agent's mutation hooks."""
