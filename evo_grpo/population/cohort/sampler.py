@@ -48,7 +48,8 @@ class PopulationSampler:
         """Return a sampler for comparisons, in which all policies sample with the same draws.
 
         A slot of None is the base model without an adapter. Sampling uses no top-k or top-p; each
-        agent has its own longest completion, and the base has that of the run. `stream` is the path of the random stream that all policies share.
+        agent has its own longest completion, and the base has that of the run. `stream` is the path
+        of the random stream that all policies share.
         """
         sampling = Sampling(
             temperature=temperature,
