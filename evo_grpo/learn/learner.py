@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from evo_grpo.errors import ConfigError
 from evo_grpo.learn.loss_scale import LossScales, first_scale
 from evo_grpo.learn.metrics import MetricSums, finish, measure, start_metrics
 from evo_grpo.learn.minibatches import StepTotals, assign_minibatches, filter_and_whiten
@@ -165,7 +166,17 @@ class Learner:
         return finish(call.sums, call.metrics)
 
     def limit_output(self, longest: int) -> None:
-        """Set the largest number of tokens of a completion, which dr_grpo divides by."""
+        """Set the largest number of tokens of a completion, which dr_grpo divides by.
+
+        Raises:
+            ConfigError: `overlong_buffer` is larger.
+        """
+        buffer = self.algorithm.overlong_buffer
+        if buffer is not None and buffer > longest:
+            raise ConfigError(
+                f"overlong_buffer: expected at most the {longest} tokens of the longest "
+                f"completion, got {buffer}; lower it, or raise max_output_tokens"
+            )
         self.loss = self.algorithm.loss(longest)
 
     def _step(self, call: _Call, pairs: list[tuple[int, Row]], epoch: int, minibatch: int) -> None:

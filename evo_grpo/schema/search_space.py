@@ -4,8 +4,8 @@
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, Self, cast
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
     BeforeValidator,
@@ -90,7 +90,7 @@ def _choices(value: object) -> object:
         if len(set(found)) == len(found):
             return tuple(found)
         twice = next(one for place, one in enumerate(found) if one in found[:place])
-        named = _plain(twice) if isinstance(twice, bool) else repr(twice)
+        named = plain_choice(twice) if isinstance(twice, bool) else repr(twice)
         raise ValueError(f"each choice once, but {named} is there twice")
     raise ValueError("a list of names or of numbers, or of true and false")
 
@@ -189,7 +189,7 @@ class RLParameter(Group):
     def expected(self, where: str = "of its range") -> str:
         """Return what a value has to be: "a value inside of its range [1, 2]", "one of a, b"."""
         if self.choices is not None:
-            return f"one of {', '.join(map(_plain, self.choices))}"
+            return f"one of {', '.join(map(plain_choice, self.choices))}"
         return f"a value inside {where} [{self.min:g}, {self.max:g}]"
 
     def replace(self, **changes: Any) -> Self:
@@ -268,7 +268,7 @@ def _numbers(choices: Choices) -> list[float]:
     return [one for one in choices if not isinstance(one, str | bool)]
 
 
-def _plain(choice: Value) -> str:
+def plain_choice(choice: Value) -> str:
     """Return a choice as population.yaml has it."""
     return str(choice).lower() if isinstance(choice, bool) else str(choice)
 
@@ -465,41 +465,6 @@ def _check_ends(name: str, parameter: RLParameter) -> None:
             raise Problems(*found) from None
 
 
-class Outside(NamedTuple):
-    """An initial value of an agent that is outside its range, or none of its choices.
-
-    Attributes:
-        name: The hyperparameter.
-        value: Its value; for a pair-valued clip_coef the distance from 1.
-        parameter: The range.
-    """
-
-    name: str
-    value: Value
-    parameter: RLParameter
-
-    @property
-    def shown(self) -> str:
-        """The value as text."""
-        named = isinstance(self.value, str | bool)
-        return _plain(self.value) if named else f"{self.value:g}"
-
-    @property
-    def remedy(self) -> str:
-        """What a user can do."""
-        if self.parameter.choices is None:
-            return "move it, or widen the range"
-        return "take one of them, or add it to the choices"
-
-
-def outside(hparams: Hparams, hp_config: HyperparameterConfig) -> Iterator[Outside]:
-    """Yield the values of an agent that are outside their ranges."""
-    for name in hp_config.names():
-        for value in _values(hparams, name):
-            if not hp_config[name].allows(value):
-                yield Outside(name, value, hp_config[name])
-
-
 def warn_if_nothing_mutates(rl_hp: float, hp_config: HyperparameterConfig) -> None:
     """Warn if mutations have a weight `rl_hp` above 0 but no hyperparameter may mutate."""
     if rl_hp > 0 and not hp_config:
@@ -510,11 +475,3 @@ def warn_if_nothing_mutates(rl_hp: float, hp_config: HyperparameterConfig) -> No
             UserWarning,
             stacklevel=3,
         )
-
-
-def _values(hparams: Hparams, name: str) -> list[Value]:
-    if name == "clip_coef" and isinstance(hparams.clip_coef, tuple):
-        low, high = hparams.clip_coef
-        return [1 - low, high - 1]  # the range of clip_coef is that of the distance from 1
-    value = hparams.get(name)
-    return [] if value is None else [value]  # None means all rows, or no clipping

@@ -354,14 +354,14 @@ def add_agents(
 
     Raises:
         ConfigError: `init` is a list of another length, or has values that no agent can train with;
-            or a rank that is searched is above the width of a layer.
+            or a rank is above the width of a layer.
     """
     adapter = rank_alpha(cohort.slots.config)
     first = cohort.settings.algorithm.first_hparams(cohort.hp_config, adapter)
     begin = start_hparams(first, cohort.hp_config, size, init, cohort.seed)
     dealt = enumerate(deal(begin, cohort.shards))
     slots = [cohort.add(hparams, shard).slot for shard, part in dealt for hparams in part]
-    check_widths(cohort)
+    check_widths(cohort, given=start is not None)
     if start is not None:
         start_with(cohort, slots, start)
     return tuple(slots)
