@@ -20,6 +20,9 @@ round only; selections and their plans use positions."""
 Number = Annotated[float, BeforeValidator(lambda value: nan if value is None else value)]
 """A number that may be NaN, which JSON stores as null."""
 
+_Value = bool | int | float | str
+# `int | float`, not `float`: an integer that is read back from a file stays an integer.
+
 KEPT_SCORES = 100
 """Number of latest scores in an agent's history, which bounds the memory and the checkpoint of an
 agent. The records of a run have all scores."""
@@ -128,9 +131,8 @@ class Mutation:
     """
 
     op: str = "init"
-    # `int | float`, not `float`: an integer that is read back from a file stays an integer.
-    changes: Mapping[str, tuple[int | float | str, int | float | str]] = field(
-        default_factory=dict[str, tuple[int | float | str, int | float | str]]
+    changes: Mapping[str, tuple[_Value, _Value]] = field(
+        default_factory=dict[str, tuple[_Value, _Value]]
     )
 
     @property

@@ -45,7 +45,7 @@ from evo_grpo.record.arms import (
     tokens_by_purpose,
     tokens_to_train,
 )
-from evo_grpo.record.config import read_config
+from evo_grpo.record.config import adapter_of, read_config
 from evo_grpo.record.files import atomic_write, sync_into, to_line, writing
 from evo_grpo.record.folder import (
     clear_replay,
@@ -171,7 +171,7 @@ def _starts(config: RunConfig) -> Iterator[tuple[str, Any]]:
     """Yield the name of each population and its first hyperparameters, as `population.init`."""
     yield COMPARED[0], "same"
     space = config.search_space()
-    first = config.algorithm.first_hparams(space, config.model.lora.rank_alpha)
+    first = config.algorithm.first_hparams(space, adapter_of(config.model))
     if space:
         streams = (
             generator(derive(config.seed, "random guess", number))

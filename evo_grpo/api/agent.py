@@ -228,8 +228,7 @@ class Agent(AgentSignature, ABC):
 
         Args:
             obs: Prompts: `Prompt`, strings, or mappings with `input_ids`.
-            training: True samples with the agent's own settings, False with temperature 1 and no
-                filters.
+            training: True samples with the agent's settings, False at temperature 1, unfiltered.
             repeat_prompts: Sample group_size completions per prompt in training, not one.
 
         Returns:
@@ -241,7 +240,8 @@ class Agent(AgentSignature, ABC):
         prompts = to_prompts(obs, base.tokenizer, base.vocabulary)
         close_turns_with(obs, base.eos_ids, base.pad_id)
         samples = self.hparams.group_size if training and repeat_prompts else 1
-        sampling = self.cohort.sampling(self.hparams if training else Hparams())
+        plain = Hparams(max_output_tokens=self.hparams.max_output_tokens)
+        sampling = self.cohort.sampling(self.hparams if training else plain)
         count = self.cohort.next_call()
         (groups,) = self.cohort.generate(
             [self.slot], prompts, stream=("action", count), samples=samples, sampling=sampling

@@ -41,4 +41,4 @@ def warn_of_inert_mutations(
         if finding not in without_effect_of_agents(settings):
             warnings.warn(str(finding), WithoutEffect, stacklevel=3)
     if isinstance(explorer, Mutations):
-        warn_if_nothing_mutates(explorer.rl_hp, hp_config)
+        warn_if_nothing_mutates(explorer.rl_hp, hp_config.mutating())

@@ -49,6 +49,8 @@ class AgentSignature(ABC):
         repetition_penalty: float = 1.0,
         max_grad_norm: float | None = 1.0,
         weight_decay: float = 0.0,
+        adam_beta1: float = 0.9,
+        adam_beta2: float = 0.999,
         batch_size: int | None = None,
         importance_sampling_level: Literal["token", "sequence"] | None = None,
         delta: float | None = None,
@@ -137,6 +139,9 @@ class AgentSignature(ABC):
             repetition_penalty: Divides the logits of tokens seen before; 1 does nothing.
             max_grad_norm: Gradient norm above which a step is scaled down to it; null never scales.
             weight_decay: AdamW's decoupled weight decay, on the adapter's matrices.
+            adam_beta1: Decay rate of AdamW's mean of the gradients.
+            adam_beta2: Decay rate of AdamW's mean of the squared gradients. A smaller one follows
+                gradients whose size changes.
             batch_size: Completions per optimizer step; null takes all of a GRPO step at once.
             importance_sampling_level: One probability ratio per `token` or per `sequence`; null
                 follows the paper of the loss: sequence for gspo and luspo, token for all others.
@@ -263,6 +268,8 @@ class AgentSignature(ABC):
         repetition_penalty: float = 1.0,
         max_grad_norm: float | None = 1.0,
         weight_decay: float = 0.0,
+        adam_beta1: float = 0.9,
+        adam_beta2: float = 0.999,
         batch_size: int | None = None,
         importance_sampling_level: Literal["token", "sequence"] | None = None,
         delta: float | None = None,

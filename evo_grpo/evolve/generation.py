@@ -63,14 +63,16 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
     A copy, or an agent whose hyperparameters changed, becomes a new member, whose parent is the
     member it comes from. A survivor without changes keeps its member. The plan must have passed
     `check_plan`. `members` and `hparams` are by position; for the other arguments see `decide`.
+    Hyperparameters that are drawn at the start alone are not explored.
     """
+    mutating = hp_config.mutating()
     new_members: list[Member] = []
     new_hparams: list[Hparams] = []
     for offspring in plan:
         parent, agent = members[offspring.parent], members[offspring.position].agent
         copied = offspring.parent != offspring.position
         candidate = Candidate(hparams[offspring.parent], copied, offspring.elite, trials)
-        values, changes = explorer.explore(candidate, hp_config, rng)
+        values, changes = explorer.explore(candidate, mutating, rng)
         if changes or copied:
             mutation = Mutation("mutate" if changes else "clone", changes)
             new_members.append(Member(next_id, agent, parent.id, round + 1, mutation))

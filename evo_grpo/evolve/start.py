@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.clip_ends import distance_of_end, end_of_distance, from_distance
+from evo_grpo.evolve.distance import distance_range, end_of_distance, from_distance
 from evo_grpo.schema.hparams import (
     CLIP_ENDS,
-    LORA,
     MUTABLE,
-    REWARD_WEIGHT,
     Hparams,
     Value,
+    has_no_order,
     is_of_every_agent,
-    type_of,
 )
+from evo_grpo.schema.outside import outside
 from evo_grpo.schema.problems import Problem, Problems, nearest
-from evo_grpo.schema.search_space import outside
 from evo_grpo.seeding import derive, generator
 
 if TYPE_CHECKING:
@@ -96,7 +94,7 @@ def with_first_choices(first: Hparams, hp_config: HyperparameterConfig) -> Hpara
     """Return hyperparameters with the first choice of each name that has no value."""
     for name in hp_config.names():
         choices = hp_config[name].choices
-        if choices is not None and type_of(name) is str and first.get(name) is None:
+        if choices is not None and has_no_order(name) and first.get(name) is None:
             first = first.with_value(name, choices[0])
     return first
 
@@ -130,8 +128,8 @@ def sample_hparams(
     """Draw every hyperparameter that may mutate from its range.
 
     Draws are log-uniform, or uniform if the minimum of the range is 0 or there are choices. Ends
-    of a clip pair are drawn by their distance from 1. If a range has a `start`, values are drawn
-    from it.
+    of a clip pair and decay rates are drawn by their distance from 1. If a range has a `start`,
+    values are drawn from it.
 
     Raises:
         ConfigError: The ranges of clip_low and clip_high allow no low < high.
@@ -139,7 +137,7 @@ def sample_hparams(
     plain, clip_ends = _parts(base, hp_config)
     drawn = base
     for name, parameter in plain.items():
-        drawn = drawn.with_value(name, draw_value(parameter, rng))
+        drawn = drawn.with_value(name, draw_value(name, parameter, rng))
     return _draw_clip_pair(drawn, clip_ends, rng) if clip_ends else drawn
 
 
@@ -155,11 +153,14 @@ def latin_hypercube(rows: int, columns: int, rng: np.random.Generator) -> np.nda
     return (strata + 1.0 - rng.random((rows, columns))) / rows
 
 
-def draw_value(parameter: RLParameter, rng: np.random.Generator) -> Value:
-    """Draw one of the choices, or from a range; see `draw`."""
+def draw_value(name: str, parameter: RLParameter, rng: np.random.Generator) -> Value:
+    """Draw a hyperparameter: one of its choices, or from its range; see `draw`."""
     if parameter.choices is not None:
         return parameter.choices[int(rng.integers(len(parameter.choices)))]
-    return draw(parameter, rng)
+    distance = distance_range(name, parameter)
+    if distance is None:
+        return draw(parameter, rng)
+    return from_distance(name, parameter, draw(distance, rng))
 
 
 def draw(parameter: RLParameter, rng: np.random.Generator) -> float:
@@ -167,6 +168,14 @@ def draw(parameter: RLParameter, rng: np.random.Generator) -> float:
     if parameter.dtype == "int" and parameter.min == 0:
         return int(rng.integers(0, math.floor(parameter.max) + 1))
     return value_at(parameter, 1.0 - rng.random())
+
+
+def placed(name: str, parameter: RLParameter, share: float) -> float:
+    """Return the value of a hyperparameter at a share of its range; see `value_at`."""
+    distance = distance_range(name, parameter)
+    if distance is None:
+        return value_at(parameter, share)
+    return from_distance(name, parameter, value_at(distance, share))
 
 
 def value_at(parameter: RLParameter, share: float) -> float:
@@ -201,7 +210,7 @@ def _spread(
             value = (
                 places[name][math.ceil(share * count) - 1]
                 if name in places
-                else value_at(parameter, share)
+                else placed(name, parameter, share)
             )
             drawn = drawn.with_value(name, value)
         yield _clip_pair_at(drawn, clip_ends, row[len(plain) :], rng) if clip_ends else drawn
@@ -247,12 +256,7 @@ def _clip_pair_at(
     """Return the clip pair at shares of the ranges of its ends, or a random one if low >= high."""
     pair: dict[str, float] = dict(zip(CLIP_ENDS, base.clip_bounds, strict=True))
     for (name, end), share in zip(clip_ends.items(), shares, strict=True):
-        distance = distance_of_end(name, end)
-        pair[name] = (
-            value_at(end, share)
-            if distance is None
-            else from_distance(name, end, value_at(distance, share))
-        )
+        pair[name] = placed(name, end, share)
     low, high = pair["clip_low"], pair["clip_high"]
     return (
         base.replace(clip_coef=(low, high)) if low < high else _draw_clip_pair(base, clip_ends, rng)
@@ -265,9 +269,9 @@ def _draw_clip_pair(
     for _ in range(_ATTEMPTS):
         low, high = base.clip_bounds
         if "clip_low" in clip_ends:
-            low = draw_clip_end("clip_low", clip_ends["clip_low"], rng)
+            low = cast("float", draw_value("clip_low", clip_ends["clip_low"], rng))
         if "clip_high" in clip_ends:
-            high = draw_clip_end("clip_high", clip_ends["clip_high"], rng)
+            high = cast("float", draw_value("clip_high", clip_ends["clip_high"], rng))
         if low < high:
             return base.replace(clip_coef=(low, high))
     ranges = ", ".join(f"{end} in [{p.min}, {p.max}]" for end, p in clip_ends.items())
@@ -277,17 +281,11 @@ def _draw_clip_pair(
     )
 
 
-def draw_clip_end(name: str, end: RLParameter, rng: np.random.Generator) -> float:
-    """Draw one end of a clip pair; by its distance from 1, unless its range contains 1."""
-    distance = distance_of_end(name, end)
-    return draw(end, rng) if distance is None else from_distance(name, end, draw(distance, rng))
-
-
 def with_values(first: Hparams, values: Mapping[str, Any], searched: Iterable[str] = ()) -> Hparams:
     """Return hyperparameters with the values of a mapping, by the names of hyperparameters.
 
-    Reward weights, settings of the adapter, and names such as that of a prompt can be set if
-    `first` has them, or if they are among the names in `searched`.
+    Reward weights, and what agents have in place of a setting of the run, such as a prompt or a
+    rank, can be set if `first` has them, or if they are among the names in `searched`.
 
     Raises:
         Problems: A name is unknown, or a value is invalid.
@@ -304,7 +302,7 @@ def with_values(first: Hparams, values: Mapping[str, Any], searched: Iterable[st
     if ends and "clip_coef" in values:
         text = "expected clip_coef alone, or clip_low and clip_high, got both; remove one"
         raise Problems(Problem(("clip_coef",), text))
-    dotted = {n: v for n, v in values.items() if n.startswith((REWARD_WEIGHT, LORA))}
+    dotted = {n: v for n, v in values.items() if "." in n}
     fields = {name: v for name, v in values.items() if name not in ends | dotted}
     hparams = first.replace(**fields)
     for name, value in dotted.items():

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from evo_grpo.errors import ConfigError
 from evo_grpo.learn.loss_scale import LossScales, first_scale
 from evo_grpo.learn.metrics import MetricSums, finish, measure, start_metrics
 from evo_grpo.learn.minibatches import StepTotals, assign_minibatches, filter_and_whiten
@@ -165,7 +166,17 @@ class Learner:
         return finish(call.sums, call.metrics)
 
     def limit_output(self, longest: int) -> None:
-        """Set the largest number of tokens of a completion, which dr_grpo divides by."""
+        """Set the largest number of tokens of a completion, which dr_grpo divides by.
+
+        Raises:
+            ConfigError: `overlong_buffer` is larger.
+        """
+        buffer = self.algorithm.overlong_buffer
+        if buffer is not None and buffer > longest:
+            raise ConfigError(
+                f"overlong_buffer: expected at most the {longest} tokens of the longest "
+                f"completion, got {buffer}; lower it, or raise max_output_tokens"
+            )
         self.loss = self.algorithm.loss(longest)
 
     def _step(self, call: _Call, pairs: list[tuple[int, Row]], epoch: int, minibatch: int) -> None:
@@ -330,12 +341,17 @@ class Learner:
         logprobs, old, reference, kl = batch.pad(flat), batch.gather("old"), None, None
         if any(row.ref is not None for row in batch.rows):
             reference = batch.gather("ref")
-        advantages = self._advantages(batch, values, logprobs.detach(), reference)
-        if self.algorithm.kl_shaping:
+        shapes = [self.algorithm.shapes_kl(hparams[position]) for position in batch.owners]
+        # The KL is in the advantages or in the penalty of a row; both would count it twice.
+        shaping, penalty = _parted(values.beta, shapes)
+        shaping_kl = reference if any(shapes) else None
+        advantages = self._advantages(
+            batch, shaping, logprobs.detach(), shaping_kl, per_token=any(shapes)
+        )
+        if any(shapes):
             # The metric stays the k3 estimate of the penalty; the advantages use the signed k1.
-            kl = kl_term(logprobs.detach(), reference, batch.mask, values.beta)
-            # The KL is in the advantages; the penalty would count it twice.
-            values = replace(values, beta=0.0)
+            kl = kl_term(logprobs.detach(), reference, batch.mask, shaping)
+            values = replace(values, beta=penalty)
         given = {
             "old_logprobs": old,
             "mask": batch.mask,
@@ -345,7 +361,10 @@ class Learner:
             "sampler_logprobs": None if call.exact_sampler else batch.sampler_logprobs(old),
         }
         terms = token_terms_of(self._losses(call, batch), logprobs, given, values)
-        return terms if kl is None else replace(terms, kl=kl)
+        if kl is None:
+            return terms
+        # Each of the two is 0 in the rows of the other.
+        return replace(terms, kl=kl if terms.kl is None else kl + terms.kl)
 
     @staticmethod
     def _losses(call: _Call, batch: MicroBatch) -> list[LossConfig]:
@@ -353,20 +372,27 @@ class Learner:
         return [call.losses[position] for position in batch.owners]
 
     def _advantages(
-        self, batch: MicroBatch, values: LossValues, logprobs: Tensor, reference: Tensor | None
+        self,
+        batch: MicroBatch,
+        beta: float | Tensor,
+        logprobs: Tensor,
+        reference: Tensor | None,
+        *,
+        per_token: bool,
     ) -> Tensor:
         """Return advantages (B,), or (B, C) where they are shaped per token.
 
-        KL shaping compares the present policy with the reference, in later epochs too: the ratio in
-        the loss turns samples of the old policy into those of the present one.
+        `beta` is the weight of KL shaping, a float or (B, 1), 0 for rows without it. KL shaping
+        compares the present policy with the reference, in later epochs too: the ratio in the loss
+        turns samples of the old policy into those of the present one.
         """
         advantages = logprobs.new_tensor([row.advantage for row in batch.rows])
-        use_kl, clip_range = self.algorithm.kl_shaping, self.algorithm.adv_clip_range
-        if not use_kl and clip_range is None:
+        clip_range = self.algorithm.adv_clip_range
+        if not per_token and clip_range is None:
             return advantages
-        kl = logprobs - reference if use_kl and reference is not None else None
+        kl = None if reference is None else logprobs - reference
         shaped, _ = token_advantages(
-            advantages, batch.mask, kl=kl, beta=values.beta, clip_range=clip_range
+            advantages, batch.mask, kl=kl, beta=beta, clip_range=clip_range
         )
         return shaped
 
@@ -440,6 +466,24 @@ class Learner:
 def _has_gradient(row: Row, hparams: Hparams) -> bool:
     """Return whether a row has a gradient; a step without one would still move the moments."""
     return (row.advantage != 0.0 or largest_penalty(hparams) > 0) and row.generated > 0
+
+
+def _parted(beta: float | Tensor, shapes: Sequence[bool]) -> tuple[float | Tensor, float | Tensor]:
+    """Return the weights of KL shaping and of the KL penalty; a row has one of the two.
+
+    Args:
+        beta: The weight of each row, (B, 1), or the float 0.0 if no row has one.
+        shapes: Whether each of the B rows has KL shaping.
+
+    Returns:
+        Two tensors (B, 1), 0 in the rows of the other; the float 0.0 in place of a tensor of zeros.
+    """
+    if not isinstance(beta, Tensor) or not any(shapes):
+        return 0.0, beta
+    if all(shapes):
+        return beta, 0.0
+    own = torch.tensor(shapes, device=beta.device)[:, None]
+    return torch.where(own, beta, 0.0), torch.where(own, 0.0, beta)
 
 
 def _finite(gradients: Sequence[Tensor]) -> bool:

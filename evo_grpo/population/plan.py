@@ -7,7 +7,7 @@ evaluated again; `next_round` creates the record of the round and the agents of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from evo_grpo.errors import RunFailedError
@@ -21,6 +21,7 @@ from evo_grpo.population.stats import Tally
 from evo_grpo.population.steps import CheckpointFiles
 from evo_grpo.record.records import AgentRecord, RoundRecord, SavedAgent
 from evo_grpo.record.stopping import Played, best_of, has_signal, rules_that_hold
+from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.seeding import derive, generator
 from evo_grpo.types import Decision, Score, Slot
@@ -118,6 +119,8 @@ class PlanInputs:
         archive: The best agent before this round, None without an archive.
         next_id: A member id that no member of the run has had.
         task: Name of the environment, for errors.
+        check: Raises for hyperparameters with which no agent can train; an exploration of the user
+            may return such values.
     """
 
     settings: RoundSettings
@@ -127,6 +130,7 @@ class PlanInputs:
     archive: Standing | None
     next_id: int
     task: str = ""
+    check: Callable[[Hparams], None] | None = None
 
 
 def agents_of(reports: Sequence[RankReport], slots: Sequence[Slot]) -> dict[Slot, AgentReport]:
@@ -241,7 +245,7 @@ def _next_generation(
         # No training follows the last round: a selection would only overwrite evaluated agents.
         drop = settings.evolve.dead_steps is not None
         return keep_all(standings, inputs.next_id, drop=drop)
-    return next_agents(
+    generation, decisions = next_agents(
         settings,
         standings,
         scores,
@@ -252,6 +256,10 @@ def _next_generation(
         seed=inputs.seed,
         next_id=inputs.next_id,
     )
+    # Before the round is recorded: a resume would apply the record, and fail again.
+    for hparams in generation.hparams if inputs.check is not None else ():
+        inputs.check(hparams)
+    return generation, decisions
 
 
 def _rules_that_hold(

@@ -74,15 +74,16 @@ def play_step(
     experiences = _played(cohort, env, slots, starts, stream=stream, watch=watch)
     counts = [len(own) for own in starts]
     weights = [weights_of(env, cohort.agents[slot].hparams.reward_weights) for slot in slots]
-    rollouts = [_rollout(cohort, *one) for one in zip(experiences, weights, counts, strict=True)]
+    limits = [cohort.output_tokens(cohort.agents[slot].hparams) for slot in slots]
+    played = zip(experiences, weights, limits, counts, strict=True)
+    rollouts = [_rollout(cohort, *one) for one in played]
     budget = cohort.settings.algorithm.dynamic_sampling_tokens
     if budget is None:
         return rollouts
-    # An episode has several completions.
-    longest = cohort.max_output_tokens * getattr(env, "max_turns", 1)
+    turns = getattr(env, "max_turns", 1)  # an episode has several completions
     agents = [
-        _Filling(rollout, cohort.agents[slot].hparams.group_size, longest, budget)
-        for slot, rollout in zip(slots, rollouts, strict=True)
+        _Filling(rollout, cohort.agents[slot].hparams.group_size, longest * turns, budget)
+        for slot, rollout, longest in zip(slots, rollouts, limits, strict=True)
     ]
     wave = 0
     while asking := [number for number, agent in enumerate(agents) if agent.wanted()]:
@@ -95,7 +96,8 @@ def play_step(
         path = (*stream, "wave", wave)
         found = _played(cohort, env, again, more, stream=path, watch=watch)
         for number, experience, own in zip(asking, found, more, strict=True):
-            agents[number].add(_rollout(cohort, experience, weights[number], len(own)))
+            rollout = _rollout(cohort, experience, weights[number], limits[number], len(own))
+            agents[number].add(rollout)
     return [agent.rollout() for agent in agents]
 
 
@@ -231,12 +233,15 @@ def _played(
         return play.experiences()
 
 
-def _rollout(cohort: Cohort, experience: Experience, weights: Floats, starts: int) -> Rollout:
+def _rollout(
+    cohort: Cohort, experience: Experience, weights: Floats, longest: int, starts: int
+) -> Rollout:
     """Return a rollout with the rewards of the environment and, if it is on, the overlong penalty.
 
-    All its groups are learned from. `weights` (K,) are those of the agent.
+    All its groups are learned from. `weights` (K,), and `longest`, the most tokens of a completion,
+    are those of the agent.
     """
-    algorithm, longest = cohort.settings.algorithm, cohort.max_output_tokens
+    algorithm = cohort.settings.algorithm
     if algorithm.overlong_buffer is None:
         return Rollout(experience, experience, experience, weights, starts)
     lengths = [longest_completion(trajectory) for trajectory in experience.trajectories]

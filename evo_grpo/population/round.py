@@ -213,6 +213,7 @@ def plan_and_record(
     inputs = PlanInputs(
         settings=this.settings,
         hp_config=cohort.hp_config,
+        check=cohort.check_hparams,
         seed=cohort.seed,
         past=this.past,
         archive=None if cohort.archive is None else cohort.archive.standing(),

@@ -44,7 +44,7 @@ def steered(rounds: Sequence[RoundRecord]) -> list[str]:
 
 def dtypes(names: Sequence[str]) -> dict[str, str]:
     """Return the pandas types of hyperparameters; nullable integers, so that None stays missing."""
-    types: dict[type, str] = {int: "Int64", float: "float64", str: "object"}
+    types: dict[type, str] = {int: "Int64", float: "float64", str: "object", bool: "boolean"}
     return {name: types[type_of(name)] for name in names}
 
 

@@ -6,20 +6,25 @@ more values than fit into memory.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.errors import CheckpointError, ConfigError, EvoGrpoError
+from evo_grpo.places import find
 from evo_grpo.record.folder import config_text, run_containing
 from evo_grpo.record.names import CONFIG
+from evo_grpo.record.plain import read_plain
+from evo_grpo.schema.hparams import RankAlpha
+from evo_grpo.settings.model import LoraSettings
 from evo_grpo.settings.plain_yaml import WrittenOutLoader, parse
 from evo_grpo.settings.yaml import from_written
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from evo_grpo.settings import RunConfig
+    from evo_grpo.settings import ModelConfig, RunConfig
 
 
 def read_config(folder: Path) -> RunConfig:
@@ -40,6 +45,22 @@ def read_config(folder: Path) -> RunConfig:
             if program is not None and os.sep in program:
                 _refuse_inside(f"engine.{name}.{setting}", program, file)
     return config
+
+
+def adapter_of(model: ModelConfig) -> RankAlpha:
+    """Return the rank and the alpha with which the adapters of a run begin.
+
+    They are those of `model.adapter`, unless `model.lora` is given beside it, or its file cannot be
+    read any more.
+    """
+    own = model.lora.rank_alpha
+    if model.adapter is None or model.lora != LoraSettings():
+        return own
+    try:
+        found = json.loads(read_plain(find(model.adapter) / "adapter_config.json"))
+        return RankAlpha(int(found["r"]), float(found["lora_alpha"]))
+    except (EvoGrpoError, OSError, ValueError, TypeError, KeyError, RecursionError):
+        return own
 
 
 def _refuse_inside(setting: str, path: str, file: Path) -> None:

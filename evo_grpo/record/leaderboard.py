@@ -193,7 +193,7 @@ def _score(name: str, score: Score | None) -> dict[str, float | None]:
 
 def _values(agent: AgentRecord, names: Sequence[str]) -> dict[str, Value | None]:
     found = columns.values(agent.hparams, names).items()
-    return {name: value if isinstance(value, str) else _known(value) for name, value in found}
+    return {n: value if isinstance(value, str | bool) else _known(value) for n, value in found}
 
 
 def _known(value: float | None) -> float | None:

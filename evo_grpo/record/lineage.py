@@ -184,7 +184,7 @@ class Space:
         values: dict[str, list[float]] = {}
         for agent in record.agents:
             for name, value in _values(agent.hparams, self.mutable).items():
-                if not isinstance(value, str):
+                if not isinstance(value, str | bool):
                     values.setdefault(name, []).append(value)
         return type(self)(self.mutable, {name: (min(v), max(v)) for name, v in values.items()})
 
@@ -213,7 +213,7 @@ class Space:
         bounds, integer = self._bounds(name), type_of(name) is int
         if bounds is not None and bounds.choices is not None:
             return CategoricalDistribution(bounds.choices) if bounds.allows(value) else None
-        if isinstance(value, str):
+        if isinstance(value, str | bool):
             return None
         ends = [] if bounds is None else [bounds.min, bounds.max]
         ends += self.first.get(name, ())

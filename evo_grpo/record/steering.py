@@ -10,7 +10,7 @@ from typing import Any
 
 from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.evolve.steer import ON_AGENTS, ON_RUN, Boundary, Membership, steer
-from evo_grpo.record.config import read_config
+from evo_grpo.record.config import adapter_of, read_config
 from evo_grpo.record.family import next_member_id
 from evo_grpo.record.folder import (
     config_text,
@@ -220,7 +220,7 @@ def _known(now: RunState, after: int) -> tuple[Membership, Boundary]:
     """Return the plan and the boundary to which a request would be applied at the earliest."""
     space, next_id = now.config.search_space(), next_member_id(now.rounds)
     if not now.rounds:
-        size, adapter = now.config.population.size, now.config.model.lora.rank_alpha
+        size, adapter = now.config.population.size, adapter_of(now.config.model)
         first = now.config.algorithm.first_hparams(space, adapter)
         plan = Membership(tuple(Member(n, Slot(n)) for n in range(size)), (first,) * size, ())
     else:

@@ -276,7 +276,7 @@ def _at_bounds(last: AgentRecord, config: RunConfig) -> Iterator[Trouble]:
     for name in space.names():
         value = last.hparams.named().get(name)
         bounds = {"min": space[name].min, "max": space[name].max}
-        if isinstance(value, str):
+        if isinstance(value, str | bool):
             continue  # a name has no bound
         if isinstance(value, list) or value is None or bounds["min"] == bounds["max"]:
             continue

@@ -14,7 +14,7 @@ from evo_grpo.schema.problems import Problems
 from evo_grpo.schema.validation import LEAST, MOST
 
 Value = float | str
-"""The value of a hyperparameter that may mutate: a number, or a name."""
+"""The value of a hyperparameter that may mutate: a number, a name, or true or false."""
 
 LossType = Literal["grpo", "gspo", "cispo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "vespo"]
 RatioLevel = Literal["token", "sequence"]
@@ -25,11 +25,29 @@ ClipCoef = float | tuple[float, float]
 CLIP_ENDS = ("clip_low", "clip_high")
 """Names of the two ends of the clip range in mutations, records and tables."""
 
+BETAS = ("adam_beta1", "adam_beta2")
+"""The two decay rates of AdamW, which are searched by their distance from 1."""
+
 REWARD_WEIGHT = "reward_weights."
 """Start of the name of a searched reward weight: `reward_weights.<reward function>`."""
 
 LORA = "lora."
-"""Start of the names of the settings of an agent's adapter: `lora.r` is the field `lora_r`."""
+"""Start of the names of the settings of an agent's adapter."""
+
+SCHEDULE = "lr_schedule."
+"""Start of the name of a setting of an agent's learning-rate schedule."""
+
+WARMUP = f"{SCHEDULE}warmup_proportion"
+
+PATHS = {"lora_r": f"{LORA}r", "lora_alpha": f"{LORA}alpha", "warmup_proportion": WARMUP}
+"""Fields whose name in a search is a path of population.yaml, with that name."""
+
+DRAWN_AT_START = frozenset({WARMUP})
+"""Hyperparameters that are drawn for the first population and do not mutate: a copy has those of
+its parent."""
+
+LARGEST_DECAY = 1 - 1e-6
+"""Largest decay rate of AdamW. Nearer to 1, a step divides by the moments of a single gradient."""
 
 LEAST_LR, MOST_LR = 1e-30, 1e6
 """Bounds of lr. Below, float32 rounds every step to 0; above, one step ruins every weight."""
@@ -64,6 +82,8 @@ Factor = Annotated[float, computable(LEAST, MOST)]
 """A factor on logits, or the temperature of a loss."""
 Weight = Annotated[float, computable(0.0, MOST)]
 """The weight of a term; mutations may bring it arbitrarily close to 0."""
+Decay = Annotated[float, computable(0.0, LARGEST_DECAY)]
+"""The decay rate of a running mean of gradients."""
 
 
 class RankAlpha(NamedTuple):
@@ -147,6 +167,23 @@ class AgentFields(Group):
     weight_decay: Weight = setting(
         0.0, "AdamW's decoupled weight decay, on the adapter's matrices.", ge=0, mutates=True
     )
+    adam_beta1: Decay = setting(
+        0.9,
+        "Decay rate of AdamW's mean of the gradients.",
+        ge=0,
+        lt=1,
+        mutates=True,
+        remedy="0.9 is usual",
+    )
+    adam_beta2: Decay = setting(
+        0.999,
+        "Decay rate of AdamW's mean of the squared gradients. A smaller one follows gradients "
+        "whose size changes.",
+        ge=0,
+        lt=1,
+        mutates=True,
+        remedy="0.999 is usual, and 0.95 for large models",
+    )
     batch_size: int | None = setting(
         None,
         "Completions per optimizer step; null takes all of a GRPO step at once.",
@@ -186,6 +223,27 @@ class Hparams(AgentFields):
     adv_norm: AdvNorm | None = setting(
         None, "Scale of the advantages; null is that of `algorithm.adv_norm`.", mutates=True
     )
+    kl_shaping: bool | None = setting(
+        None,
+        "Whether its KL is subtracted from the advantages instead of adding a penalty; null is "
+        "that of `algorithm.kl_shaping`.",
+        mutates=True,
+    )
+    max_output_tokens: int | None = setting(
+        None,
+        "Its longest completion in tokens, in training and in evaluations; null is that of "
+        "`algorithm.max_output_tokens`.",
+        ge=1,
+        mutates=True,
+    )
+    warmup_proportion: float | None = setting(
+        None,
+        "Share of the steps of its schedule that warm up; null is that of "
+        "`algorithm.lr_schedule.warmup_proportion`.",
+        ge=0,
+        lt=1,
+        mutates=True,
+    )
     lora_r: int | None = setting(
         None, "Rank of its adapter; null is that of `model.lora.r`.", ge=1, mutates=True
     )
@@ -196,6 +254,11 @@ class Hparams(AgentFields):
         gt=0,
         mutates=True,
     )
+
+    @property
+    def adam_betas(self) -> tuple[float, float]:
+        """The decay rates of AdamW, as torch takes them."""
+        return self.adam_beta1, self.adam_beta2
 
     def __hash__(self) -> int:
         """Return the hash of the values; a mapping has none of its own."""
@@ -228,8 +291,8 @@ class Hparams(AgentFields):
 
         `clip_low` and `clip_high` are the two ends of the clip range, and `reward_weights.<name>`
         is the weight of a reward function. None means no limit for max_grad_norm, all rows for
-        batch_size, the weight of the environment for a reward function, and the adapter of
-        `model.lora` for `lora.r`. The clip_coef of a pair is NaN.
+        batch_size, the weight of the environment for a reward function, and the setting of the run
+        for all others, such as `model.lora.r` for `lora.r`. The clip_coef of a pair is NaN.
         """
         if name.startswith(REWARD_WEIGHT):
             return self.reward_weights.get(name.removeprefix(REWARD_WEIGHT))
@@ -265,12 +328,15 @@ class Hparams(AgentFields):
         return self.replace(**own) if own else self
 
 
+_FIELDS = {path: field for field, path in PATHS.items()}
+
+
 def _field(name: str) -> str:
-    return name.replace(LORA, "lora_", 1) if name.startswith(LORA) else name
+    return _FIELDS.get(name, name)
 
 
 def _external(field: str) -> str:
-    return field.replace("lora_", LORA, 1) if field.startswith("lora_") else field
+    return PATHS.get(field, field)
 
 
 def clip_bounds(clip_coef: ClipCoef) -> tuple[float, float]:
@@ -287,6 +353,8 @@ def _mutable() -> dict[str, type]:
         kinds = (Hparams.model_fields[name].annotation, *parts)
         if any(kind is str or get_origin(kind) is Literal for kind in kinds):
             names[name] = str
+        elif bool in kinds:
+            names[name] = bool
         else:
             names[_external(name)] = int if int in kinds else float
         if name == "clip_coef":
@@ -295,7 +363,7 @@ def _mutable() -> dict[str, type]:
 
 
 MUTABLE: dict[str, type] = _mutable()
-"""Hyperparameters that evolution may change, with their type: float, int or str."""
+"""Hyperparameters that evolution may change, with their type: float, int, str or bool."""
 
 
 def is_mutable(name: str) -> bool:
@@ -309,8 +377,13 @@ def is_of_every_agent(name: str) -> bool:
 
 
 def type_of(name: str) -> type:
-    """Return the type of a mutable hyperparameter: float, int or str."""
+    """Return the type of a mutable hyperparameter: float, int, str or bool."""
     return MUTABLE.get(name, float)
+
+
+def has_no_order(name: str) -> bool:
+    """Return whether the values of a mutable hyperparameter are names, or true and false."""
+    return type_of(name) in (str, bool)
 
 
 def in_order(names: Iterable[str]) -> list[str]:

@@ -39,6 +39,7 @@ OTHER_NAMES: dict[str, str] = {
     "use_separate_reference_adapter": "algorithm.separate_reference",
     "use_kl_advantage_shaping": "algorithm.kl_shaping",
     "cosine_lr_schedule_config": "algorithm.lr_schedule",
+    "warmup_ratio": "algorithm.lr_schedule.warmup_proportion",
     "reward_funcs": "env.reward",
     "reward_fn": "env.reward",
     "train_dataset": "env.train",

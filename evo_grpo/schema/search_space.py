@@ -4,8 +4,8 @@
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, Self, cast
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
     BeforeValidator,
@@ -19,13 +19,17 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.schema.group import Group, setting, wrong_keys
 from evo_grpo.schema.hparams import (
     CLIP_ENDS,
+    DRAWN_AT_START,
     LEAST_LR,
     LORA,
     MOST_LR,
     MUTABLE,
     REWARD_WEIGHT,
+    SCHEDULE,
+    WARMUP,
     Hparams,
     Value,
+    has_no_order,
     is_mutable,
     type_of,
 )
@@ -41,10 +45,15 @@ ROUNDING = 1e-12
 """Tolerance of a range for rounding: 1 - 0.8 is not exactly 0.2."""
 _SHARED = ("model", "quantization", "quantize", "dtype", "env", "engine", "base", "rollout")
 """Groups and settings, by which people try to search what all agents share."""
-_OF_ADAPTERS = {"rank": "lora.r", "r": "lora.r", "lora_r": "lora.r", "lora_rank": "lora.r"} | {
-    name: "lora.alpha" for name in ("alpha", "lora_alpha")
+_ALSO_CALLED = {
+    f"{LORA}r": ("rank", "r", "lora_r", "lora_rank"),
+    f"{LORA}alpha": ("alpha", "lora_alpha"),
+    WARMUP: ("warmup", "warmup_proportion", "warmup_ratio", "warmup_steps"),
+    "adam_beta1": ("beta1",),
+    "adam_beta2": ("beta2", "betas"),
 }
-"""What people call the rank and the alpha of an adapter, with or without `lora.` before it."""
+_BY_OTHER_NAME = {other: name for name, others in _ALSO_CALLED.items() for other in others}
+"""What people call a hyperparameter, with or without its group before it."""
 DECADE = 10.0
 """Factor by which lr may move in either direction when no range is given."""
 
@@ -66,22 +75,24 @@ def _pair(value: object) -> object:
 
 
 def _choices(value: object) -> object:
-    """Accept different numbers, which are sorted, or different strings, as a tuple or a list."""
+    """Accept different numbers, which are sorted, different strings, or true and false."""
     if value is None:
         return None
     if isinstance(value, list | tuple) and value:
         items = cast("list[object]", list(value))
-        if all(isinstance(one, str) and one for one in items):
+        names = all(isinstance(one, str) and one for one in items)
+        if names or all(isinstance(one, bool) for one in items):
             found = cast("list[float | str]", items)
         elif all(map(is_number, items)):
             found = sorted(cast("list[float]", items))
         else:
-            raise ValueError("names alone, or numbers alone")
+            raise ValueError("names alone, numbers alone, or true and false")
         if len(set(found)) == len(found):
             return tuple(found)
         twice = next(one for place, one in enumerate(found) if one in found[:place])
-        raise ValueError(f"each choice once, but {twice!r} is there twice")
-    raise ValueError("a list of names or of numbers")
+        named = plain_choice(twice) if isinstance(twice, bool) else repr(twice)
+        raise ValueError(f"each choice once, but {named} is there twice")
+    raise ValueError("a list of names or of numbers, or of true and false")
 
 
 class RLParameter(Group):
@@ -93,7 +104,7 @@ class RLParameter(Group):
     the range. Integers are rounded and move by at least 1.
 
     Of `choices`, a mutation takes another one: of numbers the next smaller or greater, of names any
-    other, all with the same probability.
+    other, all with the same probability, and of true and false the other one.
     """
 
     model_config = ConfigDict(
@@ -115,8 +126,11 @@ class RLParameter(Group):
         "`[low, high]` inside the range. The first population is drawn from it; mutations move "
         "between `min` and `max`. null draws from the whole range.",
     )
-    choices: Annotated[tuple[int | float | str, ...] | None, BeforeValidator(_choices)] = setting(
-        None, "The possible values, in place of `min` and `max`: names, or numbers."
+    choices: Annotated[tuple[bool | int | float | str, ...] | None, BeforeValidator(_choices)] = (
+        setting(
+            None,
+            "The possible values, in place of `min` and `max`: names, numbers, or true and false.",
+        )
     )
 
     def __init__(self, *values: Any, **settings: Any) -> None:
@@ -153,7 +167,7 @@ class RLParameter(Group):
 
     def _check_choices(self, choices: Choices) -> None:
         """Check that nothing contradicts the choices, and set `min` and `max` from them."""
-        numbers = [one for one in choices if not isinstance(one, str)]
+        numbers = _numbers(choices)
         ends = {"min": numbers[0], "max": numbers[-1]} if numbers else {"min": 0.0, "max": 0.0}
         for name, end in ends.items():
             if name in self.model_fields_set and getattr(self, name) != end:
@@ -168,12 +182,14 @@ class RLParameter(Group):
         """Return whether a value is one of the choices, or in the range apart from rounding."""
         if self.choices is not None:
             return value in self.choices
-        return not isinstance(value, str) and self.min - ROUNDING <= value <= self.max + ROUNDING
+        if isinstance(value, str | bool):
+            return False
+        return self.min - ROUNDING <= value <= self.max + ROUNDING
 
     def expected(self, where: str = "of its range") -> str:
         """Return what a value has to be: "a value inside of its range [1, 2]", "one of a, b"."""
         if self.choices is not None:
-            return f"one of {', '.join(map(str, self.choices))}"
+            return f"one of {', '.join(map(plain_choice, self.choices))}"
         return f"a value inside {where} [{self.min:g}, {self.max:g}]"
 
     def replace(self, **changes: Any) -> Self:
@@ -211,8 +227,7 @@ class RLParameter(Group):
     def clip(self, value: float) -> float:
         """Return the value clamped to [min, max], rounded for an integer; the nearest choice."""
         if self.choices is not None:
-            numbers = [one for one in self.choices if not isinstance(one, str)]
-            return min(numbers, key=lambda one: abs(one - value))
+            return min(_numbers(self.choices), key=lambda one: abs(one - value))
         inside = min(max(value, self.min), self.max)
         return round(inside) if self.dtype == "int" else float(inside)
 
@@ -230,7 +245,7 @@ class RLParameter(Group):
         if self.choices is not None:
             others = _beside(value, self.choices)
             return others[int(draw * len(others))] if others else value
-        if isinstance(value, str):
+        if isinstance(value, str | bool):
             raise TypeError(f"expected a number, which a range moves, got {value!r}")
         grow = draw < self.grow_probability
         if value <= self.min:
@@ -248,11 +263,21 @@ class RLParameter(Group):
         return self.clip(moved)
 
 
+def _numbers(choices: Choices) -> list[float]:
+    """Return the choices that are numbers: all, or none."""
+    return [one for one in choices if not isinstance(one, str | bool)]
+
+
+def plain_choice(choice: Value) -> str:
+    """Return a choice as population.yaml has it."""
+    return str(choice).lower() if isinstance(choice, bool) else str(choice)
+
+
 def _beside(value: Value, choices: Choices) -> list[Value]:
     """Return the choices that a mutation may take: other names, or the numbers next to a number."""
-    if isinstance(value, str):
+    if isinstance(value, str | bool):
         return [one for one in choices if one != value]
-    numbers = [one for one in choices if not isinstance(one, str)]
+    numbers = _numbers(choices)
     lower, higher = [n for n in numbers if n < value], [n for n in numbers if n > value]
     return [*lower[-1:], *higher[:1]]
 
@@ -296,6 +321,13 @@ class HyperparameterConfig:
         """Return the names in the order given."""
         return list(self.parameters)
 
+    def mutating(self) -> "HyperparameterConfig":
+        """Return those that mutate while agents train; the others are drawn at the start alone."""
+        if DRAWN_AT_START.isdisjoint(self.parameters):
+            return self
+        own = {n: p for n, p in self.parameters.items() if n not in DRAWN_AT_START}
+        return HyperparameterConfig(**own)
+
     def __getitem__(self, name: str) -> RLParameter:
         return self.parameters[name]
 
@@ -321,14 +353,14 @@ class HyperparameterConfig:
 
 
 def _one_by_one(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ranges by name; `lora: {r: ...}` and the group `reward_weights` by dotted names.
+    """Return ranges by name; those of the groups `lora` and `reward_weights` by dotted names.
 
     Where a range has both forms, as with `--set` over a file, the later one adds to the other.
     """
     found: dict[str, Any] = {}
     for name, given in parameters.items():
         ranges: dict[str, Any] = {name: given}
-        if f"{name}." in (REWARD_WEIGHT, LORA) and isinstance(given, Mapping):
+        if f"{name}." in (REWARD_WEIGHT, LORA, SCHEDULE) and isinstance(given, Mapping):
             group = cast("Mapping[object, Any]", given)
             ranges = {f"{name}.{one}": its for one, its in group.items()}
         for own, its in ranges.items():
@@ -347,7 +379,7 @@ def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
     """Return a range with the type of its hyperparameter; both ends are valid values."""
     if not is_mutable(name):
         near, other = nearest(name, MUTABLE), other_name(name, MUTABLE)
-        near = _OF_ADAPTERS.get(name.removeprefix(LORA), near)
+        near = _BY_OTHER_NAME.get(name.removeprefix(LORA).removeprefix(SCHEDULE), near)
         hint = f" Did you mean {near!r}?" if near else ""
         hint = f" Here it is {other}." if other in MUTABLE else hint
         text = f"nothing of that name can mutate.{hint} Expected one of: {', '.join(MUTABLE)}, "
@@ -367,8 +399,9 @@ def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
             f"expected a range, a mapping with min and max, got {shown(given)}; write "
             f"{{min: {shown_value(ends[0])}, max: {shown_value(ends[1])}}}"
         )
-        if type_of(name) is str:
-            text = f"expected {{choices: [...]}}, got {shown(given)}; name the possible values"
+        if has_no_order(name):
+            known = "true, false" if type_of(name) is bool else "..."
+            text = f"expected {{choices: [{known}]}}, got {shown(given)}; name the possible values"
         raise Problems(Problem((), text))
     if wrong := tuple(wrong_keys(given, ())):
         raise Problems(*wrong)
@@ -376,7 +409,7 @@ def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
     parameter = given if isinstance(given, RLParameter) else RLParameter(**given)
     if parameter.choices is not None:
         return _typed_choices(name, parameter, parameter.choices)
-    if kind == "str":
+    if has_no_order(name):
         text = "expected choices, a list of possible values, got min and max; it is no number"
         raise Problems(Problem((), text))
     # AgileRL's examples use "float" for integers, so only the reverse is an error.
@@ -394,11 +427,12 @@ def _typed_choices(name: str, parameter: RLParameter, choices: Choices) -> RLPar
     if name in CLIPS:
         text = "expected min and max, since the two ends of the clip range move; remove choices"
         raise Problems(Problem(path, text))
-    if kind is str and parameter.dtype is not None:
+    if has_no_order(name) and parameter.dtype is not None:
         raise Problems(Problem(("dtype",), f"expected none, since {name} is no number; remove it"))
-    fits = isinstance(choices[0], str) if kind is str else not isinstance(choices[0], str)
+    fits = isinstance(choices[0], kind) if has_no_order(name) else bool(_numbers(choices))
     if not fits or (kind is int and not all(float(one).is_integer() for one in choices)):
-        expected = {str: "names", int: "integers", float: "numbers"}[kind]
+        names = {str: "names", bool: "true and false", int: "integers", float: "numbers"}
+        expected = names[kind]
         text = f"expected {expected}, which values of {name} are, got {shown(list(choices))}"
         raise Problems(Problem(path, text))
     typed = tuple(kind(one) for one in choices)
@@ -407,7 +441,7 @@ def _typed_choices(name: str, parameter: RLParameter, choices: Choices) -> RLPar
             Hparams().with_value(name, one)
         except Problems as problems:
             raise Problems(*(Problem(path, p.text) for p in problems.found)) from None
-    return parameter.replace(choices=typed, dtype=None if kind is str else kind.__name__)
+    return parameter.replace(choices=typed, dtype=None if has_no_order(name) else kind.__name__)
 
 
 def _check_ends(name: str, parameter: RLParameter) -> None:
@@ -431,40 +465,6 @@ def _check_ends(name: str, parameter: RLParameter) -> None:
             raise Problems(*found) from None
 
 
-class Outside(NamedTuple):
-    """An initial value of an agent that is outside its range, or none of its choices.
-
-    Attributes:
-        name: The hyperparameter.
-        value: Its value; for a pair-valued clip_coef the distance from 1.
-        parameter: The range.
-    """
-
-    name: str
-    value: Value
-    parameter: RLParameter
-
-    @property
-    def shown(self) -> str:
-        """The value as text."""
-        return self.value if isinstance(self.value, str) else f"{self.value:g}"
-
-    @property
-    def remedy(self) -> str:
-        """What a user can do."""
-        if self.parameter.choices is None:
-            return "move it, or widen the range"
-        return "take one of them, or add it to the choices"
-
-
-def outside(hparams: Hparams, hp_config: HyperparameterConfig) -> Iterator[Outside]:
-    """Yield the values of an agent that are outside their ranges."""
-    for name in hp_config.names():
-        for value in _values(hparams, name):
-            if not hp_config[name].allows(value):
-                yield Outside(name, value, hp_config[name])
-
-
 def warn_if_nothing_mutates(rl_hp: float, hp_config: HyperparameterConfig) -> None:
     """Warn if mutations have a weight `rl_hp` above 0 but no hyperparameter may mutate."""
     if rl_hp > 0 and not hp_config:
@@ -475,11 +475,3 @@ def warn_if_nothing_mutates(rl_hp: float, hp_config: HyperparameterConfig) -> No
             UserWarning,
             stacklevel=3,
         )
-
-
-def _values(hparams: Hparams, name: str) -> list[Value]:
-    if name == "clip_coef" and isinstance(hparams.clip_coef, tuple):
-        low, high = hparams.clip_coef
-        return [1 - low, high - 1]  # the range of clip_coef is that of the distance from 1
-    value = hparams.get(name)
-    return [] if value is None else [value]  # None means all rows, or no clipping

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from evo_grpo.schema.hparams import LORA, Hparams, RankAlpha
+from evo_grpo.schema.outside import outside
 from evo_grpo.schema.problems import Path, Problem
-from evo_grpo.schema.search_space import HyperparameterConfig, outside
+from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings.engine import EngineConfig
 from evo_grpo.settings.model import ModelConfig
 
@@ -85,13 +86,24 @@ def begins_outside(
 def too_wide(space: HyperparameterConfig, layer: str, width: int) -> str:
     """Return why a rank in the range is too large for the narrowest layer; empty if none is."""
     name = f"{LORA}r"
-    if name not in space.names() or space[name].max <= width:
+    text = above_width(space[name].max, layer, width) if name in space.names() else ""
+    remedy = "lower max" if text and space[name].choices is None else "remove it"
+    return f"{text}; {remedy}" if text else ""
+
+
+def above_width(rank: float, layer: str, width: int) -> str:
+    """Return why a rank is too large for the narrowest layer, without a remedy; empty if it fits.
+
+    Args:
+        rank: The rank.
+        layer: The narrowest layer with an adapter.
+        width: The smaller one of its numbers of inputs and outputs.
+    """
+    if rank <= width:
         return ""
-    remedy = "lower max" if space[name].choices is None else "remove it"
     return (
         f"expected ranks of at most {width}, the width of the narrowest layer with an adapter, "
-        f"{layer}, got {space[name].max:g}; PEFT takes a larger one, which adds parameters and no "
-        f"function; {remedy}"
+        f"{layer}, got {rank:g}; PEFT takes a larger one, which adds parameters and no function"
     )
 
 

@@ -8,6 +8,7 @@ from evo_grpo.schema.group import Group, computable, setting
 from evo_grpo.schema.hparams import (
     LEAST_LR,
     MOST_LR,
+    WARMUP,
     AdvNorm,
     AgentFields,
     Hparams,
@@ -129,6 +130,22 @@ class AlgorithmConfig(LossFields, AgentFields):
         None, "Warm-up and cosine decay of lr over GRPO steps; null keeps lr constant."
     )
 
+    def longest_output(self, space: HyperparameterConfig) -> int | None:
+        """Return the most tokens of a completion of any agent; None leaves them to the task."""
+        if "max_output_tokens" in space.names():
+            return int(space["max_output_tokens"].max)
+        return self.max_output_tokens
+
+    def shortest_output(self, space: HyperparameterConfig) -> int | None:
+        """Return the smallest limit on the tokens of a completion that an agent may have."""
+        if "max_output_tokens" in space.names():
+            return int(space["max_output_tokens"].min)
+        return self.max_output_tokens
+
+    def shapes_kl(self, hparams: Hparams) -> bool:
+        """Return whether the KL of an agent is in its advantages, and not in a penalty."""
+        return self.kl_shaping if hparams.kl_shaping is None else hparams.kl_shaping
+
     def adv_scale(self, hparams: Hparams) -> Literal["group", "batch", "none"]:
         """Return the argument `scale` of `group_advantages` for the `adv_norm` of an agent."""
         return _SCALES[hparams.adv_norm or self.adv_norm]
@@ -145,18 +162,22 @@ class AlgorithmConfig(LossFields, AgentFields):
     ) -> Hparams:
         """Return the hyperparameters that the first agent begins with.
 
-        They include the loss, the ratio level and the scale of advantages where these are searched:
-        the value here, if it is one of the choices or differs from the default, else the first
-        choice. Where the rank or alpha is searched, they include that of `adapter`, the run's; None
-        if it is not known.
+        Settings of the run that agents have of their own where they are searched, such as the loss,
+        are included there: the value here, if it is one of the choices or differs from the default,
+        else the first choice. Without a `max_output_tokens` here it is the largest one. Where the
+        rank or alpha is searched, they include that of `adapter`, the run's; None if it is not
+        known.
         """
-        first = self.hparams()
+        first, schedule = self.hparams(), self.lr_schedule
         if adapter is not None:
             first = first.with_scale(space.names(), adapter)
         given = {
             "loss_type": (self.loss_type or self.kind, "grpo"),
             "importance_sampling_level": (self.importance_sampling_level, None),
             "adv_norm": (self.adv_norm, "mean_std"),
+            "kl_shaping": (self.kl_shaping, False),
+            "max_output_tokens": (self.max_output_tokens or self.longest_output(space), None),
+            WARMUP: (None if schedule is None else schedule.warmup_proportion, None),
         }
         for name, (value, default) in given.items():
             if name not in space.names() or value is None:

@@ -9,9 +9,10 @@ from typing import Any
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.sizes import places_by_round, planned_rows, wrong_sizes
 from evo_grpo.evolve.start import start_problems
-from evo_grpo.schema.hparams import REWARD_WEIGHT
+from evo_grpo.schema.hparams import REWARD_WEIGHT, WARMUP
+from evo_grpo.schema.outside import outside
 from evo_grpo.schema.problems import MOST_PROBLEMS, Path, Problem
-from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig, RLParameter, outside
+from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig, RLParameter
 from evo_grpo.settings.adapters import adapter_problems, begins_outside
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
 from evo_grpo.settings.engine import ENGINES, EngineConfig
@@ -127,10 +128,11 @@ def agent_problems(
         above: The path of `ranges`.
     """
     yield from _below(_zero(engine), "engine")
-    yield from _below(_lengths(algorithm), "algorithm")
+    space = HyperparameterConfig(**(ranges or {}))
+    yield from _lengths(algorithm, space, above)
     yield from _levels(algorithm, ranges or {}, above)
     yield from _outside(algorithm, ranges or {}, above)
-    space = HyperparameterConfig(**(ranges or {}))
+    yield from _schedule(algorithm, space, above)
     yield from adapter_problems(model, space, engine, above)
     lora = None if own_lora or model is None else model.lora.largest(space)
     for name, own in engine.engines.items():
@@ -287,22 +289,39 @@ def _selection(population: PopulationConfig, evolve: EvolveConfig) -> Iterator[P
         yield Problem(("evolve", "selection", "size"), text)
 
 
-def _lengths(algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    longest, context = algorithm.max_output_tokens, algorithm.max_model_len
-    shortest = algorithm.min_output_tokens
-    if longest is not None and shortest > longest:
-        text = f"expected at most max_output_tokens ({longest}), got {shortest}; lower it"
-        yield Problem(("min_output_tokens",), text)
-    buffer = algorithm.overlong_buffer
-    if longest is not None and buffer is not None and buffer > longest:
-        text = f"expected at most max_output_tokens ({longest}), got {buffer}; lower it"
-        yield Problem(("overlong_buffer",), text)
+def _lengths(
+    algorithm: AlgorithmConfig, space: HyperparameterConfig, above: Path
+) -> Iterator[Problem]:
+    """Yield lengths of completions that contradict each other, for the limits of all agents."""
+    least, longest = algorithm.shortest_output(space), algorithm.longest_output(space)
+    searched = "max_output_tokens" in space.names()
+    where = "the least max_output_tokens" if searched else "max_output_tokens"
+    for name in ("min_output_tokens", "overlong_buffer"):
+        value = getattr(algorithm, name)
+        if least is not None and value is not None and value > least:
+            text = f"expected at most {where} ({least}), got {value}; lower it"
+            yield Problem(("algorithm", name), text)
+    context = algorithm.max_model_len
     if longest is not None and context is not None and longest >= context:
         text = (
             f"expected less than max_model_len ({context}), so that a prompt fits too, got "
             f"{longest}; raise max_model_len"
         )
-        yield Problem(("max_output_tokens",), text)
+        path = (*above, "max_output_tokens") if searched else ("algorithm", "max_output_tokens")
+        yield Problem(path, text)
+
+
+def _schedule(
+    algorithm: AlgorithmConfig, space: HyperparameterConfig, above: Path
+) -> Iterator[Problem]:
+    """Yield a problem if the warm-up of a schedule is searched and there is no schedule."""
+    if WARMUP in space.names() and algorithm.lr_schedule is None:
+        where = ".".join(map(str, (*above, WARMUP)))
+        text = (
+            f"missing; {where} is searched, a share of the steps of a schedule: give their number, "
+            "such as {steps: 100}, the steps of an agent in the whole run"
+        )
+        yield Problem(("algorithm", "lr_schedule"), text)
 
 
 def _levels(

@@ -113,8 +113,16 @@ class LossConfig(LossFields):
         return self
 
     def of_agent(self, hparams: Hparams) -> Self:
-        """Return the settings with the loss and the ratio level of an agent, if it has its own."""
+        """Return the settings with those of an agent that has its own.
+
+        Raises:
+            Problems: Its loss and its ratio level contradict each other.
+        """
         own = {name: value for name in OF_AGENTS if (value := getattr(hparams, name)) is not None}
+        longest = hparams.max_output_tokens
+        # Only dr_grpo reads it: agents that differ in nothing else have one configuration.
+        if longest is not None and own.get("loss_type", self.loss_type) == "dr_grpo":
+            own["max_completion_length"] = longest
         return self.replace(**own) if own else self
 
     @property

@@ -102,8 +102,20 @@ def prompt_problems(space: HyperparameterConfig, known: Sequence[str]) -> Iterat
             yield Problem(("prompt", "choices"), unknown_prompt(str(one), known))
 
 
+_MISSING = frozenset(
+    {"#n/a", "#n/a n/a", "#na", "-1.#ind", "-1.#qnan", "-nan", "1.#ind", "1.#qnan", "<na>", "n/a"}
+    | {"na", "null", "nan", "none"}
+)
+"""Texts that pandas reads from a table, such as leaderboard.csv, as a missing value."""
+
+
 def _prompts(value: object) -> object:
     names = list(cast("Mapping[object, object]", value)) if isinstance(value, Mapping) else []
+    for name in names:
+        if isinstance(name, str) and name.lower() in _MISSING:
+            raise ValueError(
+                f"another name than {name!r}, which reads as a missing value in leaderboard.csv"
+            )
     if value is None or (names and all(names)):
         return value
     raise ValueError('a mapping of at least one name to a prompt, such as {short: "Be brief."}')

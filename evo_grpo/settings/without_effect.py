@@ -120,6 +120,13 @@ class Seen:
         )
 
     @property
+    def kl_shaping(self) -> tuple[bool, ...]:
+        """Whether agents may have KL shaping: True, False or both."""
+        if self.mutates("kl_shaping"):
+            return tuple(map(bool, self.ranges["kl_shaping"].choices or ()))
+        return tuple(dict.fromkeys(map(self.algorithm.shapes_kl, self.begin)))
+
+    @property
     def has_kl(self) -> bool:
         """Whether any agent may have a beta above 0."""
         return self.bounds("beta")[1] > 0
@@ -176,7 +183,7 @@ def _clip_coef(seen: Seen) -> Iterator[Finding]:
 
 def _ratio_level(seen: Seen) -> str | None:
     own = seen.algorithm
-    kl_reads_it = own.kl_bias_correction and seen.has_kl and not own.kl_shaping
+    kl_reads_it = own.kl_bias_correction and seen.has_kl and False in seen.kl_shaping
     if set(seen.losses) == {"vespo"} and not kl_reads_it:
         return "has no effect with loss_type vespo, which weights whole rows; leave it out"
     return None
@@ -211,7 +218,7 @@ def _other_loss(own: LossType) -> Callable[[Seen], str | None]:
 
 
 def _kl_bias_correction(seen: Seen) -> str | None:
-    if seen.algorithm.kl_shaping and seen.has_kl:
+    if False not in seen.kl_shaping and seen.has_kl:
         return "has no effect with kl_shaping, which replaces the penalty; leave it out"
     return _without_kl(seen)
 
@@ -231,7 +238,8 @@ def _without_buffer(seen: Seen) -> str | None:
 
 
 def _too_few_tokens(seen: Seen) -> str | None:
-    tokens, longest = seen.algorithm.dynamic_sampling_tokens, seen.algorithm.max_output_tokens
+    tokens = seen.algorithm.dynamic_sampling_tokens
+    longest = seen.algorithm.shortest_output(seen.ranges)
     if tokens is None or longest is None or tokens >= longest * seen.bounds("group_size")[0]:
         return None
     return (
@@ -278,6 +286,11 @@ def _algorithm(seen: Seen) -> Iterator[Finding]:
     for name, why in ALGORITHM.items():
         if seen.is_set(name) and (text := why(seen)) is not None:
             yield Finding(name, text)
+
+
+def _kl_shaping(seen: Seen) -> Iterator[Finding]:
+    if seen.mutates("kl_shaping") and (why := _without_kl(seen)) is not None:
+        yield Finding(f"{RANGES}.kl_shaping", why)
 
 
 def _batch_size(seen: Seen) -> Iterator[Finding]:
@@ -383,7 +396,7 @@ def _greedy(seen: Seen) -> Iterator[Finding]:
 
 
 TABLE: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
-    *(_clip_coef, _algorithm, _batch_size, _still, _engine),
+    *(_clip_coef, _algorithm, _kl_shaping, _batch_size, _still, _engine),
     *(_exploration, _inherit_optimizer, _start, _greedy),
 )
 """All checks; those about a run find nothing if only the agents' settings are known."""

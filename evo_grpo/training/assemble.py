@@ -205,7 +205,7 @@ def _setup(config: RunConfig, task: Task | None, processes: int) -> Setup | None
     hint = DEFAULT_OUTPUT_TOKENS if task is None else task.max_output_tokens
     return Setup(
         size,
-        config.algorithm.max_output_tokens or hint,
+        config.algorithm.longest_output(config.search_space()) or hint,
         str(pick_dtype(config.engine.dtype, where)).removeprefix("torch."),
         on,
         min(limits),
@@ -287,7 +287,7 @@ def build_parts(
     Returns:
         The cohort, its environment, and the adapter that agents start from; None means the base.
     """
-    tokens = config.algorithm.max_output_tokens or DEFAULT_OUTPUT_TOKENS
+    tokens = config.algorithm.longest_output(config.search_space()) or DEFAULT_OUTPUT_TOKENS
     # Build everything that does not need the base first, to report bad input before a model loads.
     make = environment_of(config.env, config.seed, _prompts(config), tokens, task)
     cohort, start = build_cohort(agents, team=team)
@@ -354,14 +354,14 @@ def add_agents(
 
     Raises:
         ConfigError: `init` is a list of another length, or has values that no agent can train with;
-            or a rank that is searched is above the width of a layer.
+            or a rank is above the width of a layer.
     """
     adapter = rank_alpha(cohort.slots.config)
     first = cohort.settings.algorithm.first_hparams(cohort.hp_config, adapter)
     begin = start_hparams(first, cohort.hp_config, size, init, cohort.seed)
     dealt = enumerate(deal(begin, cohort.shards))
     slots = [cohort.add(hparams, shard).slot for shard, part in dealt for hparams in part]
-    check_widths(cohort)
+    check_widths(cohort, given=start is not None)
     if start is not None:
         start_with(cohort, slots, start)
     return tuple(slots)

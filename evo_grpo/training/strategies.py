@@ -65,7 +65,7 @@ def check_explorer(explorer: Explorer, settings: AgentSettings) -> None:
         EngineUnavailable: It needs a package that is not installed.
     """
     if isinstance(explorer, OptunaExploration):
-        explorer.check(settings.algorithm.hparams(), settings.search_space())
+        explorer.check(settings.algorithm.hparams(), settings.search_space().mutating())
 
 
 def from_object(name: str, method: str, given: object) -> Selector | Explorer:

@@ -34,6 +34,18 @@ CHOICES: dict[str, dict[str, list[str]]] = {
     "loss_type": {"choices": ["grpo", "dr_grpo", "dapo", "cispo"]},
     "adv_norm": {"choices": ["mean_std", "mean_only"]},
 }
+#: Names that were searched later, each alone but for the two of AdamW.
+BETAS = ("adam_beta1", "adam_beta2")
+SHAPING = "kl_shaping"
+WARMUP = "lr_schedule.warmup_proportion"
+LATER: dict[str, dict[str, Any]] = {
+    "entropy_coef": {"min": 0.0, "max": 0.02},
+    "max_output_tokens": {"min": 2, "max": 8},
+    "adam_beta1": {"min": 0.5, "max": 0.98},
+    "adam_beta2": {"min": 0.9, "max": 0.9995},
+    SHAPING: {"choices": [False, True]},
+    WARMUP: {"min": 0.02, "max": 0.5},
+}
 RANK = "lora.r"
 RANK_LR = 3e-3
 """lr of the arms that differ in rank."""
@@ -42,6 +54,7 @@ SEARCHED: dict[str, dict[str, Any]] = {
     WEIGHT: {"min": 0.03, "max": 3.0},
     RANK: {"min": 1, "max": 16},
     **CHOICES,
+    **LATER,
 }
 
 
@@ -146,6 +159,8 @@ class Arm:
             to so many.
         candidates: Policies that are evaluated after the last round.
         driver: What runs it: the package's own loop, or Optuna's over runs of one agent.
+        schedule: lr follows a schedule over all steps of an agent.
+        against: The arm that searches nothing under the same conditions.
     """
 
     name: str
@@ -158,6 +173,8 @@ class Arm:
     places: Literal["constant", 2, 1] = "constant"
     candidates: int = 0
     driver: Literal["run", "tpe"] = "run"
+    schedule: bool = False
+    against: str = "search-nothing"
 
 
 #: Nobody leaves, nobody is copied, nothing changes.
@@ -202,11 +219,14 @@ def _new(name: str, note: str, **overrides: Any) -> Arm:
     return Arm(name, note, given, places=2, candidates=NEW_CANDIDATES)
 
 
-def _searching(*names: str) -> Arm:
-    """Return the package's defaults with other names searched, at the default lr without it."""
+def _searching(*names: str, **changes: Any) -> Arm:
+    """Return the package's defaults with other names searched, at the default lr without it.
+
+    `changes` are fields of the arm that differ.
+    """
     note = f"the defaults, searching {' and '.join(names) or 'nothing'}"
     title = "all" if len(names) == len(RANGES) else "-".join(names) or "nothing"
-    return Arm(
+    arm = Arm(
         f"search-{title}",
         "the defaults, searching all five" if title == "all" else note,
         searches=names,
@@ -214,6 +234,7 @@ def _searching(*names: str) -> Arm:
         places=2,
         candidates=NEW_CANDIDATES,
     )
+    return replace(arm, **changes)
 
 
 MAIN = (
@@ -295,6 +316,29 @@ BEYOND_LR = (
     *(_searching(name) for name in CHOICES),
     _searching("lr", "loss_type"),
 )
+#: Half of the largest beta of RANGES, so that there is a KL to shape.
+_BETA: dict[str, Any] = {"algorithm.beta": 0.05}
+_AT_BETA, _AT_SCHEDULE = "search-nothing-at-beta", "search-nothing-scheduled"
+NAMES = (
+    _searching("entropy_coef"),
+    # The first agent begins with the limit of the task, as all of search-nothing have it.
+    _searching("max_output_tokens", overrides={"algorithm.max_output_tokens": 4}),
+    _searching(*BETAS, name="search-adam_betas"),
+    _searching(SHAPING, overrides=_BETA, against=_AT_BETA),
+    _searching(
+        name=_AT_BETA,
+        note="the defaults, searching nothing, at beta 0.05 and with a penalty",
+        overrides=_BETA,
+        against=_AT_BETA,
+    ),
+    _searching(WARMUP, name="search-warmup", schedule=True, against=_AT_SCHEDULE),
+    _searching(
+        name=_AT_SCHEDULE,
+        note="the defaults, searching nothing, with a schedule of lr that warms up for 5%",
+        schedule=True,
+        against=_AT_SCHEDULE,
+    ),
+)
 #: Rewards of 1 for the right sum, and of up to 1 for its digits in any order, which can be hacked.
 _SHAPED: dict[str, Any] = {
     "env.reward": [f"evo_grpo.envs.builtin.sums:{name}" for name in ("exact", "digits")],
@@ -368,7 +412,8 @@ GROUPS: dict[str, tuple[Arm, ...]] = {
     "main": MAIN,
     "ablations": ABLATIONS,
     "beyond-lr": BEYOND_LR,
-    "all": (*MAIN, *ABLATIONS, *BEYOND_LR),
+    "names": NAMES,
+    "all": (*MAIN, *ABLATIONS, *BEYOND_LR, *NAMES),
     "weights": WEIGHTS,
     "ranks": RANKS,
 }
@@ -495,6 +540,8 @@ def overrides(task: Task, arm: Arm, seed: int) -> dict[str, Any]:
         "evolve.fitness.prompts": made.validation,
         "evolve.hyperparameters": {name: SEARCHED[name] for name in arm.searches},
     }
+    if arm.schedule:
+        settings["algorithm.lr_schedule"] = {"steps": made.rounds * made.steps}
     if arm.places == "constant":
         settings["population.sizes"] = "constant"
     elif arm.places == 1:

@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from arms import ARMS, BEYOND_LR, REFERENCE, TASKS, Arm, plan
+from arms import ARMS, BEYOND_LR, NAMES, REFERENCE, TASKS, Arm, plan
 from lines import Line, read
 from rich.console import Console
 from rich.table import Table
@@ -35,7 +35,7 @@ WEIGHTS = ("weights-equal", "weights-exact", "weights-random")
 FIXED_RANKS = ("rank-1", "rank-4", "rank-16", "rank-random")
 REFERENCES = ("random", REFERENCE, "one", *WEIGHTS, *FIXED_RANKS)
 """Arms that the others are held against."""
-BEYOND = {arm.name for arm in BEYOND_LR}
+BEYOND = {arm.name for arm in (*BEYOND_LR, *NAMES)}
 
 Rows = list[list[str]]
 
@@ -186,15 +186,18 @@ def _difference(difference: Estimate) -> list[str]:
 
 
 def ranges_table(results: Results) -> Rows:
-    """Return what is worth searching: each arm's ranges, score, and gain over searching nothing."""
+    """Return what is worth searching: each arm's ranges, score, and gain over searching nothing.
+
+    Searching nothing is under the conditions of the arm; see `Arm.against`.
+    """
     scores = results.scores()
-    nothing, lr = (scores.get(f"search-{name}", {}) for name in ("nothing", "lr"))
     table = [["arm", "ranges", "lr begins at", "seeds", "test", "worst", "− nothing", "− lr"]]
     for arm, mine in results.by_arm.items():
         made = mine[-1]["overrides"]
         ranges = made["evolve.hyperparameters"]
         told = [f"{name} {_range(values)}" for name, values in ranges.items()]
-        gains = [paired(scores[arm], other) for other in (nothing, lr)]
+        against = (ARMS[arm].against, "search-lr")
+        gains = [paired(scores[arm], scores.get(other, {})) for other in against]
         test = [line["test"]["mean"] for line in mine]
         table.append([
             arm,
@@ -205,7 +208,7 @@ def ranges_table(results: Results) -> Rows:
             number(min(test)),
             *(
                 "" if gain is None or arm == name else _difference(gain)[0]
-                for gain, name in zip(gains, ("search-nothing", "search-lr"), strict=True)
+                for gain, name in zip(gains, against, strict=True)
             ),
         ])  # fmt: skip
     return table
@@ -213,7 +216,7 @@ def ranges_table(results: Results) -> Rows:
 
 def _range(values: Mapping[str, Any]) -> str:
     if "choices" in values:
-        return f"of {', '.join(values['choices'])}"
+        return f"of {', '.join(map(str, values['choices']))}"
     return f"{values['min']:g} to {values['max']:g}"
 
 

@@ -83,7 +83,11 @@ def test_choices_keep_their_type_and_numbers_are_sorted():
     ("name", "given", "message"),
     [
         ("group_size", {"choices": []}, "choices: expected a list of names or of numbers"),
-        ("group_size", {"choices": [4, "8"]}, "choices: expected names alone, or numbers alone"),
+        (
+            "group_size",
+            {"choices": [4, "8"]},
+            "choices: expected names alone, numbers alone, or true and false",
+        ),
         (
             "group_size",
             {"choices": [4, 8, 4]},

@@ -15,7 +15,7 @@ from evo_grpo.api.objects import separated
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.population.cohort.sampler import PopulationSampler
-from evo_grpo.schema.hparams import MUTABLE, AgentFields
+from evo_grpo.schema.hparams import MUTABLE, PATHS, AgentFields
 from evo_grpo.settings import AgentSettings, LossConfig, RunConfig, from_dict
 from evo_grpo.settings.keywords import (
     AGENT_KEYWORDS,
@@ -354,8 +354,8 @@ def test_every_name_is_in_the_documentation_and_the_schema():
         assert f"`{name}`" in pages
         assert f'"{name}"' in schema
     # What agents have in place of a setting of `algorithm`, `env` or `model` for all of them.
-    named = {name for name, kind in MUTABLE.items() if kind is str}
-    more = {"clip_low", "clip_high", "lora.r", "lora.alpha", *named}
+    named = {name for name, kind in MUTABLE.items() if kind in (str, bool)}
+    more = {"clip_low", "clip_high", "max_output_tokens", *PATHS.values(), *named}
     assert set(MUTABLE) - set(AgentFields.model_fields) == more
     assert named - {"prompt"} < set(AGENT_KEYWORDS)
     assert set(LossConfig.model_fields) - set(AGENT_KEYWORDS) == {"max_completion_length"}

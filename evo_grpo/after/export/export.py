@@ -27,6 +27,7 @@ from evo_grpo.after.export.writing import (
     ADAPTER,
     CARD,
     MANIFEST,
+    OF_ANSWERS,
     WEIGHTS,
     check_target,
     write_export,
@@ -117,7 +118,7 @@ def export_choice(
     base = find_base(choice, config, adapter[ADAPTER])
     contents = (merged_contents if merge else adapter_contents)(choice, base, adapter)
     digest = choice.files[f"actor/{WEIGHTS}"]
-    use = Use.of(base, contents, config, push, choice.agent.record.hparams.prompt)
+    use = Use.of(base, contents, config, push, choice.agent.record.hparams)
     files = {CARD: card(choice, config, use, digest).encode(), **contents.files}
     with writing(target, "export"):
         check_target(target, files, force=force)
@@ -132,7 +133,7 @@ def export_choice(
 
 def _about(choice: ChosenAgent, base: BaseModel, *, dtype: str | None) -> dict[str, Any]:
     """Return the content of export.json except the files; rounds count from 0 in it."""
-    prompt = choice.agent.record.hparams.prompt
+    values = choice.agent.record.hparams.to_dict()
     return {
         "format": FORMAT,
         "run": choice.run.resolve().name,
@@ -144,5 +145,5 @@ def _about(choice: ChosenAgent, base: BaseModel, *, dtype: str | None) -> dict[s
         "base": base.name,
         "base_digest": base.digest,
         "merged": dtype,
-        **({} if prompt is None else {"prompt": prompt}),
+        **{name: values[name] for name in OF_ANSWERS if name in values},
     }

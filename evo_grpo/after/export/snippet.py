@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from evo_grpo.envs.asking import asking
 from evo_grpo.envs.prompts import Template
 from evo_grpo.errors import EvoGrpoError
+from evo_grpo.schema.hparams import Hparams
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.settings.env import EnvConfig
 
@@ -50,22 +51,24 @@ class Use:
         contents: Contents,
         config: Mapping[str, Any],
         pushed: str | None = None,
-        prompt: str | None = None,
+        own: Hparams | None = None,
     ) -> Use:
         """Return the values from the settings of the run, with defaults for missing ones.
 
-        `prompt` is the name of the agent's prompt in `env.prompts`, None for the only one.
+        `own` are the hyperparameters of the agent, which may have a prompt of `env.prompts` and a
+        longest completion of its own.
         """
+        own = own or Hparams()
         template, example = Template.of("{prompt}"), dict[str, Any]()
         tokens: int | None = None
         try:
             env, seed = EnvConfig.model_validate(config.get("env")), int(config.get("seed", 0))
-            found = asking(env, seed, prompt)
+            found = asking(env, seed, own.prompt)
             template, example, tokens = found.template, dict(found.example), found.max_output_tokens
         # The task does not exist any more, or was a Python object.
         except (EvoGrpoError, ValueError, TypeError):
             pass
-        said = _setting(config, "algorithm", "max_output_tokens")
+        said = own.max_output_tokens or _setting(config, "algorithm", "max_output_tokens")
         temperature = _setting(config, "evolve", "fitness", "temperature")
         return cls(
             base,

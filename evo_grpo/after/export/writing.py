@@ -15,6 +15,8 @@ from evo_grpo.errors import RunDirError
 from evo_grpo.record.digests import sha256_of
 from evo_grpo.record.files import create_folder, sync_names, sync_tree
 from evo_grpo.record.plain import check_relative, is_plain, read_plain
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.problems import Problems
 
 WEIGHTS = "adapter_model.safetensors"
 """PEFT's name for the file of an adapter's tensors."""
@@ -122,10 +124,17 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return cast("dict[str, Any]", found)
 
 
-def exported_prompt(folder: Path) -> str | None:
-    """Return the name of the prompt in `env.prompts` that an export was trained with, if any."""
-    found = (read_manifest(folder) or {}).get("prompt")
-    return found if isinstance(found, str) else None
+OF_ANSWERS = ("prompt", "max_output_tokens")
+"""Hyperparameters of an agent that act when it answers; an export keeps those that it has."""
+
+
+def exported_values(folder: Path) -> Hparams:
+    """Return the hyperparameters of an export that act when it answers, if it has its own."""
+    found = read_manifest(folder) or {}
+    try:
+        return Hparams(**{name: found[name] for name in OF_ANSWERS if name in found})
+    except Problems:  # changed by hand
+        return Hparams()
 
 
 def is_export_file(name: str) -> bool:

@@ -161,7 +161,8 @@ def answers(
     command = f"sample {choice.run} --row N" if rows else None
     call = f"evo_grpo.sample({str(choice.run)!r}, rows=[...], env=...)"
     config = config_of(choice, command, drawn.allow, env=drawn.env, call=call)
-    adapter, prompt = adapter_of(choice), choice.agent.record.hparams.prompt
+    adapter, own = adapter_of(choice), choice.agent.record.hparams
+    prompt = own.prompt
     # For rows the environment has the prompts and the length of an answer.
     how = None if rows else _how(config, prompt, raw=drawn.raw)
     tokens = None if how is None else how.max_output_tokens
@@ -171,7 +172,7 @@ def answers(
         with_env=bool(rows),
         env=drawn.env,
         max_output_tokens=tokens,
-        prompt=prompt,
+        own=own,
     ) as policy:
         how = how or _how(config, prompt, raw=drawn.raw)
         slots = {choice.title: policy.slot, **({"base": None} if drawn.base else {})}

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from evo_grpo.after.export.writing import exported_prompt
+from evo_grpo.after.export.writing import exported_values
 from evo_grpo.after.trying.policy import (
     Policy,
     adapter_of,
@@ -32,6 +32,7 @@ from evo_grpo.record.choice import choose_of
 from evo_grpo.record.code import beside, code_folder
 from evo_grpo.record.files import plain_value
 from evo_grpo.record.folder import is_run
+from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.validation import number, whole
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.evolve import FitnessReward
@@ -307,7 +308,7 @@ def _results(
     env: object,
 ) -> Iterator[Judged]:
     """Yield the result on each test file; on the split of the configuration without files."""
-    name, folder, run, prompt = _found(adapter, config, allow, env)
+    name, folder, run, own = _found(adapter, config, allow, env)
     if (named := named_task(env)) is not None:
         run, env = run.replace(env=named), None
     asked = asked.in_run(run)
@@ -318,7 +319,7 @@ def _results(
         )
     runs = [run.replace(env=run.env.replace(test=str(file))) for file in files] or [run]
     tasks = [task_of(one) if env is None else None for one in runs]
-    with loaded(runs[0], folder, with_env=True, task=tasks[0], env=env, prompt=prompt) as policy:
+    with loaded(runs[0], folder, with_env=True, task=tasks[0], env=env, own=own) as policy:
         assert policy.env is not None, "loaded with with_env=True"
         for position, (one, task) in enumerate(zip(runs, tasks, strict=True)):
             made = policy.env
@@ -409,15 +410,15 @@ def _found(
     config: RunConfig | str | Path | Mapping[str, Any] | None,
     allow: Sequence[str],
     env: object,
-) -> tuple[str, Path, RunConfig, str | None]:
-    """Return the name of an adapter, its PEFT folder, the configuration of its task, its prompt."""
+) -> tuple[str, Path, RunConfig, Hparams]:
+    """Return the name of an adapter, its PEFT folder, the configuration of its task, its values."""
     given = None if config is None else as_config(config)
     if is_run(adapter):
         choice = choose_of(adapter)
         call = f"evo_grpo.evaluate_adapter({str(adapter)!r}, env=...)"
         run = given or config_of(choice, f"evaluate {adapter}", allow, env=env, call=call)
-        prompt = choice.agent.record.hparams.prompt
-        return f"{choice.title} of {adapter}", adapter_of(choice), run, prompt
+        own = choice.agent.record.hparams
+        return f"{choice.title} of {adapter}", adapter_of(choice), run, own
     refuse_foreign_files(adapter)
     if not (adapter / ADAPTER_CONFIG).is_file():
         merged = (adapter / "config.json").is_file()
@@ -443,4 +444,4 @@ def _found(
             UserWarning,
             stacklevel=3,
         )
-    return str(adapter), adapter, given, exported_prompt(adapter)
+    return str(adapter), adapter, given, exported_values(adapter)

@@ -21,6 +21,7 @@ from evo_grpo.record.config import read_config
 from evo_grpo.record.digests import check_digests
 from evo_grpo.record.folder import recorded_objects
 from evo_grpo.record.plain import inside
+from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.validation import LEAST, MOST, number
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
@@ -63,17 +64,19 @@ def loaded(
     task: Task | None = None,
     env: object = None,
     max_output_tokens: int | None = None,
-    prompt: str | None = None,
+    own: Hparams | None = None,
 ) -> Generator[Policy]:
     """Load the base of a configuration, a PEFT folder over it and, `with_env`, its task.
 
     The adapter's own LoRA settings replace those of the configuration. `task` is the single-turn
     task of the configuration, if it is already built; `env` replaces the task. `max_output_tokens`
-    is used where the configuration has none; None takes that of the task. `prompt` is the name of
-    the agent's prompt, which is asked with if the environment has it.
+    is used where the configuration has none; None takes that of the task. `own` are the
+    hyperparameters of the agent, of which its longest completion, and its prompt if the environment
+    has it, act here; None is an adapter without them.
     """
-    algorithm = config.algorithm
-    if algorithm.max_output_tokens is None and max_output_tokens is not None:
+    algorithm, own = config.algorithm, own or Hparams()
+    longest = algorithm.longest_output(config.search_space())
+    if longest is None and max_output_tokens is not None:
         algorithm = algorithm.replace(max_output_tokens=max_output_tokens)
     agents = config.agents().replace(
         model=config.model.replace(lora=LoraSettings(), adapter=str(adapter)),
@@ -89,6 +92,7 @@ def loaded(
         made = environment_for(cohort, env) if with_env else None
     (slot,) = add_agents(cohort, 1, "same", start)
     known: Sequence[str] = getattr(made, "prompt_names", ())
+    prompt = own.prompt
     if prompt is not None and made is not None and prompt not in known:
         warnings.warn(
             f"the agent was trained with the prompt {prompt!r}, which env.prompts does not have: "
@@ -98,7 +102,9 @@ def loaded(
         )
     if prompt not in known:
         prompt = None
-    cohort.set_hparams(slot, cohort.agents[slot].hparams.replace(prompt=prompt))
+    hparams = cohort.agents[slot].hparams
+    hparams = hparams.replace(prompt=prompt, max_output_tokens=own.max_output_tokens)
+    cohort.set_hparams(slot, hparams)
     cohort.open_engine()
     try:
         yield Policy(cohort, made, slot)

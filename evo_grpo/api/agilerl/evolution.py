@@ -179,13 +179,14 @@ class Mutations:
         Returns:
             The same population.
         """
-        warn_if_nothing_mutates(self.rl_hp, population.hp_config)
+        space = population.hp_config.mutating()
+        warn_if_nothing_mutates(self.rl_hp, space)
         call, self._calls = self._calls, self._calls + 1
         for position in range(len(population)):
             rng = generator(self.rand_seed or 0, "mutate", call, position)
             hparams = population[position].hparams
             candidate = Candidate(hparams, elite=position == population.elite)
-            hparams, changes = self.explore(candidate, population.hp_config, rng)
+            hparams, changes = self.explore(candidate, space, rng)
             if changes:
                 population.set_hparams(position, hparams, changes)
         return population

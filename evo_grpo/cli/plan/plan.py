@@ -168,7 +168,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
     _check_chat_template(config, task)
     check_ranks_fit(config, base)
     algorithm, fitness = config.algorithm, config.evolve.fitness
-    longest = algorithm.max_output_tokens or task.output_tokens
+    longest = algorithm.longest_output(config.search_space()) or task.output_tokens
     prompts = algorithm.prompts_per_step or DEFAULT_PROMPTS
     # Episodes start from seeds, so a multi-turn environment never runs out of prompts.
     validation = min(fitness.prompts, task.rows.get("validation", fitness.prompts))

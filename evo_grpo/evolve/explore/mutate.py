@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, Self, final
 
 from pydantic import model_validator
 
-from evo_grpo.evolve.clip_ends import end_of_distance
+from evo_grpo.evolve.distance import end_of_distance
 from evo_grpo.evolve.explore.protocol import Candidate, Changes
 from evo_grpo.evolve.explore.step import step
 from evo_grpo.schema.group import Group, setting

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, final
 from pydantic import AfterValidator
 
 from evo_grpo.errors import ConfigError, EngineUnavailable
-from evo_grpo.evolve.clip_ends import distance_of_end, from_distance
+from evo_grpo.evolve.distance import distance_range, from_distance
 from evo_grpo.evolve.explore.protocol import Candidate, Changes, Trial
 from evo_grpo.evolve.explore.step import parts, value_of
 from evo_grpo.evolve.start import sample_hparams, with_values
@@ -110,7 +110,7 @@ class OptunaExploration(Group):
     def _propose(
         self, space: Mapping[str, RLParameter], trials: Sequence[Trial], seed: int
     ) -> dict[str, Any]:
-        """Return the proposed value by name; for an end of the clip range, its distance from 1."""
+        """Return the proposed value by name, or its distance from 1; see `evolve.distance`."""
         import optuna  # slow to import, and most runs do not need it
 
         distributions = {n: _distribution(_measure(n, p)) for n, p in space.items()}
@@ -188,8 +188,8 @@ def _relative(trials: Sequence[Trial]) -> list[tuple[Hparams, float]]:
 
 
 def _measure(name: str, parameter: RLParameter) -> RLParameter:
-    """Return the range of a proposal; for an end of the clip range, of its distance from 1."""
-    distance = distance_of_end(name, parameter) if name in CLIP_ENDS else None
+    """Return the range of a proposal, which may be that of a distance from 1."""
+    distance = distance_range(name, parameter)
     return parameter if distance is None else distance
 
 
@@ -197,7 +197,7 @@ def _value(name: str, parameter: RLParameter, proposed: Value) -> Value:
     """Return the value of a hyperparameter from a proposal."""
     if isinstance(proposed, str) or parameter.choices is not None:
         return proposed
-    if name in CLIP_ENDS and distance_of_end(name, parameter) is not None:
+    if distance_range(name, parameter) is not None:
         return from_distance(name, parameter, proposed)
     return parameter.clip(proposed)
 
@@ -210,7 +210,7 @@ def _params(hparams: Hparams, space: Mapping[str, RLParameter]) -> dict[str, Any
         if parameter.choices is not None:
             if parameter.allows(value):
                 params[name] = value
-        elif not isinstance(value, str) and not math.isnan(value):
+        elif not isinstance(value, str | bool) and not math.isnan(value):
             params[name] = measure.clip(value if measure is parameter else abs(value - 1))
     return params
 

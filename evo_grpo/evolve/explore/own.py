@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 from evo_grpo.errors import ConfigError, ShapeError
 from evo_grpo.evolve.explore.protocol import Candidate, Changes, Explorer
 from evo_grpo.evolve.start import with_values
-from evo_grpo.schema.hparams import MUTABLE, Hparams, type_of
+from evo_grpo.schema.hparams import MUTABLE, Hparams, has_no_order, type_of
 from evo_grpo.schema.validation import is_number, is_whole, shown
 
 if TYPE_CHECKING:
@@ -67,14 +67,14 @@ def _checked(
     known = {*MUTABLE, *before.named()}
     for key, change in given.items():
         ends = cast("tuple[Any, ...]", tuple(change)) if isinstance(change, tuple | list) else ()
-        named = key in known and type_of(str(key)) is str
-        valid = all(isinstance(end, str) if named else is_number(end) for end in ends)
+        kind = type_of(str(key)) if key in known and has_no_order(str(key)) else None
+        valid = all(is_number(end) if kind is None else isinstance(end, kind) for end in ends)
         if key not in known or len(ends) != 2 or not valid:
             raise ShapeError(
                 f"{name}.explore: expected changes such as {{'lr': (old, new)}}, got {shown(given)}"
             )
         old, new = (
-            end if isinstance(end, str) else int(end) if is_whole(end) else float(end)
+            end if isinstance(end, str | bool) else int(end) if is_whole(end) else float(end)
             for end in ends
         )
         changes[str(key)] = (old, new)

@@ -2,11 +2,11 @@
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, Literal, cast, final
 
 from evo_grpo.evolve.explore.protocol import Candidate, Changes
 from evo_grpo.evolve.explore.step import parts, put, step
-from evo_grpo.evolve.start import draw_clip_end, draw_value
+from evo_grpo.evolve.start import draw_value
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.schema.hparams import CLIP_ENDS, Hparams, Value
 
@@ -48,7 +48,7 @@ class Resample(Group):
         for name, parameter in parts(hparams, hp_config):
             anew = rng.random() < self.probability
             value = _draw(hparams, name, parameter, rng) if anew else None
-            if value is None and isinstance(hparams.get(name), str):
+            if value is None and isinstance(hparams.get(name), str | bool):
                 continue
             if value is None:
                 hparams, change = step(hparams, name, parameter, rng.random())
@@ -62,9 +62,9 @@ def _draw(
     hparams: Hparams, name: str, parameter: "RLParameter", rng: "np.random.Generator"
 ) -> Value | None:
     """Draw a value; None for an end of a clip pair that would give low >= high."""
+    drawn = draw_value(name, parameter, rng)
     if name not in CLIP_ENDS:
-        return draw_value(parameter, rng)
-    low, high = hparams.clip_bounds
-    end = draw_clip_end(name, parameter, rng)
+        return drawn
+    (low, high), end = hparams.clip_bounds, cast("float", drawn)
     in_order = end < high if name == "clip_low" else low < end
     return end if in_order else None

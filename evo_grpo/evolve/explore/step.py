@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from evo_grpo.evolve.clip_ends import distance_of_end, end_of_distance, from_distance
+from evo_grpo.evolve.distance import distance_range, end_of_distance, from_distance
 from evo_grpo.schema.hparams import CLIP_ENDS, LEAST_LR
 
 if TYPE_CHECKING:
@@ -58,19 +58,24 @@ def step(
 ) -> tuple[Hparams, Changes]:
     """Move one hyperparameter, or one end of the clip range, by a factor.
 
-    For an end, `parameter` is the range of the bound itself. `draw` is a uniform number in [0, 1).
+    For an end, `parameter` is the range of the bound itself. Ends and decay rates move by their
+    distance from 1. `draw` is a uniform number in [0, 1).
 
     Returns:
         The new hyperparameters and the changes.
     """
     if name in CLIP_ENDS:
         return _step_clip_end(hparams, name, parameter, draw)
-    return put(hparams, name, parameter, parameter.step(value_of(hparams, name, parameter), draw))
+    value = value_of(hparams, name, parameter)
+    return put(hparams, name, parameter, moved(name, parameter, value, draw))
 
 
-def moved(parameter: RLParameter, value: float, draw: float) -> float:
-    """Return a number moved in its range; see `RLParameter.step`."""
-    return cast("float", parameter.step(value, draw))
+def moved(name: str, parameter: RLParameter, value: Value, draw: float) -> Value:
+    """Return a value moved in its range, or among its choices; see `RLParameter.step`."""
+    distance = distance_range(name, parameter)
+    if distance is None or isinstance(value, str):
+        return parameter.step(value, draw)
+    return from_distance(name, parameter, cast("float", distance.step(abs(value - 1), draw)))
 
 
 def _step_clip_end(
@@ -79,14 +84,9 @@ def _step_clip_end(
     """Move one end of the clip range; in the other direction if it would give low >= high."""
     low, high = hparams.clip_bounds
     old = low if name == "clip_low" else high
-    distance = distance_of_end(name, end)
     other_way = 0.0 if draw >= end.grow_probability else end.grow_probability
     for attempt in (draw, other_way):
-        if distance is None:
-            new = moved(end, old, attempt)
-        else:
-            # A factor on the bound itself would be far too coarse: 1.0004 * 1.2 = 1.2005.
-            new = from_distance(name, end, moved(distance, abs(old - 1), attempt))
+        new = cast("float", moved(name, end, old, attempt))
         in_order = new < high if name == "clip_low" else low < new
         if new != old and in_order:
             return hparams.with_value(name, new), {name: (old, new)}

@@ -7,13 +7,15 @@ import math
 from evo_grpo.settings.algorithm import LRSchedule
 
 
-def lr_factor(schedule: LRSchedule, step: int) -> float:
+def lr_factor(schedule: LRSchedule, step: int, warmup: float | None = None) -> float:
     """Return the factor in (0, 1] on an agent's lr in a GRPO step (0-based).
 
-    The cosine is that of Loshchilov and Hutter 2016, arXiv:1608.03983. Beyond the end the factor
+    `warmup` is the agent's own share of steps that warm up, in [0, 1); None is the schedule's. The
+    cosine is that of Loshchilov and Hutter 2016, arXiv:1608.03983. Beyond the end the factor
     stays at its last value.
     """
-    warm = math.ceil(schedule.warmup_proportion * schedule.steps)
+    share = schedule.warmup_proportion if warmup is None else warmup
+    warm = math.ceil(share * schedule.steps)
     if step < warm:
         return (step + 1) / warm
     rest = max(1, schedule.steps - warm)

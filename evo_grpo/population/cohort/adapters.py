@@ -11,17 +11,40 @@ from peft import LoraConfig
 from torch import Tensor
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.model.lora.configs import differences
+from evo_grpo.model.lora.configs import differences, module_of
 from evo_grpo.model.lora.resize import resize_slot, with_rank
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.population.cohort.state import AgentState
 from evo_grpo.population.zero.turns import ZeroOptimizer
-from evo_grpo.schema.hparams import Hparams, RankAlpha
+from evo_grpo.schema.hparams import LORA, Hparams, RankAlpha
+from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.settings.adapters import above_width
 
 
 def rank_alpha(config: LoraConfig) -> RankAlpha:
     """Return the rank and the alpha of a configuration."""
     return RankAlpha(config.r, config.lora_alpha)
+
+
+def narrowest(slots: AdapterSlots) -> tuple[str, int] | None:
+    """Return the narrowest layer with an adapter, and its width; None without agents."""
+    widths: dict[str, int] = {}
+    for slot in slots.names[:1]:  # a rank without agents has none
+        for key, shape in slots.shapes(slot).items():
+            own = shape[1] if ".lora_A." in key else shape[0]
+            widths[module_of(key)] = min(own, widths.get(module_of(key), own))
+    return min(widths.items(), key=lambda found: found[1], default=None)
+
+
+def check_rank(slots: AdapterSlots, hparams: Hparams) -> None:
+    """Check that the rank of an agent, if it has its own, is at most the width of every layer.
+
+    Raises:
+        Problems: It is not; the error names the layer.
+    """
+    found = None if hparams.lora_r is None else narrowest(slots)
+    if found is not None and (text := above_width(hparams.lora_r or 0, *found)):
+        raise Problems(Problem((f"{LORA}r",), f"{text}; lower it"))
 
 
 def adapter_config(run: LoraConfig, hparams: Hparams, own: LoraConfig | None = None) -> LoraConfig:

@@ -20,12 +20,11 @@ from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.start import with_first_choices
 from evo_grpo.learn.learner import Learner
-from evo_grpo.learn.objective.lr_schedule import lr_factor
 from evo_grpo.learn.rows import AgentBatch, AgentTraining
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.load import copy_slot
 from evo_grpo.model.lora.slots import AdapterSlots
-from evo_grpo.population.cohort.adapters import adapter_config, resize
+from evo_grpo.population.cohort.adapters import adapter_config, check_rank, resize
 from evo_grpo.population.cohort.state import AgentState, References, inherit, packed, unpack
 from evo_grpo.population.ranks.deal import deal, rank_of
 from evo_grpo.population.ranks.team import Team
@@ -104,7 +103,7 @@ class Cohort:
     def begin(
         self, env: Environment[StartT], starts: Sequence[Sequence[StartT]], sizes: Sequence[int]
     ) -> Play:
-        """Begin a play, with a list of starts and a group size G per policy.
+        """Begin a play with the starts and the group size G of each policy.
 
         If all ranks train together, only the first rank plays.
         """
@@ -142,8 +141,13 @@ class Cohort:
 
     @property
     def max_output_tokens(self) -> int:
-        """Longest completion, in tokens, that is in force."""
-        return self.settings.algorithm.max_output_tokens or self._hint or DEFAULT_OUTPUT_TOKENS
+        """Longest completion of any agent, in tokens, that is in force."""
+        longest = self.settings.algorithm.longest_output(self.hp_config)
+        return longest or self._hint or DEFAULT_OUTPUT_TOKENS
+
+    def output_tokens(self, hparams: Hparams) -> int:
+        """Return the longest completion of an agent, in tokens."""
+        return hparams.max_output_tokens or self.max_output_tokens
 
     @property
     def engine(self) -> RolloutEngine:
@@ -197,12 +201,6 @@ class Cohort:
         if self.base.tokenizer is None:
             self.base.tokenizer = env.tokenizer
         self._hint = env.max_output_tokens
-        buffer = self.settings.algorithm.overlong_buffer
-        if buffer is not None and buffer > self.max_output_tokens:
-            raise ConfigError(
-                f"overlong_buffer: expected at most the {self.max_output_tokens} tokens of the "
-                f"longest completion, got {buffer}; lower it, or raise max_output_tokens"
-            )
         for learner in (self.learner, *([self._turns.learner] if self._turns else ())):
             learner.limit_output(self.max_output_tokens)
         if self.context_length is not None:
@@ -303,11 +301,18 @@ class Cohort:
             return ZeroOptimizer({**group, "lr": hparams.lr}, self._turns.engine)
         return torch.optim.AdamW([group], lr=hparams.lr, weight_decay=0.0, fused=True)
 
+    def check_hparams(self, hparams: Hparams) -> None:
+        """Raise a ConfigError if an agent cannot train with hyperparameters in this cohort."""
+        self.learner.loss.of_agent(hparams)
+        check_rank(self.slots, hparams)
+
     def set_hparams(self, slot: int, hparams: Hparams) -> None:
         """Set an agent's hyperparameters; a change of its rank or alpha changes its adapter.
 
-        The optimizer gets the new lr, and keeps its moments unless the rank was cut.
+        The optimizer gets the new lr, and keeps its moments unless the rank was cut. Raises what
+        `check_hparams` raises.
         """
+        self.check_hparams(hparams)
         state = self.agents[slot]
         if self.is_local(slot):
             resize(self.slots, state, hparams, partial(self.fresh_optimizer, slot, hparams))
@@ -445,25 +450,20 @@ class Cohort:
         """Return the sampling parameters of an agent in training."""
         return Sampling.of(
             hparams,
-            max_output_tokens=self.max_output_tokens,
+            max_output_tokens=self.output_tokens(hparams),
             min_output_tokens=self.settings.algorithm.min_output_tokens,
         )
 
     def learn(
         self, batches: Sequence[AgentBatch], *, stream: Sequence[str | int]
     ) -> list[dict[str, float]]:
-        """Take one GRPO step for the agents that have a batch.
-
-        All agents share one forward and one backward.
-        """
+        """Take one GRPO step for the agents with a batch, in one forward and one backward."""
         states = [self.agents[batch.agent] for batch in batches]
         learning: list[AgentTraining] = []
         for s in states:
             reference = self.references.of(s)
             learning.append(AgentTraining(s.adapter, reference, s.hparams, s.optimizer))
-            for group in s.optimizer.param_groups:
-                group["lr"] = s.hparams.lr * self.lr_factor(s.slot)
-                group["weight_decay"] = s.hparams.weight_decay
+            s.prepare_step(self.settings.algorithm.lr_schedule)
         self.slots.together = tuple(s.adapter for s in states) if self.shards > 1 else ()
         if self._engine is not None:
             self._engine.sleep()
@@ -481,8 +481,7 @@ class Cohort:
 
     def lr_factor(self, slot: int) -> float:
         """Return the factor by which the schedule multiplies an agent's lr in its next step."""
-        schedule = self.settings.algorithm.lr_schedule
-        return 1.0 if schedule is None else lr_factor(schedule, self.agents[slot].steps)
+        return self.agents[slot].lr_factor(self.settings.algorithm.lr_schedule)
 
     def mutated(self, slot: int) -> None:
         """Run an agent's mutation hooks."""

@@ -47,14 +47,20 @@ class PopulationSampler:
     ) -> PopulationSampler:
         """Return a sampler for comparisons, in which all policies sample with the same draws.
 
-        A slot of None is the base model without an adapter. Sampling uses no top-k or top-p;
-        `stream` is the path of the random stream that all policies share.
+        A slot of None is the base model without an adapter. Sampling uses no top-k or top-p; each
+        agent has its own longest completion, and the base has that of the run. `stream` is the path
+        of the random stream that all policies share.
         """
         sampling = Sampling(
             temperature=temperature,
             max_output_tokens=cohort.max_output_tokens,
             min_output_tokens=cohort.settings.algorithm.min_output_tokens,
         )
+
+        def under_own_limit(slot: int | None) -> Sampling:
+            own = None if slot is None else cohort.agents[slot].hparams.max_output_tokens
+            return sampling if own is None else replace(sampling, max_output_tokens=own)
+
         seed = derive(cohort.seed, *stream)
         return cls(
             cohort.engine,
@@ -64,7 +70,7 @@ class PopulationSampler:
                     None if slot is None else cohort.agents[slot].adapter,
                     (),
                     samples,
-                    sampling,
+                    under_own_limit(slot),
                     seed,
                 )
                 for slot in slots

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from evo_grpo.errors import CheckpointError, ConfigError
-from evo_grpo.model.lora.configs import module_of
 from evo_grpo.model.lora.files import AdapterCopy
 from evo_grpo.model.lora.load import fit_slot, plan_copy
+from evo_grpo.population.cohort.adapters import narrowest
 from evo_grpo.population.cohort.cohort import Cohort
-from evo_grpo.settings.adapters import pattern_problems, searched, too_wide
+from evo_grpo.settings.adapters import above_width, pattern_problems, searched, too_wide
 from evo_grpo.types import Slot
 
 
@@ -34,22 +34,24 @@ def check_adapters(cohort: Cohort) -> None:
         )
 
 
-def check_widths(cohort: Cohort) -> None:
-    """Check that no rank that is searched is above the width of a layer; called with agents.
+def check_widths(cohort: Cohort, *, given: bool) -> None:
+    """Check that no rank is above the width of a layer; called with agents.
+
+    Args:
+        cohort: The agents.
+        given: Whether they start from an adapter, which brings its own rank.
 
     Raises:
-        ConfigError: One is; the error names the layer.
+        ConfigError: A rank that is searched is, or that of the settings; the error names the layer.
     """
-    widths: dict[str, int] = {}
-    for slot in cohort.slots.names[:1]:  # a rank without agents has none
-        for key, shape in cohort.slots.shapes(slot).items():
-            own = shape[1] if ".lora_A." in key else shape[0]
-            widths[module_of(key)] = min(own, widths.get(module_of(key), own))
-    layer = min(widths, key=lambda name: widths[name], default=None)
-    if layer is None:
+    found = narrowest(cohort.slots)
+    if found is None:
         return
-    if text := too_wide(cohort.hp_config, layer, widths[layer]):
+    if text := too_wide(cohort.hp_config, *found):
         raise ConfigError(f"hyperparameters.lora.r: {text}")
+    own = not given and "lora" not in cohort.objects  # PEFT's object may have any rank of PEFT's
+    if own and (text := above_width(cohort.slots.config.r, *found)):
+        raise ConfigError(f"lora.r: {text}; lower it")
 
 
 def start_with(cohort: Cohort, slots: Sequence[Slot], start: AdapterCopy) -> None:

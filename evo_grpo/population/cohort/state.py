@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from evo_grpo.evolve.decide import Standing
+from evo_grpo.learn.objective.lr_schedule import lr_factor
 from evo_grpo.model.lora.files import AdapterCopy
 from evo_grpo.model.lora.load import fit_slot
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.population.zero.turns import ZeroOptimizer
 from evo_grpo.schema.hparams import Hparams
+from evo_grpo.settings.algorithm import LRSchedule
 from evo_grpo.types import Member, Score, Slot
 
 START = "start"
@@ -92,6 +94,20 @@ class AgentState:
         self._hparams = value
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] = value.lr
+
+    def lr_factor(self, schedule: LRSchedule | None) -> float:
+        """Return the factor by which a schedule multiplies its lr in its next step."""
+        if schedule is None:
+            return 1.0
+        return lr_factor(schedule, self.steps, self.hparams.warmup_proportion)
+
+    def prepare_step(self, schedule: LRSchedule | None) -> None:
+        """Give the optimizer the agent's values for its next step; its moments stay."""
+        own, factor = self.hparams, self.lr_factor(schedule)
+        for group in self.optimizer.param_groups:
+            group["lr"] = own.lr * factor
+            group["weight_decay"] = own.weight_decay
+            group["betas"] = own.adam_betas
 
     def standing(self) -> Standing:
         """Return the standing of the agent, the view of it that evolution uses."""

@@ -112,8 +112,8 @@ class ZeroEngine:
     def begin(self, weights_of: str, moments: LocalMoments, group: dict[str, Any]) -> None:
         """Begin an agent's turn.
 
-        `weights_of` is the agent's slot; the engine holds the agent's moments until `end`. Only lr
-        and weight_decay of `group`, the parameter group of the agent's AdamW, are used.
+        `weights_of` is the agent's slot; the engine holds the agent's moments until `end`. Only lr,
+        betas and weight_decay of `group`, the parameter group of the agent's AdamW, are used.
         """
         with self._writing():
             self.slots.copy(weights_of, TURN)
@@ -125,7 +125,7 @@ class ZeroEngine:
             if number in moments:
                 adamw.state[flat] = moments[number]
         for own in adamw.param_groups:
-            own.update(lr=group["lr"], weight_decay=group["weight_decay"])
+            own.update({name: group[name] for name in ("lr", "betas", "weight_decay")})
 
     def end(self, weights_to: str) -> LocalMoments:
         """End an agent's turn: copy the weights to its slot and return its moments."""

@@ -35,11 +35,11 @@ from evo_grpo.settings.engine import EngineConfig
 class ZeroOptimizer(torch.optim.Optimizer):
     """AdamW of one agent: its lr and this process's part of its moments; the engine takes steps.
 
-    It has one parameter group, with lr and weight_decay.
+    It has one parameter group, with lr, betas and weight_decay.
     """
 
     def __init__(self, group: dict[str, Any], engine: ZeroEngine) -> None:
-        super().__init__([group], {"lr": group["lr"], "weight_decay": 0.0})
+        super().__init__([group], {"lr": group["lr"], "weight_decay": 0.0, "betas": (0.9, 0.999)})
         self.engine = engine
         self.moments: LocalMoments = {}
 

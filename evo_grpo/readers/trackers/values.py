@@ -133,7 +133,7 @@ def _of_agent(agent: AgentRecord, names: Sequence[str]) -> dict[str, float]:
         **{
             f"{HYPERPARAMETER}{name}": value
             for name, value in columns.values(agent.hparams, names).items()
-            if not isinstance(value, str)  # a tracker draws numbers
+            if not isinstance(value, str | bool)  # a tracker draws numbers
         },
     }
     return finite(values)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings import RunConfig
-from evo_grpo.settings.adapters import too_wide
+from evo_grpo.settings.adapters import above_width, too_wide
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
 from evo_grpo.training.sizing.memory import DTYPE_BYTES, Device, MemoryPlan, Part, Work, predict
 from evo_grpo.training.sizing.model_size import (
@@ -140,7 +140,7 @@ def check_fits(plan: MemoryPlan | None, there: int | None, device: str) -> None:
 
 
 def check_ranks_fit(config: RunConfig, size: ModelSize) -> None:
-    """Refuse a search over ranks above the width of a layer, as far as the layers are known.
+    """Refuse ranks above the width of a layer, as far as the layers are known.
 
     Raises:
         ConfigError: A rank is; the error names the layer.
@@ -151,6 +151,9 @@ def check_ranks_fit(config: RunConfig, size: ModelSize) -> None:
         return
     if text := too_wide(config.search_space(), narrow, min(layers[narrow])):
         raise ConfigError(f"evolve.hyperparameters.lora.r: {text}")
+    text = above_width(config.model.lora.r, narrow, min(layers[narrow]))
+    if config.model.adapter is None and text:
+        raise ConfigError(f"model.lora.r: {text}; lower it")
 
 
 def format_bytes(size: int) -> str:

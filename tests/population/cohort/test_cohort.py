@@ -22,7 +22,7 @@ from evo_grpo.errors import ConfigError, PromptTooLongError
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.protocol import Candidate
 from evo_grpo.learn.rows import AgentBatch
-from evo_grpo.schema.hparams import MUTABLE
+from evo_grpo.schema.hparams import DRAWN_AT_START, MUTABLE
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.types import Member, Mutation, Prompt, Score
 
@@ -183,17 +183,26 @@ RANGES = {
     "batch_size": (5, 2, 9),
     "loss_type": ("grpo", "grpo", "sapo"),
     "importance_sampling_level": ("token", "token", "sequence"),
+    "adam_beta1": (0.9, 0.5, 0.95),
+    "adam_beta2": (0.99, 0.5, 0.999),
+    "kl_shaping": (False, False, True),
+    "max_output_tokens": (5, 2, 5),
     "lora.r": (4, 2, 8),
     "lora.alpha": (8.0, 1.0, 64.0),
 }
 
 
 # Prompts and the scale of advantages act before the rows of a step are there.
-@pytest.mark.parametrize("name", [n for n in MUTABLE if n not in ("prompt", "adv_norm")])
+EARLIER = {"prompt", "adv_norm"} | DRAWN_AT_START
+
+
+@pytest.mark.parametrize("name", [name for name in MUTABLE if name not in EARLIER])
 def test_whatever_mutates_is_felt_in_the_next_step(name):
     value, low, high = RANGES[name]
     hparams = PLAIN.replace(lr=3e-2, update_epochs=2).with_value(name, value)
-    given = {"choices": [low, high]} if isinstance(low, str) else {"min": low, "max": high}
+    if name == "kl_shaping":
+        hparams = hparams.replace(beta=1.0)
+    given = {"choices": [low, high]} if isinstance(low, str | bool) else {"min": low, "max": high}
     config = HyperparameterConfig(**{name: RLParameter(**given)})
     mutated, changes = Mutations(no_mutation=0, rl_hp=1).explore(
         Candidate(hparams), config, np.random.default_rng(1)

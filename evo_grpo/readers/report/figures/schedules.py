@@ -34,7 +34,7 @@ from evo_grpo.readers.report.figures.style import (
 from evo_grpo.record.columns import fitness, fitness_se
 from evo_grpo.record.records import AgentRecord
 from evo_grpo.record.view import Run, RunView, view_of
-from evo_grpo.schema.shown import short_name
+from evo_grpo.schema.shown import short_name, shown_value
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -156,9 +156,13 @@ def drawn_names(view: RunView) -> list[str]:
 
 
 def names_of(view: RunView, name: str) -> list[str]:
-    """Return the values of a hyperparameter that are names, in the order in which they came up."""
+    """Return the values of a hyperparameter that are names, in the order in which they came up.
+
+    Those of a hyperparameter that is true or false are "true" and "false".
+    """
     values = (agent.hparams.get(name) for agent in view.played)
-    return list(dict.fromkeys(value for value in values if isinstance(value, str)))
+    names = (shown_value(value) for value in values if isinstance(value, str | bool))
+    return list(dict.fromkeys(names))
 
 
 def heights(view: RunView, name: str) -> Callable[[AgentRecord], float]:
@@ -170,8 +174,8 @@ def heights(view: RunView, name: str) -> Callable[[AgentRecord], float]:
 
     def height(agent: AgentRecord) -> float:
         value = agent.hparams.get(name)
-        if isinstance(value, str):
-            return places[value]
+        if isinstance(value, str | bool):
+            return places[shown_value(value)]
         return math.nan if value is None else float(value)
 
     return height

@@ -1,0 +1,52 @@
+"""Values of an agent that are outside of their ranges."""
+
+# No annotations from __future__ here: pydantic would compile each of them again at every start.
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from evo_grpo.schema.hparams import Hparams, Value
+from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter, plain_choice
+
+
+class Outside(NamedTuple):
+    """An initial value of an agent that is outside its range, or none of its choices.
+
+    Attributes:
+        name: The hyperparameter.
+        value: Its value; for a pair-valued clip_coef the distance from 1.
+        parameter: The range.
+    """
+
+    name: str
+    value: Value
+    parameter: RLParameter
+
+    @property
+    def shown(self) -> str:
+        """The value as text."""
+        named = isinstance(self.value, str | bool)
+        return plain_choice(self.value) if named else f"{self.value:g}"
+
+    @property
+    def remedy(self) -> str:
+        """What a user can do."""
+        if self.parameter.choices is None:
+            return "move it, or widen the range"
+        return "take one of them, or add it to the choices"
+
+
+def outside(hparams: Hparams, hp_config: HyperparameterConfig) -> Iterator[Outside]:
+    """Yield the values of an agent that are outside their ranges."""
+    for name in hp_config.names():
+        for value in _values(hparams, name):
+            if not hp_config[name].allows(value):
+                yield Outside(name, value, hp_config[name])
+
+
+def _values(hparams: Hparams, name: str) -> list[Value]:
+    if name == "clip_coef" and isinstance(hparams.clip_coef, tuple):
+        low, high = hparams.clip_coef
+        return [1 - low, high - 1]  # the range of clip_coef is that of the distance from 1
+    value = hparams.get(name)
+    return [] if value is None else [value]  # None means all rows, or no clipping
