@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evo_grpo.model.lora.load import mix_slots
-from evo_grpo.model.lora.resize import mix_products
+from evo_grpo.model.lora.recombine.apply import recombine_slots
+from evo_grpo.model.lora.recombine.average import average
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.schema.hparams import LORA
+from evo_grpo.seeding import generator
 
 
 def may_mix(cohort: Cohort, first: int, second: int) -> bool:
@@ -37,7 +39,7 @@ def mix_agents(cohort: Cohort, sources: Sequence[int], target: int) -> None:
     if not cohort.is_local(target):
         return
     if _searched(cohort):
-        mix_products(cohort.slots, names, into.adapter)
+        recombine_slots(cohort.slots, names, into.adapter, average, generator(0))  # nothing is drawn
     else:
         mix_slots(cohort.slots, names, into.adapter)
 
