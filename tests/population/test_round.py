@@ -257,7 +257,7 @@ def test_apply_copies_sets_and_names():
     hparams = tuple(
         cohort.agents[s].hparams.replace(lr=lr) for s, lr in zip(slots, (1, 2, 3), strict=True)
     )
-    apply(cohort, slots, Generation(members, hparams, (0, 0, 2), 8), inherit_optimizer=True)
+    apply(cohort, slots, Generation(members, hparams, (0, 0, 2), 8), EvolveConfig())
     after = adapters(cohort)
     assert equal(after[0], before[0])
     assert equal(after[1], before[0])

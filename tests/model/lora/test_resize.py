@@ -1,6 +1,5 @@
 """Changes of the rank and alpha of a trained adapter."""
 
-import copy
 
 import pytest
 import tiny

@@ -19,9 +19,7 @@ class Operator(Protocol):
     are equal have a child that is equal to them (noise of 0). Parents may differ in rank and scale.
     """
 
-    def __call__(
-        self, parents: Sequence[Product], rank: int, rng: np.random.Generator
-    ) -> Product:
+    def __call__(self, parents: Sequence[Product], rank: int, rng: np.random.Generator) -> Product:
         """Return the update of the child.
 
         Args:

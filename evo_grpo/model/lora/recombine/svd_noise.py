@@ -28,9 +28,7 @@ class SVDNoise:
 
     size: float
 
-    def __call__(
-        self, parents: Sequence[Product], rank: int, rng: np.random.Generator
-    ) -> Product:
+    def __call__(self, parents: Sequence[Product], rank: int, rng: np.random.Generator) -> Product:
         """Return the update of the only parent with noise; see `Operator`."""
         del rank
         (parent,) = parents

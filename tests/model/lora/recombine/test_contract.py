@@ -109,6 +109,4 @@ def test_noise_scales_singular_values_and_keeps_their_vectors():
     assert rest.abs().max() < 1e-4
     assert (factors > 0).all()
     assert 0.01 < factors.log().abs().mean() < 1.0
-    assert torch.equal(
-        update(SVDNoise(0.0)([one], 3, np.random.default_rng(0))), update(one)
-    )
+    assert torch.equal(update(SVDNoise(0.0)([one], 3, np.random.default_rng(0))), update(one))
