@@ -1,6 +1,5 @@
 """Changes of the rank and alpha of a trained adapter."""
 
-
 import pytest
 import tiny
 import torch
