@@ -102,12 +102,18 @@ def _copy_beside(cohort: Cohort, slot: Slot, other: Slot) -> Slot:
 
 
 def _recombine(cohort: Cohort, child: Slot, other: Slot, operator: str, born: int) -> None:
-    """Recombine the weights in the slot of a child with those of a copy, which is removed."""
-    state = cohort.agents[child]
+    """Recombine the weights in the slot of a child with those of a copy, which is removed.
+
+    The child keeps the moments that it has from its better parent, unless the other one has another
+    rank or alpha: then it has new parameters.
+    """
+    state, slots = cohort.agents[child], cohort.slots
     if cohort.is_local(child):
         names = [state.adapter, cohort.agents[other].adapter]
+        before = slots.parameters(state.adapter)
         rng = generator(cohort.seed, "recombine", born)
-        recombine_slots(cohort.slots, names, state.adapter, OPERATORS[operator], rng)
-    # The moments of the parent belong to other directions.
-    state.optimizer = cohort.fresh_optimizer(child, state.hparams)
+        recombine_slots(slots, names, state.adapter, OPERATORS[operator], rng)
+        after = slots.parameters(state.adapter)
+        if any(one is not new for one, new in zip(before, after, strict=True)):
+            state.optimizer = cohort.fresh_optimizer(child, state.hparams)
     cohort.remove(other)
