@@ -55,6 +55,16 @@ CASES = {
             "fitness": {**SETTINGS["evolve"]["fitness"], "final_samples": 1},
         },
     },
+    "children of two, and noise": {
+        "seed": 8,
+        "algorithm": {**POPULATION["algorithm"], "lr": 3e-3},
+        "evolve": {
+            **SETTINGS["evolve"],
+            "significance": 0.2,
+            "recombine": "svd_subspace",
+            "svd_noise": 0.1,
+        },
+    },
     "the worst lr": {"algorithm": {**POPULATION["algorithm"], "lr": 0.01}, "seed": 11},
 }
 
