@@ -213,7 +213,12 @@ def _arm_config(
         # One process trains it, with the same result up to rounding.
         engine=config.engine.replace(zero=None),
         evolve=config.evolve.replace(
-            selection=NoSelection(), exploration=NoExploration(), archive=False, dead_steps=None
+            selection=NoSelection(),
+            exploration=NoExploration(),
+            recombine="none",
+            svd_noise=0.0,
+            archive=False,
+            dead_steps=None,
         ),
     )
 

@@ -62,6 +62,7 @@ class Strategy:
         significance: Largest p-value at which a difference between two agents counts; None counts
             every difference.
         window: Latest scores of a member that the selector sees, >= 1.
+        noisy: Whether copies get noise on their weights.
     """
 
     selector: Selector
@@ -69,6 +70,7 @@ class Strategy:
     hp_config: HyperparameterConfig
     significance: float | None
     window: int = 1
+    noisy: bool = False
 
 
 def decide(
@@ -119,6 +121,7 @@ def decide(
         round=round,
         next_id=next_id,
         trials=trials,
+        noisy=strategy.noisy,
     )
     decisions = _decisions(standings, settled, generation, scores, strategy)
     decline = _decline(scores, archive, strategy.significance)
@@ -179,7 +182,7 @@ def why_collapsed(
         )
         return (
             f"{evidence} had equal rewards, so it can no longer learn, and it is behind the best"
-            f"{_difference_text(compare(best, score))}"
+            f"{difference_text(compare(best, score))}"
         )
     return ""
 
@@ -351,7 +354,8 @@ def _failed(agent: Slot) -> Decision:
     return _decision("left", agent, None, None, text)
 
 
-def _difference_text(ahead: Comparison) -> str:
+def difference_text(ahead: Comparison) -> str:
+    """Return a comparison as the end of a sentence; empty if no prompt is shared."""
     if ahead.prompts == 0:
         return ""
     error = "" if math.isnan(ahead.error) else f" ± {ahead.error:.2f}"
@@ -365,5 +369,5 @@ def _decision(
     """Return a decision; its sentence ends with the comparison that it is based on."""
     if ahead is None:
         return Decision(kind, agent, other, math.nan, math.nan, 0, text)
-    sentence = text + _difference_text(ahead)
+    sentence = text + difference_text(ahead)
     return Decision(kind, agent, other, ahead.difference, ahead.error, ahead.prompts, sentence)

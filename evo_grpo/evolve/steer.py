@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from evo_grpo.errors import ConfigError
@@ -25,7 +25,7 @@ ON_AGENTS = ("stop-agent", "clone", "set")
 ON_RUN = ("pause", "continue", "stop-after-round")
 """Requests that change when the next round is played, or whether."""
 
-_SUPERSEDED = ("copied", "kept", "restored")
+_SUPERSEDED = ("copied", "kept", "restored", "recombined")
 """Kinds of decisions about an agent that are dropped when a request stops or overwrites it."""
 
 
@@ -134,7 +134,7 @@ def _cloned(
         )
     born = parent.id not in boundary.played
     op = "steer-restore" if born and parent.mutation.restores else "steer-clone"
-    mutation = Mutation(op, parent.mutation.changes if born else {})
+    mutation = replace(parent.mutation if born else Mutation(), op=op)
     hparams = plan.hparams[source]
     cloned = _with_child(plan, target, parent, mutation, hparams, boundary)
     if _swaps(cloned.members, boundary.played):
@@ -179,7 +179,8 @@ def _set(
     op = "steer-set"
     if born and (member.mutation.restores or member.mutation.op == "steer-clone"):
         op = "steer-restore" if member.mutation.restores else "steer-clone"
-    child = _with_child(plan, index, member, Mutation(op, changes), new, boundary)
+    noise = member.mutation.noise if born else None
+    child = _with_child(plan, index, member, Mutation(op, changes, noise), new, boundary)
     return child, f"agent {member.agent} was set by hand: {shown}"
 
 
@@ -233,9 +234,11 @@ def _with_child(
     """Replace a member by a child; it keeps the id of a member that has not trained yet."""
     old, played = plan.members[index], boundary.played
     free = max([boundary.next_id - 1, *(one.id for one in plan.members)]) + 1
-    source = parent.id if parent.id in played else parent.parent
+    source, second = parent.id, None
+    if parent.id not in played:
+        source, second = parent.parent, parent.second_parent
     number = free if old.id in played else old.id
-    child = Member(number, old.agent, source, boundary.round + 1, mutation)
+    child = Member(number, old.agent, source, boundary.round + 1, mutation, second)
     members, values = list(plan.members), list(plan.hparams)
     members[index], values[index] = child, hparams
     return plan._replace(members=tuple(members), hparams=tuple(values))

@@ -1,8 +1,8 @@
 """Plays one round: agents train, are evaluated, saved, selected, copied and mutated.
 
 Read `play_round` from top to bottom; each stage is one call. Ranks exchange one message per round,
-and one more for each further look of racing: every rank sends its report, the first rank plans and
-records the round, and all ranks carry out the plan.
+and one more for each further look of racing and for a child of two survivors: every rank sends its
+report, the first rank plans and records the round, and all ranks carry out the plan.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ import numpy as np
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.generation import Generation
+from evo_grpo.population.children import Pair, TryChild, child_to_try, with_child
 from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.population.cohort.recombine import (
+    add_child,
+    change_weights,
+    may_recombine,
+    second_parents,
+)
 from evo_grpo.population.evaluate import Evaluation, evaluate_here, merged, without_texts
 from evo_grpo.population.no_signal import warn_without_signal
 from evo_grpo.population.plan import (
@@ -38,6 +45,7 @@ from evo_grpo.population.stats import Stopwatch, Tally, completion_rows
 from evo_grpo.population.steps import Limit, RunWriter, report_steps, train
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
+from evo_grpo.settings import EvolveConfig
 from evo_grpo.types import KEPT_SCORES, Member, Score, Slot
 
 
@@ -131,11 +139,15 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
         )  # fmt: skip
         observer.stage(round, "evaluate", 0, 1)
         results, saved = dict[Slot, Evaluation](), dict[Slot, SavedAgent]()
-        plan: RoundPlan | LookAgain = LookAgain(tuple(slots), 0)
-        while isinstance(plan, LookAgain):  # one pass, and another for each further look of racing
-            results |= evaluate_more(this, plan, tallies, results)
-            saved |= save(this, plan)
-            report = report_of(this, tallies, results, saved)
+        plan: RoundPlan | LookAgain | TryChild = LookAgain(tuple(slots), 0)
+        while not isinstance(plan, RoundPlan):  # a pass for each further look, and for a child
+            child = None
+            if isinstance(plan, LookAgain):
+                results |= evaluate_more(this, plan, tallies, results)
+                saved |= save(this, plan)
+            else:
+                child = evaluate_child(this, plan.pair)
+            report = report_of(this, tallies, results, saved, child)
             plan = cohort.team.agree(report, partial(plan_and_record, this, plan, starts))
         writer.round_over()
         observer.round_done(plan.record)
@@ -176,11 +188,31 @@ def save(this: Round, look: LookAgain) -> dict[Slot, SavedAgent]:
         }
 
 
+def evaluate_child(this: Round, pair: Pair) -> Evaluation | None:
+    """Evaluate the child of a pair on the prompts and draws of the round, in a slot of its own.
+
+    All ranks make this call; it returns None on those without the child.
+    """
+    cohort, evolve = this.cohort, this.settings.evolve
+    with this.watch.phase("evolve"):
+        child = add_child(cohort, pair.first, pair.second, evolve.recombine, this.number + 1)
+        cohort.set_hparams(child, pair.hparams)
+    with this.watch.phase("evaluate"):
+        prompts = this.env.prompts("validation", evolve.fitness.prompts)
+        stream = LookAgain((child,), 0).stream(this.number)
+        found = evaluate_here(
+            cohort, this.env, (child,), prompts, evolve.fitness, stream=stream
+        ).get(child)
+    cohort.remove(child)
+    return None if found is None else without_texts(found)
+
+
 def report_of(
     this: Round,
     tallies: Mapping[Slot, Tally],
     results: Mapping[Slot, Evaluation],
     saved: Mapping[Slot, SavedAgent],
+    child: Evaluation | None,
 ) -> RankReport:
     """Return the report of this rank to the first rank."""
     cohort = this.cohort
@@ -196,19 +228,42 @@ def report_of(
         )
         for slot, tally in tallies.items()
     }
-    return RankReport(agents, cohort.reduced(), this.writer.hand_over())
+    return RankReport(agents, cohort.reduced(), this.writer.hand_over(), child)
 
 
 def plan_and_record(
-    this: Round, look: LookAgain, starts: int, reports: Sequence[RankReport]
-) -> RoundPlan | LookAgain:
+    this: Round, look: LookAgain | TryChild, starts: int, reports: Sequence[RankReport]
+) -> RoundPlan | LookAgain | TryChild:
     """Plan and record a round from the reports of all ranks; called on the first rank only."""
     this.writer.receive([report.files for report in reports])
-    agents = agents_of(reports, this.slots)
-    if (again := next_look(agents, this.settings, look, this.number)) is not None:
-        return again
-    cohort, scores = this.cohort, {slot: agent.score for slot, agent in agents.items()}
+    agents, cohort = agents_of(reports, this.slots), this.cohort
+    if isinstance(look, TryChild):
+        child = next((report.child for report in reports if report.child is not None), None)
+        plan = with_child(look, child, next_member(cohort, look.plan.record))
+    else:
+        if (again := next_look(agents, this.settings, look, this.number)) is not None:
+            return again
+        plan = plan_round(this, agents, starts, least_reduced(reports))
+        related = partial(may_recombine, cohort)
+        if (child := child_to_try(plan, this.settings, cohort.hp_config, related)) is not None:
+            return child
+    elapsed = time.perf_counter() - this.start
+    plan = replace(plan, record=timed(plan.record, this.watch.seconds, this.began, elapsed))
     tallies = {slot: agent.tally for slot, agent in agents.items()}
+    if not all(map(cohort.is_local, this.slots)):
+        steps = range(this.settings.population.steps_per_round)
+        report_steps(this.settings, this.writer, this.observer, this.number, steps, tallies)
+    plan = this.steering.steer(plan, next_id=next_member(cohort, plan.record))
+    rows = completion_rows(this.number, tallies, this.settings.record.completions)
+    this.writer.commit(plan.record, rows)
+    return plan
+
+
+def plan_round(
+    this: Round, agents: Mapping[Slot, AgentReport], starts: int, reduced: Mapping[str, int]
+) -> RoundPlan:
+    """Plan a round from the reports of its agents; called on the first rank only."""
+    cohort, scores = this.cohort, {slot: agent.score for slot, agent in agents.items()}
     set_scores(this, scores)
     inputs = PlanInputs(
         settings=this.settings,
@@ -221,25 +276,16 @@ def plan_and_record(
         task=this.env.name,
     )
     with this.watch.phase("evolve"):
-        plan = next_round(
+        return next_round(
             inputs,
             agents,
             [cohort.agents[slot].standing() for slot in this.slots],
             this.number,
             seconds=time.perf_counter() - this.start,
             starts=starts,
-            reduced=least_reduced(reports),
+            reduced=reduced,
             limited=this.limit is not None and this.limit.ends_after(list(scores.values())),
         )
-    elapsed = time.perf_counter() - this.start
-    plan = replace(plan, record=timed(plan.record, this.watch.seconds, this.began, elapsed))
-    if not all(map(cohort.is_local, this.slots)):
-        steps = range(this.settings.population.steps_per_round)
-        report_steps(this.settings, this.writer, this.observer, this.number, steps, tallies)
-    plan = this.steering.steer(plan, next_id=next_member(cohort, plan.record))
-    rows = completion_rows(this.number, tallies, this.settings.record.completions)
-    this.writer.commit(plan.record, rows)
-    return plan
 
 
 def wait_while_paused(this: Round, plan: RoundPlan) -> RoundPlan:
@@ -269,8 +315,7 @@ def carry_out(this: Round, plan: RoundPlan) -> None:
     if evolve.archive:
         _archive_best(cohort, scores)
     generation = recorded_generation(cohort, this.slots, record)
-    inherit, free = evolve.inherit_optimizer, not plan.last
-    apply(cohort, this.slots, generation, inherit_optimizer=inherit, free=free)
+    apply(cohort, this.slots, generation, evolve, free=not plan.last)
 
 
 def set_scores(this: Round, scores: Mapping[Slot, Score | None]) -> None:
@@ -302,21 +347,24 @@ def apply(
     cohort: Cohort,
     slots: Sequence[Slot],
     generation: Generation,
+    evolve: EvolveConfig,
     *,
-    inherit_optimizer: bool,
     free: bool = True,
 ) -> None:
     """Replace the agents of a cohort, of which `slots` played, by the next generation.
 
-    Parents are copied over children, including their AdamW moments if `inherit_optimizer` is true.
+    Parents are copied over children, including their AdamW moments with `inherit_optimizer`. Then
+    the weights of copies get their noise, and those of a child are recombined, as `evolve` says.
     Each agent gets its hyperparameters and its member, and keeps its latest `KEPT_SCORES` scores. A
     slot that is both copied and overwritten, which only a request can cause, is copied first.
 
     With `free`, the agents that leave are removed and their memory is freed. After the last round
     they are kept, because a call that plays more rounds also selects among them.
     """
+    others = second_parents(cohort, slots, generation.members)  # before they are overwritten
     for parent, slot in copies_in_order(generation):
-        cohort.copy(parent, slot, inherit_optimizer=inherit_optimizer)
+        cohort.copy(parent, slot, inherit_optimizer=evolve.inherit_optimizer)
+    change_weights(cohort, slots, generation.members, others, evolve)
     cohort.reserve_members(generation.next_id)
     for member, hparams in zip(generation.members, generation.hparams, strict=True):
         cohort.set_hparams(member.agent, hparams)

@@ -43,8 +43,11 @@ class Lineage:
     - parent_trial: the number of the parent trial, None in the first round. For a member that
       played the round before it is the member's own trial of that round, else that of its parent.
     - op, mutated {name: [old, new]}: the change since the parent trial: "init", "clone",
-      "mutate", "restore" (the best agent ever, at a lower lr), or "continue" (no change); by
-      request of the user "steer-clone", "steer-set" or "steer-restore" (see `types.Mutation`)
+      "mutate", "restore" (the best agent ever, at a lower lr), "recombine", or "continue" (no
+      change); by request of the user "steer-clone", "steer-set" or "steer-restore" (see
+      `types.Mutation`)
+    - second_parent: the other parent (a member id) of a child of two, whose parent is the better
+      one; other trials do not have it
     - train/reward, train/kl, ...: the metrics of the round's training
 
     If the mean of two survivors wins the run, it has a trial too, one round later, with op "mean"
@@ -278,6 +281,8 @@ def _trial_of(
         "reason": agent.reason,
         **_metrics(agent),
     }
+    if agent.second_parent is not None:
+        attributes["second_parent"] = agent.second_parent
     fitness = _finite(score.mean) if score is not None and agent.state == "ok" else None
     times = record.started, record.ended
     return _finished(fitness, space.parameters(agent.hparams), attributes, times, _steps(agent))

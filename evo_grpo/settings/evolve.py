@@ -3,7 +3,7 @@
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
 from collections.abc import Mapping
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator
 
@@ -134,6 +134,21 @@ class EvolveConfig(Group):
         "not removed. null counts every difference.",
         gt=0,
         le=0.5,
+    )
+    recombine: Literal["none", "average", "svd_subspace", "layer_wise"] = setting(
+        "none",
+        "How two survivors that a paired test cannot separate make a child after each round but "
+        "the last: `average`, the mean of their products B A; `svd_subspace`, the leading singular "
+        "directions of the better one and what the other adds to them; `layer_wise`, each layer "
+        "from one of them. The child is evaluated on the prompts of the round and takes a place "
+        "only if it is ahead of its better parent. `none` makes no children.",
+    )
+    svd_noise: float = setting(
+        0.0,
+        "Noise on the weights of copies: each singular value of B A is multiplied by a factor "
+        "whose logarithm has this standard deviation. 0 copies the weights as they are.",
+        ge=0,
+        le=1,
     )
     archive: bool = setting(
         True,

@@ -363,6 +363,18 @@ def _inherit_optimizer(seen: Seen) -> Iterator[Finding]:
         )
 
 
+def _svd_noise(seen: Seen) -> Iterator[Finding]:
+    evolve = seen.evolve
+    if evolve is None or not evolve.svd_noise:
+        return
+    if isinstance(evolve.selection, NoSelection | HalvingSelection):
+        yield Finding(
+            "evolve.svd_noise",
+            f"has no effect: selection {evolve.selection.kind} copies no agent, and a restored one "
+            "gets no noise; leave it out, or choose another selection",
+        )
+
+
 def _start(seen: Seen) -> Iterator[Finding]:
     if seen.population is None or seen.population.init in ("latin_hypercube", "sample"):
         return
@@ -397,7 +409,7 @@ def _greedy(seen: Seen) -> Iterator[Finding]:
 
 TABLE: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
     *(_clip_coef, _algorithm, _kl_shaping, _batch_size, _still, _engine),
-    *(_exploration, _inherit_optimizer, _start, _greedy),
+    *(_exploration, _inherit_optimizer, _svd_noise, _start, _greedy),
 )
 """All checks; those about a run find nothing if only the agents' settings are known."""
 

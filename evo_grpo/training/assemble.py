@@ -51,7 +51,11 @@ from evo_grpo.settings import (
     RunConfig,
 )
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
-from evo_grpo.settings.cross_checks import divides_quantized, fitness_problems
+from evo_grpo.settings.cross_checks import (
+    divides_quantized,
+    fitness_problems,
+    recombine_problems,
+)
 from evo_grpo.training.sizing.fitting import LIMITS, Setup, fill_limits
 from evo_grpo.training.sizing.hub_files import check_available
 from evo_grpo.training.sizing.memory import Device
@@ -121,11 +125,14 @@ class Prepared:
     objects: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
-        """Check that the reward functions that settings name exist."""
-        fitness = self.round_settings.evolve.fitness
+        """Check that reward functions exist, and that rounds can be played as settings ask."""
+        evolve, engine = self.round_settings.evolve, self.cohort.settings.engine
+        fitness = evolve.fitness
         check_rewards(named_weights(self.env), self.cohort.hp_config, fitness.reward)
         if found := list(fitness_problems(self.cohort.hp_config, fitness)):
             raise Problems(*found).below("evolve", "fitness")
+        if found := list(recombine_problems(evolve, len(self.slots), engine)):
+            raise Problems(*found).below("evolve")
 
     def __enter__(self) -> Self:
         return self

@@ -84,8 +84,7 @@ def restore(
     if apart:
         cohort.move(home)
     generation = recorded_generation(cohort, slots, last)
-    inherit = prepared.round_settings.evolve.inherit_optimizer
-    apply(cohort, slots, generation, inherit_optimizer=inherit, free=free)
+    apply(cohort, slots, generation, prepared.round_settings.evolve, free=free)
     cohort.reserve_members(next_member_id(rounds))
     return generation.slots
 

@@ -69,9 +69,11 @@ class Task:
         steps: GRPO steps per round of the reference arm.
         prompts: P, prompts of a step of one of N agents.
         group: G, completions per prompt.
-        validation: Fewest validation prompts behind a fitness, one completion each.
+        validation: Fewest validation prompts behind a fitness, one completion each; fewer with
+            children.
         settings: The rest of the run's settings, by dotted path.
         arms: The arms, or groups of them, that run when none are named.
+        children: Children that a run with recombination evaluates, by a pilot.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Task:
     validation: int
     settings: Mapping[str, Any]
     arms: tuple[str, ...] = ("main", "ablations")
+    children: int = 0
 
     def quick(self) -> Task:
         """Return the task at a size that shows whether everything works, and nothing else."""
@@ -130,11 +133,11 @@ _SMOLLM2 = {
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        Task("sums", 8, 6, 8, 4, 8, 64, _SUMS),
+        Task("sums", 8, 6, 8, 4, 8, 64, _SUMS, children=4),
         Task("sums-long", 8, 12, 8, 4, 8, 64, _SUMS, arms=("main",)),
         Task("sums-shaped", 8, 6, 8, 4, 8, 64, _SUMS, arms=("weights",)),
         Task("sums-narrow", 8, 6, 8, 4, 8, 64, _NARROW, arms=("ranks",)),
-        Task("foods", 8, 6, 1, 2, 8, 64, _FOODS),
+        Task("foods", 8, 6, 1, 2, 8, 64, _FOODS, children=3),
         # The reference of foods spends four fifths of its rows on evaluations, here half of them.
         Task("foods-16", 8, 6, 1, 2, 8, 16, _FOODS, arms=("main",)),
         Task("smollm2", 8, 6, 8, 2, 8, 32, _SMOLLM2, arms=("random", "new")),
@@ -408,6 +411,20 @@ RANKS = (
         once=True,
     ),
 )
+#: Each beside `new`, which recombines nothing.
+RECOMBINED = (
+    *(
+        _new(
+            f"new-{operator}",
+            f"the defaults, with children of survivors that tie: {operator}",
+            evolve__recombine=operator,
+        )
+        for operator in ("average", "svd_subspace", "layer_wise")
+    ),
+    _new(
+        "new-svd_noise", "the defaults, with noise on the weights of copies", evolve__svd_noise=0.2
+    ),
+)
 GROUPS: dict[str, tuple[Arm, ...]] = {
     "main": MAIN,
     "ablations": ABLATIONS,
@@ -416,8 +433,9 @@ GROUPS: dict[str, tuple[Arm, ...]] = {
     "all": (*MAIN, *ABLATIONS, *BEYOND_LR, *NAMES),
     "weights": WEIGHTS,
     "ranks": RANKS,
+    "recombined": RECOMBINED,
 }
-ARMS: dict[str, Arm] = {arm.name: arm for arm in (*GROUPS["all"], *WEIGHTS, *RANKS)}
+ARMS: dict[str, Arm] = {arm.name: arm for arm in (*GROUPS["all"], *WEIGHTS, *RANKS, *RECOMBINED)}
 QUICK_ARMS = ("random", REFERENCE, "new")
 
 
@@ -472,7 +490,9 @@ def budget(task: Task, arm: Arm | None = None) -> int:
 def plan(task: Task, arm: Arm) -> Plan:
     """Spend the budget: as many whole steps per round as leave enough for the evaluations.
 
-    What no whole step is left for goes into more validation prompts.
+    What no whole step is left for goes into more validation prompts. Children leave all evaluations
+    fewer prompts, and the steps as they are: a step less in each round would cost several times
+    as much as they do.
 
     Raises:
         ValueError: The evaluations alone cost more than the budget.
@@ -481,6 +501,7 @@ def plan(task: Task, arm: Arm) -> Plan:
     rounds = 1 if arm.once else task.rounds
     places = _places(agents, rounds, arm.places)
     evaluations = sum(places) + arm.candidates
+    children = task.children if "evolve.recombine" in arm.overrides else 0
     rows = budget(task, arm)
     if arm.driver == "tpe":
         # As many trials as the reference has agents, were none pruned.
@@ -489,6 +510,7 @@ def plan(task: Task, arm: Arm) -> Plan:
     step = agents * prompts * task.group
     steps = (rows - evaluations * task.validation) // (rounds * step)
     training = rounds * steps * step
+    evaluations += children
     validation = (rows - training) // evaluations
     if steps < 1:
         raise ValueError(f"{task.name}, {arm.name}: {rows} rows leave none for training")

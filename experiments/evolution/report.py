@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from arms import ARMS, BEYOND_LR, NAMES, REFERENCE, TASKS, Arm, plan
+from arms import ARMS, BEYOND_LR, NAMES, RECOMBINED, REFERENCE, TASKS, Arm, plan
 from lines import Line, read
 from rich.console import Console
 from rich.table import Table
@@ -34,6 +34,7 @@ LEFT_OUT = ("median", "best on", "failed runs", "optimism", "s per 10k tokens", 
 WEIGHTS = ("weights-equal", "weights-exact", "weights-random")
 FIXED_RANKS = ("rank-1", "rank-4", "rank-16", "rank-random")
 REFERENCES = ("random", REFERENCE, "one", *WEIGHTS, *FIXED_RANKS)
+RECOMBINES = {arm.name for arm in RECOMBINED}
 """Arms that the others are held against."""
 BEYOND = {arm.name for arm in (*BEYOND_LR, *NAMES)}
 
@@ -258,6 +259,8 @@ def task_text(name: str, lines: Sequence[Line]) -> str:
         results.arms({arm for arm in results.by_arm if (arm in BEYOND) == wanted})
         for wanted in (False, True)
     )
+    recombined = results.arms({"new", *RECOMBINES})
+    compared = compared.arms(set(compared.by_arm) - RECOMBINES)
     parts = [f"### {name}", circumstances_text(results)]
     untouched = [seed for seed in results.seeds() if seed in UNTOUCHED]
     splits = [(f"All {len(results.seeds())} seeds", results.seeds())]
@@ -271,6 +274,9 @@ def task_text(name: str, lines: Sequence[Line]) -> str:
         for title, seeds in splits:
             table = markdown(ranges_table(beyond.only(seeds)))
             parts += [f"**Hyperparameters beyond lr. {title}**", table]
+    if RECOMBINES & set(recombined.by_arm):
+        parts += ["**Recombination**", markdown(scores_table(recombined))]
+        parts.append(markdown(differences_table(recombined, ("new",))))
     return "\n\n".join(part for part in parts if part)
 
 

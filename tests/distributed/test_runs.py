@@ -55,6 +55,18 @@ CASES = {
             "fitness": {**SETTINGS["evolve"]["fitness"], "final_samples": 1},
         },
     },
+    # The agents of a pair are on two ranks; a child is kept after the third round.
+    "a child of two": {
+        "population": {"size": 2, "rounds": 4, "steps_per_round": 3, "sizes": "constant"},
+        "algorithm": {**POPULATION["algorithm"], "lr": 3e-3},
+        "evolve": {
+            **SETTINGS["evolve"],
+            "significance": 0.2,
+            "recombine": "layer_wise",
+            "svd_noise": 0.1,
+            "fitness": {**SETTINGS["evolve"]["fitness"], "prompts": 24},
+        },
+    },
     "the worst lr": {"algorithm": {**POPULATION["algorithm"], "lr": 0.01}, "seed": 11},
 }
 

@@ -89,7 +89,9 @@ def test_an_arm_spends_the_budget_of_its_task(arms):
         where = f"{task.name}, {arm.name}"
         assert 0.98 * budget <= made.rows <= budget, where
         assert budget == pytest.approx(arms.budget(task) * ratio, abs=1), where
-        assert made.validation >= task.validation, where
+        # Children are paid for by fewer validation prompts.
+        least = 0.8 if "evolve.recombine" in arm.overrides else 1
+        assert made.validation >= least * task.validation, where
 
 
 def test_the_reference_arm_is_the_task_as_it_stands(arms):

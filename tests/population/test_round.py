@@ -16,6 +16,7 @@ from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.evolve.select.rank import rank
 from evo_grpo.learn.objective.advantages import group_advantages
+from evo_grpo.population.cohort.recombine import add_child
 from evo_grpo.population.evaluate import weighted
 from evo_grpo.population.round import (
     apply,
@@ -257,7 +258,7 @@ def test_apply_copies_sets_and_names():
     hparams = tuple(
         cohort.agents[s].hparams.replace(lr=lr) for s, lr in zip(slots, (1, 2, 3), strict=True)
     )
-    apply(cohort, slots, Generation(members, hparams, (0, 0, 2), 8), inherit_optimizer=True)
+    apply(cohort, slots, Generation(members, hparams, (0, 0, 2), 8), EvolveConfig())
     after = adapters(cohort)
     assert equal(after[0], before[0])
     assert equal(after[1], before[0])
@@ -266,6 +267,31 @@ def test_apply_copies_sets_and_names():
     assert [cohort.agents[s].optimizer.param_groups[0]["lr"] for s in slots] == [1, 2, 3]
     assert [len(cohort.agents[s].history) for s in slots] == [1, 0, 1]
     assert cohort.next_member == 8
+
+
+@pytest.mark.parametrize("places", [[1], [2], [1, 2]], ids=["parent", "other", "two"])
+def test_apply_recombines_before_a_second_parent_is_overwritten(places):
+    """A child takes the place of its second parent, and a clone of it by hand another one."""
+    prepared = prepare(small())
+    cohort, slots = prepared.cohort, prepared.slots
+    play(prepared, explorer=NoExploration(), selector=NoSelection())
+    evolve = EvolveConfig(recombine="svd_subspace")
+    spare = add_child(cohort, 0, 1, "svd_subspace", born=1)
+    before = adapters(cohort)
+    children = {slot: Member(7 + slot, slot, 0, 1, Mutation("recombine"), 1) for slot in places}
+    members = tuple(children.get(slot, Member(slot, slot)) for slot in slots)
+    hparams = tuple(cohort.agents[slot].hparams for slot in slots)
+    parents = tuple(0 if slot in places else slot for slot in slots)
+    apply(cohort, slots, Generation(members, hparams, parents, 10), evolve)
+    after = adapters(cohort)
+    assert not equal(before[spare], before[0])
+    assert not equal(before[spare], before[1])
+    for slot in slots:
+        assert equal(after[slot], before[spare if slot in places else slot])
+    assert set(after) == set(before)
+    # A member that has played is not made a second time.
+    apply(cohort, slots, Generation(members, hparams, tuple(slots), 10), evolve)
+    assert all(equal(adapters(cohort)[slot], after[slot]) for slot in slots)
 
 
 class Best:

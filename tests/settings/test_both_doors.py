@@ -93,7 +93,9 @@ TRAIN = {
     "stop": {"fitness": 0.9, "patience": 3, "minutes": 5.0, "tokens": 1e6, "no_signal": 4},
     "selection": "none",
     "exploration": "none",
-    "significance": None,
+    "significance": 0.3,
+    "recombine": "average",
+    "svd_noise": 0.1,
     "archive": False,
     "dead_steps": 3,
     "fitness": {

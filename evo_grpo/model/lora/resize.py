@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,6 @@ from torch import Tensor
 
 from evo_grpo.model.lora.configs import differences
 from evo_grpo.model.lora.from_peft import trainable
-from evo_grpo.model.lora.load import copy_slot
 from evo_grpo.model.lora.slots import AdapterSlots
 
 _NEGLIGIBLE = 1e-7
@@ -78,15 +77,15 @@ def resize_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> Resized |
     """
     if not differences(config, slots.lora_config(name)):
         return None
-    before, old = slots.state(name), _scales(slots, name)
+    before, old = slots.state(name), layer_scales(slots, name)
     slots.rebuild(name, trainable(config))
-    fresh, new = slots.state(name), _scales(slots, name)
+    fresh, new = slots.state(name), layer_scales(slots, name)
     if not any(bool(value.count_nonzero()) for key, value in before.items() if ".lora_B." in key):
         return Resized(None, None)
     state: dict[str, Tensor] = {}
     factors: dict[str, float] = {}
     lost, total, is_cut = 0.0, 0.0, False
-    for first, second in _pairs(fresh):
+    for first, second in layer_keys(fresh):
         a, b, wide = before[first], before[second], fresh[first]
         layer = first.split(".lora_A.")[0]
         factor = old[layer] / new[layer]
@@ -150,35 +149,12 @@ def cut(a: Tensor, b: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return new_a, new_b, values
 
 
-def mix_products(slots: AdapterSlots, sources: Sequence[str], target: str) -> None:
-    """Write the mean of the products s B A of several slots to a slot.
-
-    It has the largest of their ranks; where the mean has a larger one, it is cut. Unlike
-    `mix_slots`, the sources may differ in rank and alpha, and in the basis of A and B, which a cut
-    has changed.
-    """
-    widest = max(sources, key=lambda name: slots.lora_config(name).r)
-    states = [slots.state(name) for name in sources]
-    scales = [_scales(slots, name) for name in sources]
-    copy_slot(slots, widest, target)
-    own, scale = slots.state(target), _scales(slots, target)
-    mean: dict[str, Tensor] = {}
-    for first, second in _pairs(own):
-        layer = first.split(".lora_A.")[0]
-        pairs = [(s[first], s[second], by[layer]) for s, by in zip(states, scales, strict=True)]
-        a = torch.cat([a for a, _, _ in pairs])
-        b = torch.cat([b * (s / len(pairs)) for _, b, s in pairs], dim=1)
-        mean[first], wide, _ = cut(a, b, own[first])
-        mean[second] = wide / scale[layer]
-    slots.put(target, mean, Path("mean"))
-
-
-def _pairs(state: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-    """Return the keys of A and B of each layer."""
+def layer_keys(state: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    """Return the keys of A and B of each layer, by PEFT's file keys."""
     return [(key, key.replace(".lora_A.", ".lora_B.")) for key in state if ".lora_A." in key]
 
 
-def _scales(slots: AdapterSlots, name: str) -> dict[str, float]:
+def layer_scales(slots: AdapterSlots, name: str) -> dict[str, float]:
     """Return the scale s of each layer that a slot adapts, by the layer's name."""
     layers = slots.layers.items()
     return {key: float(layer.scaling[name]) for key, layer in layers if name in layer.scaling}

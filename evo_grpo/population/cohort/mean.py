@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evo_grpo.model.lora.load import mix_slots
-from evo_grpo.model.lora.resize import mix_products
+from evo_grpo.model.lora.recombine.apply import recombine_slots
+from evo_grpo.model.lora.recombine.average import average
 from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.population.cohort.recombine import may_recombine
 from evo_grpo.schema.hparams import LORA
+from evo_grpo.seeding import generator
 
 
 def may_mix(cohort: Cohort, first: int, second: int) -> bool:
@@ -16,10 +19,10 @@ def may_mix(cohort: Cohort, first: int, second: int) -> bool:
     It can if their adapters have equal modules and, unless the rank is searched, equal shapes. On
     several ranks no agent has loaded an adapter with other modules.
     """
-    if cohort.team.size > 1:
-        return True
+    if cohort.team.size > 1 or _searched(cohort):
+        return may_recombine(cohort, first, second)
     shapes = [cohort.slots.shapes(cohort.agents[slot].adapter) for slot in (first, second)]
-    return list(shapes[0]) == list(shapes[1]) if _searched(cohort) else shapes[0] == shapes[1]
+    return shapes[0] == shapes[1]
 
 
 def mix_agents(cohort: Cohort, sources: Sequence[int], target: int) -> None:
@@ -37,7 +40,8 @@ def mix_agents(cohort: Cohort, sources: Sequence[int], target: int) -> None:
     if not cohort.is_local(target):
         return
     if _searched(cohort):
-        mix_products(cohort.slots, names, into.adapter)
+        nothing_drawn = generator(0)
+        recombine_slots(cohort.slots, names, into.adapter, average, nothing_drawn)
     else:
         mix_slots(cohort.slots, names, into.adapter)
 

@@ -69,7 +69,9 @@ def evolution(record: RoundRecord, arrow: str = " -> ") -> dict[str, str]:
         missing where nothing changed.
     """
     slots = {agent.member: agent.agent for agent in record.agents}
-    decided = {one.agent for one in record.decisions if one.kind in ("copied", "restored")}
+    decided = {
+        one.agent for one in record.decisions if one.kind in ("copied", "restored", "recombined")
+    }
     copies: list[str] = []
     mutations: list[str] = []
     for member in record.members:

@@ -1,13 +1,11 @@
 """Changes of the rank and alpha of a trained adapter."""
 
-import copy
-
 import pytest
 import tiny
 import torch
 
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.lora.resize import mix_products, resize_slot, with_rank
+from evo_grpo.model.lora.resize import resize_slot, with_rank
 from evo_grpo.model.lora.slots import AdapterSlots
 
 IDS = torch.tensor([[3, 7, 11, 2, 30, 5]])
@@ -164,18 +162,3 @@ def test_the_other_slots_stay():
     resized(slots, 2)
     assert all(torch.equal(value, before[key]) for key, value in slots.state("actor_1").items())
     assert all(a is b for a, b in zip(parameters, slots.parameters("actor_1"), strict=True))
-
-
-def test_the_mean_of_adapters_of_unequal_ranks_is_the_nearest_of_the_largest_rank():
-    slots = trained(4)
-    wide = copy.deepcopy(slots.config)
-    wide.r, wide.lora_alpha = 6, 30
-    for name, config, seed in (("actor_1", wide, 2), ("mean", None, 3)):
-        slots.add(name, config)
-        tiny.stir(slots, name, seed)
-    first, second = updates(slots), updates(slots, "actor_1")
-    mix_products(slots, ["actor_0", "actor_1"], "mean")
-    assert slots.lora_config("mean").r == 6
-    for key, found in updates(slots, "mean").items():
-        mean = (first[key] + second[key]) / 2
-        torch.testing.assert_close(found, nearest(mean, 6), atol=1e-5, rtol=1e-4)
