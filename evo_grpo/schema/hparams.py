@@ -196,6 +196,13 @@ class Hparams(AgentFields):
         gt=0,
         mutates=True,
     )
+    lora_target_modules: str | None = setting(
+        None,
+        "Name of the set of layers that its adapter has, in `model.lora.target_sets`; null is "
+        "`model.lora.target_modules`.",
+        min_length=1,
+        mutates=True,
+    )
 
     def __hash__(self) -> int:
         """Return the hash of the values; a mapping has none of its own."""
@@ -285,10 +292,8 @@ def _mutable() -> dict[str, type]:
     for name in mutable_fields(Hparams):
         parts = getattr(Hparams.model_fields[name].annotation, "__args__", ())
         kinds = (Hparams.model_fields[name].annotation, *parts)
-        if any(kind is str or get_origin(kind) is Literal for kind in kinds):
-            names[name] = str
-        else:
-            names[_external(name)] = int if int in kinds else float
+        named = any(kind is str or get_origin(kind) is Literal for kind in kinds)
+        names[_external(name)] = str if named else int if int in kinds else float
         if name == "clip_coef":
             names.update(dict.fromkeys(CLIP_ENDS, float))
     return names

@@ -41,10 +41,15 @@ ROUNDING = 1e-12
 """Tolerance of a range for rounding: 1 - 0.8 is not exactly 0.2."""
 _SHARED = ("model", "quantization", "quantize", "dtype", "env", "engine", "base", "rollout")
 """Groups and settings, by which people try to search what all agents share."""
-_OF_ADAPTERS = {"rank": "lora.r", "r": "lora.r", "lora_r": "lora.r", "lora_rank": "lora.r"} | {
-    name: "lora.alpha" for name in ("alpha", "lora_alpha")
+_OF_ADAPTERS = {
+    **dict.fromkeys(("rank", "r", "lora_r", "lora_rank"), "lora.r"),
+    **dict.fromkeys(("alpha", "lora_alpha"), "lora.alpha"),
+    **dict.fromkeys(
+        ("target_modules", "modules", "targets", "target_sets", "lora_target_modules"),
+        "lora.target_modules",
+    ),
 }
-"""What people call the rank and the alpha of an adapter, with or without `lora.` before it."""
+"""What people call the settings of an adapter, with or without `lora.` before it."""
 DECADE = 10.0
 """Factor by which lr may move in either direction when no range is given."""
 
@@ -76,7 +81,9 @@ def _choices(value: object) -> object:
         elif all(map(is_number, items)):
             found = sorted(cast("list[float]", items))
         else:
-            raise ValueError("names alone, or numbers alone")
+            lists = any(isinstance(one, list | tuple) for one in items)
+            hint = ", and a list of layers by its name in model.lora.target_sets" if lists else ""
+            raise ValueError(f"names alone, or numbers alone{hint}")
         if len(set(found)) == len(found):
             return tuple(found)
         twice = next(one for place, one in enumerate(found) if one in found[:place])

@@ -59,6 +59,7 @@ from evo_grpo.training.sizing.model_size import read_model_size
 from evo_grpo.training.sizing.planning import (
     check_fits,
     check_ranks_fit,
+    check_sets_fit,
     format_bytes,
     machine_memory,
 )
@@ -173,6 +174,7 @@ def check_memory(config: RunConfig, task: Task | None, processes: int) -> None:
     setup = _setup(config, task, processes)
     if setup is None:
         return
+    check_sets_fit(config, setup.size)
     check_ranks_fit(config, setup.size)
     try:
         plan = setup.plan(config)
@@ -319,7 +321,7 @@ def build_cohort(
         if given.padding is not None:
             base.set_padding(*given.padding)
         lora = given.lora
-        if lora is None and start is not None and settings.lora == LoraSettings():
+        if lora is None and start is not None and settings.lora.is_default:
             lora = trainable(start.config)
         cohort = Cohort(
             base,

@@ -34,6 +34,7 @@ from evo_grpo.training.sizing.model_size import (
 )
 from evo_grpo.training.sizing.planning import (
     check_ranks_fit,
+    check_sets_fit,
     cuda_devices,
     machine_memory,
     plan_memory,
@@ -166,6 +167,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
     if silent is not None and base.parameters is None:
         base = base._replace(note=silent)
     _check_chat_template(config, task)
+    check_sets_fit(config, base)
     check_ranks_fit(config, base)
     algorithm, fitness = config.algorithm, config.evolve.fitness
     longest = algorithm.max_output_tokens or task.output_tokens

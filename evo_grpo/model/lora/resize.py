@@ -1,4 +1,4 @@
-"""Changes of the rank and alpha of a trained adapter that keep what it has learned.
+"""Changes of the rank, alpha and layers of a trained adapter that keep what it has learned.
 
 An adapter adds s B A to a layer, where s is lora_alpha / r, or lora_alpha / sqrt(r) with rslora.
 
@@ -7,6 +7,8 @@ An adapter adds s B A to a layer, where s is lora_alpha / r, or lora_alpha / sqr
 - A rank that shrinks takes the truncated singular value decomposition of B A, the nearest product
   of that rank (Eckart and Young 1936). Its singular values are divided evenly: B = U sqrt(S) and
   A = sqrt(S) V^T.
+- A layer that is added begins with B = 0 and an initial A, so the function stays. One that is left
+  out is lost.
 - B is multiplied by s_old / s_new, so a change of alpha, or of the scale with the rank, changes no
   output.
 
@@ -27,8 +29,9 @@ from torch import Tensor
 
 from evo_grpo.model.lora.configs import differences
 from evo_grpo.model.lora.from_peft import trainable
-from evo_grpo.model.lora.load import copy_slot
+from evo_grpo.model.lora.load import fit_slot
 from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.model.lora.target_sets import with_targets
 
 _NEGLIGIBLE = 1e-7
 """Singular values below this part of the largest are rounding errors of float32."""
@@ -36,17 +39,16 @@ _NEGLIGIBLE = 1e-7
 
 @dataclass(frozen=True)
 class Resized:
-    """The result of a change of rank or alpha.
+    """The result of a change of rank, alpha or layers.
 
     Attributes:
-        error: Relative error of a rank that was cut, in the Frobenius norm over all layers; None if
-            the function stayed.
-        factors: Factor on each tensor, by PEFT's file keys; the tensors may have grown. None if
-            they are not the old ones any more.
+        error: Relative error of what was cut, in the Frobenius norm over all layers; None if the
+            function stayed.
+        factors: Factor on each tensor that is the old one, by PEFT's file keys; it may have grown.
     """
 
     error: float | None
-    factors: Mapping[str, float] | None
+    factors: Mapping[str, float]
 
 
 def with_rank(
@@ -71,7 +73,7 @@ def with_rank(
 
 
 def resize_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> Resized | None:
-    """Give a slot another rank or alpha; it then has new parameters.
+    """Give a slot another rank, alpha or other layers; it then has new parameters.
 
     Returns:
         What became of its tensors; None if nothing changed.
@@ -82,13 +84,20 @@ def resize_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> Resized |
     slots.rebuild(name, trainable(config))
     fresh, new = slots.state(name), _scales(slots, name)
     if not any(bool(value.count_nonzero()) for key, value in before.items() if ".lora_B." in key):
-        return Resized(None, None)
+        return Resized(None, {})
     state: dict[str, Tensor] = {}
     factors: dict[str, float] = {}
     lost, total, is_cut = 0.0, 0.0, False
+    for first, second in _pairs(before):
+        if first not in fresh:
+            energy = _energy(before[first], before[second]) * old[_layer(first)] ** 2
+            total, lost, is_cut = total + energy, lost + energy, True
     for first, second in _pairs(fresh):
+        if first not in before:
+            state[first], state[second] = fresh[first], torch.zeros_like(fresh[second])
+            continue
         a, b, wide = before[first], before[second], fresh[first]
-        layer = first.split(".lora_A.")[0]
+        layer = _layer(first)
         factor = old[layer] / new[layer]
         factor = 1.0 if math.isclose(factor, 1.0, rel_tol=1e-12) else factor
         if len(a) > len(wide):
@@ -100,12 +109,11 @@ def resize_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> Resized |
         else:
             total += _energy(a, b) * old[layer] ** 2
             a, b = grown(a, b, wide)
+            factors |= {first: 1.0, second: factor}
         state[first], state[second] = a, b * factor
-        factors |= {first: 1.0, second: factor}
     slots.put(name, state, Path(name))
-    if not is_cut:
-        return Resized(None, factors)
-    return Resized(math.sqrt(lost / total) if total else 0.0, None)
+    error = math.sqrt(lost / total) if total else 0.0
+    return Resized(error if is_cut else None, factors)
 
 
 def grown(a: Tensor, b: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,21 +161,28 @@ def cut(a: Tensor, b: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def mix_products(slots: AdapterSlots, sources: Sequence[str], target: str) -> None:
     """Write the mean of the products s B A of several slots to a slot.
 
-    It has the largest of their ranks; where the mean has a larger one, it is cut. Unlike
-    `mix_slots`, the sources may differ in rank and alpha, and in the basis of A and B, which a cut
-    has changed.
+    It has all their layers, and the largest of their ranks; where the mean has a larger one, it is
+    cut. Unlike `mix_slots`, the sources may differ in layers, rank and alpha, and in the basis of A
+    and B, which a cut has changed.
     """
     widest = max(sources, key=lambda name: slots.lora_config(name).r)
     states = [slots.state(name) for name in sources]
     scales = [_scales(slots, name) for name in sources]
-    copy_slot(slots, widest, target)
+    config, modules = slots.lora_config(widest), set().union(*map(slots.modules, sources))
+    if modules != slots.modules(widest):
+        config = with_targets(config, modules)
+    fit_slot(slots, target, config)
     own, scale = slots.state(target), _scales(slots, target)
     mean: dict[str, Tensor] = {}
     for first, second in _pairs(own):
-        layer = first.split(".lora_A.")[0]
-        pairs = [(s[first], s[second], by[layer]) for s, by in zip(states, scales, strict=True)]
-        a = torch.cat([a for a, _, _ in pairs])
-        b = torch.cat([b * (s / len(pairs)) for _, b, s in pairs], dim=1)
+        layer = _layer(first)
+        pairs = [
+            (s[first], s[second] * (by[layer] / len(states)))
+            for s, by in zip(states, scales, strict=True)
+            if first in s
+        ]
+        a = torch.cat([a for a, _ in pairs])
+        b = torch.cat([b for _, b in pairs], dim=1)
         mean[first], wide, _ = cut(a, b, own[first])
         mean[second] = wide / scale[layer]
     slots.put(target, mean, Path("mean"))
@@ -176,6 +191,11 @@ def mix_products(slots: AdapterSlots, sources: Sequence[str], target: str) -> No
 def _pairs(state: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     """Return the keys of A and B of each layer."""
     return [(key, key.replace(".lora_A.", ".lora_B.")) for key in state if ".lora_A." in key]
+
+
+def _layer(key: str) -> str:
+    """Return the name in `AdapterSlots.layers` of the layer of an A."""
+    return key.split(".lora_A.")[0]
 
 
 def _scales(slots: AdapterSlots, name: str) -> dict[str, float]:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +33,7 @@ from evo_grpo.model.lora.configs import (
     module_of,
 )
 from evo_grpo.model.lora.files import AdapterCopy
+from evo_grpo.model.lora.target_sets import TargetSets
 from evo_grpo.model.lora.targets import check_targets, settle_targets
 
 
@@ -37,20 +41,26 @@ class AdapterSlots:
     """Named LoRA adapters over one base. The first slot wraps the base's model in place.
 
     `config` holds the LoRA settings of new slots. `seed` seeds the initial A, which is the same for
-    all slots, so that agents differ only by training.
+    all slots of one configuration, so that agents differ only by training. `target_sets` are
+    `target_modules` by name, of which each slot may have one.
     """
 
-    def __init__(self, base: SharedBase, config: LoraConfig, seed: int = 0) -> None:
+    def __init__(
+        self,
+        base: SharedBase,
+        config: LoraConfig,
+        seed: int = 0,
+        target_sets: Mapping[str, str | Sequence[str]] = MappingProxyType({}),
+    ) -> None:
         self.base = base
         self.config = config
         self.seed = seed
+        self.target_sets = TargetSets(base, config, target_sets)
         self._peft: PeftModel | None = None
         self._params: dict[str, dict[str, nn.Parameter]] = {}
         self._trainable: dict[str, bool] = {}
-        #: The settings of the first slot and its initial tensors by PEFT's file keys, on the CPU.
-        self._first: tuple[LoraConfig, dict[str, Tensor]] | None = None
-        #: Slots that were made with the settings of the first one, except for their rank and alpha.
-        self._like_first: set[str] = set()
+        #: One for each configuration that slots were made with, rank and alpha aside.
+        self._kinds: list[_Kind] = []
         self._versions: dict[str, int] = {}
         self._last_version = 0
         self.layers: dict[str, LoraLayer] = {}
@@ -124,16 +134,20 @@ class AdapterSlots:
             for key, parameter in self._peft.named_parameters()
             if key.endswith(suffixes)
         }
-        if self._first is None:
-            self._first = (asked, self.state(name))
-        if _of_one_rank(asked, self._first[0]) == self._first[0]:
-            self._like_first.add(name)
+        kind = self._kind_of(asked)
+        if kind is None:
+            kind = _Kind(asked, self.state(name))
+            self._kinds.append(kind)
+        kind.slots.append(name)
+
+    def _kind_of(self, settings: LoraConfig) -> _Kind | None:
+        same = (k for k in self._kinds if _of_one_rank(settings, k.config) == k.config)
+        return next(same, None)
 
     def _slot_like(self, settings: LoraConfig) -> str | None:
-        """Return a slot like the first one if `settings` are, apart from rank and alpha."""
-        if self._first is None or _of_one_rank(settings, self._first[0]) != self._first[0]:
-            return None
-        usable = (n for n in self._params if n in self._like_first and n not in self.reserved)
+        """Return a slot of these settings, apart from rank and alpha."""
+        kind = self._kind_of(settings)
+        usable = (n for n in (kind.slots if kind else ()) if n not in self.reserved)
         return next(usable, None)
 
     def _add_like(self, name: str, like: str, settings: LoraConfig) -> None:
@@ -142,7 +156,8 @@ class AdapterSlots:
         PEFT's `add_adapter` walks over the whole model and all adapters, several times for each
         new one: 64 agents would take 25 times as long as 8.
         """
-        assert self._first is not None
+        kind = self._kind_of(settings)
+        assert kind is not None
         made: dict[int, Any] = {}
         for layer in self.layers.values():
             for listed in (*layer.other_param_names, *layer.adapter_layer_names):
@@ -154,14 +169,13 @@ class AdapterSlots:
                 made[id(matrices[like].weight)] = matrices[name].weight
         self.peft.peft_config[name] = copy.deepcopy(self.peft.peft_config[like])
         self._params[name] = {key: made[id(p)] for key, p in self._params[like].items()}
-        self._like_first.add(name)
-        own, first = self.lora_config(name), self._first[0]
-        if not (_same_rank(settings, own) and _same_rank(settings, first)):
+        kind.slots.append(name)
+        if not (_same_rank(settings, self.lora_config(name)) and _same_rank(settings, kind.config)):
             self._set_rank(name, settings)
             return
         with torch.no_grad():
             for key, parameter in self._params[name].items():
-                parameter.copy_(self._first[1][key])
+                parameter.copy_(kind.state[key])
 
     def _set_rank(self, name: str, settings: LoraConfig) -> None:
         """Give a slot new matrices of another rank and alpha, layer by layer, as PEFT draws them.
@@ -193,6 +207,10 @@ class AdapterSlots:
     def shapes(self, name: str) -> dict[str, torch.Size]:
         """Return the shapes of a slot's parameters by PEFT's file keys, in their order."""
         return {key: p.shape for key, p in self._params[self._known(name)].items()}
+
+    def modules(self, name: str) -> set[str]:
+        """Return the full names of the base's layers that a slot adapts."""
+        return {module_of(key) for key in self._params[self._known(name)]}
 
     @property
     def versions(self) -> dict[str, int]:
@@ -250,7 +268,8 @@ class AdapterSlots:
             self.activate(next(other for other in self._params if other != name))
         self.peft.delete_adapter(name)
         del self._params[name]
-        self._like_first.discard(name)
+        for kind in self._kinds:
+            kind.slots = [other for other in kind.slots if other != name]
         self._trainable.pop(name)
         self._versions.pop(name)
         self.derived.clear()
@@ -310,6 +329,21 @@ class AdapterSlots:
         if name not in self._params:
             raise ConfigError(f"adapters: no slot {name!r}; expected one of {list(self._params)}")
         return name
+
+
+@dataclass
+class _Kind:
+    """The slots of one configuration, rank and alpha aside.
+
+    Attributes:
+        config: The configuration that the first of them was made with.
+        state: The initial tensors of that one by PEFT's file keys, on the CPU.
+        slots: Those that are there.
+    """
+
+    config: LoraConfig
+    state: dict[str, Tensor]
+    slots: list[str] = field(default_factory=list[str])
 
 
 def _of_one_rank(settings: LoraConfig, other: LoraConfig) -> LoraConfig:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from evo_grpo.errors import CheckpointError, ConfigError
-from evo_grpo.model.lora.configs import module_of
+from evo_grpo.model.lora.configs import module_of, width_of
 from evo_grpo.model.lora.files import AdapterCopy
 from evo_grpo.model.lora.load import fit_slot, plan_copy
 from evo_grpo.population.cohort.cohort import Cohort
@@ -16,17 +16,21 @@ from evo_grpo.types import Slot
 
 
 def check_adapters(cohort: Cohort) -> None:
-    """Check that the adapters of a cohort may have every rank and alpha that is searched.
+    """Check that the adapters of a cohort may have every rank, alpha and set that is searched.
 
     Raises:
-        ConfigError: Some layers have a rank or alpha of their own, or initial values need even
-            ranks.
+        ConfigError: Some layers have a rank or alpha of their own, initial values need even ranks,
+            or a set of layers is not declared, is that of another one, or does not fit the base.
+        ModelError: A layer does not get the rows of a batch in a known order.
     """
     space, lora = cohort.hp_config, cohort.slots.config
     if not searched(space):
         return
     for name, text in pattern_problems(space, lora, ("hyperparameters",)):
         raise ConfigError(f"lora.{name}: {text}")
+    cohort.slots.target_sets.check()
+    for name in cohort.settings.lora.searched_sets(space):
+        cohort.slots.target_sets.modules(name)
     if "lora.r" in space.names() and lora.init_lora_weights == "orthogonal":
         raise ConfigError(
             "lora.init_lora_weights: expected another than 'orthogonal' where lora.r is searched, "
@@ -41,6 +45,9 @@ def check_widths(cohort: Cohort) -> None:
         ConfigError: One is; the error names the layer.
     """
     widths: dict[str, int] = {}
+    for name in cohort.settings.lora.searched_sets(cohort.hp_config):
+        for module in cohort.slots.target_sets.modules(name):
+            widths[module] = width_of(cohort.base.model.get_submodule(module))
     for slot in cohort.slots.names[:1]:  # a rank without agents has none
         for key, shape in cohort.slots.shapes(slot).items():
             own = shape[1] if ".lora_A." in key else shape[0]

@@ -8,8 +8,9 @@ import subprocess
 from pathlib import Path
 
 from evo_grpo.errors import ConfigError
+from evo_grpo.schema.patterns import check_patterns, module_patterns
 from evo_grpo.settings import RunConfig
-from evo_grpo.settings.adapters import too_wide
+from evo_grpo.settings.adapters import missing_layers, too_wide
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
 from evo_grpo.training.sizing.memory import DTYPE_BYTES, Device, MemoryPlan, Part, Work, predict
 from evo_grpo.training.sizing.model_size import (
@@ -145,12 +146,26 @@ def check_ranks_fit(config: RunConfig, size: ModelSize) -> None:
     Raises:
         ConfigError: A rank is; the error names the layer.
     """
-    layers = adapted_layers(size, config.model.lora)
+    layers = adapted_layers(size, config.largest_lora)
     narrow = min(layers, key=lambda name: min(layers[name]), default=None)
     if narrow is None:
         return
     if text := too_wide(config.search_space(), narrow, min(layers[narrow])):
         raise ConfigError(f"evolve.hyperparameters.lora.r: {text}")
+
+
+def check_sets_fit(config: RunConfig, size: ModelSize) -> None:
+    """Refuse sets of layers that the model lacks, as far as its layers are known.
+
+    Raises:
+        ConfigError: A set names such a layer.
+    """
+    lora = config.model.lora
+    for name, targets in lora.target_sets.items() if size.linears else ():
+        own = lora.replace(target_modules=targets)
+        check_patterns(module_patterns(own), size.linears, size.name)
+        if text := missing_layers(targets, size.linears, size.name, lora.exclude_modules or ()):
+            raise ConfigError(f"model.lora.target_sets.{name}: {text}")
 
 
 def format_bytes(size: int) -> str:
