@@ -94,21 +94,29 @@ class AdapterSlots:
                 f"adapters: expected a new name without dots, got {name!r}; there are "
                 f"{list(self._params)}"
             )
-        settings = copy.deepcopy(config or self.config)
-        # The configuration of a checkpoint has the path of its base; PEFT warns if it differs.
-        settings.base_model_name_or_path = None
-        check_lora_config(settings)
-        settings = settle_targets(self.base, settings)
+        settings = self._settled(config or self.config)
         like = self._slot_like(settings)
         if like is not None:
             self._add_like(name, like, settings)
         else:
             self._add_by_peft(name, settings)
         self._trainable[name] = trainable
+        self._begin(name)
+
+    def _begin(self, name: str) -> None:
+        """Let a slot begin with the parameters that it has now."""
         self.mark_changed(name)
         self.derived.clear()
         for parameter in self._params[name].values():
-            parameter.requires_grad_(trainable)
+            parameter.requires_grad_(self._trainable[name])
+
+    def _settled(self, config: LoraConfig) -> LoraConfig:
+        """Return a copy of a configuration that a slot may have."""
+        settings = copy.deepcopy(config)
+        # The configuration of a checkpoint has the path of its base; PEFT warns if it differs.
+        settings.base_model_name_or_path = None
+        check_lora_config(settings)
+        return settle_targets(self.base, settings)
 
     def _add_by_peft(self, name: str, settings: LoraConfig) -> None:
         check_ends(self.base.model, settings)
@@ -136,13 +144,12 @@ class AdapterSlots:
         }
         kind = self._kind_of(asked)
         if kind is None:
-            kind = _Kind(asked, self.state(name))
+            kind = _Kind(asked, self._settled(self.lora_config(name)), self.state(name))
             self._kinds.append(kind)
         kind.slots.append(name)
 
     def _kind_of(self, settings: LoraConfig) -> _Kind | None:
-        same = (k for k in self._kinds if _of_one_rank(settings, k.config) == k.config)
-        return next(same, None)
+        return next((kind for kind in self._kinds if kind.makes(settings)), None)
 
     def _slot_like(self, settings: LoraConfig) -> str | None:
         """Return a slot of these settings, apart from rank and alpha."""
@@ -187,11 +194,11 @@ class AdapterSlots:
         devices = [self.base.device] if self.base.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(self.seed)
-            for layer in self.layers.values():
-                if name in layer.lora_A:
-                    layer.update_layer(name, config.r, config.lora_alpha, config=config)
+            own = set(map(_path, self._params[name]))
+            for layer in (layer for path, layer in self.layers.items() if path in own):
+                layer.update_layer(name, config.r, config.lora_alpha, config=config)
         for key in self._params[name]:
-            path, _, matrix = key.removesuffix(".weight").rpartition(".")
+            path, matrix = _path(key), key.removesuffix(".weight").rpartition(".")[2]
             module = getattr(self.layers[path], matrix)[name]
             if module.weight.dtype in (torch.float16, torch.bfloat16):  # as PEFT casts adapters up
                 module.weight.data = module.weight.data.float()
@@ -199,6 +206,23 @@ class AdapterSlots:
         self.peft.peft_config[name] = config
         self.peft.eval()
         self.restore_trainable()
+
+    def _set_kind(self, name: str, kind: _Kind, settings: LoraConfig) -> None:
+        """Give a slot new matrices in the layers of another configuration, layer by layer."""
+        active = name in self.peft.active_adapters
+        if active and len(self._params) > 1:  # else PEFT activates another adapter and warns
+            self.activate(next(other for other in self._params if other != name))
+        own = set(map(_path, kind.state))
+        for path, layer in self.layers.items():
+            if path not in own and name in layer.lora_A:
+                layer.delete_adapter(name)
+        self.peft.peft_config[name] = copy.deepcopy(kind.written)
+        self._params[name] = dict.fromkeys(kind.state, nn.Parameter(torch.empty(0)))
+        self._set_rank(name, settings)
+        if active:
+            self.activate(name)
+        self._forget_kind(name)
+        kind.slots.append(name)
 
     def parameters(self, name: str) -> list[nn.Parameter]:
         """Return a slot's parameters, in the same order for all slots of one configuration."""
@@ -268,22 +292,29 @@ class AdapterSlots:
             self.activate(next(other for other in self._params if other != name))
         self.peft.delete_adapter(name)
         del self._params[name]
-        for kind in self._kinds:
-            kind.slots = [other for other in kind.slots if other != name]
+        self._forget_kind(name)
         self._trainable.pop(name)
         self._versions.pop(name)
         self.derived.clear()
         self.restore_trainable()
 
+    def _forget_kind(self, name: str) -> None:
+        for kind in self._kinds:
+            kind.slots = [other for other in kind.slots if other != name]
+
     def rebuild(self, name: str, config: LoraConfig) -> None:
         """Replace a slot by a new one with another configuration; no other slot changes."""
         trainable = self._trainable[self._known(name)]
         changed = {field for field, _, _ in differences(config, self.lora_config(name))}
-        if changed <= {"r", "lora_alpha"} and not (config.rank_pattern or config.alpha_pattern):
-            check_lora_config(config)
-            self._set_rank(name, config)
-            self.mark_changed(name)
-            self.derived.clear()
+        settings = self._settled(config)
+        kind, patterns = self._kind_of(settings), config.rank_pattern or config.alpha_pattern
+        if not patterns and changed <= {"r", "lora_alpha"}:
+            self._set_rank(name, settings)
+            self._begin(name)
+            return
+        if not patterns and kind and all(_path(key) in self.layers for key in kind.state):
+            self._set_kind(name, kind, settings)
+            self._begin(name)
             return
         # PEFT needs at least one adapter, so a temporary one is added first. It has the new
         # configuration, so PEFT refuses a wrong configuration before the slot is removed.
@@ -337,13 +368,27 @@ class _Kind:
 
     Attributes:
         config: The configuration that the first of them was made with.
+        written: That configuration as PEFT has written it, with the names of `all-linear`.
         state: The initial tensors of that one by PEFT's file keys, on the CPU.
         slots: Those that are there.
     """
 
     config: LoraConfig
+    written: LoraConfig
     state: dict[str, Tensor]
     slots: list[str] = field(default_factory=list[str])
+
+    def makes(self, settings: LoraConfig) -> bool:
+        """Return whether a slot of these settings is one of these."""
+        # The ranks of a pattern do not follow that of the others.
+        patterns = settings.rank_pattern or settings.alpha_pattern
+        same = settings if patterns else _of_one_rank(settings, self.config)
+        return same in (self.config, self.written)
+
+
+def _path(key: str) -> str:
+    """Return the name in `AdapterSlots.layers` of the layer of a tensor."""
+    return key.split(".lora_")[0]
 
 
 def _of_one_rank(settings: LoraConfig, other: LoraConfig) -> LoraConfig:
