@@ -57,9 +57,8 @@ from evo_grpo.training.sizing.hub_files import check_available
 from evo_grpo.training.sizing.memory import Device
 from evo_grpo.training.sizing.model_size import read_model_size
 from evo_grpo.training.sizing.planning import (
+    check_adapters_fit,
     check_fits,
-    check_ranks_fit,
-    check_sets_fit,
     format_bytes,
     machine_memory,
 )
@@ -174,8 +173,7 @@ def check_memory(config: RunConfig, task: Task | None, processes: int) -> None:
     setup = _setup(config, task, processes)
     if setup is None:
         return
-    check_sets_fit(config, setup.size)
-    check_ranks_fit(config, setup.size)
+    check_adapters_fit(config, setup.size)
     try:
         plan = setup.plan(config)
     except EvoGrpoError:

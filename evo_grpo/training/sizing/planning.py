@@ -140,25 +140,12 @@ def check_fits(plan: MemoryPlan | None, there: int | None, device: str) -> None:
     )
 
 
-def check_ranks_fit(config: RunConfig, size: ModelSize) -> None:
-    """Refuse a search over ranks above the width of a layer, as far as the layers are known.
+def check_adapters_fit(config: RunConfig, size: ModelSize) -> None:
+    """Check adapters that may be searched against the layers of the model, if these are known.
 
     Raises:
-        ConfigError: A rank is; the error names the layer.
-    """
-    layers = adapted_layers(size, config.largest_lora)
-    narrow = min(layers, key=lambda name: min(layers[name]), default=None)
-    if narrow is None:
-        return
-    if text := too_wide(config.search_space(), narrow, min(layers[narrow])):
-        raise ConfigError(f"evolve.hyperparameters.lora.r: {text}")
-
-
-def check_sets_fit(config: RunConfig, size: ModelSize) -> None:
-    """Refuse sets of layers that the model lacks, as far as its layers are known.
-
-    Raises:
-        ConfigError: A set names such a layer.
+        ConfigError: A set of layers names one that the model lacks, or a rank is above the width
+            of a layer.
     """
     lora = config.model.lora
     for name, targets in lora.target_sets.items() if size.linears else ():
@@ -166,6 +153,12 @@ def check_sets_fit(config: RunConfig, size: ModelSize) -> None:
         check_patterns(module_patterns(own), size.linears, size.name)
         if text := missing_layers(targets, size.linears, size.name, lora.exclude_modules or ()):
             raise ConfigError(f"model.lora.target_sets.{name}: {text}")
+    layers = adapted_layers(size, config.largest_lora)
+    narrow = min(layers, key=lambda name: min(layers[name]), default=None)
+    if narrow is None:
+        return
+    if text := too_wide(config.search_space(), narrow, min(layers[narrow])):
+        raise ConfigError(f"evolve.hyperparameters.lora.r: {text}")
 
 
 def format_bytes(size: int) -> str:
