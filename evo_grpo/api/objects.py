@@ -11,7 +11,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.start import Start
 from evo_grpo.population.cohort.adapters import rank_alpha
 from evo_grpo.schema.hparams import RankAlpha
-from evo_grpo.settings import AgentSettings, DoubtfulSetting, LoraSettings, ModelConfig
+from evo_grpo.settings import AgentSettings, DoubtfulSetting, ModelConfig
 from evo_grpo.settings.adapters import begins_outside
 from evo_grpo.settings.keywords import agent_settings
 from evo_grpo.settings.run import doubts_of_agents, without_effect_of_agents
@@ -49,11 +49,14 @@ def separated(given: dict[str, Any], kind: str) -> tuple[AgentSettings, Objects]
         return _checked(agent_settings(own, kind=kind), Objects(None, tokenizer, peft))
     _check_module(model, own)
     own = {n: v for n, v in own.items() if n not in ("model", "lora", *_NAMED_MODEL_ONLY)}
-    if peft is None and lora not in (None, LoraSettings()):
+    settings = agent_settings(own, kind=kind)
+    if peft is None and lora is not None:
         # Validate `lora` as for a named model; a module needs PEFT's object.
         named: dict[str, Any] = {"name": "object", "lora": lora}
-        peft = lora_config(ModelConfig(**named).lora)
-    return _checked(agent_settings(own, kind=kind), Objects(model, tokenizer, peft))
+        adapter = ModelConfig(**named).lora
+        settings = settings.replace(target_sets=adapter.target_sets)
+        peft = None if adapter.is_default else lora_config(adapter)
+    return _checked(settings, Objects(model, tokenizer, peft))
 
 
 def adapter_of(settings: AgentSettings, objects: Objects) -> RankAlpha:

@@ -76,7 +76,7 @@ def recorded_config(prepared: Prepared, name: str, env: object) -> RunConfig:
     return RunConfig(
         name=name,
         seed=settings.seed,
-        model=settings.model or ModelConfig(name=cohort.base.name),
+        model=settings.model or ModelConfig(name=cohort.base.name, lora=settings.lora),
         env=named_task(env) or recorded_task(env, prepared.env.name),
         population=rounds.population.replace(init=init),
         algorithm=settings.algorithm,

@@ -286,7 +286,7 @@ def _schedules(
                 f"{number(one.metrics['rank_error'], 2)} before round {one.round + 1}"
                 for one in cuts
             ]
-            text = f"{own} rank was cut with a relative error of {listed(errors)}."
+            text = f"{own} adapter was cut with a relative error of {listed(errors)}."
             yield Sentence("schedule", text)
 
 

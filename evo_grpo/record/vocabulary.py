@@ -143,7 +143,8 @@ OF_ROUNDS = (
     Metric(
         "rank_error",
         "Relative error of the agent's update B A, in the Frobenius norm over all layers, where a "
-        "smaller `lora.r` cut it before the round; left out otherwise.",
+        "smaller `lora.r`, or layers that `lora.target_modules` leaves out, cut it before the "
+        "round; left out otherwise.",
         "share",
         "round",
     ),

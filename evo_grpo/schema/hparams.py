@@ -254,6 +254,13 @@ class Hparams(AgentFields):
         gt=0,
         mutates=True,
     )
+    lora_target_modules: str | None = setting(
+        None,
+        "Name of the set of layers that its adapter has, in `model.lora.target_sets`; null is "
+        "`model.lora.target_modules`.",
+        min_length=1,
+        mutates=True,
+    )
 
     @property
     def adam_betas(self) -> tuple[float, float]:
@@ -352,9 +359,9 @@ def _mutable() -> dict[str, type]:
         parts = getattr(Hparams.model_fields[name].annotation, "__args__", ())
         kinds = (Hparams.model_fields[name].annotation, *parts)
         if any(kind is str or get_origin(kind) is Literal for kind in kinds):
-            names[name] = str
+            names[_external(name)] = str
         elif bool in kinds:
-            names[name] = bool
+            names[_external(name)] = bool
         else:
             names[_external(name)] = int if int in kinds else float
         if name == "clip_coef":

@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -60,6 +60,29 @@ def module_patterns(lora: Any) -> dict[str, str]:  # noqa: ANN401 -- LoraSetting
 def ending(key: str) -> str:
     """Return the pattern of a key of `rank_pattern`: it matches names that end with the key."""
     return rf"(.*\.)?({key})$"
+
+
+def matches(layer: str, targets: str | Collection[str]) -> bool:
+    """Return whether a layer's full name is among `target_modules`, as PEFT reads them.
+
+    A string is `all-linear`, or a regular expression of full names; a list has ends of names.
+    """
+    if targets == ALL:
+        return True
+    if isinstance(targets, str):
+        return re.fullmatch(targets, layer) is not None
+    return any(layer == target or layer.endswith(f".{target}") for target in targets)
+
+
+def union(sets: Sequence[str | list[str]]) -> str | list[str]:
+    """Return `target_modules` that match what any of several does."""
+    if ALL in sets:
+        return ALL
+    lists = [one for one in sets if not isinstance(one, str)]
+    if len(lists) == len(sets):
+        return list(dict.fromkeys(name for one in lists for name in one))
+    ends = (rf"(?:.*\.)?(?:{'|'.join(map(re.escape, one))})" for one in lists)
+    return "|".join(f"(?:{one})" for one in (*(one for one in sets if isinstance(one, str)), *ends))
 
 
 def why_no_pattern(text: str) -> str | None:

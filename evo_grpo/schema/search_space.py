@@ -48,6 +48,7 @@ _SHARED = ("model", "quantization", "quantize", "dtype", "env", "engine", "base"
 _ALSO_CALLED = {
     f"{LORA}r": ("rank", "r", "lora_r", "lora_rank"),
     f"{LORA}alpha": ("alpha", "lora_alpha"),
+    f"{LORA}target_modules": ("target_modules", "modules", "targets", "target_sets"),
     WARMUP: ("warmup", "warmup_proportion", "warmup_ratio", "warmup_steps"),
     "adam_beta1": ("beta1",),
     "adam_beta2": ("beta2", "betas"),
@@ -86,7 +87,9 @@ def _choices(value: object) -> object:
         elif all(map(is_number, items)):
             found = sorted(cast("list[float]", items))
         else:
-            raise ValueError("names alone, numbers alone, or true and false")
+            lists = any(isinstance(one, list | tuple) for one in items)
+            hint = ", and a list of layers by its name in model.lora.target_sets" if lists else ""
+            raise ValueError(f"names alone, numbers alone, or true and false{hint}")
         if len(set(found)) == len(found):
             return tuple(found)
         twice = next(one for place, one in enumerate(found) if one in found[:place])

@@ -1,16 +1,17 @@
-"""Checks of a search over the rank or alpha of adapters."""
+"""Checks of a search over the rank, alpha or layers of adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from evo_grpo.schema.hparams import LORA, Hparams, RankAlpha
 from evo_grpo.schema.outside import outside
-from evo_grpo.schema.problems import Path, Problem
+from evo_grpo.schema.patterns import ALL, matches
+from evo_grpo.schema.problems import Path, Problem, nearest
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings.engine import EngineConfig
-from evo_grpo.settings.model import ModelConfig
+from evo_grpo.settings.model import LoraSettings, ModelConfig
 
 
 class Patterns(Protocol):
@@ -30,7 +31,7 @@ class Patterns(Protocol):
 def adapter_problems(
     model: ModelConfig | None, space: HyperparameterConfig, engine: EngineConfig, above: Path
 ) -> Iterator[Problem]:
-    """Yield contradictions between a search over rank or alpha and the settings of adapters.
+    """Yield contradictions between a search over adapters and the settings of adapters.
 
     Args:
         model: The group `model`; None if the base was given as a module.
@@ -52,6 +53,68 @@ def adapter_problems(
         return
     for name, text in pattern_problems(space, model.lora, above):
         yield Problem(("model", "lora", name), text)
+    yield from _set_problems(model.lora, space, above)
+
+
+def _set_problems(
+    lora: LoraSettings, space: HyperparameterConfig, above: Path
+) -> Iterator[Problem]:
+    """Yield sets of layers that are searched and not declared, and layers that nobody has."""
+    names = lora.searched_sets(space)
+    for name in names:
+        if text := unknown_set(name, list(lora.target_sets)):
+            yield Problem((*above, f"{LORA}target_modules", "choices"), text)
+    if names and lora.target_modules != ALL:
+        where = ".".join(map(str, (*above, f"{LORA}target_modules")))
+        text = (
+            f"expected none where {LORA}target_modules is searched, of which each agent has a set "
+            f"of target_sets, got {lora.target_modules}; leave it out, or remove {where}"
+        )
+        yield Problem(("model", "lora", "target_modules"), text)
+
+
+def unknown_set(name: str, known: Sequence[str]) -> str:
+    """Return what is wrong with the name of a set of layers; empty if it is declared."""
+    if name in known:
+        return ""
+    if not known:
+        return (
+            f"expected sets of layers by name, got {name!r}, but model.lora.target_sets has none; "
+            f"declare it there, for instance {{{name}: [q_proj, v_proj]}}"
+        )
+    near = nearest(name, known)
+    hint = f". Did you mean {near!r}?" if near else "; declare it there, or name another one"
+    return f"expected one of model.lora.target_sets: {', '.join(known)}, got {name!r}{hint}"
+
+
+def missing_layers(
+    targets: str | Sequence[str], layers: Collection[str], model: str, excluded: str | Sequence[str]
+) -> str:
+    """Return what is wrong with a set of layers of a model; empty if it has all of them.
+
+    Args:
+        targets: The set, in the form of `target_modules`.
+        layers: Full names of the layers of the model that may have an adapter.
+        model: The name of the model.
+        excluded: `exclude_modules`; empty for none.
+    """
+    ends = sorted({layer.rpartition(".")[2] for layer in layers})
+    if isinstance(targets, str):
+        if not any(matches(layer, targets) for layer in layers):
+            hint = f"; write [{targets}]" if targets in ends else ""
+            return (
+                f"expected {ALL}, a list of names, or a regular expression of full names of layers "
+                f"of {model}, got {targets!r}, which matches none{hint}"
+            )
+    else:
+        for name in targets:
+            if not any(matches(layer, [name]) for layer in layers):
+                near = nearest(name, ends)
+                hint = f"Did you mean {near!r}?" if near else f"It has {', '.join(ends)}"
+                return f"expected layers of {model}, got {name!r}, which it lacks. {hint}"
+    if all(matches(layer, excluded) for layer in layers if matches(layer, targets)):
+        return f"expected layers beside those of exclude_modules, got {targets}; remove one of both"
+    return ""
 
 
 def pattern_problems(
@@ -63,8 +126,8 @@ def pattern_problems(
         for name in ("rank_pattern", "alpha_pattern"):
             if found := dict(getattr(lora, name) or {}):
                 text = (
-                    f"expected none where {searching} is searched, which has one value for all "
-                    f"layers, got {found}; leave it out, or remove {where}"
+                    f"expected none where {searching} is searched, since all layers of an agent "
+                    f"have one rank and alpha, got {found}; leave it out, or remove {where}"
                 )
                 yield name, text
 

@@ -20,7 +20,7 @@ from evo_grpo.settings.env import EnvConfig
 from evo_grpo.settings.evolve import EvolveConfig, FitnessConfig, search_space
 from evo_grpo.settings.given import OBJECT
 from evo_grpo.settings.loss import level_problems
-from evo_grpo.settings.model import LoraSettings, ModelConfig
+from evo_grpo.settings.model import ModelConfig
 from evo_grpo.settings.population import PopulationConfig
 from evo_grpo.settings.prompting import prompt_problems
 
@@ -58,7 +58,7 @@ def run_problems(
     if not env.kind.startswith(OBJECT):  # an object may have prompts that no file can name
         prompts = prompt_problems(space, list(env.prompts or ()))
         yield from _below(prompts, "evolve", "hyperparameters")
-    if model.adapter is None or model.lora != LoraSettings():  # else it brings its own rank
+    if model.adapter is None or not model.lora.is_default:  # else it brings its own rank
         above = ("evolve", "hyperparameters")
         for name, text in begins_outside(space, model.lora.rank_alpha, above):
             yield Problem(("model", "lora", name), text)

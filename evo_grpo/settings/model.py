@@ -5,7 +5,7 @@
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Self, cast
 
-from pydantic import BeforeValidator
+from pydantic import AfterValidator, BeforeValidator
 
 from evo_grpo.schema.group import (
     Group,
@@ -17,7 +17,7 @@ from evo_grpo.schema.group import (
 )
 from evo_grpo.schema.hparams import LORA, RankAlpha
 from evo_grpo.schema.messages import shown
-from evo_grpo.schema.patterns import ALL, ending, why_no_pattern
+from evo_grpo.schema.patterns import ALL, ending, union, why_no_pattern
 from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.schema.validation import LEAST, MOST
@@ -33,6 +33,22 @@ def _modules(value: object) -> object:
 
 def _no_modules(value: object) -> object:
     return None if value is None else _modules(value)
+
+
+def _named(value: object) -> object:
+    if isinstance(value, Mapping) and all(cast("Mapping[object, object]", value)):
+        return value
+    raise ValueError("a mapping of names to layers, such as {attention: [q_proj, v_proj]}")
+
+
+def _different(sets: dict[str, str | list[str]]) -> dict[str, str | list[str]]:
+    """Check that no two sets have equal layers."""
+    known: dict[object, str] = {}
+    for name, own in sets.items():
+        other = known.setdefault(own if isinstance(own, str) else frozenset(own), name)
+        if other != name:
+            raise ValueError(f"sets that differ, but {other!r} and {name!r} have the same layers")
+    return sets
 
 
 def _ranks(value: object) -> object:
@@ -65,6 +81,7 @@ def _by_name(value: object, good: Callable[[Any], bool], expected: str) -> objec
 
 Modules = Annotated[str | list[str], BeforeValidator(_modules)]
 NoModules = Annotated[str | list[str] | None, BeforeValidator(_no_modules)]
+TargetSets = Annotated[dict[str, Modules], BeforeValidator(_named), AfterValidator(_different)]
 Ranks = Annotated[dict[str, int], BeforeValidator(_ranks)]
 Alphas = Annotated[dict[str, float], BeforeValidator(_alphas)]
 Scale = Annotated[float | None, computable(LEAST, MOST)]
@@ -86,6 +103,12 @@ class LoraSettings(Group):
     exclude_modules: NoModules = setting(
         None, "Layers without an adapter, in the form of `target_modules`."
     )
+    target_sets: TargetSets = setting(
+        factory=dict[str, str | list[str]],
+        meaning="Sets of layers by name, each in the form of `target_modules`, of which "
+        "`evolve.hyperparameters.lora.target_modules` searches the best, for instance "
+        "`{attention: [q_proj, k_proj, v_proj, o_proj], all: all-linear}`.",
+    )
     use_rslora: bool = setting(False, "Scale by alpha over the square root of the rank.")
     rank_pattern: Ranks = setting(
         factory=dict[str, int], meaning="Ranks of some layers, by name or regular expression."
@@ -99,11 +122,24 @@ class LoraSettings(Group):
         """The rank and the alpha, with its default filled in."""
         return RankAlpha(self.r, 2.0 * self.r if self.alpha is None else self.alpha)
 
+    @property
+    def is_default(self) -> bool:
+        """Whether no setting of the adapters themselves is given, sets of layers aside."""
+        return self.replace(target_sets={}) == LoraSettings()
+
+    def searched_sets(self, space: HyperparameterConfig) -> list[str]:
+        """Return the names of the sets of layers that an agent of a search may have."""
+        name = f"{LORA}target_modules"
+        return [str(one) for one in space[name].choices or ()] if name in space.names() else []
+
     def largest(self, space: HyperparameterConfig) -> Self:
-        """Return the settings with the largest rank that an agent of a search may have."""
+        """Return the settings with the largest rank, and all layers, of any agent of a search."""
         name = f"{LORA}r"
         most = int(space[name].max) if name in space.names() else self.r
-        return self.replace(r=most) if most > self.r else self
+        own = self.replace(r=most) if most > self.r else self
+        names = self.searched_sets(space)
+        sets = [own for name, own in self.target_sets.items() if name in names]
+        return own.replace(target_modules=union(sets)) if sets else own
 
 
 class ModelConfig(Group):

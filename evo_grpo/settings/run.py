@@ -20,7 +20,7 @@ from evo_grpo.settings.engine import EngineConfig
 from evo_grpo.settings.env import EnvConfig
 from evo_grpo.settings.evolve import EvolveConfig, Ranges, search_space
 from evo_grpo.settings.learning_rate import unusual_lr, with_default_lr
-from evo_grpo.settings.model import LoraSettings, ModelConfig
+from evo_grpo.settings.model import LoraSettings, ModelConfig, TargetSets
 from evo_grpo.settings.population import PopulationConfig
 from evo_grpo.settings.record import RecordConfig
 from evo_grpo.settings.without_effect import Finding, Seen, without_effect
@@ -52,6 +52,10 @@ class AgentSettings(Group):
     hyperparameters: Ranges = setting(
         None, "Ranges of the hyperparameters that may mutate; see `evolve.hyperparameters`."
     )
+    target_sets: TargetSets = setting(
+        factory=dict[str, str | list[str]],
+        meaning="`target_sets` of the adapters of a module; a named model has its own.",
+    )
 
     @model_validator(mode="after")
     def _with_default_lr(self) -> Self:
@@ -72,8 +76,10 @@ class AgentSettings(Group):
 
     @property
     def lora(self) -> LoraSettings:
-        """The settings of the adapters; the defaults if the model was given as a module."""
-        return LoraSettings() if self.model is None else self.model.lora
+        """The settings of the adapters; for a module, the defaults with its sets of layers."""
+        if self.model is None:
+            return LoraSettings(target_sets=self.target_sets)
+        return self.model.lora
 
 
 class RunConfig(Group):
@@ -138,7 +144,7 @@ class RunConfig(Group):
 
     @property
     def largest_lora(self) -> LoraSettings:
-        """The settings of the adapters, with the largest rank that an agent may have."""
+        """The settings of the adapters, with the largest rank and all layers of any agent."""
         return self.model.lora.largest(self.search_space())
 
     def agents(self) -> AgentSettings:
@@ -163,6 +169,7 @@ def doubts_of_run(config: RunConfig) -> list[str]:
         *doubts_of_agents(config.agents(), config.population.init),
         *doubtful_settings(config.population, config.algorithm, config.evolve, config.engine),
         *_unsearched_prompts(config),
+        *_unsearched_sets(config),
     ]
 
 
@@ -174,6 +181,17 @@ def _unsearched_prompts(config: RunConfig) -> Iterator[str]:
             f"env.prompts has {len(names)} prompts, and all agents have the first, {names[0]!r}: "
             f"search them with evolve.hyperparameters.prompt: {{choices: [{', '.join(names)}]}}, "
             "or leave the others out"
+        )
+
+
+def _unsearched_sets(config: RunConfig) -> Iterator[str]:
+    """Yield a sentence if no agent has any of the sets of layers."""
+    lora = config.model.lora
+    if lora.target_sets and not lora.searched_sets(config.search_space()):
+        yield (
+            f"model.lora.target_sets has {', '.join(lora.target_sets)}, and nothing searches them: "
+            "write evolve.hyperparameters.lora.target_modules: {choices: "
+            f"[{', '.join(lora.target_sets)}]}}, or leave them out"
         )
 
 

@@ -61,8 +61,8 @@ from evo_grpo.training.sizing.hub_files import check_available
 from evo_grpo.training.sizing.memory import Device
 from evo_grpo.training.sizing.model_size import read_model_size
 from evo_grpo.training.sizing.planning import (
+    check_adapters_fit,
     check_fits,
-    check_ranks_fit,
     format_bytes,
     machine_memory,
 )
@@ -180,7 +180,7 @@ def check_memory(config: RunConfig, task: Task | None, processes: int) -> None:
     setup = _setup(config, task, processes)
     if setup is None:
         return
-    check_ranks_fit(config, setup.size)
+    check_adapters_fit(config, setup.size)
     try:
         plan = setup.plan(config)
     except EvoGrpoError:
@@ -326,7 +326,7 @@ def build_cohort(
         if given.padding is not None:
             base.set_padding(*given.padding)
         lora = given.lora
-        if lora is None and start is not None and settings.lora == LoraSettings():
+        if lora is None and start is not None and settings.lora.is_default:
             lora = trainable(start.config)
         cohort = Cohort(
             base,

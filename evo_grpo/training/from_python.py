@@ -176,7 +176,7 @@ class FromPython:
         """Build the base, the agents and the environment of a run, before it is restored."""
         agents, objects = config.agents(), self.objects
         if objects.model is not None:
-            agents = agents.replace(model=None)
+            agents = agents.replace(model=None, target_sets=agents.lora.target_sets)
         if "lora" in recorded_objects(folder) and objects.lora is None and rounds:
             place = inside(folder, str(rounds[-1].agents[0].checkpoint)) / "actor"
             objects = replace(objects, lora=trainable(read_adapter_config(place)))

@@ -46,10 +46,17 @@ CASES = {
         "population": {"size": 8, "rounds": 2, "steps_per_round": 2, "sizes": [8, 5]},
         "engine": {"device": "cpu", "threads": 1, "shards": 2},
     },
-    "ranks of adapters": {
+    "ranks and layers of adapters": {
+        "model": {
+            "name": "tiny-sums",
+            "lora": {"r": 2, "target_sets": {"attention": ["q_proj", "v_proj"], "up": ["up_proj"]}},
+        },
         "evolve": {
             **SETTINGS["evolve"],
-            "hyperparameters": {"lora.r": {"min": 1, "max": 12}},
+            "hyperparameters": {
+                "lora.r": {"min": 1, "max": 12},
+                "lora.target_modules": {"choices": ["attention", "up"]},
+            },
             "exploration": {"kind": "mutate", "no_mutation": 0},
             "archive": True,
             "fitness": {**SETTINGS["evolve"]["fitness"], "final_samples": 1},

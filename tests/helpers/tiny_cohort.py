@@ -65,6 +65,7 @@ def build_cohort(
     warm=True,
     engine=None,
     model=None,
+    target_sets=None,
     **settings,
 ):
     """Agents over a model of their own; `warm` gives each other weights than the base's.
@@ -79,9 +80,8 @@ def build_cohort(
         task_type="CAUSAL_LM",
     )
     given = {"seed": seed, "hyperparameters": {}, **settings}
-    cohort = Cohort(
-        SharedBase(model or build_model()), lora, agent_settings(given, kind=kind), engine=engine
-    )
+    agents = agent_settings(given, kind=kind).replace(target_sets=target_sets or {})
+    cohort = Cohort(SharedBase(model or build_model()), lora, agents, engine=engine)
     for index in range(size):
         given = hparams[index] if isinstance(hparams, list) else hparams
         slot = cohort.add(given).slot

@@ -92,7 +92,8 @@ def test_a_rank_that_was_cut_on_the_way_of_the_winner_is_told_with_its_error():
     cut = [replace(a, metrics={**a.metrics, "rank_error": 0.125}) for a in rounds[1].agents]
     rounds[1] = replace(rounds[1], agents=tuple(cut))
     assert told(SUMMARY, rounds)["schedule"] == (
-        "Its lr went 1e-3 → 1.2e-3. Its rank was cut with a relative error of 0.12 before round 2."
+        "Its lr went 1e-3 → 1.2e-3. "
+        "Its adapter was cut with a relative error of 0.12 before round 2."
     )
 
 

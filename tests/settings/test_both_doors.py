@@ -359,5 +359,5 @@ def test_every_name_is_in_the_documentation_and_the_schema():
     named = {name for name, kind in MUTABLE.items() if kind in (str, bool)}
     more = {"clip_low", "clip_high", "max_output_tokens", *PATHS.values(), *named}
     assert set(MUTABLE) - set(AgentFields.model_fields) == more
-    assert named - {"prompt"} < set(AGENT_KEYWORDS)
+    assert named - {"prompt", "lora.target_modules"} < set(AGENT_KEYWORDS)
     assert set(LossConfig.model_fields) - set(AGENT_KEYWORDS) == {"max_completion_length"}

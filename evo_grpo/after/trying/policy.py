@@ -21,7 +21,7 @@ from evo_grpo.record.config import read_config
 from evo_grpo.record.digests import check_digests
 from evo_grpo.record.folder import recorded_objects
 from evo_grpo.record.plain import inside
-from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.hparams import LORA, Hparams
 from evo_grpo.schema.validation import LEAST, MOST, number
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
@@ -78,8 +78,12 @@ def loaded(
     longest = algorithm.longest_output(config.search_space())
     if longest is None and max_output_tokens is not None:
         algorithm = algorithm.replace(max_output_tokens=max_output_tokens)
+    # The adapter is what it is, whatever the run searched in adapters.
+    ranges = config.evolve.hyperparameters
+    others = ranges and {name: one for name, one in ranges.items() if not name.startswith(LORA)}
     agents = config.agents().replace(
         model=config.model.replace(lora=LoraSettings(), adapter=str(adapter)),
+        hyperparameters=others,
         algorithm=algorithm.replace(separate_reference=False),
         # One process samples, and nothing is trained.
         engine=config.engine.replace(zero=None),

@@ -33,7 +33,7 @@ from evo_grpo.training.sizing.model_size import (
     read_model_size,
 )
 from evo_grpo.training.sizing.planning import (
-    check_ranks_fit,
+    check_adapters_fit,
     cuda_devices,
     machine_memory,
     plan_memory,
@@ -166,7 +166,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
     if silent is not None and base.parameters is None:
         base = base._replace(note=silent)
     _check_chat_template(config, task)
-    check_ranks_fit(config, base)
+    check_adapters_fit(config, base)
     algorithm, fitness = config.algorithm, config.evolve.fitness
     longest = algorithm.longest_output(config.search_space()) or task.output_tokens
     prompts = algorithm.prompts_per_step or DEFAULT_PROMPTS

@@ -207,14 +207,17 @@ def _agent(plan: Plan) -> str:
     lora = plan.config.model.lora
     targets = lora.target_modules
     name = targets if isinstance(targets, str) else ", ".join(targets)
+    if sets := lora.searched_sets(plan.config.search_space()):
+        name = f"one of {len(sets)} sets of layers, {', '.join(sets)}"
     largest = plan.config.largest_lora.r
     ranks = f"rank {lora.r}" if largest == lora.r else f"ranks up to {largest}"
     text = f"LoRA of {ranks} on {name}: "
     if plan.adapter_parameters is None or plan.bytes_per_agent is None:
         return f"{text}size unknown, as is that of the base model"
     reference = ", and a reference" if plan.config.algorithm.separate_reference else ""
+    most = "up to " if sets or largest != lora.r else ""
     return (
-        f"{text}{plan.adapter_parameters:,} parameters, "
+        f"{text}{most}{plan.adapter_parameters:,} parameters, "
         f"{format_bytes(plan.bytes_per_agent)} with gradient and Adam{reference}"
     )
 

@@ -236,12 +236,33 @@ def only_names_modules(field: str) -> bool:
 
 def adapted_modules(model: nn.Module, config: LoraConfig) -> set[str]:
     """Return the full names of the layers of a model, wrapped or not, that a config adapts."""
+    return matched_modules(model, config) & set(_linear(model))
+
+
+def matched_modules(model: nn.Module, config: LoraConfig) -> set[str]:
+    """Return the full names of all modules that `target_modules` match, linear or not."""
     check_ends(model, config)
+    return {name for name in _own_modules(model) if check_target_module_exists(config, name)}
+
+
+def linear_modules(model: Any) -> set[str]:  # noqa: ANN401 -- of any transformers architecture
+    """Return the full names of the linear layers of a model, wrapped or not, without the head."""
+    head = model.get_output_embeddings()
+    return {name for name, module in _linear(model).items() if module is not head}
+
+
+def width_of(module: Any) -> int:  # noqa: ANN401 -- a linear layer, wrapped or not
+    """Return the number of inputs or outputs of a linear layer, the smaller one."""
+    if isinstance(module, Conv1D):
+        return min(module.weight.shape)
+    return min(module.in_features, module.out_features)
+
+
+def _linear(model: nn.Module) -> dict[str, nn.Module]:
     return {
-        name
+        name: module
         for name, module in _own_modules(model).items()
         if isinstance(module, nn.Linear | Conv1D | BaseTunerLayer)
-        and check_target_module_exists(config, name)
     }
 
 

@@ -1,4 +1,4 @@
-"""Changes of the rank and alpha of a trained adapter that keep what it has learned.
+"""Changes of the rank, alpha and layers of a trained adapter that keep what it has learned.
 
 An adapter adds s B A to a layer, where s is lora_alpha / r, or lora_alpha / sqrt(r) with rslora.
 
@@ -7,6 +7,8 @@ An adapter adds s B A to a layer, where s is lora_alpha / r, or lora_alpha / sqr
 - A rank that shrinks takes the truncated singular value decomposition of B A, the nearest product
   of that rank (Eckart and Young 1936). Its singular values are divided evenly: B = U sqrt(S) and
   A = sqrt(S) V^T.
+- A layer that is added begins with B = 0 and an initial A, so the function stays. One that is left
+  out is lost.
 - B is multiplied by s_old / s_new, so a change of alpha, or of the scale with the rank, changes no
   output.
 
@@ -35,17 +37,16 @@ _NEGLIGIBLE = 1e-7
 
 @dataclass(frozen=True)
 class Resized:
-    """The result of a change of rank or alpha.
+    """The result of a change of rank, alpha or layers.
 
     Attributes:
-        error: Relative error of a rank that was cut, in the Frobenius norm over all layers; None if
-            the function stayed.
-        factors: Factor on each tensor, by PEFT's file keys; the tensors may have grown. None if
-            they are not the old ones any more.
+        error: Relative error of what was cut, in the Frobenius norm over all layers; None if the
+            function stayed.
+        factors: Factor on each tensor that is the old one, by PEFT's file keys; it may have grown.
     """
 
     error: float | None
-    factors: Mapping[str, float] | None
+    factors: Mapping[str, float]
 
 
 def with_rank(
@@ -70,7 +71,7 @@ def with_rank(
 
 
 def resize_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> Resized | None:
-    """Give a slot another rank or alpha; it then has new parameters.
+    """Give a slot another rank, alpha or other layers; it then has new parameters.
 
     Returns:
         What became of its tensors; None if nothing changed.
@@ -81,13 +82,20 @@ def resize_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> Resized |
     slots.rebuild(name, trainable(config))
     fresh, new = slots.state(name), layer_scales(slots, name)
     if not any(bool(value.count_nonzero()) for key, value in before.items() if ".lora_B." in key):
-        return Resized(None, None)
+        return Resized(None, {})
     state: dict[str, Tensor] = {}
     factors: dict[str, float] = {}
     lost, total, is_cut = 0.0, 0.0, False
+    for first, second in layer_keys(before):
+        if first not in fresh:
+            energy = _energy(before[first], before[second]) * old[layer_of(first)] ** 2
+            total, lost, is_cut = total + energy, lost + energy, True
     for first, second in layer_keys(fresh):
+        if first not in before:
+            state[first], state[second] = fresh[first], torch.zeros_like(fresh[second])
+            continue
         a, b, wide = before[first], before[second], fresh[first]
-        layer = first.split(".lora_A.")[0]
+        layer = layer_of(first)
         factor = old[layer] / new[layer]
         factor = 1.0 if math.isclose(factor, 1.0, rel_tol=1e-12) else factor
         if len(a) > len(wide):
@@ -99,12 +107,11 @@ def resize_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> Resized |
         else:
             total += _energy(a, b) * old[layer] ** 2
             a, b = grown(a, b, wide)
+            factors |= {first: 1.0, second: factor}
         state[first], state[second] = a, b * factor
-        factors |= {first: 1.0, second: factor}
     slots.put(name, state, Path(name))
-    if not is_cut:
-        return Resized(None, factors)
-    return Resized(math.sqrt(lost / total) if total else 0.0, None)
+    error = math.sqrt(lost / total) if total else 0.0
+    return Resized(error if is_cut else None, factors)
 
 
 def grown(a: Tensor, b: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,6 +159,11 @@ def cut(a: Tensor, b: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def layer_keys(state: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     """Return the keys of A and B of each layer, by PEFT's file keys."""
     return [(key, key.replace(".lora_A.", ".lora_B.")) for key in state if ".lora_A." in key]
+
+
+def layer_of(key: str) -> str:
+    """Return the name in `AdapterSlots.layers` of the layer of an A."""
+    return key.split(".lora_A.")[0]
 
 
 def layer_scales(slots: AdapterSlots, name: str) -> dict[str, float]:

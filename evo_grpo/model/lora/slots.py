@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +33,7 @@ from evo_grpo.model.lora.configs import (
     module_of,
 )
 from evo_grpo.model.lora.files import AdapterCopy
+from evo_grpo.model.lora.target_sets import TargetSets
 from evo_grpo.model.lora.targets import check_targets, settle_targets
 
 
@@ -37,20 +41,26 @@ class AdapterSlots:
     """Named LoRA adapters over one base. The first slot wraps the base's model in place.
 
     `config` holds the LoRA settings of new slots. `seed` seeds the initial A, which is the same for
-    all slots, so that agents differ only by training.
+    all slots of one configuration, so that agents differ only by training. `target_sets` are
+    `target_modules` by name, of which each slot may have one.
     """
 
-    def __init__(self, base: SharedBase, config: LoraConfig, seed: int = 0) -> None:
+    def __init__(
+        self,
+        base: SharedBase,
+        config: LoraConfig,
+        seed: int = 0,
+        target_sets: Mapping[str, str | Sequence[str]] = MappingProxyType({}),
+    ) -> None:
         self.base = base
         self.config = config
         self.seed = seed
+        self.target_sets = TargetSets(base, config, target_sets)
         self._peft: PeftModel | None = None
         self._params: dict[str, dict[str, nn.Parameter]] = {}
         self._trainable: dict[str, bool] = {}
-        #: The settings of the first slot and its initial tensors by PEFT's file keys, on the CPU.
-        self._first: tuple[LoraConfig, dict[str, Tensor]] | None = None
-        #: Slots that were made with the settings of the first one, except for their rank and alpha.
-        self._like_first: set[str] = set()
+        #: One for each configuration that slots were made with, rank and alpha aside.
+        self._kinds: list[_Kind] = []
         self._versions: dict[str, int] = {}
         self._last_version = 0
         self.layers: dict[str, LoraLayer] = {}
@@ -84,21 +94,29 @@ class AdapterSlots:
                 f"adapters: expected a new name without dots, got {name!r}; there are "
                 f"{list(self._params)}"
             )
-        settings = copy.deepcopy(config or self.config)
-        # The configuration of a checkpoint has the path of its base; PEFT warns if it differs.
-        settings.base_model_name_or_path = None
-        check_lora_config(settings)
-        settings = settle_targets(self.base, settings)
+        settings = self._settled(config or self.config)
         like = self._slot_like(settings)
         if like is not None:
             self._add_like(name, like, settings)
         else:
             self._add_by_peft(name, settings)
         self._trainable[name] = trainable
+        self._begin(name)
+
+    def _begin(self, name: str) -> None:
+        """Let a slot begin with the parameters that it has now."""
         self.mark_changed(name)
         self.derived.clear()
         for parameter in self._params[name].values():
-            parameter.requires_grad_(trainable)
+            parameter.requires_grad_(self._trainable[name])
+
+    def _settled(self, config: LoraConfig) -> LoraConfig:
+        """Return a copy of a configuration that a slot may have."""
+        settings = copy.deepcopy(config)
+        # The configuration of a checkpoint has the path of its base; PEFT warns if it differs.
+        settings.base_model_name_or_path = None
+        check_lora_config(settings)
+        return settle_targets(self.base, settings)
 
     def _add_by_peft(self, name: str, settings: LoraConfig) -> None:
         check_ends(self.base.model, settings)
@@ -124,16 +142,19 @@ class AdapterSlots:
             for key, parameter in self._peft.named_parameters()
             if key.endswith(suffixes)
         }
-        if self._first is None:
-            self._first = (asked, self.state(name))
-        if _of_one_rank(asked, self._first[0]) == self._first[0]:
-            self._like_first.add(name)
+        kind = self._kind_of(asked)
+        if kind is None:
+            kind = _Kind(asked, self._settled(self.lora_config(name)), self.state(name))
+            self._kinds.append(kind)
+        kind.slots.append(name)
+
+    def _kind_of(self, settings: LoraConfig) -> _Kind | None:
+        return next((kind for kind in self._kinds if kind.makes(settings)), None)
 
     def _slot_like(self, settings: LoraConfig) -> str | None:
-        """Return a slot like the first one if `settings` are, apart from rank and alpha."""
-        if self._first is None or _of_one_rank(settings, self._first[0]) != self._first[0]:
-            return None
-        usable = (n for n in self._params if n in self._like_first and n not in self.reserved)
+        """Return a slot of these settings, apart from rank and alpha."""
+        kind = self._kind_of(settings)
+        usable = (n for n in (kind.slots if kind else ()) if n not in self.reserved)
         return next(usable, None)
 
     def _add_like(self, name: str, like: str, settings: LoraConfig) -> None:
@@ -142,7 +163,8 @@ class AdapterSlots:
         PEFT's `add_adapter` walks over the whole model and all adapters, several times for each
         new one: 64 agents would take 25 times as long as 8.
         """
-        assert self._first is not None
+        kind = self._kind_of(settings)
+        assert kind is not None
         made: dict[int, Any] = {}
         for layer in self.layers.values():
             for listed in (*layer.other_param_names, *layer.adapter_layer_names):
@@ -154,14 +176,13 @@ class AdapterSlots:
                 made[id(matrices[like].weight)] = matrices[name].weight
         self.peft.peft_config[name] = copy.deepcopy(self.peft.peft_config[like])
         self._params[name] = {key: made[id(p)] for key, p in self._params[like].items()}
-        self._like_first.add(name)
-        own, first = self.lora_config(name), self._first[0]
-        if not (_same_rank(settings, own) and _same_rank(settings, first)):
+        kind.slots.append(name)
+        if not (_same_rank(settings, self.lora_config(name)) and _same_rank(settings, kind.config)):
             self._set_rank(name, settings)
             return
         with torch.no_grad():
             for key, parameter in self._params[name].items():
-                parameter.copy_(self._first[1][key])
+                parameter.copy_(kind.state[key])
 
     def _set_rank(self, name: str, settings: LoraConfig) -> None:
         """Give a slot new matrices of another rank and alpha, layer by layer, as PEFT draws them.
@@ -173,11 +194,11 @@ class AdapterSlots:
         devices = [self.base.device] if self.base.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(self.seed)
-            for layer in self.layers.values():
-                if name in layer.lora_A:
-                    layer.update_layer(name, config.r, config.lora_alpha, config=config)
+            own = set(map(_path, self._params[name]))
+            for layer in (layer for path, layer in self.layers.items() if path in own):
+                layer.update_layer(name, config.r, config.lora_alpha, config=config)
         for key in self._params[name]:
-            path, _, matrix = key.removesuffix(".weight").rpartition(".")
+            path, matrix = _path(key), key.removesuffix(".weight").rpartition(".")[2]
             module = getattr(self.layers[path], matrix)[name]
             if module.weight.dtype in (torch.float16, torch.bfloat16):  # as PEFT casts adapters up
                 module.weight.data = module.weight.data.float()
@@ -186,6 +207,23 @@ class AdapterSlots:
         self.peft.eval()
         self.restore_trainable()
 
+    def _set_kind(self, name: str, kind: _Kind, settings: LoraConfig) -> None:
+        """Give a slot new matrices in the layers of another configuration, layer by layer."""
+        active = name in self.peft.active_adapters
+        if active and len(self._params) > 1:  # else PEFT activates another adapter and warns
+            self.activate(next(other for other in self._params if other != name))
+        own = set(map(_path, kind.state))
+        for path, layer in self.layers.items():
+            if path not in own and name in layer.lora_A:
+                layer.delete_adapter(name)
+        self.peft.peft_config[name] = copy.deepcopy(kind.written)
+        self._params[name] = dict.fromkeys(kind.state, nn.Parameter(torch.empty(0)))
+        self._set_rank(name, settings)
+        if active:
+            self.activate(name)
+        self._forget_kind(name)
+        kind.slots.append(name)
+
     def parameters(self, name: str) -> list[nn.Parameter]:
         """Return a slot's parameters, in the same order for all slots of one configuration."""
         return list(self._params[self._known(name)].values())
@@ -193,6 +231,10 @@ class AdapterSlots:
     def shapes(self, name: str) -> dict[str, torch.Size]:
         """Return the shapes of a slot's parameters by PEFT's file keys, in their order."""
         return {key: p.shape for key, p in self._params[self._known(name)].items()}
+
+    def modules(self, name: str) -> set[str]:
+        """Return the full names of the base's layers that a slot adapts."""
+        return {module_of(key) for key in self._params[self._known(name)]}
 
     @property
     def versions(self) -> dict[str, int]:
@@ -250,21 +292,29 @@ class AdapterSlots:
             self.activate(next(other for other in self._params if other != name))
         self.peft.delete_adapter(name)
         del self._params[name]
-        self._like_first.discard(name)
+        self._forget_kind(name)
         self._trainable.pop(name)
         self._versions.pop(name)
         self.derived.clear()
         self.restore_trainable()
 
+    def _forget_kind(self, name: str) -> None:
+        for kind in self._kinds:
+            kind.slots = [other for other in kind.slots if other != name]
+
     def rebuild(self, name: str, config: LoraConfig) -> None:
         """Replace a slot by a new one with another configuration; no other slot changes."""
         trainable = self._trainable[self._known(name)]
         changed = {field for field, _, _ in differences(config, self.lora_config(name))}
-        if changed <= {"r", "lora_alpha"} and not (config.rank_pattern or config.alpha_pattern):
-            check_lora_config(config)
-            self._set_rank(name, config)
-            self.mark_changed(name)
-            self.derived.clear()
+        settings = self._settled(config)
+        kind, patterns = self._kind_of(settings), config.rank_pattern or config.alpha_pattern
+        if not patterns and changed <= {"r", "lora_alpha"}:
+            self._set_rank(name, settings)
+            self._begin(name)
+            return
+        if not patterns and kind and all(_path(key) in self.layers for key in kind.state):
+            self._set_kind(name, kind, settings)
+            self._begin(name)
             return
         # PEFT needs at least one adapter, so a temporary one is added first. It has the new
         # configuration, so PEFT refuses a wrong configuration before the slot is removed.
@@ -310,6 +360,35 @@ class AdapterSlots:
         if name not in self._params:
             raise ConfigError(f"adapters: no slot {name!r}; expected one of {list(self._params)}")
         return name
+
+
+@dataclass
+class _Kind:
+    """The slots of one configuration, rank and alpha aside.
+
+    Attributes:
+        config: The configuration that the first of them was made with.
+        written: That configuration as PEFT has written it, with the names of `all-linear`.
+        state: The initial tensors of that one by PEFT's file keys, on the CPU.
+        slots: Those that are there.
+    """
+
+    config: LoraConfig
+    written: LoraConfig
+    state: dict[str, Tensor]
+    slots: list[str] = field(default_factory=list[str])
+
+    def makes(self, settings: LoraConfig) -> bool:
+        """Return whether a slot of these settings is one of these."""
+        # The ranks of a pattern do not follow that of the others.
+        patterns = settings.rank_pattern or settings.alpha_pattern
+        same = settings if patterns else _of_one_rank(settings, self.config)
+        return same in (self.config, self.written)
+
+
+def _path(key: str) -> str:
+    """Return the name in `AdapterSlots.layers` of the layer of a tensor."""
+    return key.split(".lora_")[0]
 
 
 def _of_one_rank(settings: LoraConfig, other: LoraConfig) -> LoraConfig:

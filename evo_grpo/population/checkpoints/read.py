@@ -16,6 +16,7 @@ from evo_grpo.model.digest import base_digest, comparable_digests
 from evo_grpo.model.lora.configs import read_config
 from evo_grpo.model.lora.files import read_adapter
 from evo_grpo.model.lora.load import AdapterPlan, plan_adapter
+from evo_grpo.model.lora.target_sets import with_targets
 from evo_grpo.population.checkpoints.manifest import (
     ATTRIBUTES,
     peft_folder,
@@ -25,9 +26,9 @@ from evo_grpo.population.checkpoints.manifest import (
 from evo_grpo.population.checkpoints.moments import OPTIMIZER, read_moments
 from evo_grpo.population.cohort.adapters import adapter_config
 from evo_grpo.population.cohort.cohort import Cohort
-from evo_grpo.population.cohort.state import START
+from evo_grpo.population.cohort.state import START, AgentState
 from evo_grpo.record.digests import check_digests
-from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.hparams import LORA, Hparams
 
 
 def load_agent(
@@ -61,14 +62,13 @@ def load_agent(
     attributes = read_attributes(folder) if plain is None else {}
     notes = _check_base(attributes, folder, cohort.base) if plain is None else []
     read = read_state(attributes, folder) if plain is None else None
-    # A rank and alpha of its own are hyperparameters of the agent, which the checkpoint brings.
-    present = cohort.slots.lora_config(state.adapter)
+    # What an adapter has of its own are hyperparameters of the agent, which the checkpoint brings.
     actor = plan_adapter(
         cohort.slots,
         state.adapter,
         plain or folder / "actor",
         merge=merge_lora_configs,
-        becomes=None if read is None else adapter_config(cohort.slots.config, read[0], present),
+        becomes=None if read is None else _becomes(cohort, state, read[0], folder / "actor"),
     )
     if plain is not None:
         notes.append(_about_peft(folder, read_config(plain), cohort.base))
@@ -90,8 +90,8 @@ def load_agent(
         warnings.warn(note, UserWarning, stacklevel=3)
     for plan in plans:
         plan.apply()
-    # The weights of a PEFT folder bring their rank and alpha; a checkpoint has them among its own.
-    hparams = _with_its_scale(cohort, slot) if read is None else read[0]
+    # The weights of a PEFT folder bring these values; a checkpoint has them among its own.
+    hparams = _with_its_own(cohort, slot) if read is None else read[0]
     state.optimizer = cohort.fresh_optimizer(slot, hparams)
     if moments:
         state.optimizer.load_state_dict(
@@ -104,14 +104,27 @@ def load_agent(
     return attributes
 
 
-def _with_its_scale(cohort: Cohort, slot: int) -> Hparams:
-    """Return an agent's hyperparameters with the rank and alpha of its adapter if they are own."""
+def _becomes(cohort: Cohort, state: AgentState, hparams: Hparams, actor: Path) -> LoraConfig:
+    """Return the configuration that an agent's adapter gets with a checkpoint's hyperparameters."""
+    config = adapter_config(cohort.slots, hparams, state.adapter)
+    searched = f"{LORA}target_modules" in cohort.hp_config.names()
+    if searched and hparams.lora_target_modules is None:
+        # A mean may have layers that are no set with a name.
+        return with_targets(config, read_config(actor).target_modules or ())
+    return config
+
+
+def _with_its_own(cohort: Cohort, slot: int) -> Hparams:
+    """Return an agent's hyperparameters, where they have a rank, alpha or layers those it has."""
     state = cohort.agents[slot]
     config, hparams = cohort.slots.lora_config(state.adapter), state.hparams
     if hparams.lora_r is not None:
         hparams = hparams.replace(lora_r=config.r)
     if hparams.lora_alpha is not None:
         hparams = hparams.replace(lora_alpha=float(config.lora_alpha))
+    if hparams.lora_target_modules is not None:
+        name = cohort.slots.target_sets.name_of(cohort.slots.modules(state.adapter))
+        hparams = hparams.replace(lora_target_modules=name)
     return hparams
 
 

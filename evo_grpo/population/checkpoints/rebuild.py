@@ -103,7 +103,7 @@ def recipe(
     engine = settings.engine.with_default_rollout(device=device, zero=zero)
     base = folder / "base"
     name = str(base) if base.is_dir() else str(attributes["base"])
-    model = settings.model or ModelConfig(name=name)
+    model = settings.model or ModelConfig(name=name, lora=settings.lora)
     _check_keywords(model.config, folder)
     model = model.replace(trust_remote_code=trust_remote_code)
     # A base given as an object, or saved in the checkpoint, keeps the dtype it was saved in.
@@ -122,7 +122,8 @@ def recipe(
         )
     # The start adapter only matters for the first step; the checkpoint has a trained adapter.
     model = None if network is not None else model.replace(name=name, adapter=None)
-    settings = settings.replace(model=model, algorithm=algorithm, engine=engine)
+    sets = settings.lora.target_sets if model is None else {}
+    settings = settings.replace(model=model, algorithm=algorithm, engine=engine, target_sets=sets)
     padding = None if attributes["padding"] is None else tuple(attributes["padding"])
     return Recipe(settings, read_config(folder / "actor"), network, padding)
 

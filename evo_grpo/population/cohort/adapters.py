@@ -1,4 +1,4 @@
-"""The adapter of an agent, which follows the rank and alpha among its hyperparameters."""
+"""The adapter of an agent, which follows the rank, alpha and layers among its hyperparameters."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from peft import LoraConfig
 from torch import Tensor
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.model.lora.configs import differences, module_of
+from evo_grpo.evolve.start import with_first_choices
+from evo_grpo.model.lora.configs import differences, module_of, width_of
 from evo_grpo.model.lora.resize import resize_slot, with_rank
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.population.cohort.state import AgentState
 from evo_grpo.population.zero.turns import ZeroOptimizer
 from evo_grpo.schema.hparams import LORA, Hparams, RankAlpha
 from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings.adapters import above_width
 
 
@@ -27,8 +29,10 @@ def rank_alpha(config: LoraConfig) -> RankAlpha:
 
 
 def narrowest(slots: AdapterSlots) -> tuple[str, int] | None:
-    """Return the narrowest layer with an adapter, and its width; None without agents."""
-    widths: dict[str, int] = {}
+    """Return the narrowest layer that may have an adapter, and its width; None without agents."""
+    sets = slots.target_sets
+    modules = {module for name in sets for module in sets.modules(name)}
+    widths = {name: width_of(slots.base.model.get_submodule(name)) for name in modules}
     for slot in slots.names[:1]:  # a rank without agents has none
         for key, shape in slots.shapes(slot).items():
             own = shape[1] if ".lora_A." in key else shape[0]
@@ -47,18 +51,34 @@ def check_rank(slots: AdapterSlots, hparams: Hparams) -> None:
         raise Problems(Problem((f"{LORA}r",), f"{text}; lower it"))
 
 
-def adapter_config(run: LoraConfig, hparams: Hparams, own: LoraConfig | None = None) -> LoraConfig:
+def adapter_config(slots: AdapterSlots, hparams: Hparams, adapter: str | None = None) -> LoraConfig:
     """Return the configuration of an agent's adapter.
 
     Args:
-        run: The configuration of the run.
-        hparams: Hyperparameters of the agent. Without a rank and an alpha, the configuration stays.
-        own: The configuration that it has; None for that of the run.
+        slots: The slots of the run.
+        hparams: Hyperparameters of the agent. What they lack stays as it is.
+        adapter: The slot of its adapter; None for a new one, of the run's configuration.
+
+    Raises:
+        ConfigError: No set of layers has the name in the hyperparameters.
     """
-    own = run if own is None else own
+    run, targets = slots.config, hparams.lora_target_modules
+    own = run if adapter is None else slots.lora_config(adapter)
+    if targets is not None:
+        present = None if adapter is None else slots.modules(adapter)
+        own = slots.target_sets.adapting(own, targets, present)
     if hparams.lora_r is None and hparams.lora_alpha is None:
         return own
     return with_rank(own, run, hparams.lora_r, hparams.lora_alpha)
+
+
+def with_choices(hparams: Hparams, space: HyperparameterConfig) -> Hparams:
+    """Return an agent's hyperparameters with the first choice of each name that has no value.
+
+    The layers of its adapter stay without a name where they are no set with one.
+    """
+    own = hparams.lora_target_modules
+    return with_first_choices(hparams, space).replace(lora_target_modules=own)
 
 
 def resize(
@@ -67,54 +87,57 @@ def resize(
     hparams: Hparams,
     fresh_optimizer: Callable[[], torch.optim.Optimizer],
 ) -> None:
-    """Give an agent's adapter the rank and alpha of new hyperparameters; see `model.lora.resize`.
+    """Give an agent's adapter the rank, alpha and layers of new hyperparameters.
 
-    If the rank grows, the new parameters have moments of 0. If it is cut, AdamW starts afresh. The
-    reference is frozen and keeps its rank.
+    See `model.lora.resize`. If the rank grows, the new parameters have moments of 0. If it is cut,
+    or a layer is added, AdamW starts afresh there. The reference is frozen and stays.
 
     Raises:
-        ConfigError: With engine.zero, where all agents train through one adapter.
+        ConfigError: No set of layers has the name in the hyperparameters; or with engine.zero,
+            where all agents train through one adapter.
     """
-    if hparams.lora_r is None and hparams.lora_alpha is None:
+    if (hparams.lora_r, hparams.lora_alpha, hparams.lora_target_modules) == (None, None, None):
         return
     own = slots.lora_config(state.adapter)
-    wanted = adapter_config(slots.config, hparams, own)
-    if isinstance(state.optimizer, ZeroOptimizer) and differences(wanted, own):
+    wanted = adapter_config(slots, hparams, state.adapter)
+    if isinstance(state.optimizer, ZeroOptimizer) and (changed := differences(wanted, own)):
+        field, new, present = changed[0]
         raise ConfigError(
-            f"lora.r of agent {state.slot}: expected its present rank and alpha, {own.r} and "
-            f"{own.lora_alpha:g}, with engine.zero, where all agents train through one adapter of "
-            f"DeepSpeed's, got {wanted.r} and {wanted.lora_alpha:g}; set zero to null"
+            f"lora.{field} of agent {state.slot}: expected its present rank, alpha and layers with "
+            "engine.zero, where all agents train through one adapter of DeepSpeed's, got "
+            f"{new} in place of {present}; set zero to null"
         )
+    keys = list(slots.shapes(state.adapter))
     found = resize_slot(slots, state.adapter, wanted)
     if found is None:
         return
-    before = state.optimizer.state_dict()["state"]
+    before = {keys[place]: own for place, own in state.optimizer.state_dict()["state"].items()}
     state.optimizer = fresh_optimizer()
     if found.error is not None and math.isfinite(found.error):
         state.rank_error = found.error
-    if found.factors is not None and before:
-        shapes = slots.shapes(state.adapter)
-        moments = _resized(before, shapes, found.factors)
+    moments = _resized(before, slots.shapes(state.adapter), found.factors)
+    if moments:
         groups = state.optimizer.state_dict()["param_groups"]
         state.optimizer.load_state_dict({"state": moments, "param_groups": groups})
 
 
 def _resized(
-    moments: Mapping[int, Mapping[str, Any]],
+    moments: Mapping[str, Mapping[str, Any]],
     shapes: Mapping[str, torch.Size],
     factors: Mapping[str, float],
 ) -> dict[int, dict[str, Tensor]]:
     """Return AdamW's moments for parameters that were multiplied by a factor, and have grown.
 
-    The gradient of c B is that of B divided by c.
+    `moments` are by PEFT's file keys, those returned by the position of the parameter. The gradient
+    of c B is that of B divided by c.
     """
     found: dict[int, dict[str, Tensor]] = {}
     for place, (key, shape) in enumerate(shapes.items()):
-        if place in moments:
+        if key in moments and key in factors:
             powers = {"exp_avg": factors[key], "exp_avg_sq": factors[key] ** 2}
             found[place] = {
                 name: _padded(value, shape) / powers[name] if name in powers else value
-                for name, value in moments[place].items()
+                for name, value in moments[key].items()
             }
     return found
 

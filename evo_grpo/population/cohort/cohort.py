@@ -18,13 +18,12 @@ from evo_grpo.envs.protocol import Environment, Play, StartT, check_prompts
 from evo_grpo.envs.rewards.weights import searched_weights, with_weights_of
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.start import with_first_choices
 from evo_grpo.learn.learner import Learner
 from evo_grpo.learn.rows import AgentBatch, AgentTraining
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.load import copy_slot
 from evo_grpo.model.lora.slots import AdapterSlots
-from evo_grpo.population.cohort.adapters import adapter_config, check_rank, resize
+from evo_grpo.population.cohort.adapters import adapter_config, check_rank, resize, with_choices
 from evo_grpo.population.cohort.state import AgentState, References, inherit, packed, unpack
 from evo_grpo.population.ranks.deal import deal, rank_of
 from evo_grpo.population.ranks.team import Team
@@ -70,7 +69,8 @@ class Cohort:
         self.objects = tuple(objects)
         self.hp_config = settings.search_space()
         self.seed = settings.seed
-        self.slots = AdapterSlots(base, lora, seed=derive(settings.seed, "lora"))
+        seed, sets = derive(settings.seed, "lora"), settings.lora.target_sets
+        self.slots = AdapterSlots(base, lora, seed, sets)
         self.references = References(self.slots)
         self.learner = Learner(self.slots, settings.algorithm, settings.engine)
         self.team = team or Team()
@@ -196,7 +196,7 @@ class Cohort:
         check_prompts(env, self.hp_config)
         self._reward_weights = searched_weights(env, self.hp_config)
         for agent in self.agents.values():
-            named = with_first_choices(agent.hparams, self.hp_config)
+            named = with_choices(agent.hparams, self.hp_config)
             agent.hparams = with_weights_of(env, named, self._reward_weights)
         if self.base.tokenizer is None:
             self.base.tokenizer = env.tokenizer
@@ -227,7 +227,7 @@ class Cohort:
         self._next_slot += 1
         hparams = hparams.with_weights(self._reward_weights)
         if self._has(rank):
-            self.slots.add(f"actor_{slot}", adapter_config(self.slots.config, hparams))
+            self.slots.add(f"actor_{slot}", adapter_config(self.slots, hparams))
         if self.together and self._turns is None:  # copies the first agent's shape; before any pass
             self._turns = make_turns(self.slots, self.settings, self.team, self.accelerator)
             self._turns.learner.loss = self.learner.loss
@@ -307,10 +307,10 @@ class Cohort:
         check_rank(self.slots, hparams)
 
     def set_hparams(self, slot: int, hparams: Hparams) -> None:
-        """Set an agent's hyperparameters; a change of its rank or alpha changes its adapter.
+        """Set an agent's hyperparameters; its rank, alpha and layers change its adapter.
 
-        The optimizer gets the new lr, and keeps its moments unless the rank was cut. Raises what
-        `check_hparams` raises.
+        The optimizer gets the new lr, and keeps the moments of what stays; see `resize`. Raises
+        what `check_hparams` raises.
         """
         self.check_hparams(hparams)
         state = self.agents[slot]
@@ -375,7 +375,7 @@ class Cohort:
             state.rank = rank
             if self.is_local(slot):
                 if state.adapter not in self.slots.names:
-                    self.slots.add(state.adapter, adapter_config(self.slots.config, state.hparams))
+                    self.slots.add(state.adapter, adapter_config(self.slots, state.hparams))
                 if state.has_reference and state.reference not in self.slots.names:
                     self.references.add(state)
             if weights:

@@ -16,9 +16,11 @@ from evo_grpo.seeding import generator
 def may_mix(cohort: Cohort, first: int, second: int) -> bool:
     """Return whether the mean of two agents can be taken.
 
-    It can if their adapters have equal modules and, unless the rank is searched, equal shapes. On
-    several ranks no agent has loaded an adapter with other modules.
+    It can if their adapters have equal shapes, or what differs is searched: the rank, or the
+    modules. On several ranks no agent has loaded an adapter with other modules.
     """
+    if f"{LORA}target_modules" in cohort.hp_config.names():
+        return True
     if cohort.team.size > 1 or _searched(cohort):
         return may_recombine(cohort, first, second)
     shapes = [cohort.slots.shapes(cohort.agents[slot].adapter) for slot in (first, second)]
@@ -28,20 +30,27 @@ def may_mix(cohort: Cohort, first: int, second: int) -> bool:
 def mix_agents(cohort: Cohort, sources: Sequence[int], target: int) -> None:
     """Write the mean of the adapters of agents of this rank to another slot.
 
-    Where the rank or alpha is searched, it is the mean of the products B A, of the largest rank:
-    related agents may then differ in both, and a cut changes the basis of A and B.
+    Where the rank, alpha or modules are searched, it is the mean of the products B A, of the
+    largest rank and with the modules of all: related agents may then differ in them, and a cut
+    changes the basis of A and B. Modules that are no set with a name have none.
     """
     states = [cohort.agents[slot] for slot in sources]
     names, into = [state.adapter for state in states], cohort.agents[target]
     if _searched(cohort):
         widest = max(states, key=lambda state: state.hparams.lora_r or 0)
         scale = {name: getattr(widest.hparams, name) for name in ("lora_r", "lora_alpha")}
-        into.hparams = into.hparams.replace(**scale)
+        own = [state.hparams.lora_target_modules for state in states]
+        sets = cohort.slots.target_sets
+        modules = [sets.modules(name) for name in own if name is not None]
+        of_all = len(modules) == len(own)
+        union = sets.name_of(frozenset().union(*modules)) if of_all else None
+        into.hparams = into.hparams.replace(**scale, lora_target_modules=union)
     if not cohort.is_local(target):
         return
     if _searched(cohort):
         nothing_drawn = generator(0)
         recombine_slots(cohort.slots, names, into.adapter, average, nothing_drawn)
+        into.optimizer = cohort.fresh_optimizer(into.slot, into.hparams)
     else:
         mix_slots(cohort.slots, names, into.adapter)
 

@@ -16,17 +16,21 @@ from evo_grpo.types import Slot
 
 
 def check_adapters(cohort: Cohort) -> None:
-    """Check that the adapters of a cohort may have every rank and alpha that is searched.
+    """Check that the adapters of a cohort may have every rank, alpha and set that is searched.
 
     Raises:
-        ConfigError: Some layers have a rank or alpha of their own, or initial values need even
-            ranks.
+        ConfigError: Some layers have a rank or alpha of their own, initial values need even ranks,
+            or a set of layers is not declared, is that of another one, or does not fit the base.
+        ModelError: A layer does not get the rows of a batch in a known order.
     """
     space, lora = cohort.hp_config, cohort.slots.config
     if not searched(space):
         return
     for name, text in pattern_problems(space, lora, ("hyperparameters",)):
         raise ConfigError(f"lora.{name}: {text}")
+    cohort.slots.target_sets.check()
+    for name in cohort.settings.lora.searched_sets(space):
+        cohort.slots.target_sets.modules(name)
     if "lora.r" in space.names() and lora.init_lora_weights == "orthogonal":
         raise ConfigError(
             "lora.init_lora_weights: expected another than 'orthogonal' where lora.r is searched, "

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from evo_grpo.errors import ConfigError, ModelError
-from evo_grpo.schema.patterns import check_patterns, ending, module_patterns
+from evo_grpo.schema.patterns import check_patterns, ending, matches, module_patterns
 from evo_grpo.settings import LoraSettings
 from evo_grpo.settings.engines.memory import Shape
 from evo_grpo.sources import Source, resolve
@@ -124,8 +124,8 @@ def adapted_layers(size: ModelSize, lora: LoraSettings) -> dict[str, tuple[int, 
     chosen = {
         layer: ends
         for layer, ends in size.linears.items()
-        if _matches(layer, lora.target_modules)
-        and not (excluded is not None and _matches(layer, excluded))
+        if matches(layer, lora.target_modules)
+        and not (excluded is not None and matches(layer, excluded))
     }
     if not chosen:
         names = sorted({layer.rpartition(".")[2] for layer in size.linears})
@@ -140,15 +140,6 @@ def _rank(layer: str, lora: LoraSettings) -> int:
     """Return the rank of a layer as PEFT does, by the first pattern that matches its end."""
     ranks = (r for key, r in lora.rank_pattern.items() if re.match(ending(key), layer))
     return next(ranks, lora.r)
-
-
-def _matches(layer: str, targets: str | list[str]) -> bool:
-    """Return whether a name matches, as in PEFT: a regular expression, or endings of names."""
-    if targets == "all-linear":
-        return True
-    if isinstance(targets, str):
-        return re.fullmatch(targets, layer) is not None
-    return any(layer == target or layer.endswith(f".{target}") for target in targets)
 
 
 def _from_folder(name: str, folder: Path) -> ModelSize:

@@ -8,8 +8,9 @@ import subprocess
 from pathlib import Path
 
 from evo_grpo.errors import ConfigError
+from evo_grpo.schema.patterns import check_patterns, module_patterns
 from evo_grpo.settings import RunConfig
-from evo_grpo.settings.adapters import above_width, too_wide
+from evo_grpo.settings.adapters import above_width, missing_layers, too_wide
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
 from evo_grpo.training.sizing.memory import DTYPE_BYTES, Device, MemoryPlan, Part, Work, predict
 from evo_grpo.training.sizing.model_size import (
@@ -139,13 +140,20 @@ def check_fits(plan: MemoryPlan | None, there: int | None, device: str) -> None:
     )
 
 
-def check_ranks_fit(config: RunConfig, size: ModelSize) -> None:
-    """Refuse ranks above the width of a layer, as far as the layers are known.
+def check_adapters_fit(config: RunConfig, size: ModelSize) -> None:
+    """Check adapters that may be searched against the layers of the model, if these are known.
 
     Raises:
-        ConfigError: A rank is; the error names the layer.
+        ConfigError: A set of layers names one that the model lacks, or a rank is above the width
+            of a layer.
     """
-    layers = adapted_layers(size, config.model.lora)
+    lora = config.model.lora
+    for name, targets in lora.target_sets.items() if size.linears else ():
+        own = lora.replace(target_modules=targets)
+        check_patterns(module_patterns(own), size.linears, size.name)
+        if text := missing_layers(targets, size.linears, size.name, lora.exclude_modules or ()):
+            raise ConfigError(f"model.lora.target_sets.{name}: {text}")
+    layers = adapted_layers(size, config.largest_lora)
     narrow = min(layers, key=lambda name: min(layers[name]), default=None)
     if narrow is None:
         return

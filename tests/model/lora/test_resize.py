@@ -7,6 +7,7 @@ import torch
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.resize import resize_slot, with_rank
 from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.model.lora.target_sets import with_targets
 
 IDS = torch.tensor([[3, 7, 11, 2, 30, 5]])
 
@@ -23,6 +24,11 @@ def resized(slots, r, alpha=None, name="actor_0"):
     return resize_slot(slots, name, config)
 
 
+def with_layers(slots, layers, r=None, name="actor_0"):
+    config = with_targets(slots.lora_config(name), layers)
+    return resize_slot(slots, name, with_rank(config, slots.config, r, None))
+
+
 def logits(slots, name="actor_0"):
     slots.activate(name)
     with torch.no_grad():
@@ -33,6 +39,8 @@ def updates(slots, name="actor_0"):
     """The product s B A of each layer, in float64."""
     state, found = slots.state(name), {}
     for key, layer in slots.layers.items():
+        if name not in layer.scaling:
+            continue
         a, b = (state[f"{key}.lora_{part}.weight"].double() for part in "AB")
         found[key] = layer.scaling[name] * (b @ a)
     return found
@@ -162,3 +170,66 @@ def test_the_other_slots_stay():
     resized(slots, 2)
     assert all(torch.equal(value, before[key]) for key, value in slots.state("actor_1").items())
     assert all(a is b for a, b in zip(parameters, slots.parameters("actor_1"), strict=True))
+
+
+ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("start", [True, False])
+@pytest.mark.parametrize("r", [None, 7])
+def test_layers_that_are_added_keep_the_function_and_can_learn(dtype, bound, start, r):
+    slots = trained(3, dtype=dtype, target_modules=["q_proj", "up_proj"], init_lora_weights=start)
+    before, base, products = logits(slots), logits_of_base(slots), updates(slots)
+    found = with_layers(slots, [*ATTENTION, *MLP], r)
+    assert found.error is None
+    assert found.factors.keys() == {
+        key for key in slots.shapes("actor_0") if "q_proj" in key or "up_proj" in key
+    }
+    assert (before - base).abs().max() > 0.1
+    assert (logits(slots) - before).abs().max() <= bound
+    after = updates(slots)
+    assert len(after) == 14
+    for key, product in after.items():
+        assert (product - products.get(key, 0)).abs().max() <= bound
+    for key, value in slots.state("actor_0").items():
+        if key not in found.factors:
+            assert bool(value.count_nonzero() == 0) == ("lora_B" in key)
+
+
+@pytest.mark.parametrize("r", [None, 1, 6])
+def test_what_a_layer_that_is_left_out_had_learned_is_lost_and_its_share_is_told(r):
+    slots = trained(4)
+    before = updates(slots)
+    found = with_layers(slots, ["v_proj", "down_proj"], r)
+    after = updates(slots)
+    kept = {key for key in before if key.endswith(("v_proj", "down_proj"))}
+    assert after.keys() == kept
+    lost = [before[key] - after.get(key, 0) for key in before]
+    measured = norm(lost) / norm(before.values())
+    assert found.error == pytest.approx(float(measured), abs=1e-5)
+    # What stays as it was keeps its moments; a rank that is cut changes the basis.
+    assert len(found.factors) == (0 if r == 1 else 2 * len(kept))
+    assert slots.modules("actor_0") == {key.removeprefix("base_model.model.") for key in kept}
+    assert set(slots.lora_config("actor_0").target_modules) == {"v_proj", "down_proj"}
+
+
+def test_every_way_to_a_set_of_layers_draws_what_peft_draws():
+    config = with_targets(tiny.lora(5), MLP)
+    own = AdapterSlots(SharedBase(tiny.llama()), config, seed=3)
+    own.add("actor_0")
+    slots = AdapterSlots(SharedBase(tiny.llama()), with_targets(tiny.lora(4), ATTENTION), seed=3)
+    for name in ("first", "changed"):
+        slots.add(name)
+    slots.add("added", config)
+    slots.add("again", config)
+    slots.rebuild("changed", config)
+    slots.remove("added")
+    slots.add("added", config)
+    for name in ("added", "again", "changed"):
+        assert list(slots.state(name)) == list(own.state("actor_0"))
+        for key, value in own.state("actor_0").items():
+            assert torch.equal(value, slots.state(name)[key])
+        assert slots.lora_config(name).target_modules == set(MLP)
+    assert slots.modules("first").isdisjoint(slots.modules("added"))
+    assert all(p.requires_grad for name in slots.names for p in slots.parameters(name))

@@ -1,6 +1,7 @@
 """The adapter of an agent follows the rank and alpha among its hyperparameters."""
 
 import pytest
+import tiny
 import torch
 from peft import LoraConfig
 from tiny_cohort import (
@@ -17,11 +18,12 @@ from tiny_cohort import (
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.learn.rows import AgentBatch
+from evo_grpo.model.llama.choice import departure_of
 from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.population.cohort.whole_rounds import WholeRound
 from evo_grpo.population.zero.turns import ZeroOptimizer
-from evo_grpo.types import Score
+from evo_grpo.types import Prompt, Score
 
 UNCLIPPED = PLAIN.replace(max_grad_norm=None, lora_r=4)
 
@@ -172,7 +174,7 @@ def test_with_deepspeed_a_rank_is_refused_by_hand_too():
     cohort.agents[0].optimizer = ZeroOptimizer({"params": [torch.zeros(1)], "lr": 1e-2}, None)
     cohort.agents[0].hparams = PLAIN
     with pytest.raises(
-        ConfigError, match=r"lora\.r of agent 0: expected its present rank and alpha"
+        ConfigError, match=r"lora\.r of agent 0: expected its present rank, alpha and layers"
     ):
         cohort.set_hparams(0, PLAIN.replace(lora_r=6))
     assert (rank(cohort, 0), cohort.agents[0].hparams.lora_r) == (4, None)
@@ -185,3 +187,150 @@ def test_layers_with_a_rank_of_their_own_keep_it():
     cohort.set_hparams(0, PLAIN.replace(lora_r=6))
     ranks = {key: len(v) for key, v in cohort.slots.state("actor_0").items() if "lora_A" in key}
     assert {key: 2 if "q_proj" in key else 6 for key in ranks} == ranks
+
+
+SETS = {
+    "attention": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "key": ["k_proj"],
+    "up": ["up_proj"],
+    "mlp": ["gate_proj", "up_proj", "down_proj"],
+    "all": "all-linear",
+}
+
+
+def having(name, **changes):
+    return UNCLIPPED.replace(lora_target_modules=name, **changes)
+
+
+def layers(cohort, slot):
+    return {name.rpartition(".")[2] for name in cohort.slots.modules(f"actor_{slot}")}
+
+
+@pytest.mark.parametrize("family", ["modules", "llama"])
+def test_agents_of_unequal_layers_learn_in_one_batch_as_each_alone(family):
+    # Of the joined layers, q, k and v and gate and up, some agents adapt one, and one adapts none.
+    hparams = [
+        PLAIN.replace(lora_target_modules=name, lora_r=r)
+        for name, r in (("attention", 4), ("key", 2), ("up", 3), ("all", 6))
+    ]
+    cohort = build_cohort(4, hparams, target_sets=SETS)
+    alone = build_cohort(4, hparams, target_sets=SETS)
+    for one in (cohort, alone):
+        one.base.specialized = family == "llama"
+    before = [weights(cohort, slot) for slot in range(4)]
+    together = step(cohort, [0, 1, 2, 3], seed=1)
+    for slot, name in enumerate(("attention", "key", "up", "all")):
+        (own,) = step(alone, [slot], seed=1)
+        assert together[slot]["grad_norm"] == pytest.approx(own["grad_norm"], rel=1e-4)
+        after = weights(cohort, slot)
+        assert len(after) == 4 * (7 if name == "all" else len(SETS[name]))
+        assert not any(torch.equal(a, b) for a, b in zip(after, before[slot], strict=True))
+        for mine, its in zip(after, weights(alone, slot), strict=True):
+            torch.testing.assert_close(mine, its, atol=3e-4, rtol=1e-3)
+    if family == "llama":
+        assert departure_of(cohort.base, cohort.slots.layers) is None
+
+
+def test_agents_of_unequal_layers_generate_in_one_batch_as_each_alone():
+    hparams = [having(name) for name in ("key", "mlp", "all")]
+    cohort = build_cohort(3, hparams, target_sets=SETS, max_output_tokens=5)
+    for slot in range(3):
+        tiny.stir(cohort.slots, f"actor_{slot}", slot + 1, scale=2.0)
+    prompts = [Prompt(i, "", (3 + i, 7, 5)) for i in range(3)]
+    together = cohort.generate([0, 1, 2], prompts, stream=("sample", 0))
+    assert departure_of(cohort.base, cohort.slots.layers) is None
+    cohort.base.specialized = False
+    for slot in range(3):
+        (own,) = cohort.generate([slot], prompts, stream=("sample", 0))
+        for groups in zip(own, together[slot], strict=True):
+            first, second = ([c.token_ids for c in group.completions] for group in groups)
+            assert first == second
+
+
+def test_an_agent_that_gets_layers_goes_on_as_it_would_have():
+    # B of the new layers is zero, so the first step of the others is the same.
+    grown, other = (trained(having("attention"), target_sets=SETS) for _ in range(2))
+    assert layers(other, 0) == set(SETS["attention"])
+    grown.set_hparams(0, having("all"))
+    assert grown.agents[0].rank_error is None
+    steps = {key: value["step"] for key, value in by_key(grown, 0).items()}
+    assert steps.keys() == set(other.slots.shapes("actor_0"))
+    for cohort in (grown, other):
+        step(cohort, [0], seed=3)
+    wide = cohort_state(grown, 0)
+    for key, own in cohort_state(other, 0).items():
+        torch.testing.assert_close(wide[key], own, atol=1e-6, rtol=1e-4)
+    steps = {float(value["step"]) for value in by_key(grown, 0).values()}
+    assert steps == {1.0, 3.0}
+    assert len(by_key(grown, 0)) == len(wide)
+
+
+def cohort_state(cohort, slot):
+    return cohort.slots.state(f"actor_{slot}")
+
+
+def by_key(cohort, slot):
+    keys, state = list(cohort.slots.shapes(f"actor_{slot}")), cohort.agents[slot].optimizer
+    return {keys[place]: own for place, own in state.state_dict()["state"].items()}
+
+
+def test_an_agent_that_loses_layers_keeps_the_others_with_their_moments():
+    cohort = trained(having("all"), target_sets=SETS)
+    before, state = by_key(cohort, 0), cohort_state(cohort, 0)
+    cohort.set_hparams(0, having("mlp"))
+    assert layers(cohort, 0) == set(SETS["mlp"])
+    assert 0 < cohort.agents[0].rank_error < 1
+    after = by_key(cohort, 0)
+    assert after.keys() == cohort_state(cohort, 0).keys()
+    for key, value in cohort_state(cohort, 0).items():
+        assert torch.equal(value, state[key])
+        for name, moment in after[key].items():
+            assert torch.equal(moment, before[key][name])
+
+
+def test_copies_the_archive_checkpoints_and_an_interrupted_round_keep_layers(tmp_path):
+    cohort = trained([having("attention"), having("up", lora_r=9)], size=2, target_sets=SETS)
+    cohort.put_into_archive(1, Score(0.5, 0.1, 4))
+    archive = cohort.archive.slot
+    assert layers(cohort, archive) == {"up_proj"}
+    assert same(weights(cohort, archive), weights(cohort, 1))
+    kept = WholeRound.of(cohort, [0, 1], 1)
+    before = [image(cohort, slot) for slot in (0, 1)]
+    cohort.copy(1, 0)
+    cohort.set_hparams(0, having("all", lora_r=9))
+    step(cohort, [0, 1], seed=4)
+    assert len(weights(cohort, 0)) == 28
+    save_agent(cohort, 0, tmp_path / "one")
+    image_of_saved = image(cohort, 0)
+    kept.put_back()
+    for slot, own in enumerate(before):
+        assert_same_image(image(cohort, slot), own)
+    load_agent(cohort, 1, tmp_path / "one", load_optimizer=True)
+    assert cohort.agents[1].hparams.lora_target_modules == "all"
+    assert image(cohort, 1)["moments"].keys() == image_of_saved["moments"].keys()
+    assert all(
+        torch.equal(v, image_of_saved["actor"][k]) for k, v in cohort_state(cohort, 1).items()
+    )
+
+
+@pytest.mark.filterwarnings("ignore:checkpoint", "ignore:merge_lora_configs")
+def test_a_peft_folder_brings_its_layers_and_their_name(tmp_path):
+    cohort = trained([having("attention"), having("up")], size=2, target_sets=SETS)
+    save_agent(cohort, 1, tmp_path / "one")
+    load_agent(cohort, 0, tmp_path / "one/actor", merge_lora_configs=True)
+    # The union of the layers of both is no set with a name, and stays what the agent has.
+    assert cohort.agents[0].hparams.lora_target_modules is None
+    assert layers(cohort, 0) == {*SETS["attention"], "up_proj"}
+    cohort.set_hparams(0, having("all"))
+    load_agent(cohort, 0, tmp_path / "one/actor", merge_lora_configs=True)
+    assert cohort.agents[0].hparams.lora_target_modules == "all"
+
+
+def test_with_deepspeed_layers_are_refused_by_hand_too():
+    cohort = trained(PLAIN, target_sets=SETS)
+    cohort.agents[0].optimizer = ZeroOptimizer({"params": [torch.zeros(1)], "lr": 1e-2}, None)
+    cohort.agents[0].hparams = PLAIN
+    cohort.set_hparams(0, having("all"))
+    with pytest.raises(ConfigError, match=r"lora\.target_modules of agent 0: expected its present"):
+        cohort.set_hparams(0, having("mlp"))
+    assert cohort.agents[0].hparams.lora_target_modules == "all"

@@ -163,6 +163,7 @@ def test_a_changed_hyperparameter_changes_the_samples(changed, same_count):
         assert [g[:4] for g in tokens(after[0])] == tokens(before[0])
 
 
+SETS = {"attention": ["q_proj", "v_proj"], "mlp": ["up_proj", "down_proj"]}
 #: Values from which a mutation moves within a range where it can be felt.
 RANGES = {
     "lr": (3e-2, 1e-3, 1e-1),
@@ -189,6 +190,7 @@ RANGES = {
     "max_output_tokens": (5, 2, 5),
     "lora.r": (4, 2, 8),
     "lora.alpha": (8.0, 1.0, 64.0),
+    "lora.target_modules": ("attention", "attention", "mlp"),
 }
 
 
@@ -211,7 +213,7 @@ def test_whatever_mutates_is_felt_in_the_next_step(name):
     assert mutated.get(name) != value
     seen = []
     for chosen in (hparams, mutated):
-        cohort = build_cohort(1, chosen, max_output_tokens=5)
+        cohort = build_cohort(1, chosen, max_output_tokens=5, target_sets=SETS)
         (groups,) = cohort.generate([0], PROMPTS, stream=("sample", 0))
         for seed in (1, 2):
             step(cohort, [0], seed)

@@ -1,3 +1,4 @@
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -147,6 +148,21 @@ def test_whatever_pefts_settings_say_the_adapter_acts_as_it_does_there(lora, sca
         for completion in group.completions:
             expected = logprobs_of(slots, request, group.prompt, completion)
             assert completion.logprobs == pytest.approx(expected, abs=2e-4)
+    engine.close()
+
+
+def test_every_adapter_reaches_vllm_with_its_own_layers(own, double):
+    own.rebuild("a1", tiny.lora(2, target_modules=["up_proj", "k_proj"]))
+    tiny.stir(own, "a1", 3, scale=0.5)
+    engine = build(own)
+    requests = requests_for(own, ("a0", "a1"))
+    for request, groups in zip(requests, engine.rollout(requests), strict=True):
+        for group in groups:
+            for completion in group.completions:
+                expected = logprobs_of(own, request, group.prompt, completion)
+                assert completion.logprobs == pytest.approx(expected, abs=2e-4)
+    configs = [json.loads(file.read_text()) for file in engine._folders[1].rglob("*.json")]
+    assert ["k_proj", "up_proj"] in [config["target_modules"] for config in configs]
     engine.close()
 
 

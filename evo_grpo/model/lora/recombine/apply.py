@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from evo_grpo.model.lora.load import copy_slot
+from evo_grpo.model.lora.load import copy_slot, fit_slot
 from evo_grpo.model.lora.recombine.product import Product
-from evo_grpo.model.lora.resize import cut, grown, layer_keys, layer_scales
+from evo_grpo.model.lora.resize import cut, grown, layer_keys, layer_of, layer_scales
 from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.model.lora.target_sets import with_targets
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,11 +32,12 @@ def recombine_slots(
     """Write what an operator makes of the products s B A of some slots to a slot.
 
     The target may be one of the sources. It gets the configuration of the source with the largest
-    rank; a result with a larger rank is cut to it. The decompositions run on the CPU in float64.
+    rank, and the modules of all; a result with a larger rank is cut to it. A source without a
+    module adds zero there. The decompositions run on the CPU in float64.
 
     Args:
         slots: The slots.
-        sources: The parents, the better one first; they adapt the same modules.
+        sources: The parents, the better one first.
         target: The child.
         operator: The operator.
         rng: Stream of its draws.
@@ -42,13 +45,18 @@ def recombine_slots(
     widest = max(sources, key=lambda name: slots.lora_config(name).r)
     states = [slots.state(name) for name in sources]
     scales = [layer_scales(slots, name) for name in sources]
-    copy_slot(slots, widest, target)
+    modules = set().union(*map(slots.modules, sources))
+    if modules == slots.modules(widest):
+        copy_slot(slots, widest, target)
+    else:
+        fit_slot(slots, target, with_targets(slots.lora_config(widest), modules))
     own, scale = slots.state(target), layer_scales(slots, target)
     child: dict[str, Tensor] = {}
     for first, second in layer_keys(own):
-        layer = first.split(".lora_A.")[0]
+        layer = layer_of(first)
+        nothing = Product(own[first], torch.zeros_like(own[second]))
         parents = [
-            Product(state[first], state[second], by[layer])
+            Product(state[first], state[second], by[layer]) if first in state else nothing
             for state, by in zip(states, scales, strict=True)
         ]
         made = operator(parents, len(own[first]), rng)

@@ -11,6 +11,7 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.recombine.apply import recombine_slots
 from evo_grpo.model.lora.recombine.registry import OPERATORS
 from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.model.lora.target_sets import with_targets
 
 
 def stirred(r=4, wide=6):
@@ -28,6 +29,8 @@ def updates(slots, name):
     """The product s B A of each layer, in float64."""
     state, found = slots.state(name), {}
     for key, layer in slots.layers.items():
+        if name not in layer.scaling:
+            continue
         a, b = (state[f"{key}.lora_{part}.weight"].double() for part in "AB")
         found[key] = layer.scaling[name] * (b @ a)
     return found
@@ -51,6 +54,23 @@ def test_the_average_of_unequal_ranks_is_the_nearest_of_the_largest_rank():
         mean = nearest((first[key] + second[key]) / 2, 6)
         torch.testing.assert_close(found, mean, atol=1e-5, rtol=1e-4)
     assert slots.lora_config("child").r == 6
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_child_of_parents_with_unequal_layers_has_the_layers_of_both(name):
+    attention = with_targets(tiny.lora(4), ["q_proj", "k_proj", "v_proj", "o_proj"])
+    slots = AdapterSlots(SharedBase(tiny.llama()), attention)
+    other = with_targets(tiny.lora(6, lora_alpha=30), ["v_proj", "up_proj"])
+    for slot, config, seed in (("first", None, 1), ("second", other, 2), ("child", None, 3)):
+        slots.add(slot, config)
+        tiny.stir(slots, slot, seed)
+    first, second = updates(slots, "first"), updates(slots, "second")
+    found = recombined(slots, name)
+    assert found.keys() == first.keys() | second.keys()
+    assert slots.lora_config("child").r == 6
+    for key, product in found.items():
+        mean = nearest((first.get(key, 0) + second.get(key, 0)) / 2, 6)
+        assert name != "average" or torch.allclose(product, mean, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
