@@ -222,6 +222,20 @@ def test_whatever_mutates_is_felt_in_the_next_step(name):
     assert said != says or distance(stands, stood) > 1e-5
 
 
+def test_agents_with_kl_shaping_learn_beside_agents_with_a_penalty_as_beside_their_like():
+    shaped, penalised = (
+        PLAIN.replace(beta=2.0, lr=3e-2, update_epochs=2, kl_shaping=own) for own in (True, False)
+    )
+    ends = []
+    for hparams in ([shaped, penalised], [shaped, shaped], [penalised, penalised]):
+        cohort = build_cohort(2, hparams)
+        step(cohort, [0, 1])
+        ends.append([weights(cohort, slot) for slot in (0, 1)])
+    mixed, all_shaped, all_penalised = ends
+    assert distance(mixed[0], all_shaped[0]) < 1e-4 < 1e-3 < distance(mixed[0], all_penalised[0])
+    assert distance(mixed[1], all_penalised[1]) < 1e-4 < 1e-3 < distance(mixed[1], all_shaped[1])
+
+
 def test_weight_decay_is_adamws_decoupled_one():
     after = []
     for decay in (0.0, 0.5):
