@@ -39,7 +39,12 @@ SCHEDULE = "lr_schedule."
 
 WARMUP = f"{SCHEDULE}warmup_proportion"
 
-PATHS = {"lora_r": f"{LORA}r", "lora_alpha": f"{LORA}alpha", "warmup_proportion": WARMUP}
+PATHS = {
+    "lora_r": f"{LORA}r",
+    "lora_alpha": f"{LORA}alpha",
+    "lora_target_modules": f"{LORA}target_modules",
+    "warmup_proportion": WARMUP,
+}
 """Fields whose name in a search is a path of population.yaml, with that name."""
 
 DRAWN_AT_START = frozenset({WARMUP})

@@ -88,7 +88,7 @@ def _choices(value: object) -> object:
             found = sorted(cast("list[float]", items))
         else:
             lists = any(isinstance(one, list | tuple) for one in items)
-            hint = ", and a list of layers by its name in model.lora.target_sets" if lists else ""
+            hint = " (lists of layers by their names in model.lora.target_sets)" if lists else ""
             raise ValueError(f"names alone, numbers alone, or true and false{hint}")
         if len(set(found)) == len(found):
             return tuple(found)

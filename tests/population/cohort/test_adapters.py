@@ -289,7 +289,7 @@ def test_an_agent_that_loses_layers_keeps_the_others_with_their_moments():
 
 
 def test_copies_the_archive_checkpoints_and_an_interrupted_round_keep_layers(tmp_path):
-    cohort = trained([having("attention"), having("up", lora_r=9)], size=2, target_sets=SETS)
+    cohort = trained([having("attention"), having("up", lora_r=8)], size=2, target_sets=SETS)
     cohort.put_into_archive(1, Score(0.5, 0.1, 4))
     archive = cohort.archive.slot
     assert layers(cohort, archive) == {"up_proj"}
@@ -297,7 +297,7 @@ def test_copies_the_archive_checkpoints_and_an_interrupted_round_keep_layers(tmp
     kept = WholeRound.of(cohort, [0, 1], 1)
     before = [image(cohort, slot) for slot in (0, 1)]
     cohort.copy(1, 0)
-    cohort.set_hparams(0, having("all", lora_r=9))
+    cohort.set_hparams(0, having("all", lora_r=8))
     step(cohort, [0, 1], seed=4)
     assert len(weights(cohort, 0)) == 28
     save_agent(cohort, 0, tmp_path / "one")
