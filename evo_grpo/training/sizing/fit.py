@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from evo_grpo.errors import ConfigError
 from evo_grpo.settings import RunConfig
 from evo_grpo.training.sizing.fitting import (
     ROWS,
@@ -14,9 +15,13 @@ from evo_grpo.training.sizing.fitting import (
     fill_limits,
     propose,
 )
+from evo_grpo.training.sizing.gpus import Gpu
 from evo_grpo.training.sizing.memory import Device, MemoryPlan
 from evo_grpo.training.sizing.model_size import ModelSize
-from evo_grpo.training.sizing.planning import format_bytes
+from evo_grpo.training.sizing.planning import format_bytes, machine_memory
+
+MACHINE = "this machine"
+"""Name of the memory of a CPU."""
 
 
 class Fit(NamedTuple):
@@ -106,3 +111,59 @@ def fit_of(
         fits,
         None if fits else propose(config, setup),
     )
+
+
+def dtypes(config: RunConfig, gpu: Gpu | None = None) -> dict[str, Device]:
+    """Return the possible dtypes of the base, each with its device; for a GPU only its own."""
+    dtype, device = config.engine.dtype, config.engine.device
+    if gpu is not None:
+        if device in ("cpu", "mps"):
+            raise ConfigError(
+                f"--gpu: expected engine.device auto or cuda, got {device}; leave one of them out"
+            )
+        return {"bfloat16" if dtype == "auto" else dtype: "cuda"}
+    if dtype != "auto":
+        return {dtype: "cuda" if device.startswith("cuda") else "cpu"}
+    if device.startswith("cuda"):
+        return {"bfloat16": "cuda"}
+    return {"float32": "cpu", "bfloat16": "cuda"} if device == "auto" else {"float32": "cpu"}
+
+
+def fit_on(
+    config: RunConfig,
+    base: ModelSize,
+    longest: int,
+    on: Mapping[str, Device],
+    gpu: Gpu | None,
+    cuda: Sequence[int | None] | None,
+) -> Fit | None:
+    """Return whether a run fits where it would compute; None if that is unknown.
+
+    Args:
+        config: The settings of the run.
+        base: The size of the base.
+        longest: Tokens of the longest completion.
+        on: Possible dtypes of the base, each with its device; see `dtypes`.
+        gpu: The card to plan for; None for the devices of this machine.
+        cuda: Bytes of the CUDA devices of this machine; see `cuda_devices`.
+    """
+    budget = config.engine.memory_bytes
+    devices = [size for size in cuda or () if size is not None]
+    for dtype, device in on.items():
+        if gpu is not None:
+            place, capacity = gpu.name, gpu.bytes
+        elif device == "cuda":
+            place, capacity = "the CUDA device", min(devices, default=None)
+        elif config.engine.device == "auto" and cuda:
+            continue  # the run would use CUDA
+        else:
+            place, capacity = MACHINE, machine_memory()
+        if budget is not None:
+            place, capacity = "engine.memory", min(budget, capacity or budget)
+        if capacity is not None:
+            chooses = device == "cuda" or budget is not None
+            return fit_of(
+                config, base, longest, dtype=dtype, device=device, place=place,
+                capacity=capacity, chooses=chooses,
+            )  # fmt: skip
+    return None
