@@ -113,7 +113,9 @@ class ExplorerContract:
     def test_the_elite_and_survivors_keep_their_values_unless_they_may_change(self):
         def test(explorer, candidate, hp_config, seed):
             survivors_stay = getattr(explorer, "copies_only", not self.survivors_vary)
-            elite_stays = survivors_stay or not getattr(explorer, "mutate_elite", self.survivors_vary)
+            elite_stays = survivors_stay or not getattr(
+                explorer, "mutate_elite", self.survivors_vary
+            )
             for elite, stays in ((True, elite_stays), (False, survivors_stay)):
                 survivor = replace(candidate, copied=False, elite=elite)
                 rng = np.random.default_rng(seed)

@@ -124,14 +124,15 @@ def with_groups_that_fit(config: RunConfig, size: ModelSize, gpu: Gpu | None) ->
     on, devices = dtypes(config, gpu), cuda_devices()
     longest = config.algorithm.max_output_tokens or DEFAULT_OUTPUT_TOKENS
 
-    def fit_of(one: RunConfig) -> Fit | None:
-        return fit_on(one, size, longest, on, gpu, devices)
+    def fit_of(one: RunConfig, *, proposes: bool = False) -> Fit | None:
+        return fit_on(one, size, longest, on, gpu, devices, proposes=proposes)
 
     first = fit_of(config)
-    if first is None or first.fits or "group_size" in config.search_space().names():
+    if first is None or first.fits:
         return Fitted(config, first)
     prompts = config.algorithm.prompts_per_step or DEFAULT_PROMPTS
-    group = config.algorithm.group_size
+    searched = "group_size" in config.search_space().names()
+    group = 1 if searched else config.algorithm.group_size
     while group % 2 == 0 and group > 2:
         group, prompts = group // 2, prompts * 2
         algorithm = config.algorithm.replace(group_size=group, prompts_per_step=prompts)
@@ -139,4 +140,4 @@ def with_groups_that_fit(config: RunConfig, size: ModelSize, gpu: Gpu | None) ->
         found = fit_of(tried)
         if found is not None and found.fits:
             return Fitted(tried, found, config.algorithm.group_size)
-    return Fitted(config, first)
+    return Fitted(config, fit_of(config, proposes=True))

@@ -34,7 +34,7 @@ class Fit(NamedTuple):
         plan: The memory of the run there.
         chosen: Dotted name of each limit that is null -> the number that a run will record.
         fits: Whether the run fits.
-        proposal: Changes with which it would; None if it fits or none were found.
+        proposal: Changes with which it would; None if it fits, or none were sought or found.
     """
 
     place: str
@@ -68,7 +68,7 @@ class Fit(NamedTuple):
         )
 
 
-def fit_of(
+def fit_of(  # noqa: PLR0913 -- the values of a plan, one argument each
     config: RunConfig,
     base: ModelSize,
     output: int,
@@ -78,6 +78,7 @@ def fit_of(
     place: str,
     capacity: int,
     chooses: bool,
+    proposes: bool = True,
 ) -> Fit | None:
     """Return whether a run fits into so many bytes; None if its memory is unknown.
 
@@ -90,6 +91,7 @@ def fit_of(
         place: Name of the device or limit, for the message.
         capacity: Its bytes.
         chooses: Whether a run chooses numbers for the limits that are null.
+        proposes: Whether to look for changes with which a run that does not fit would.
     """
     processes = (config.engine.shards or 1) if config.engine.base == "sharded" else 1
     setup = Setup(base, output, dtype, device, capacity, processes)
@@ -109,7 +111,7 @@ def fit_of(
         plan,
         {name: after for name, (before, after) in limits.items() if before is None and after},
         fits,
-        None if fits else propose(config, setup),
+        propose(config, setup) if proposes and not fits else None,
     )
 
 
@@ -136,6 +138,8 @@ def fit_on(
     on: Mapping[str, Device],
     gpu: Gpu | None,
     cuda: Sequence[int | None] | None,
+    *,
+    proposes: bool = True,
 ) -> Fit | None:
     """Return whether a run fits where it would compute; None if that is unknown.
 
@@ -146,6 +150,7 @@ def fit_on(
         on: Possible dtypes of the base, each with its device; see `dtypes`.
         gpu: The card to plan for; None for the devices of this machine.
         cuda: Bytes of the CUDA devices of this machine; see `cuda_devices`.
+        proposes: Whether to look for changes with which a run that does not fit would.
     """
     budget = config.engine.memory_bytes
     devices = [size for size in cuda or () if size is not None]
@@ -164,6 +169,6 @@ def fit_on(
             chooses = device == "cuda" or budget is not None
             return fit_of(
                 config, base, longest, dtype=dtype, device=device, place=place,
-                capacity=capacity, chooses=chooses,
+                capacity=capacity, chooses=chooses, proposes=proposes,
             )  # fmt: skip
     return None
