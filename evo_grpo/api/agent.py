@@ -35,6 +35,7 @@ from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import AgentState
 from evo_grpo.population.evaluate import evaluate
+from evo_grpo.record.earlier import resolved_start
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.problems import Problems
 from evo_grpo.schema.search_space import HyperparameterConfig
@@ -82,6 +83,7 @@ class Agent(AgentSignature, ABC):
         settings, objects = separated(given, cls.kind)
         size, init, space = population.size, population.init, settings.search_space()
         first = settings.algorithm.first_hparams(space, adapter_of(settings, objects))
+        init = resolved_start(init, first, space, size, settings.seed)
         if found := list(start_problems(first, space, size, init)):
             raise Problems(*found).below("init")  # before a model is loaded
         warn_of_settings(settings, init)

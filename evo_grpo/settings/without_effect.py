@@ -365,7 +365,8 @@ def _inherit_optimizer(seen: Seen) -> Iterator[Finding]:
 
 
 def _start(seen: Seen) -> Iterator[Finding]:
-    if seen.population is None or seen.population.init in ("latin_hypercube", "sample"):
+    init = None if seen.population is None else seen.population.init
+    if init is None or isinstance(init, dict) or init in ("latin_hypercube", "sample"):
         return
     for name in seen.ranges.names():
         if seen.ranges[name].start is not None:

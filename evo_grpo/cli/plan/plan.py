@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.sizes import places_by_round
+from evo_grpo.record.earlier import with_start
 from evo_grpo.settings import EngineConfig, RunConfig, warnings
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.settings.storage import check_driver
@@ -156,6 +157,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
     check_trackers(config.record.trackers)
     task = _read_task(config)
     check_strategies(config.evolve)
+    with_start(config)  # reads the runs that population.init names
     silent = _fetch(config) if online else None
     base = read_model_size(config.model.name)
     if silent is not None and base.parameters is None:
