@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.sizes import places_by_round
-from evo_grpo.record.earlier import with_start
 from evo_grpo.settings import EngineConfig, RunConfig, warnings
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.settings.storage import check_driver
@@ -153,11 +152,9 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
         EvoGrpoError: The task's rows, columns or rewards, a user's strategy, or the model is not
             usable; or the driver of a database or the package of a tracker is not installed.
     """
-    check_driver(config.record.storage)
-    check_trackers(config.record.trackers)
+    _check_first(config)
     task = _read_task(config)
     check_strategies(config.evolve)
-    with_start(config)  # reads the runs that population.init names
     silent = _fetch(config) if online else None
     base = read_model_size(config.model.name)
     if silent is not None and base.parameters is None:
@@ -238,6 +235,17 @@ def _missing_packages(engine: EngineConfig) -> Iterator[str]:
             'run will be refused here; pip install "evo-grpo[bitsandbytes]", or leave it out'
         )
     yield from engine.rollout_settings.missing()
+
+
+def _check_first(config: RunConfig) -> None:
+    """Check the packages of records, and the earlier runs that `population.init` names."""
+    check_driver(config.record.storage)
+    check_trackers(config.record.trackers)
+    if isinstance(config.population.init, dict):
+        # Imported here: the order of a leaderboard needs numpy.
+        from evo_grpo.record.earlier import with_start
+
+        with_start(config)
 
 
 def _check_chat_template(config: RunConfig, task: _Task) -> None:
