@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from os import PathLike, fspath
 from typing import Annotated, Any, cast, get_args
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, WithJsonSchema
 
 from evo_grpo.evolve.sizes import Sizes
 from evo_grpo.evolve.start import StartName
@@ -37,15 +37,30 @@ def _start(value: object) -> object:
     )
 
 
-def _earlier_runs(value: Mapping[object, object]) -> dict[str, list[str]]:
+def _earlier_runs(value: Mapping[object, object]) -> dict[str, list[object]]:
     given = value.get(FROM)
     runs = list(cast("list[object]", given)) if isinstance(given, list | tuple) else [given]
     if list(value) == [FROM] and runs and all(isinstance(run, str | PathLike) for run in runs):
-        return {FROM: [fspath(cast("str", run)) for run in runs]}
+        return {FROM: [plain(fspath(cast("str", run))) for run in runs]}
     raise ValueError("{from: RUN}, a run folder or a list of them")
 
 
-Init = Annotated[StartName | list[dict[str, Any]] | dict[str, list[str]], BeforeValidator(_start)]
+EarlierRuns = Annotated[
+    dict[str, list[str]],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                FROM: {
+                    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
+                }
+            },
+            "required": [FROM],
+            "additionalProperties": False,
+        }
+    ),
+]
+Init = Annotated[StartName | list[dict[str, Any]] | EarlierRuns, BeforeValidator(_start)]
 
 
 def _sizes(value: object) -> object:
