@@ -28,7 +28,7 @@ from evo_grpo.record.config import read_config
 from evo_grpo.record.files import atomic_write, writing
 from evo_grpo.record.names import CONFIG
 from evo_grpo.record.schedule import Schedule, read_schedule
-from evo_grpo.record.summary import read_summary
+from evo_grpo.record.summary import read_summary, score_of
 from evo_grpo.schema.search_space import RLParameter
 from evo_grpo.schema.shown import shown_value
 from evo_grpo.schema.validation import whole
@@ -174,11 +174,11 @@ def _heading(
     found, settings = fitted.config, fitted.config.population
     alone = settings.size == 1
     summary = cast("dict[str, Any]", read_summary(folder))
-    best, last = summary["best"], schedule.rounds[-1]
-    base = summary["base"]
+    best, base = score_of(summary["best"]).mean, score_of(summary["base"]).mean
+    last = schedule.rounds[-1]
     yield f"A recipe from the winner of {folder}: member {schedule.member} over {config.model.name}"
     yield (
-        f"It scored {best['mean']:.3f} on the test prompts, the base {base['mean']:.3f}. Its line "
+        f"It scored {best:.3f} on the test prompts, the base {base:.3f}. Its line "
         f"has {len(schedule.rounds)} rounds of {schedule.steps} steps."
     )
     yield ""
