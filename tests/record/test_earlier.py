@@ -42,14 +42,14 @@ def resolved(runs, space=LR, size=8, first=FIRST):
 
 
 def test_the_best_settings_fill_half_of_the_places_and_the_others_cover_the_ranges(tmp_path):
-    path, ranked = earlier(tmp_path / "one", size=6)
-    found = resolved(path)
-    best = list(dict.fromkeys(one.hparams.lr for one in ranked))[:4]
+    path, ranked = earlier(tmp_path / "one", size=8)
+    best = list(dict.fromkeys(one.hparams.lr for one in ranked))
+    assert len(best) > 2
+    found = resolved(path, size=5)
     assert found[0] == {}
-    assert [one["lr"] for one in found[1 : 1 + len(best)]] == best
-    drawn = sorted(one["lr"] for one in found[1 + len(best) :])
-    strata = [1e-5 * 10 ** (3 * i / len(drawn)) for i in range(len(drawn) + 1)]
-    assert all(a < lr <= b for a, lr, b in zip(strata, drawn, strata[1:], strict=False))
+    assert [one["lr"] for one in found[1:3]] == best[:2]
+    low, high = sorted(one["lr"] for one in found[3:])
+    assert 1e-5 < low <= 10**-3.5 < high <= 1e-2
 
 
 def test_of_several_runs_the_first_of_each_comes_before_the_second_of_any(tmp_path):
