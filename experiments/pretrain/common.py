@@ -58,7 +58,8 @@ class TrainSettings:
 
     def at(self, width: int) -> "TrainSettings":
         """Return the phase for a width: Adam's rate is inversely proportional to it (muP)."""
-        return replace(self, learning_rate=self.learning_rate * WIDTH / width)
+        # The quotient first: it is exactly 1 at the default width.
+        return replace(self, learning_rate=self.learning_rate * (WIDTH / width))
 
 
 @dataclass(frozen=True)
