@@ -137,6 +137,7 @@ def lines() -> list[dict[str, Any]]:
 def run(seeds: Sequence[int], large: str, arms: Sequence[str]) -> None:
     """Run what is missing; a seed whose search on the small model is repeated gives equal lines."""
     torch.set_num_threads(1)
+    RESULTS.parent.mkdir(exist_ok=True)
     warnings.simplefilter("ignore")
     for seed in seeds:
         done = {one["arm"] for one in lines() if one["seed"] == seed}
