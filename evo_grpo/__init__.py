@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from evo_grpo.after.arms import compare as compare
     from evo_grpo.after.arms import replay as replay
     from evo_grpo.after.export.export import export as export
+    from evo_grpo.after.recipe.recipe import recipe as recipe
     from evo_grpo.after.trying.answers import sample as sample
     from evo_grpo.after.trying.evaluation import evaluate_adapter as evaluate_adapter
     from evo_grpo.after.trying.evaluation import evaluate_files as evaluate_files
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from evo_grpo.evolve.explore.protocol import Explorer as Explorer
     from evo_grpo.evolve.explore.protocol import Trial as Trial
     from evo_grpo.evolve.explore.resample import Resample as Resample
+    from evo_grpo.evolve.explore.schedule import ScheduleExploration as ScheduleExploration
     from evo_grpo.evolve.select.halving import HalvingSelection as HalvingSelection
     from evo_grpo.evolve.select.none import NoSelection as NoSelection
     from evo_grpo.evolve.select.protocol import Offspring as Offspring
@@ -84,6 +86,7 @@ _HOME = {
     "RLParameter": "evo_grpo.schema.search_space",
     "ReasoningGym": "evo_grpo.envs.single_turn",
     "Resample": "evo_grpo.evolve.explore.resample",
+    "ScheduleExploration": "evo_grpo.evolve.explore.schedule",
     "RunConfig": "evo_grpo.settings",
     "Selector": "evo_grpo.evolve.select.protocol",
     "TokenObservationWrapper": "evo_grpo.envs.episodes.multi_turn",
@@ -104,6 +107,7 @@ _HOME = {
     "plot_lineage": "evo_grpo.readers.report.figures.lineage",
     "plot_schedules": "evo_grpo.readers.report.figures.schedules",
     "read_metrics": "evo_grpo.record.step_metrics",
+    "recipe": "evo_grpo.after.recipe.recipe",
     "replay": "evo_grpo.after.arms",
     "resume": "evo_grpo.api.runs",
     "run": "evo_grpo.api.runs",

@@ -135,6 +135,10 @@ EXAMPLES: dict[str, Example] = {
         "temperature 1\nbase: 0.3438 ± 0.0143\n"
         "gain: +0.5781 ± 0.0156, 95% interval +0.5474 to +0.6089",
     ),
+    "recipe": Example(
+        f"evo-grpo recipe {RUN} -o recipe.yaml --rounds 12",
+        "wrote recipe.yaml; next: evo-grpo check recipe.yaml, then evo-grpo run recipe.yaml",
+    ),
     "replay": Example(
         f"evo-grpo replay {RUN}",
         f"{RUN}: the winner is member 15, the mean of members 14 and 1, of which the schedule "
@@ -197,7 +201,7 @@ def _printed(name: str, example: Example) -> str:
         if name == "run":
             return _shown_again(Path(RUN))
         # The output must not depend on the terminal or the memory of this machine.
-        with patch("evo_grpo.cli.plan.plan.machine_memory", return_value=1 << 40):
+        with patch("evo_grpo.training.sizing.fit.machine_memory", return_value=1 << 40):
             result = CliRunner().invoke(app, example.line.split()[1:])
         if result.exit_code:
             raise RuntimeError(f"{example.line}: {result.output}")

@@ -27,7 +27,8 @@ WIDER = {
         "None",
     ),
     "init": (
-        'Literal["latin_hypercube", "sample", "same"] | Sequence[Mapping[str, Any]]',
+        'Literal["latin_hypercube", "sample", "same"] | Sequence[Mapping[str, Any]] '
+        "| Mapping[str, Any]",
         '"latin_hypercube"',
     ),
     "lr_schedule": ("LRSchedule | Mapping[str, Any] | None", "None"),

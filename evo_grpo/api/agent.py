@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from evo_grpo.api.by_keyword import by_keyword
-from evo_grpo.api.objects import adapter_of, separated, warn_of_settings
+from evo_grpo.api.objects import checked_start, separated, warn_of_settings
 from evo_grpo.api.population import HANDLES, Population
 from evo_grpo.api.saved import load_one
 from evo_grpo.api.signature import AgentSignature
@@ -28,7 +28,7 @@ from evo_grpo.api.tensors import (
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.start import Start, start_problems
+from evo_grpo.evolve.start import Start
 from evo_grpo.learn.rows import AgentBatch
 from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.checkpoints.write import save_agent
@@ -36,7 +36,6 @@ from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import AgentState
 from evo_grpo.population.evaluate import evaluate
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.schema.problems import Problems
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.schema.validation import check_all, check_folder, flag, whole
 from evo_grpo.settings import AgentSettings, PopulationConfig
@@ -80,12 +79,9 @@ class Agent(AgentSignature, ABC):
         whole(1, "it counts agents").check("size", own["size"])
         population = PopulationConfig(**own)
         settings, objects = separated(given, cls.kind)
-        size, init, space = population.size, population.init, settings.search_space()
-        first = settings.algorithm.first_hparams(space, adapter_of(settings, objects))
-        if found := list(start_problems(first, space, size, init)):
-            raise Problems(*found).below("init")  # before a model is loaded
+        init = checked_start(population, settings, objects)  # before a model is loaded
         warn_of_settings(settings, init)
-        agents = cls._build_several(settings, objects, size=size, init=init)
+        agents = cls._build_several(settings, objects, size=population.size, init=init)
         return Population(agents[0].cohort, agents)
 
     def _build(self, settings: AgentSettings, objects: Objects, *, index: int = 0) -> None:

@@ -8,10 +8,17 @@ from typing import Any
 from peft import LoraConfig
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.start import Start
+from evo_grpo.evolve.start import Start, start_problems
 from evo_grpo.population.cohort.adapters import rank_alpha
+from evo_grpo.record.earlier import resolved_start
 from evo_grpo.schema.hparams import RankAlpha
-from evo_grpo.settings import AgentSettings, DoubtfulSetting, ModelConfig
+from evo_grpo.schema.problems import Problems
+from evo_grpo.settings import (
+    AgentSettings,
+    DoubtfulSetting,
+    ModelConfig,
+    PopulationConfig,
+)
 from evo_grpo.settings.adapters import begins_outside
 from evo_grpo.settings.keywords import agent_settings
 from evo_grpo.settings.run import doubts_of_agents, without_effect_of_agents
@@ -76,6 +83,20 @@ def _checked(settings: AgentSettings, objects: Objects) -> tuple[AgentSettings, 
         for name, text in begins_outside(settings.search_space(), adapter, above):
             raise ConfigError(f"lora.{name}: {text}")
     return settings, objects
+
+
+def checked_start(population: PopulationConfig, settings: AgentSettings, objects: Objects) -> Start:
+    """Return how the agents of a population start, with those of earlier runs in a list.
+
+    Raises:
+        ConfigError: See `start_problems` and `resolved_start`.
+    """
+    size, space = population.size, settings.search_space()
+    first = settings.algorithm.first_hparams(space, adapter_of(settings, objects))
+    init = resolved_start(population.init, first, space, size, settings.seed)
+    if found := list(start_problems(first, space, size, init)):
+        raise Problems(*found).below("init")
+    return init
 
 
 def warn_of_settings(settings: AgentSettings, init: Start = "same") -> None:

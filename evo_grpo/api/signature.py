@@ -247,7 +247,8 @@ class AgentSignature(ABC):
         *,
         size: int = 8,
         init: Literal["latin_hypercube", "sample", "same"]
-        | Sequence[Mapping[str, Any]] = "latin_hypercube",
+        | Sequence[Mapping[str, Any]]
+        | Mapping[str, Any] = "latin_hypercube",
         seed: int = 0,
         model: str | ModelConfig | Any = None,
         tokenizer: Any = None,
@@ -332,7 +333,9 @@ class AgentSignature(ABC):
                 the others cover the ranges of `evolve.hyperparameters` evenly. `sample`: the others
                 draw independently from the ranges. `same`: all have the values of `algorithm`. Or a
                 list with one mapping per agent, for instance `[{}, {lr: 1.0e-4}, {lr: 3.0e-3, beta:
-                0.01}]`.
+                0.01}]`. Or `{from: RUN}`, a run folder or a list of them: the best settings found
+                there fill half of the places, moved into the ranges, and the others are as for
+                `latin_hypercube`; the run records all of them as a list.
 
         Returns:
             The population, a sequence of agents.

@@ -73,7 +73,8 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
     for offspring in plan:
         parent, agent = members[offspring.parent], members[offspring.position].agent
         copied = offspring.parent != offspring.position
-        candidate = Candidate(hparams[offspring.parent], copied, offspring.elite, trials)
+        source = hparams[offspring.parent]
+        candidate = Candidate(source, copied, offspring.elite, trials, round + 1)
         values, changes = explorer.explore(candidate, mutating, rng)
         if changes or copied:
             mutation = Mutation("mutate" if changes else "clone", changes)

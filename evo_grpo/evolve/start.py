@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
 StartName = Literal["latin_hypercube", "sample", "same"]
-Start = StartName | Sequence[Mapping[str, Any]]
-"""The setting `population.init`: a method by name, or one mapping of values per agent."""
+Start = StartName | Sequence[Mapping[str, Any]] | Mapping[str, Sequence[str]]
+"""The setting `population.init`: a method by name, one mapping of values per agent, or `{from:
+[RUN, ...]}`, which `record/earlier.py` replaces by a list before any agent is made."""
 
 _ATTEMPTS = 1000  # redraws until low < high, where the ranges of the clip bounds overlap
 
@@ -58,6 +59,8 @@ def start_hparams(
     first = with_first_choices(first, hp_config)
     if found := list(start_problems(first, hp_config, size, init)):
         raise Problems(*found).below("init")
+    if isinstance(init, Mapping):
+        raise ConfigError(f"init: expected the settings of earlier runs in a list, got {init}")
     if not isinstance(init, str):
         return [with_values(first, values, hp_config.names()) for values in init]
     if init == "same":
@@ -65,14 +68,14 @@ def start_hparams(
     if init == "sample":
         streams = (generator(derive(seed, "init", index)) for index in range(1, size))
         return [first, *(sample_hparams(first, hp_config, rng) for rng in streams)]
-    return [first, *_spread(first, hp_config, size - 1, generator(seed, "init"))]
+    return [first, *spread(first, hp_config, size - 1, generator(seed, "init"))]
 
 
 def start_problems(
     first: Hparams, hp_config: HyperparameterConfig, size: int, init: Start
 ) -> Iterator[Problem]:
-    """Yield the problems of a list of starts, with paths below it; a name has none."""
-    if isinstance(init, str):
+    """Yield the problems of a list of starts, with paths below it; other starts have none."""
+    if isinstance(init, str | Mapping):
         return
     if len(init) != size:
         text = f"expected one mapping for each of {size} agents, got {len(init)}; `{{}}` stands "
@@ -134,7 +137,7 @@ def sample_hparams(
     Raises:
         ConfigError: The ranges of clip_low and clip_high allow no low < high.
     """
-    plain, clip_ends = _parts(base, hp_config)
+    plain, clip_ends = parts_of(base, hp_config)
     drawn = base
     for name, parameter in plain.items():
         drawn = drawn.with_value(name, draw_value(name, parameter, rng))
@@ -190,11 +193,14 @@ def value_at(parameter: RLParameter, share: float) -> float:
     return parameter.clip(low + share * (high - low))
 
 
-def _spread(
+def spread(
     first: Hparams, hp_config: HyperparameterConfig, count: int, rng: np.random.Generator
 ) -> Iterator[Hparams]:
-    """Yield the hyperparameters of `count` agents on a Latin hypercube over all ranges."""
-    plain, clip_ends = _parts(first, hp_config)
+    """Yield the hyperparameters of `count` agents on a Latin hypercube over all ranges.
+
+    Choices are shared out evenly among these agents and the first one.
+    """
+    plain, clip_ends = parts_of(first, hp_config)
     if not plain and not clip_ends:
         yield from [first] * count
         return
@@ -230,10 +236,10 @@ def _places(
     return [order[place % len(order)] for place in range(begin, begin + count)]
 
 
-def _parts(
+def parts_of(
     base: Hparams, hp_config: HyperparameterConfig
 ) -> tuple[dict[str, RLParameter], dict[str, RLParameter]]:
-    """Return the ranges of single values, and those of the two ends of a clip pair."""
+    """Return the ranges of single values, and those of the two ends of a clip pair, by name."""
     plain: dict[str, RLParameter] = {}
     clip_ends: dict[str, RLParameter] = {}
     for name in hp_config.names():

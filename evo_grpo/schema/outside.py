@@ -39,12 +39,13 @@ class Outside(NamedTuple):
 def outside(hparams: Hparams, hp_config: HyperparameterConfig) -> Iterator[Outside]:
     """Yield the values of an agent that are outside their ranges."""
     for name in hp_config.names():
-        for value in _values(hparams, name):
+        for value in values_of(hparams, name):
             if not hp_config[name].allows(value):
                 yield Outside(name, value, hp_config[name])
 
 
-def _values(hparams: Hparams, name: str) -> list[Value]:
+def values_of(hparams: Hparams, name: str) -> list[Value]:
+    """Return the values that a range holds: of a clip pair two distances from 1, of None none."""
     if name == "clip_coef" and isinstance(hparams.clip_coef, tuple):
         low, high = hparams.clip_coef
         return [1 - low, high - 1]  # the range of clip_coef is that of the distance from 1

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice, product
 from typing import Any
 
+from evo_grpo.evolve.explore.schedule import ScheduleExploration
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.sizes import places_by_round, planned_rows, wrong_sizes
-from evo_grpo.evolve.start import start_problems
+from evo_grpo.evolve.start import start_problems, with_first_choices
 from evo_grpo.schema.hparams import REWARD_WEIGHT, WARMUP
 from evo_grpo.schema.outside import outside
 from evo_grpo.schema.problems import MOST_PROBLEMS, Path, Problem
@@ -55,6 +56,9 @@ def run_problems(
     first = algorithm.first_hparams(space, model.lora.rank_alpha)
     yield from _below(fitness_problems(space, evolve.fitness), "evolve", "fitness")
     yield from _below(recombine_problems(evolve, population.size, engine), "evolve")
+    if isinstance(evolve.exploration, ScheduleExploration):
+        found = evolve.exploration.problems(with_first_choices(first, space), space)
+        yield from _below(islice(found, MOST_PROBLEMS + 1), "evolve", "exploration")
     if not env.kind.startswith(OBJECT):  # an object may have prompts that no file can name
         prompts = prompt_problems(space, list(env.prompts or ()))
         yield from _below(prompts, "evolve", "hyperparameters")

@@ -3,18 +3,26 @@
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
 from collections.abc import Mapping
+from os import PathLike, fspath
 from typing import Annotated, Any, cast, get_args
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, WithJsonSchema
 
 from evo_grpo.evolve.sizes import Sizes
 from evo_grpo.evolve.start import StartName
 from evo_grpo.schema.group import Group, plain, setting
 from evo_grpo.schema.problems import nearest
 
+FROM = "from"
+
 
 def _start(value: object) -> object:
-    """Accept a name, or a list of mappings; one message instead of one per branch of the union."""
+    """Accept a name, a list of mappings, or `{from: RUN}`; one message instead of one per branch.
+
+    One run becomes a list of one.
+    """
+    if isinstance(value, Mapping):
+        return _earlier_runs(cast("Mapping[object, object]", value))
     if isinstance(value, list | tuple):
         items = cast("list[object]", list(value))
         if all(isinstance(item, Mapping) for item in items):
@@ -24,10 +32,35 @@ def _start(value: object) -> object:
         return value
     near = nearest(value, names) if isinstance(value, str) else None
     hint = f" (did you mean {near!r}?)" if near else ""
-    raise ValueError(f"{', '.join(map(repr, names))}, or a list with one mapping per agent{hint}")
+    raise ValueError(
+        f"{', '.join(map(repr, names))}, a list with one mapping per agent, or {{from: RUN}}{hint}"
+    )
 
 
-Init = Annotated[StartName | list[dict[str, Any]], BeforeValidator(_start)]
+def _earlier_runs(value: Mapping[object, object]) -> dict[str, list[object]]:
+    given = value.get(FROM)
+    runs = list(cast("list[object]", given)) if isinstance(given, list | tuple) else [given]
+    if list(value) == [FROM] and runs and all(isinstance(run, str | PathLike) for run in runs):
+        return {FROM: [plain(fspath(cast("str", run))) for run in runs]}
+    raise ValueError("{from: RUN}, a run folder or a list of them")
+
+
+EarlierRuns = Annotated[
+    dict[str, list[str]],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                FROM: {
+                    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
+                }
+            },
+            "required": [FROM],
+            "additionalProperties": False,
+        }
+    ),
+]
+Init = Annotated[StartName | list[dict[str, Any]] | EarlierRuns, BeforeValidator(_start)]
 
 
 def _sizes(value: object) -> object:
@@ -103,5 +136,8 @@ class PopulationConfig(Group):
         "Initial hyperparameters. `latin_hypercube`: agent 0 has the values of `algorithm`, the "
         "others cover the ranges of `evolve.hyperparameters` evenly. `sample`: the others draw "
         "independently from the ranges. `same`: all have the values of `algorithm`. Or a list with "
-        "one mapping per agent, for instance `[{}, {lr: 1.0e-4}, {lr: 3.0e-3, beta: 0.01}]`.",
+        "one mapping per agent, for instance `[{}, {lr: 1.0e-4}, {lr: 3.0e-3, beta: 0.01}]`. Or "
+        "`{from: RUN}`, a run folder or a list of them: the best settings found there fill half of "
+        "the places, moved into the ranges, and the others are as for `latin_hypercube`; the run "
+        "records all of them as a list.",
     )

@@ -2,7 +2,7 @@
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Self, TypeVar
 
 from pydantic import model_validator
@@ -228,7 +228,7 @@ def _begin(
     algorithm: AlgorithmConfig, space: HyperparameterConfig, init: Start, lora: LoraSettings
 ) -> list[Hparams]:
     first = algorithm.first_hparams(space, lora.rank_alpha)
-    if isinstance(init, str):
+    if isinstance(init, str | Mapping):
         return [first]
     return [with_values(first, values, space.names()) for values in init]
 

@@ -16,6 +16,7 @@ from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
 from evo_grpo.evolve.explore.optuna import OptunaExploration
 from evo_grpo.evolve.explore.resample import Resample
+from evo_grpo.evolve.explore.schedule import ROUND, ScheduleExploration
 from evo_grpo.evolve.select.halving import HalvingSelection
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.sizes import places_by_round
@@ -343,6 +344,19 @@ def _exploration(seen: Seen) -> Iterator[Finding]:
         )
 
 
+def _schedule(seen: Seen) -> Iterator[Finding]:
+    if seen.evolve is None or seen.population is None:
+        return
+    exploration, rounds = seen.evolve.exploration, seen.population.rounds
+    last = exploration.rounds[-1][ROUND] if isinstance(exploration, ScheduleExploration) else 0
+    if last > rounds:
+        yield Finding(
+            "evolve.exploration.rounds",
+            f"has an entry without effect: round {last} is never played, since population.rounds "
+            f"is {rounds}; raise that, or leave the entry out",
+        )
+
+
 def _copies_only(evolve: EvolveConfig) -> bool:
     exploration = evolve.exploration
     if isinstance(exploration, Mutations):
@@ -376,7 +390,8 @@ def _svd_noise(seen: Seen) -> Iterator[Finding]:
 
 
 def _start(seen: Seen) -> Iterator[Finding]:
-    if seen.population is None or seen.population.init in ("latin_hypercube", "sample"):
+    init = None if seen.population is None else seen.population.init
+    if init is None or isinstance(init, dict) or init in ("latin_hypercube", "sample"):
         return
     for name in seen.ranges.names():
         if seen.ranges[name].start is not None:
@@ -409,7 +424,7 @@ def _greedy(seen: Seen) -> Iterator[Finding]:
 
 TABLE: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
     *(_clip_coef, _algorithm, _kl_shaping, _batch_size, _still, _engine),
-    *(_exploration, _inherit_optimizer, _svd_noise, _start, _greedy),
+    *(_exploration, _schedule, _inherit_optimizer, _svd_noise, _start, _greedy),
 )
 """All checks; those about a run find nothing if only the agents' settings are known."""
 

@@ -29,6 +29,7 @@ from evo_grpo.population.round import Steerer, next_slots, play_round
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.steps import Limit, RunWriter
 from evo_grpo.record.config import read_config
+from evo_grpo.record.earlier import with_start
 from evo_grpo.record.files import reading, sync_into, writing
 from evo_grpo.record.folder import (
     clear_run,
@@ -107,6 +108,7 @@ def run(
         check_trackers(config.record.trackers)
         check_found(config)
         config = with_revisions(config, team)
+        config = team.first(with_start(config) if team.rank == 0 else config)
         task = task_of(config)
         config = with_limits(config, task, team)
         team.wait_for_all()  # every rank finds its code and data before the folder is created

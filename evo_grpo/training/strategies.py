@@ -9,8 +9,11 @@ from evo_grpo.envs.loading import load_function
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.optuna import OptunaExploration
 from evo_grpo.evolve.explore.own import CheckedExplorer
+from evo_grpo.evolve.explore.schedule import ScheduleExploration
 from evo_grpo.evolve.kinds import OwnStrategy
 from evo_grpo.evolve.select.own import CheckedSelector
+from evo_grpo.evolve.start import with_first_choices
+from evo_grpo.schema.problems import Problems
 from evo_grpo.schema.validation import shown
 
 if TYPE_CHECKING:
@@ -61,11 +64,17 @@ def check_explorer(explorer: Explorer, settings: AgentSettings) -> None:
     """Let an exploration propose values before a run, to find errors early.
 
     Raises:
-        ConfigError: Optuna's sampler rejects its arguments, or cannot propose within the ranges.
+        ConfigError: Optuna's sampler rejects its arguments, or cannot propose within the ranges;
+            or a value of a schedule has no range, or is outside of it.
         EngineUnavailable: It needs a package that is not installed.
     """
+    space = settings.search_space()
     if isinstance(explorer, OptunaExploration):
-        explorer.check(settings.algorithm.hparams(), settings.search_space().mutating())
+        explorer.check(settings.algorithm.hparams(), space.mutating())
+    if isinstance(explorer, ScheduleExploration):
+        first = settings.algorithm.first_hparams(space, settings.lora.rank_alpha)
+        if found := list(explorer.problems(with_first_choices(first, space), space)):
+            raise Problems(*found).below("exploration")
 
 
 def from_object(name: str, method: str, given: object) -> Selector | Explorer:

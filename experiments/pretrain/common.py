@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>")
 CHARACTERS = "\n\t" + "".join(chr(code) for code in range(32, 127))
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 CONTEXT = 512
+WIDTH = 96
+"""Hidden size of the embedded models."""
 IGNORED = -100
 
 Batch = tuple[Tensor, Tensor]
@@ -53,6 +55,11 @@ class TrainSettings:
     rows: int = 256
     warmup_steps: int = 50
     weight_decay: float = 0.01
+
+    def at(self, width: int) -> "TrainSettings":
+        """Return the phase for a width: Adam's rate is inversely proportional to it (muP)."""
+        # The quotient first: it is exactly 1 at the default width.
+        return replace(self, learning_rate=self.learning_rate * (WIDTH / width))
 
 
 @dataclass(frozen=True)
@@ -101,18 +108,21 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """Make an untrained Llama of about 450 thousand parameters.
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int, width: int = WIDTH
+) -> LlamaForCausalLM:
+    """Make an untrained Llama, of about 450 thousand parameters at the default width.
 
+    ``width`` is the hidden size, a multiple of 48; heads and MLP grow with it.
     ``head_dim`` is 32 although hidden / heads is 24: serving engines have no kernel for 24.
     """
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=96,
-        intermediate_size=256,
+        hidden_size=width,
+        intermediate_size=width * 8 // 3,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=width // 24,
+        num_key_value_heads=width // 48,
         head_dim=32,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
@@ -233,13 +243,14 @@ def print_files(folder: Path) -> None:
 
 
 def parse_arguments(description: str) -> argparse.Namespace:
-    """Read ``--out``, ``--seed`` and ``--threads``, and set the thread count.
+    """Read ``--out``, ``--seed``, ``--width`` and ``--threads``, and set the thread count.
 
     The thread count has a fixed default because it decides how sums are split, hence the bits.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--width", type=int, default=WIDTH, help="hidden size, a multiple of 48")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

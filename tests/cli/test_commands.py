@@ -121,7 +121,7 @@ def test_version_and_help():
     assert commands == [
         *("init", "check", "schema", "fetch", "doctor", "run", "resume", "steer"),
         *("leaderboard", "lineage", "report", "compare", "verify", "follow", "dashboard"),
-        *("export", "replay", "sample", "evaluate"),
+        *("export", "recipe", "replay", "sample", "evaluate"),
     ]
     for command in commands:
         told = evo(command, "--help")

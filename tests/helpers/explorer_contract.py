@@ -44,7 +44,8 @@ def candidates(draw):
         hparams = hparams.with_value("batch_size", None)
     copied = draw(st.booleans())
     elite = not copied and draw(st.booleans())
-    candidate = Candidate(hparams, copied, elite, draw(_trials(start, hp_config)))
+    trials, round = draw(_trials(start, hp_config)), draw(st.integers(1, 4))
+    candidate = Candidate(hparams, copied, elite, trials, round)
     return candidate, hp_config, draw(st.integers(0, 2**32))
 
 
@@ -112,7 +113,9 @@ class ExplorerContract:
     def test_the_elite_and_survivors_keep_their_values_unless_they_may_change(self):
         def test(explorer, candidate, hp_config, seed):
             survivors_stay = getattr(explorer, "copies_only", not self.survivors_vary)
-            elite_stays = survivors_stay or not getattr(explorer, "mutate_elite", False)
+            elite_stays = survivors_stay or not getattr(
+                explorer, "mutate_elite", self.survivors_vary
+            )
             for elite, stays in ((True, elite_stays), (False, survivors_stay)):
                 survivor = replace(candidate, copied=False, elite=elite)
                 rng = np.random.default_rng(seed)

@@ -82,7 +82,8 @@ def strategies(played, printed):
         for entry in get_args(get_args(known)[0]):
             kind = get_args(entry)[0]
             if not hasattr(kind, "tag"):
-                assert f"| `{kind().kind}` | `{kind.__name__}` |" in page
+                name = kind.model_fields["kind"].default
+                assert f"| `{name}` | `{kind.__name__}` |" in page
                 assert getattr(evo_grpo, kind.__name__) is kind
     rounds = read_rounds("runs/own")
     assert {agent.hparams.temperature for agent in rounds[0].agents} == {1.0}

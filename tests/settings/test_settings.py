@@ -362,8 +362,8 @@ def test_a_start_of_each_agent_survives_the_file():
         ),
         (
             ["population.init=smaple"],
-            "population.init: expected 'latin_hypercube', 'sample', 'same', or a list with one "
-            "mapping per agent (did you mean 'sample'?), got the string 'smaple'",
+            "population.init: expected 'latin_hypercube', 'sample', 'same', a list with one "
+            "mapping per agent, or {from: RUN} (did you mean 'sample'?), got the string 'smaple'",
         ),
         (
             ["evolve.hyperparameters={lr: {min: 1e-5, max: 1e-2, start: [1e-6, 1e-3]}}"],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from evo_grpo.cli.plan.fit import Fit
 from evo_grpo.cli.plan.plan import Plan
+from evo_grpo.training.sizing.fit import Fit
 
 
 def plan_document(plan: Plan, source: str) -> dict[str, Any]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from evo_grpo.cli.plan.fit import Fit, fit_of
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.sizes import places_by_round
 from evo_grpo.settings import EngineConfig, RunConfig, warnings
@@ -16,11 +15,11 @@ from evo_grpo.settings.storage import check_driver
 from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.training.shortages import shortages
 from evo_grpo.training.sizing.chat_template import chat_template_of, has_chat_template
+from evo_grpo.training.sizing.fit import Fit, dtypes, fit_on
 from evo_grpo.training.sizing.fitting import with_few
 from evo_grpo.training.sizing.gpus import Gpu
 from evo_grpo.training.sizing.hub_files import fetch_small_files
 from evo_grpo.training.sizing.memory import (
-    Device,
     MemoryPlan,
     base_bytes,
     stored_bytes,
@@ -35,13 +34,9 @@ from evo_grpo.training.sizing.model_size import (
 from evo_grpo.training.sizing.planning import (
     check_adapters_fit,
     cuda_devices,
-    machine_memory,
     plan_memory,
 )
 from evo_grpo.training.strategies import check_strategies
-
-MACHINE = "this machine"
-"""Name of the memory of a CPU."""
 
 
 class Plan(NamedTuple):
@@ -157,8 +152,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
         EvoGrpoError: The task's rows, columns or rewards, a user's strategy, or the model is not
             usable; or the driver of a database or the package of a tracker is not installed.
     """
-    check_driver(config.record.storage)
-    check_trackers(config.record.trackers)
+    _check_first(config)
     task = _read_task(config)
     check_strategies(config.evolve)
     silent = _fetch(config) if online else None
@@ -243,20 +237,15 @@ def _missing_packages(engine: EngineConfig) -> Iterator[str]:
     yield from engine.rollout_settings.missing()
 
 
-def dtypes(config: RunConfig, gpu: Gpu | None = None) -> dict[str, Device]:
-    """Return the possible dtypes of the base, each with its device; for a GPU only its own."""
-    dtype, device = config.engine.dtype, config.engine.device
-    if gpu is not None:
-        if device in ("cpu", "mps"):
-            raise ConfigError(
-                f"--gpu: expected engine.device auto or cuda, got {device}; leave one of them out"
-            )
-        return {"bfloat16" if dtype == "auto" else dtype: "cuda"}
-    if dtype != "auto":
-        return {dtype: "cuda" if device.startswith("cuda") else "cpu"}
-    if device.startswith("cuda"):
-        return {"bfloat16": "cuda"}
-    return {"float32": "cpu", "bfloat16": "cuda"} if device == "auto" else {"float32": "cpu"}
+def _check_first(config: RunConfig) -> None:
+    """Check the packages of records, and the earlier runs that `population.init` names."""
+    check_driver(config.record.storage)
+    check_trackers(config.record.trackers)
+    if isinstance(config.population.init, dict):
+        # Imported here: the order of a leaderboard needs numpy.
+        from evo_grpo.record.earlier import with_start
+
+        with_start(config)
 
 
 def _check_chat_template(config: RunConfig, task: _Task) -> None:
@@ -312,7 +301,7 @@ def _memory(
 ) -> tuple[Fit | None, tuple[MemoryPlan, ...]]:
     """Return whether the run fits, and its memory by dtype."""
     on = dtypes(config, gpu)
-    fit = _fit(config, base, longest, on, gpu, devices)
+    fit = fit_on(config, base, longest, on, gpu, devices)
     memory = {
         name: fit.plan
         if fit is not None and fit.dtype == name
@@ -327,37 +316,6 @@ def _memory(
         for name, device in on.items()
     }
     return fit, tuple(plan for plan in memory.values() if plan is not None)
-
-
-def _fit(
-    config: RunConfig,
-    base: ModelSize,
-    longest: int,
-    on: Mapping[str, Device],
-    gpu: Gpu | None,
-    cuda: Sequence[int | None] | None,
-) -> Fit | None:
-    """Return whether the run fits where it would compute; None if that is unknown."""
-    budget = config.engine.memory_bytes
-    devices = [size for size in cuda or () if size is not None]
-    for dtype, device in on.items():
-        if gpu is not None:
-            place, capacity = gpu.name, gpu.bytes
-        elif device == "cuda":
-            place, capacity = "the CUDA device", min(devices, default=None)
-        elif config.engine.device == "auto" and cuda:
-            continue  # the run would use CUDA
-        else:
-            place, capacity = MACHINE, machine_memory()
-        if budget is not None:
-            place, capacity = "engine.memory", min(budget, capacity or budget)
-        if capacity is not None:
-            chooses = device == "cuda" or budget is not None
-            return fit_of(
-                config, base, longest, dtype=dtype, device=device, place=place,
-                capacity=capacity, chooses=chooses,
-            )  # fmt: skip
-    return None
 
 
 def _places(config: RunConfig) -> tuple[int, ...]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from evo_grpo.cli.plan.plan import MACHINE, Plan, dtypes
+from evo_grpo.cli.plan.plan import Plan
+from evo_grpo.evolve.explore.schedule import ROUND, ScheduleExploration
 from evo_grpo.readers.terminal.console import NOTICE, safe
 from evo_grpo.record.names import (
     CHECKPOINTS,
@@ -25,6 +26,7 @@ from evo_grpo.record.wording import count
 from evo_grpo.schema.shown import shown_value
 from evo_grpo.settings.learning_rate import usual_lr
 from evo_grpo.settings.storage import is_url
+from evo_grpo.training.sizing.fit import MACHINE, dtypes
 from evo_grpo.training.sizing.planning import format_bytes
 
 ROUNDS_SHOWN = 8
@@ -59,6 +61,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "ends early", f"after the round in which {rules}"
     yield "places", _by_round(plan.places)
     yield "mutates", _mutating(plan)
+    if isinstance(exploration := config.evolve.exploration, ScheduleExploration):
+        yield "schedule", _schedule(exploration)
     yield "lr", _lr(plan)
     yield "task", _task(plan)
     yield "a step", _step(plan)
@@ -171,6 +175,15 @@ def _mutating(plan: Plan) -> str:
         else:
             shown.append(f"{name} of {', '.join(map(shown_value, one.choices))}")
     return ", ".join(shown) or "nothing"
+
+
+def _schedule(exploration: ScheduleExploration) -> str:
+    entries: list[str] = []
+    for entry in exploration.rounds:
+        values = [f"{name} {shown_value(v)}" for name, v in entry.items() if name != ROUND]
+        entries.append(f"from round {entry[ROUND]} on {', '.join(values)}")
+    shown = entries[:ROUNDS_SHOWN]
+    return "; ".join(shown) + ("; ..." if len(shown) < len(entries) else "")
 
 
 def _lr(plan: Plan) -> str:

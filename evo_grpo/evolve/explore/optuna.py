@@ -17,8 +17,8 @@ from pydantic import AfterValidator
 from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.evolve.distance import distance_range, from_distance
 from evo_grpo.evolve.explore.protocol import Candidate, Changes, Trial
-from evo_grpo.evolve.explore.step import parts, value_of
-from evo_grpo.evolve.start import sample_hparams, with_values
+from evo_grpo.evolve.explore.step import parts, put_all, value_of
+from evo_grpo.evolve.start import sample_hparams
 from evo_grpo.schema.group import Group, PlainMapping, setting
 from evo_grpo.schema.hparams import CLIP_ENDS, Hparams, Value
 from evo_grpo.schema.problems import nearest
@@ -90,10 +90,7 @@ class OptunaExploration(Group):
         low, high = (values.get(*end) for end in zip(CLIP_ENDS, hparams.clip_bounds, strict=True))
         if cast("float", low) >= cast("float", high):
             values = {name: value for name, value in values.items() if name not in CLIP_ENDS}
-        old = {name: value_of(hparams, name, space[name]) for name in values}
-        changes = {name: (old[name], new) for name, new in values.items() if new != old[name]}
-        new = {name: after for name, (_, after) in changes.items()}
-        return with_values(hparams, new, hp_config.names()), changes
+        return put_all(hparams, values, space, hp_config.names())
 
     def check(self, first: Hparams, hp_config: HyperparameterConfig) -> None:
         """Check that the sampler can propose, on an invented run.

@@ -43,12 +43,14 @@ class Candidate:
         copied: Whether it is a copy of another agent; otherwise it survived.
         elite: Whether it is the best agent, which stays independently of all draws.
         trials: All agents of all finished rounds so far, for an exploration that learns from them.
+        round: The round that the agent plays next (0-based).
     """
 
     hparams: Hparams
     copied: bool = False
     elite: bool = False
     trials: Sequence[Trial] = ()
+    round: int = 0
 
 
 class Explorer(Protocol):

@@ -9,6 +9,7 @@ from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
 from evo_grpo.evolve.explore.optuna import OptunaExploration
 from evo_grpo.evolve.explore.resample import Resample
+from evo_grpo.evolve.explore.schedule import ScheduleExploration
 from evo_grpo.evolve.kinds import OWN, OwnStrategy, by_kind, kind_or_settings
 
 Exploration = Annotated[
@@ -16,6 +17,7 @@ Exploration = Annotated[
     | Annotated[LowerLROnCopy, Tag("on_copy")]
     | Annotated[Resample, Tag("resample")]
     | Annotated[OptunaExploration, Tag("optuna")]
+    | Annotated[ScheduleExploration, Tag("schedule")]
     | Annotated[NoExploration, Tag("none")]
     | Annotated[OwnStrategy, Tag(OWN)],
     by_kind,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from evo_grpo.evolve.distance import distance_range, end_of_distance, from_distance
+from evo_grpo.evolve.start import with_values
 from evo_grpo.schema.hparams import CLIP_ENDS, LEAST_LR
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from evo_grpo.evolve.explore.protocol import Changes
     from evo_grpo.schema.hparams import Hparams, Value
@@ -40,6 +41,22 @@ def put(
     if value == old:
         return hparams, {}
     return hparams.with_value(name, value), {name: (old, value)}
+
+
+def put_all(
+    hparams: Hparams,
+    values: Mapping[str, Value],
+    space: Mapping[str, RLParameter],
+    names: Iterable[str],
+) -> tuple[Hparams, Changes]:
+    """Set several values at once; return the new hyperparameters and the changes.
+
+    `space` has the ranges as `parts` yields them: values without one are not set. `names` are those
+    of the hyperparameters that may mutate.
+    """
+    old = {name: value_of(hparams, name, space[name]) for name in values if name in space}
+    changes = {n: (before, values[n]) for n, before in old.items() if values[n] != before}
+    return with_values(hparams, {n: new for n, (_, new) in changes.items()}, names), changes
 
 
 def lower_lr(

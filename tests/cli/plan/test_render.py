@@ -136,3 +136,10 @@ def test_metrics_and_readers_are_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("evo_grpo.settings.trackers.find_spec", lambda name: None)
     with pytest.raises(EngineUnavailable, match=r'pip install "evo-grpo\[wandb\]"'):
         rendered(settings, ["record.trackers=[wandb, mlflow]"])
+
+
+def test_a_schedule_is_shown_entry_by_entry():
+    entries = "[{round: 2, lr: 2.0e-3}, {round: 4, lr: 5.0e-4}]"
+    given = ["evolve.selection=none", f"evolve.exploration={{kind: schedule, rounds: {entries}}}"]
+    text = rendered({"model": "tiny-sums", "env": "sums"}, given)
+    assert "from round 2 on lr 2e-3; from round 4 on lr 5e-4" in text

@@ -12,6 +12,7 @@ from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
 from evo_grpo.evolve.explore.optuna import OptunaExploration
 from evo_grpo.evolve.explore.registry import Exploration
 from evo_grpo.evolve.explore.resample import Resample
+from evo_grpo.evolve.explore.schedule import ScheduleExploration
 from evo_grpo.evolve.kinds import OwnStrategy
 
 #: Many explorations of each kind. A new strategy has a line here, and passes.
@@ -31,6 +32,21 @@ EXPLORATIONS = {
         args=st.just({}),
     ),
     NoExploration: st.just(NoExploration()),
+    ScheduleExploration: st.builds(
+        ScheduleExploration,
+        rounds=st.lists(
+            st.fixed_dictionaries(
+                {"lr": st.floats(1e-6, 1e-2)},
+                optional={
+                    "beta": st.floats(0.0, 0.2),
+                    "group_size": st.integers(2, 16),
+                    "batch_size": st.integers(4, 64),
+                },
+            ),
+            min_size=1,
+            max_size=4,
+        ).map(lambda values: [{"round": 2 + i, **one} for i, one in enumerate(values)]),
+    ),
 }
 BEYOND = {LowerLROnCopy: frozenset({"lr"})}
 
@@ -45,3 +61,4 @@ class TestContract(ExplorerContract):
     @pytest.fixture(autouse=True)
     def _explorers(self, kind):
         self.explorers, self.beyond = EXPLORATIONS[kind], BEYOND.get(kind, frozenset())
+        self.survivors_vary = kind is ScheduleExploration

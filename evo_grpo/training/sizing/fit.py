@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from evo_grpo.errors import ConfigError
 from evo_grpo.settings import RunConfig
 from evo_grpo.training.sizing.fitting import (
     ROWS,
@@ -14,9 +15,13 @@ from evo_grpo.training.sizing.fitting import (
     fill_limits,
     propose,
 )
+from evo_grpo.training.sizing.gpus import Gpu
 from evo_grpo.training.sizing.memory import Device, MemoryPlan
 from evo_grpo.training.sizing.model_size import ModelSize
-from evo_grpo.training.sizing.planning import format_bytes
+from evo_grpo.training.sizing.planning import format_bytes, machine_memory
+
+MACHINE = "this machine"
+"""Name of the memory of a CPU."""
 
 
 class Fit(NamedTuple):
@@ -29,7 +34,7 @@ class Fit(NamedTuple):
         plan: The memory of the run there.
         chosen: Dotted name of each limit that is null -> the number that a run will record.
         fits: Whether the run fits.
-        proposal: Changes with which it would; None if it fits or none were found.
+        proposal: Changes with which it would; None if it fits, or none were sought or found.
     """
 
     place: str
@@ -63,7 +68,7 @@ class Fit(NamedTuple):
         )
 
 
-def fit_of(
+def fit_of(  # noqa: PLR0913 -- the values of a plan, one argument each
     config: RunConfig,
     base: ModelSize,
     output: int,
@@ -73,6 +78,7 @@ def fit_of(
     place: str,
     capacity: int,
     chooses: bool,
+    proposes: bool = True,
 ) -> Fit | None:
     """Return whether a run fits into so many bytes; None if its memory is unknown.
 
@@ -85,6 +91,7 @@ def fit_of(
         place: Name of the device or limit, for the message.
         capacity: Its bytes.
         chooses: Whether a run chooses numbers for the limits that are null.
+        proposes: Whether to look for changes with which a run that does not fit would.
     """
     processes = (config.engine.shards or 1) if config.engine.base == "sharded" else 1
     setup = Setup(base, output, dtype, device, capacity, processes)
@@ -104,5 +111,64 @@ def fit_of(
         plan,
         {name: after for name, (before, after) in limits.items() if before is None and after},
         fits,
-        None if fits else propose(config, setup),
+        propose(config, setup) if proposes and not fits else None,
     )
+
+
+def dtypes(config: RunConfig, gpu: Gpu | None = None) -> dict[str, Device]:
+    """Return the possible dtypes of the base, each with its device; for a GPU only its own."""
+    dtype, device = config.engine.dtype, config.engine.device
+    if gpu is not None:
+        if device in ("cpu", "mps"):
+            raise ConfigError(
+                f"--gpu: expected engine.device auto or cuda, got {device}; leave one of them out"
+            )
+        return {"bfloat16" if dtype == "auto" else dtype: "cuda"}
+    if dtype != "auto":
+        return {dtype: "cuda" if device.startswith("cuda") else "cpu"}
+    if device.startswith("cuda"):
+        return {"bfloat16": "cuda"}
+    return {"float32": "cpu", "bfloat16": "cuda"} if device == "auto" else {"float32": "cpu"}
+
+
+def fit_on(
+    config: RunConfig,
+    base: ModelSize,
+    longest: int,
+    on: Mapping[str, Device],
+    gpu: Gpu | None,
+    cuda: Sequence[int | None] | None,
+    *,
+    proposes: bool = True,
+) -> Fit | None:
+    """Return whether a run fits where it would compute; None if that is unknown.
+
+    Args:
+        config: The settings of the run.
+        base: The size of the base.
+        longest: Tokens of the longest completion.
+        on: Possible dtypes of the base, each with its device; see `dtypes`.
+        gpu: The card to plan for; None for the devices of this machine.
+        cuda: Bytes of the CUDA devices of this machine; see `cuda_devices`.
+        proposes: Whether to look for changes with which a run that does not fit would.
+    """
+    budget = config.engine.memory_bytes
+    devices = [size for size in cuda or () if size is not None]
+    for dtype, device in on.items():
+        if gpu is not None:
+            place, capacity = gpu.name, gpu.bytes
+        elif device == "cuda":
+            place, capacity = "the CUDA device", min(devices, default=None)
+        elif config.engine.device == "auto" and cuda:
+            continue  # the run would use CUDA
+        else:
+            place, capacity = MACHINE, machine_memory()
+        if budget is not None:
+            place, capacity = "engine.memory", min(budget, capacity or budget)
+        if capacity is not None:
+            chooses = device == "cuda" or budget is not None
+            return fit_of(
+                config, base, longest, dtype=dtype, device=device, place=place,
+                capacity=capacity, chooses=chooses, proposes=proposes,
+            )  # fmt: skip
+    return None

@@ -1,0 +1,125 @@
+"""A schedule: all agents take given values from given rounds on."""
+
+# No annotations from __future__ here: pydantic would compile each of them again at every start.
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, final
+
+from pydantic import AfterValidator, BeforeValidator
+
+from evo_grpo.evolve.explore.protocol import Candidate, Changes
+from evo_grpo.evolve.explore.step import parts, put_all
+from evo_grpo.evolve.start import with_values
+from evo_grpo.schema.group import Group, plain, setting
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.outside import outside
+from evo_grpo.schema.problems import Problem, Problems
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from evo_grpo.schema.search_space import HyperparameterConfig
+
+ROUND = "round"
+
+
+def _entries(value: object) -> object:
+    """Accept a list of mappings, each with a round and at least one value."""
+    items = cast("list[object]", list(value)) if isinstance(value, list | tuple) else []
+    if items and all(isinstance(item, Mapping) for item in items):
+        return [plain(item) for item in items]
+    raise ValueError(
+        "a list of mappings, each with a round and values, for instance [{round: 3, lr: 1.0e-3}]"
+    )
+
+
+def _in_order(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Check that rounds are whole numbers in ascending order, and that each has values."""
+    found: list[Problem] = []
+    before = 1
+    for index, entry in enumerate(entries):
+        number = entry.get(ROUND)
+        if type(number) is not int or number <= before:
+            got = "none" if number is None else repr(number)
+            least = "the second round or a later one: round 1 has the values of `algorithm`"
+            if index:
+                least = f"a round after {before}, that of the entry before"
+            found.append(Problem((index, ROUND), f"expected {least}, got {got}"))
+        else:
+            before = number
+        if not entry.keys() - {ROUND}:
+            text = "expected a value beside the round, for instance lr: 1.0e-3, got none"
+            found.append(Problem((index,), text))
+        found += [
+            Problem((index, name), "expected a value, got null; leave it out to keep the present")
+            for name, value in entry.items()
+            if value is None and name != ROUND
+        ]
+    if found:
+        raise Problems(*found)
+    return entries
+
+
+Entries = Annotated[list[dict[str, Any]], BeforeValidator(_entries), AfterValidator(_in_order)]
+
+
+@final
+class ScheduleExploration(Group):
+    """All agents take the values of an entry from its round on; nothing else changes.
+
+    `evo-grpo recipe` writes such a schedule, that of the winner of an earlier run.
+    """
+
+    kind: Literal["schedule"] = setting(
+        "schedule", "All agents take given values from given rounds on."
+    )
+    rounds: Entries = setting(
+        meaning="Values by round, each a mapping with `round` (from 1) and the hyperparameters "
+        "that change before it, by the names of `evolve.hyperparameters`, for instance `[{round: "
+        "3, lr: 1.0e-3}, {round: 5, lr: 5.0e-4}]`. The first round has the values of `algorithm`."
+    )
+
+    def explore(
+        self, candidate: Candidate, hp_config: "HyperparameterConfig", rng: "np.random.Generator"
+    ) -> tuple[Hparams, Changes]:
+        """Set the values of the round that the agent plays next; see `Explorer`.
+
+        Nothing is drawn. Values without a range are not set.
+        """
+        del rng
+        hparams = candidate.hparams
+        space = dict(parts(hparams, hp_config))
+        return put_all(hparams, self.values_of(candidate.round), space, hp_config.names())
+
+    def values_of(self, round: int) -> dict[str, Any]:
+        """Return the values that agents take before a round (0-based); empty if none change."""
+        entries = (entry for entry in self.rounds if entry[ROUND] == round + 1)
+        return {name: value for entry in entries for name, value in entry.items() if name != ROUND}
+
+    def problems(self, first: Hparams, hp_config: "HyperparameterConfig") -> Iterator[Problem]:
+        """Yield values that no agent of a run can take, with their paths below the strategy.
+
+        Args:
+            first: The hyperparameters of the first agent.
+            hp_config: The hyperparameters that may change, with their ranges.
+        """
+        hparams = first
+        for index, entry in enumerate(self.rounds):
+            values = {name: value for name, value in entry.items() if name != ROUND}
+            here = ("rounds", index)
+            space = dict(parts(hparams, hp_config))
+            for name in values.keys() - space.keys():
+                text = (
+                    f"expected one of {', '.join(space) or 'none'}, since only what has a range "
+                    f"changes; give it one: evolve.hyperparameters.{name}"
+                )
+                yield Problem((*here, name), text)
+            try:
+                hparams = with_values(hparams, values, hp_config.names())
+            except Problems as problems:
+                yield from problems.below(*here).found
+                continue
+            for one in outside(hparams, hp_config):
+                if one.name in values:
+                    text = f"expected {one.parameter.expected()}, got {one.shown}; {one.remedy}"
+                    yield Problem((*here, one.name), text)

@@ -1,0 +1,142 @@
+"""The line of a winner as the settings of another run."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_runs import HP_CONFIG, make_run
+
+from evo_grpo.after.recipe.planning import Size, recipe_settings
+from evo_grpo.evolve.explore.protocol import Candidate
+from evo_grpo.evolve.explore.schedule import ScheduleExploration
+from evo_grpo.record.schedule import Schedule, ScheduledRound, winner_schedule
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.outside import outside
+from evo_grpo.settings import from_dict
+
+STEPS = 4
+
+
+def config(**evolve):
+    return from_dict(
+        {
+            "model": {"name": "tiny-sums", "lora": {"r": 8, "alpha": 12.0}},
+            "env": "sums",
+            "population": {"size": 4, "rounds": 5, "steps_per_round": STEPS},
+            "algorithm": {"lr": 1e-3, "prompts_per_step": 6},
+            "evolve": {"hyperparameters": HP_CONFIG.parameters, **evolve},
+        }
+    )
+
+
+def line(*hparams, rows=256):
+    rounds = tuple(ScheduledRound(i, 0, one, rows, 0, 4 * rows) for i, one in enumerate(hparams))
+    names = ("lr",)
+    return Schedule("last", 0, "checkpoints/best", STEPS, names, rounds, 4 * rows, 0)
+
+
+def trained_with(found):
+    """The hyperparameters of the only agent in each round of a run."""
+    space = found.search_space()
+    hparams = found.algorithm.first_hparams(space, found.model.lora.rank_alpha)
+    values = []
+    for number in range(found.population.rounds):
+        if number:
+            explorer, rng = found.evolve.exploration, np.random.default_rng(0)
+            hparams, _ = explorer.explore(Candidate(hparams, round=number), space, rng)
+        values.append(hparams)
+    return values
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 500), rounds=st.integers(1, 12), factor=st.sampled_from([1.0, 0.7]))
+def test_one_agent_trains_with_the_values_of_the_line_at_the_same_share(seed, rounds, factor):
+    records = make_run(4, 5, seed)
+    for record in records:
+        for agent in record.agents:
+            agent.metrics["rows"] = 64.0
+    winner = {"kind": "last", "member": records[-1].agents[0].member, "checkpoint": "c"}
+    schedule = winner_schedule(records, winner, STEPS)
+    found = recipe_settings(config(), schedule, Size(1, rounds, STEPS), model=None, factor=factor)
+    own = [one.hparams for one in schedule.rounds]
+    trained = trained_with(found)
+    for number, hparams in enumerate(trained):
+        wanted = own[number * len(own) // rounds]
+        assert hparams.lr == pytest.approx(wanted.lr * factor, rel=1e-3)
+        assert hparams.replace(lr=wanted.lr) == wanted
+        assert not list(outside(hparams, found.search_space()))
+
+
+def test_a_population_searches_a_factor_of_three_around_the_line():
+    schedule = line(Hparams(lr=1e-3, group_size=8), Hparams(lr=2e-3, group_size=8))
+    found = recipe_settings(config(), schedule, Size(3, 6, 5), model=None, factor=0.5)
+    space = found.search_space()
+    assert (space["lr"].min, space["lr"].max) == (pytest.approx(1.667e-4), 3e-3)
+    assert (space["group_size"].min, space["group_size"].max) == (3, 16)  # 16 was the maximum
+    assert "beta" not in space.names()  # 0 in every round
+    assert (found.algorithm.lr, found.algorithm.prompts_per_step) == (5e-4, 8)
+    assert (found.population.size, found.population.rounds) == (3, 6)
+    assert found.evolve.selection.kind == "tournament"
+
+
+def test_one_agent_takes_the_prompts_of_the_winner_in_its_last_round():
+    schedule = line(Hparams(lr=1e-3), Hparams(lr=1e-3), rows=256)
+    found = recipe_settings(config(), schedule, Size(1, 2, STEPS), model=None, factor=1.0)
+    assert found.algorithm.prompts_per_step == 256 // STEPS // 8
+    assert found.evolve.exploration.kind == "none"
+    assert not found.search_space()
+
+
+def test_a_rank_and_a_prompt_that_were_found_are_settings_of_the_recipe():
+    searched = from_dict(
+        {
+            "model": {"name": "tiny-sums", "lora": {"r": 8, "alpha": 12.0}},
+            "env": {"kind": "sums", "prompts": {"plain": {}, "terse": {"prompt": "{question}"}}},
+            "evolve": {
+                "hyperparameters": {
+                    "lr": {"min": 1e-4, "max": 1e-2},
+                    "lora.r": {"min": 2, "max": 16},
+                    "loss_type": {"choices": ["grpo", "dapo"]},
+                    "prompt": {"choices": ["plain", "terse"]},
+                }
+            },
+        }
+    )
+    one = Hparams(lr=1e-3, lora_r=4, loss_type="dapo", prompt="terse")
+    schedule = line(one, one.replace(lora_r=6))
+    found = recipe_settings(searched, schedule, Size(1, 2, STEPS), model=None, factor=1.0)
+    assert found.model.lora.rank_alpha == (4, 6.0)  # the scale stays
+    assert found.algorithm.loss_type == "dapo"
+    assert list(found.env.prompts) == ["terse"]
+    assert found.search_space().names() == ["lora.r"]
+    assert found.evolve.exploration == ScheduleExploration(rounds=[{"round": 2, "lora.r": 6}])
+
+
+def test_weights_of_rewards_that_were_found_replace_those_of_the_run():
+    searched = from_dict(
+        {
+            "model": "tiny-sums",
+            "env": {"kind": "sums", "reward_weights": {"other": 0.5, "digits": 1.0}},
+            "evolve": {
+                "hyperparameters": {"reward_weights.digits": {"min": 0.1, "max": 2.0}},
+                "fitness": {"reward": "other"},
+            },
+        }
+    )
+    one = Hparams(lr=1e-3, reward_weights={"digits": 0.25})
+    found = recipe_settings(searched, line(one, one), Size(1, 2, 4), model=None, factor=1.0)
+    assert found.env.reward_weights == {"other": 0.5, "digits": 0.25}
+
+
+def test_a_schedule_of_lr_and_limits_follow_the_new_length_and_model():
+    own = config()
+    own = own.replace(
+        algorithm=own.algorithm.replace(lr_schedule={"steps": 20}),
+        engine=own.engine.replace(max_decode_rows=64, shards=2),
+        model=own.model.replace(trust_remote_code=True),
+    )
+    schedule = line(Hparams(lr=1e-3), Hparams(lr=1e-3))
+    found = recipe_settings(own, schedule, Size(1, 10, 8), model="other", factor=1.0)
+    assert found.algorithm.lr_schedule.steps == 80
+    assert (found.engine.max_decode_rows, found.engine.shards) == (None, None)
+    assert (found.model.name, found.model.trust_remote_code) == ("other", False)
