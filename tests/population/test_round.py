@@ -276,9 +276,9 @@ def test_apply_recombines_before_a_second_parent_is_overwritten(places):
     cohort, slots = prepared.cohort, prepared.slots
     play(prepared, explorer=NoExploration(), selector=NoSelection())
     evolve = EvolveConfig(recombine="layer_wise")
-    spare = add_child(cohort, 0, 1, "layer_wise", born=1)
+    spare = add_child(cohort, 0, 1, "layer_wise", born=2)
     before = adapters(cohort)
-    children = {slot: Member(7 + slot, slot, 0, 1, Mutation("recombine"), 1) for slot in places}
+    children = {slot: Member(7 + slot, slot, 0, 2, Mutation("recombine"), 1) for slot in places}
     members = tuple(children.get(slot, Member(slot, slot)) for slot in slots)
     hparams = tuple(cohort.agents[slot].hparams for slot in slots)
     parents = tuple(0 if slot in places else slot for slot in slots)
