@@ -25,11 +25,20 @@ def may_mix(cohort: Cohort, first: int, second: int) -> bool:
     return shapes[0] == shapes[1]
 
 
-def mix_agents(cohort: Cohort, sources: Sequence[int], target: int) -> None:
+def mix_agents(
+    cohort: Cohort, sources: Sequence[int], target: int, *, recombined: bool = False
+) -> None:
     """Write the mean of the adapters of agents of this rank to another slot.
 
-    Where the rank or alpha is searched, it is the mean of the products B A, of the largest rank:
-    related agents may then differ in both, and a cut changes the basis of A and B.
+    It is the mean of A and of B, unless related agents may differ in the basis of the two. Then it
+    is the mean of the products B A, of the largest rank: where the rank or alpha is searched, since
+    a cut changes the basis, and where agents may descend from a child of two.
+
+    Args:
+        cohort: The cohort.
+        sources: Slots of the agents.
+        target: The slot to write to.
+        recombined: Whether some agent of the run was a child of two.
     """
     states = [cohort.agents[slot] for slot in sources]
     names, into = [state.adapter for state in states], cohort.agents[target]
@@ -39,7 +48,7 @@ def mix_agents(cohort: Cohort, sources: Sequence[int], target: int) -> None:
         into.hparams = into.hparams.replace(**scale)
     if not cohort.is_local(target):
         return
-    if _searched(cohort):
+    if recombined or _searched(cohort):
         nothing_drawn = generator(0)
         recombine_slots(cohort.slots, names, into.adapter, average, nothing_drawn)
     else:
