@@ -17,7 +17,7 @@ from evo_grpo.evolve.steer import changes_between
 from evo_grpo.population.evaluate import Evaluation
 from evo_grpo.population.plan import RoundPlan
 from evo_grpo.population.rules import RoundSettings
-from evo_grpo.record.records import AgentRecord
+from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.types import Decision, Member, Mutation, Score, Slot
@@ -81,7 +81,8 @@ def child_to_try(
     copies: list[tuple[float, int]] = []
     for member in record.members:
         parent = played.get(member.id) or played.get(-1 if member.parent is None else member.parent)
-        if member.mutation.restores or parent is None:
+        restored = member.mutation.restores and member.id not in played
+        if parent is None or restored:
             continue
         if parent.agent == member.agent:
             survivors.append(parent)
@@ -111,43 +112,46 @@ def with_child(tried: TryChild, child: Evaluation | None, next_id: int) -> Round
         child: The evaluation of the child.
         next_id: A member id that no member of the run or of the plan has.
     """
-    plan, pair = tried.plan, tried.pair
-    record = plan.record
+    record, pair = tried.plan.record, tried.pair
     parents = {agent.agent: agent for agent in record.agents}
     first, second = parents[pair.first], parents[pair.second]
     assert child is not None, "the rank of the better parent has evaluated the child"
     ahead = compare(child.score, _score(first))
+    record = replace(record, evaluation_tokens=record.evaluation_tokens + child.tokens)
     both = f"agents {pair.first} and {pair.second}"
-    spent = record.evaluation_tokens + child.tokens
-    if not ahead.difference > 0:  # NaN if the child has no finite score
-        text = f"the child of {both} was discarded, since it is not ahead of agent {pair.first}"
-        kind, kept = "discarded", record.decisions
-    else:
-        text = f"agent {pair.place} became a child of {both}, ahead of agent {pair.first}"
-        kind = "recombined"
-        gone = ("copied", "kept")
-        kept = tuple(d for d in record.decisions if d.agent != pair.place or d.kind not in gone)
-    decision = Decision(
-        kind, pair.place, pair.first, ahead.difference, ahead.error, ahead.prompts,
-        text + difference_text(ahead),
-    )  # fmt: skip
-    record = replace(record, evaluation_tokens=spent, decisions=(*kept, decision))
-    if kind == "recombined":
-        index = [member.agent for member in record.members].index(pair.place)
-        old, played = record.members[index], {agent.member for agent in record.agents}
+    if ahead.difference > 0:  # NaN if the child has no finite score
         changes = changes_between(first.hparams, pair.hparams, tried.hp_config)
-        child_member = Member(
-            next_id if old.id in played else old.id,  # otherwise that id has not been used yet
-            pair.place,
-            first.member,
-            record.round + 1,
-            Mutation("recombine", changes),
-            second.member,
-        )
-        members, hparams = list(record.members), list(record.next_hparams)
-        members[index], hparams[index] = child_member, pair.hparams
-        record = replace(record, members=tuple(members), next_hparams=tuple(hparams))
-    return replace(plan, record=record)
+        mutation, born = Mutation("recombine", changes), record.round + 1
+        member = Member(next_id, pair.place, first.member, born, mutation, second.member)
+        record = _with_member(record, member, pair.hparams)
+        kind = "recombined"
+        text = f"agent {pair.place} became a child of {both}, ahead of agent {pair.first}"
+    else:
+        kind = "discarded"
+        text = f"the child of {both} was discarded, since it is not ahead of agent {pair.first}"
+    difference = ahead.difference, ahead.error, ahead.prompts
+    text += difference_text(ahead)
+    decision = Decision(kind, pair.place, pair.first, *difference, text)
+    record = replace(record, decisions=(*record.decisions, decision))
+    return replace(tried.plan, record=record)
+
+
+def _with_member(record: RoundRecord, child: Member, hparams: Hparams) -> RoundRecord:
+    """Return a record with a child in the place of the member that it names."""
+    index = [member.agent for member in record.members].index(child.agent)
+    old = record.members[index]
+    if old.id not in {agent.member for agent in record.agents}:
+        child = replace(child, id=old.id)  # of a member that has not trained
+    members, values = list(record.members), list(record.next_hparams)
+    members[index], values[index] = child, hparams
+    superseded = ("copied", "kept")
+    decisions = (d for d in record.decisions if d.agent != child.agent or d.kind not in superseded)
+    return replace(
+        record,
+        members=tuple(members),
+        next_hparams=tuple(values),
+        decisions=tuple(decisions),
+    )
 
 
 def _score(agent: AgentRecord) -> Score:

@@ -78,7 +78,9 @@ def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
         member = Member(cohort.next_member, slot, first.member, born, mutation, second.member)
         # Do not reserve the id: an extension of the run uses the same ids with or without a mean.
         cohort.agents[slot].member = member
-        mix_agents(cohort, (first.agent, second.agent), slot)
+        played = (agent for record in rounds for agent in record.agents)
+        recombined = any(agent.second_parent is not None for agent in played)
+        mix_agents(cohort, (first.agent, second.agent), slot, recombined=recombined)
         found.append(Finalist("mean", slot, member, None, math.nan, MEAN))
     return found
 

@@ -11,6 +11,7 @@ from evo_grpo.population.children import child_to_try, with_child
 from evo_grpo.population.evaluate import Evaluation, summarise
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
+from evo_grpo.types import Mutation
 
 LR = HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-2))
 
@@ -49,6 +50,18 @@ def test_a_child_takes_the_place_of_a_copy():
     plan, found = tried([report(5), report(30), report(29)])
     assert [member.parent for member in plan.record.members] == [1, None, None]
     assert parents(found) == (1, 2, 0)
+
+
+def test_an_agent_that_was_restored_before_the_round_may_be_a_parent():
+    made = recombining()
+    plan = planned([report(28), report(30), report(29)], made=made)
+    members = [replace(m, mutation=Mutation("restore")) for m in plan.record.members]
+    plan = replace(plan, record=replace(plan.record, members=tuple(members)))
+    assert parents(child_to_try(plan, made, LR, lambda first, second: True)) == (1, 2, 2)
+    # One that is restored now has the weights of the archive, which is not compared.
+    members[1] = replace(members[1], id=7, parent=1)
+    plan = replace(plan, record=replace(plan.record, members=tuple(members)))
+    assert parents(child_to_try(plan, made, LR, lambda first, second: True)) == (2, 0, 0)
 
 
 def test_agents_that_the_test_separates_have_no_child():

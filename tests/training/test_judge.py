@@ -85,6 +85,31 @@ def test_best_archive_and_mean_of_relatives_take_part():
         assert not torch.equal(one, other)
 
 
+def test_the_mean_after_a_child_of_two_does_not_depend_on_how_its_product_is_factored():
+    """A child has A and B of another basis than its parents: the mean of each would be nothing."""
+    _, prepared, rounds = played()
+    cohort = prepared.cohort
+    first, second = rounds[-1].agents
+    child = replace(second, member=7, parent=first.member, second_parent=second.member)
+    cohort.agents[second.agent].member = Member(7, second.agent, first.member, 1)
+    staying = tuple(cohort.agents[one.agent].member for one in (first, second))
+    records = [rounds[0], replace(rounds[1], agents=(first, child), members=staying)]
+
+    def mean():
+        slot = next(one for one in finalists(cohort, records) if one.kind == "mean").slot
+        a, b = tensors(cohort, slot)[:2]
+        return b @ a
+
+    before = mean()
+    with torch.no_grad():
+        # The same product with its two ranks in the other order.
+        parameters = cohort.slots.parameters(cohort.agents[second.agent].adapter)
+        for a, b in zip(parameters[::2], parameters[1::2], strict=True):
+            a.copy_(a.flip(0))
+            b.copy_(b.flip(1))
+    assert torch.allclose(mean(), before, atol=1e-6)
+
+
 def test_agents_without_a_common_ancestor_have_no_mean():
     _, prepared, rounds = played()
     assert {one.kind for one in finalists(prepared.cohort, rounds)} == {"last", "archive"}

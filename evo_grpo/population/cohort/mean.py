@@ -27,12 +27,21 @@ def may_mix(cohort: Cohort, first: int, second: int) -> bool:
     return shapes[0] == shapes[1]
 
 
-def mix_agents(cohort: Cohort, sources: Sequence[int], target: int) -> None:
+def mix_agents(
+    cohort: Cohort, sources: Sequence[int], target: int, *, recombined: bool = False
+) -> None:
     """Write the mean of the adapters of agents of this rank to another slot.
 
-    Where the rank, alpha or modules are searched, it is the mean of the products B A, of the
-    largest rank and with the modules of all: related agents may then differ in them, and a cut
-    changes the basis of A and B. Modules that are no set with a name have none.
+    It is the mean of A and of B, unless related agents may differ in the basis of the two. Then it
+    is the mean of the products B A, of the largest rank and with the modules of all: where the
+    rank, alpha or modules are searched, and where agents may descend from a child of two. Modules
+    that are no set with a name have none.
+
+    Args:
+        cohort: The cohort.
+        sources: Slots of the agents.
+        target: The slot to write to.
+        recombined: Whether some agent of the run was a child of two.
     """
     states = [cohort.agents[slot] for slot in sources]
     names, into = [state.adapter for state in states], cohort.agents[target]
@@ -47,7 +56,7 @@ def mix_agents(cohort: Cohort, sources: Sequence[int], target: int) -> None:
         into.hparams = into.hparams.replace(**scale, lora_target_modules=union)
     if not cohort.is_local(target):
         return
-    if _searched(cohort):
+    if recombined or _searched(cohort):
         nothing_drawn = generator(0)
         recombine_slots(cohort.slots, names, into.adapter, average, nothing_drawn)
         into.optimizer = cohort.fresh_optimizer(into.slot, into.hparams)
