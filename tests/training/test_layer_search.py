@@ -32,6 +32,7 @@ from evo_grpo.settings import from_dict
 from evo_grpo.settings.run import warnings
 from evo_grpo.sources import resolve
 from evo_grpo.training import judge
+from evo_grpo.training.environments import environment_for
 from evo_grpo.training.sizing.model_size import lora_parameters, read_model_size
 
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
@@ -147,6 +148,8 @@ def test_a_mean_of_unequal_layers_has_those_of_both_and_is_exported(both, tmp_pa
     made = export(folder, out=tmp_path / "export", anyway=True)
     assert evaluate_adapter(made, folder / "population.yaml").own.mean == best["mean"]
     agent = GRPO.load(folder / best["checkpoint"], device="cpu")
+    environment_for(agent.cohort, "sums")  # gives no name to layers that have none
+    assert agent.hparams.lora_target_modules == name
     assert {m.rpartition(".")[2] for m in modules_of(agent)} == found
 
 
