@@ -259,8 +259,9 @@ def _next_generation(
         next_id=inputs.next_id,
     )
     # Before the round is recorded: a resume would apply the record, and fail again.
-    for hparams in generation.hparams if inputs.check is not None else ():
-        inputs.check(hparams)
+    if (check := inputs.check) is not None:
+        for hparams in generation.hparams:
+            check(hparams)
     return generation, decisions
 
 
