@@ -51,7 +51,7 @@ from evo_grpo.settings import (
     RunConfig,
 )
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
-from evo_grpo.settings.cross_checks import divides_quantized, fitness_problems
+from evo_grpo.settings.cross_checks import divides_quantized, fitness_problems, objective_problems
 from evo_grpo.training.sizing.fitting import LIMITS, Setup, fill_limits
 from evo_grpo.training.sizing.hub_files import check_available
 from evo_grpo.training.sizing.memory import Device
@@ -122,10 +122,13 @@ class Prepared:
 
     def __post_init__(self) -> None:
         """Check that the reward functions that settings name exist."""
-        fitness = self.round_settings.evolve.fitness
-        check_rewards(named_weights(self.env), self.cohort.hp_config, fitness.reward)
-        if found := list(fitness_problems(self.cohort.hp_config, fitness)):
+        evolve, space = self.round_settings.evolve, self.cohort.hp_config
+        fitness = evolve.fitness
+        check_rewards(named_weights(self.env), space, fitness.reward, fitness.objectives)
+        if found := list(fitness_problems(space, fitness)):
             raise Problems(*found).below("evolve", "fitness")
+        if found := list(objective_problems(evolve)):
+            raise Problems(*found).below("evolve")
 
     def __enter__(self) -> Self:
         return self
@@ -165,7 +168,8 @@ def task_of(config: RunConfig) -> Task | None:
 def check_rewards_of(config: RunConfig, task: Task) -> None:
     """Check that the task has the reward functions that the settings of a run name."""
     weights = {reward.name: reward.weight for reward in task.rewards}
-    check_rewards(weights, config.search_space(), config.evolve.fitness.reward)
+    fitness = config.evolve.fitness
+    check_rewards(weights, config.search_space(), fitness.reward, fitness.objectives)
 
 
 def check_memory(config: RunConfig, task: Task | None, processes: int) -> None:
@@ -474,7 +478,7 @@ def round_settings(
         population,
         evolve,
         record,
-        selector=selector(evolve.selection),
+        selector=selector(evolve.selection, evolve.significance),
         explorer=explorer(evolve.exploration),
         prompts_per_step=prompts,
         rows_per_step=population.size * prompts * group_size,
