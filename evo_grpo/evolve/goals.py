@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 def dominates(first: Score, second: Score, level: float | None) -> bool:
     """Return whether the first agent dominates the second.
 
-    It does if it is significantly better in one goal, and significantly worse in none. `level` is
-    the largest p-value of a significant difference; it is not divided among the goals. With None,
-    every difference of means counts.
+    It does if its mean is worse in no goal, and significantly better in one. `level` is the largest
+    p-value of a significant difference; it is not divided among the goals. With None, every
+    difference of means counts. A mean that is worse counts without a test: a copy destroys the
+    agent that it overwrites, so few prompts must not turn its advantage into a tie.
     """
     pairs = list(zip(first.goals, second.goals, strict=False))
-    return any(_better(one, other, level) for one, other in pairs) and not any(
-        _better(other, one, level) for one, other in pairs
+    return all(one.mean >= other.mean for one, other in pairs) and any(
+        _better(one, other, level) for one, other in pairs
     )
 
 
@@ -58,21 +59,18 @@ def ahead(first: Score, second: Score, level: float | None) -> Comparison:
 def fronts(scores: Sequence[Score], level: float | None) -> list[list[int]]:
     """Return the indices of scores by front, the best first; ascending within a front.
 
-    An agent is on the first front if no agent dominates it, on the second if only agents of the
-    first do, and so on. Dominance by means is transitive, that by tests is not: three agents may
-    dominate each other in a circle, and then none of them would be on a front. Fronts are therefore
-    those of the chains of dominance: an agent is on the first front if every agent from which a
-    chain leads to it is also reached by a chain from it. Agents of a circle share a front, the
-    fronts do not depend on the order of the agents, and without circles they are those of NSGA-II.
+    On the first front are the agents that no agent dominates; on each further front those that only
+    agents of the fronts before it dominate. Dominance by tests is not transitive: an agent may be
+    significantly ahead of a second one and that of a third, and not the first of the third. Yet no
+    agents dominate each other in a circle, since the means of each are at least as good as those of
+    the next and better in one goal. So every front has an agent, and the fronts do not depend on
+    the order of the agents.
     """
     count = len(scores)
-    reached = np.zeros((count, count), dtype=bool)
+    above = np.zeros((count, count), dtype=bool)
     for i, one in enumerate(scores):
         for j, other in enumerate(scores):
-            reached[i, j] = i != j and dominates(one, other, level)
-    for middle in range(count):  # Warshall: the transitive closure
-        reached |= np.outer(reached[:, middle], reached[middle])
-    above = reached & ~reached.T  # above[i, j]: a chain leads from i to j, and none back
+            above[i, j] = i != j and dominates(one, other, level)
     found: list[list[int]] = []
     left = np.arange(count)
     while len(left):

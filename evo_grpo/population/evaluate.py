@@ -47,7 +47,7 @@ class Evaluation:
     looks: int = 1
 
 
-def evaluate(
+def evaluate(  # noqa: PLR0913 -- what is measured, and how, one argument each
     cohort: Cohort,
     env: Environment[StartT],
     slots: Sequence[int | None],

@@ -34,9 +34,10 @@ class Lineage:
 
     The parameters of a trial are lr, beta, clip_coef, group_size and all other hyperparameters that
     may mutate, a clip pair as clip_low and clip_high. The value is the fitness, followed by the
-    further objectives in a run with several; the trial of a failed agent has state FAIL and no value. A trial starts and ends with its round, since all
-    agents of a round train together. The intermediate values are the mean training rewards of the
-    steps, by the number of the step in the run. The user attributes are:
+    further objectives in a run with several; the trial of a failed agent has state FAIL and no
+    value. A trial starts and ends with its round, since all agents of a round train together. The
+    intermediate values are the mean training rewards of the steps, by the number of the step in the
+    run. The user attributes are:
 
     - agent, round, member, parent (a member id), seed, hparams (all of them), fitness_se, reason
       (why it failed), adapter_sha256, checkpoint (relative to the run folder)
@@ -284,8 +285,9 @@ def _trial_of(
         "reason": agent.reason,
         **_metrics(agent),
     }
-    ok = score is not None and agent.state == "ok" and score.is_finite
-    values = [one.mean for one in (score, *score.further)] if ok else None
+    values: list[float] | None = None
+    if score is not None and agent.state == "ok" and score.is_finite:
+        values = [one.mean for one in (score, *score.further)]
     times = record.started, record.ended
     return _finished(values, space.parameters(agent.hparams), attributes, times, _steps(agent))
 

@@ -1,4 +1,4 @@
-"""Policies for deleting old checkpoints. Those for a resume, the best agent ever and the front stay."""
+"""Policies for deleting old checkpoints. Those for a resume, the best ever and the front stay."""
 
 from __future__ import annotations
 

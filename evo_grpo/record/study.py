@@ -166,7 +166,10 @@ def open_study(
             study = optuna.create_study(
                 storage=storage,
                 study_name=name,
-                directions=["maximize", *("minimize" if down else "maximize" for down in directions)],
+                directions=[
+                    "maximize",
+                    *("minimize" if down else "maximize" for down in directions),
+                ],
                 load_if_exists=True,
             )
     if study.metric_names is None:

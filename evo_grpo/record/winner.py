@@ -74,7 +74,8 @@ def winner_of(
 ) -> SelectedAgent | None:
     """Return the winner of a finished run; before the end, the best agent of the last round.
 
-    With several objectives, the winner is the agent of the front with the greatest fitness. None if no round is finished, or no agent of an unfinished run has a finite fitness.
+    With several objectives, the winner is the agent of the front with the greatest fitness. None if
+    no round is finished, or no agent of an unfinished run has a finite fitness.
     `summary` is the content of summary.json.
     """
     if not rounds:

@@ -5,7 +5,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue

@@ -57,8 +57,8 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
 ) -> Path:
     """Write an agent of a run as a folder that loads without this package, with a model card.
 
-    Without `agent`, `member`, `round`, `best_ever` and `prefer` it is the winner: of a finished run that of
-    its final comparison, before the end the best agent of the last round.
+    Without `agent`, `member`, `round`, `best_ever` and `prefer` it is the winner: of a finished run
+    that of its final comparison, before the end the best agent of the last round.
 
     Args:
         run: Run folder with at least one finished round.
@@ -86,8 +86,8 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
     Raises:
         CheckpointError: No round is finished, no agent has a fitness, its checkpoint was
             deleted or changed, or another file of the run is damaged.
-        ConfigError: There is no such agent, member, round or objective, `push` has no token, or the winner is
-            worse than the base model and `anyway` is off.
+        ConfigError: There is no such agent, member, round or objective, `push` has no token, or the
+            winner is worse than the base model and `anyway` is off.
         ModelError: The base cannot be loaded, or an adapter cannot be merged into it.
         EngineUnavailable: The base is in a package that is not installed.
         RunDirError: `out` is not empty and `force` is off, it has a folder with the name of a file,

@@ -78,21 +78,10 @@ def export(  # noqa: PLR0913 -- each is an option of the command
     from evo_grpo.readers.terminal.console import warnings_to
     from evo_grpo.record.choice import choose_of
 
-    if (out is None) == (best is None):
-        raise typer.BadParameter("expected one output folder, as OUT or as --best OUT")
-    target = out if out is not None else best
-    assert target is not None, "one of them was given"
     named = (agent, member, round, prefer) != (None,) * 4 or best_ever
-    if best is not None and named:
-        raise typer.BadParameter("--best writes the winner; for another agent give OUT without it")
-    choice = choose_of(
-        folder,
-        agent,
-        member,
-        from_zero(round),
-        best_ever=best_ever,
-        prefer=_weights(prefer),
-    )
+    target = _target(out, best, named=named)
+    weights = _weights(prefer)
+    choice = choose_of(folder, agent, member, from_zero(round), best_ever=best_ever, prefer=weights)
     if merge or push:
         say(f"exporting {choice.title} of {folder} ...", err=True)
     with warnings_to(warn):
@@ -103,6 +92,18 @@ def export(  # noqa: PLR0913 -- each is an option of the command
         say(f"pushed to https://huggingface.co/{push}; a new repository is private")
     if not named:
         _offer_best_ever(choice)
+
+
+def _target(out: Path | None, best: Path | None, *, named: bool) -> Path:
+    """Return the output folder; `named` says whether another agent than the winner is named."""
+    if best is not None and out is None:
+        if named:
+            text = "--best writes the winner; for another agent give OUT without it"
+            raise typer.BadParameter(text)
+        return best
+    if out is None or best is not None:
+        raise typer.BadParameter("expected one output folder, as OUT or as --best OUT")
+    return out
 
 
 def _weights(given: Sequence[str] | None) -> dict[str, float] | None:

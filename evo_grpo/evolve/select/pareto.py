@@ -2,11 +2,11 @@
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, final
 
-from evo_grpo.evolve.goals import dominates, fronts, ranked
 from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.evolve.select.rank import rank
 from evo_grpo.schema.group import Group, setting
@@ -21,12 +21,12 @@ class ParetoSelection(Group):
     """Agents are ordered by non-dominated sorting and crowding distance, as in NSGA-II.
 
     Deb et al. (2002), with paired tests: an agent dominates another one if it is significantly
-    better in one objective of `evolve.fitness.objectives` and significantly worse in none, at the
-    level `evolve.significance`. If the next round has fewer places, those agents stay that come
+    better in one objective of `evolve.fitness.objectives`, at the level `evolve.significance`, and
+    worse in none. If the next round has fewer places, those agents stay that come
     first in that order. The agents of the first front keep their weights; of the others, each is
     overwritten by a copy of an agent of the front that dominates it, if there is one. The copied
-    agent is the first in the order among `size` drawn at random. The best agents of the front in
-    each objective are its ends: explorations leave them unchanged.
+    agent is the first in the order among `size` drawn at random. The best agents in each
+    objective are the ends of the front: explorations leave them unchanged.
     """
 
     kind: Literal["pareto"] = setting(
@@ -62,13 +62,19 @@ class ParetoSelector:
     def plan(
         self, histories: Sequence[Sequence[Score]], places: int, rng: "np.random.Generator"
     ) -> tuple[Offspring, ...]:
-        """Plan the next round by the latest scores; see `Selector`.
+        """Plan the next round; see `Selector`.
 
         Failed agents are overwritten by copies from the front. With one goal, the front are the
         agents that no other is ahead of.
         """
+        from evo_grpo.evolve.goals import dominates, ranked  # loads numpy, which settings do not
+
         usable = set(rank(histories))
-        known = {p: histories[p][-1] for p in map(Position, range(len(histories))) if p in usable}
+        known = {
+            position: _score(histories[position])
+            for position in map(Position, range(len(histories)))
+            if position in usable
+        }
         scores = [known.get(Position(position)) for position in range(len(histories))]
         order = ranked(scores, self.level)
         front = self._front(known, order[0])
@@ -87,6 +93,8 @@ class ParetoSelector:
 
     def _front(self, known: Mapping[Position, Score], first: Position) -> set[Position]:
         """Return the positions of the first front; `first` is the first in the order."""
+        from evo_grpo.evolve.goals import dominates, fronts
+
         if not known[first].further:  # one goal: without a comparison of all pairs
             return {p for p in known if not dominates(known[first], known[p], self.level)}
         positions = list(known)
@@ -96,6 +104,13 @@ class ParetoSelector:
         """Return the first of `size` agents drawn from `among`, which are in the order."""
         size = min(self.size, len(among))
         return among[int(rng.choice(len(among), size=size, replace=False).min())]
+
+
+def _score(history: Sequence[Score]) -> Score:
+    """Return the score of an agent; several, which only a single goal has, are averaged."""
+    if len(history) == 1:
+        return history[0]
+    return replace(history[-1], mean=math.fsum(one.mean for one in history) / len(history))
 
 
 def _ends(front: Mapping[Position, Score]) -> set[Position]:
