@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from typing import Any
 
+from evo_grpo.evolve.kinds import OWN
 from evo_grpo.evolve.select.pareto import ParetoSelection
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.sizes import places_by_round, planned_rows, wrong_sizes
@@ -86,9 +87,12 @@ def fitness_problems(space: HyperparameterConfig, fitness: FitnessConfig) -> Ite
         yield Problem(("reward",), text)
 
 
-def objective_problems(evolve: EvolveConfig) -> Iterator[Problem]:
-    """Yield contradictions between the objectives and the other settings of evolution."""
-    fitness, kind = evolve.fitness, evolve.selection.kind
+def objective_problems(evolve: EvolveConfig, *, own: bool = False) -> Iterator[Problem]:
+    """Yield contradictions between the objectives and the other settings of evolution.
+
+    `own` says that an object replaces `evolve.selection`.
+    """
+    fitness, kind = evolve.fitness, OWN if own else evolve.selection.kind
     given, path = fitness.objectives, ("fitness", "objectives")
     if not given:
         if kind == "pareto":

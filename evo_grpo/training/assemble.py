@@ -20,6 +20,7 @@ from evo_grpo.envs.rewards.names import check_rewards
 from evo_grpo.envs.rewards.weights import named_weights
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError, EvoGrpoError
+from evo_grpo.evolve.select.own import CheckedSelector
 from evo_grpo.evolve.start import Start, start_hparams
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.loading import pick_device, pick_dtype
@@ -127,7 +128,8 @@ class Prepared:
         check_rewards(named_weights(self.env), space, fitness.reward, fitness.objectives)
         if found := list(fitness_problems(space, fitness)):
             raise Problems(*found).below("evolve", "fitness")
-        if found := list(objective_problems(evolve)):
+        own = isinstance(self.round_settings.selector, CheckedSelector)
+        if found := list(objective_problems(evolve, own=own)):
             raise Problems(*found).below("evolve")
 
     def __enter__(self) -> Self:
