@@ -105,7 +105,7 @@ def objective_problems(evolve: EvolveConfig, *, own: bool = False) -> Iterator[P
     yield from _below(_objectives(given), *path)
     if kind != "pareto" and ":" not in kind:
         text = (
-            f"expected pareto, or your own class, with evolve.fitness.objectives, got {kind}, "
+            f"expected pareto, or your own class as module:Class, with objectives, got {kind}, "
             "which orders agents by one goal; set evolve.selection: pareto"
         )
         yield Problem(("selection",), text)

@@ -170,7 +170,11 @@ def test_a_selection_of_ones_own_sees_the_objectives(tmp_path):
         ({"reward": "contains"}, "evolve.fitness.reward", "null with objectives"),
         ({"racing": 1.0}, "evolve.fitness.racing", "expected 0 with objectives"),
         ({"window": 2}, "evolve.fitness.window", "expected 1 with objectives"),
-        ({"selection": "tournament"}, "evolve.selection", "expected pareto, or your own class"),
+        (
+            {"selection": "tournament"},
+            "evolve.selection",
+            "expected pareto, or your own class as module:Class",
+        ),
         ({"archive": False}, "evolve.archive", "keeps the front"),
         ({"exploration": "optuna"}, "evolve.exploration", "several goals, got optuna"),
     ],
