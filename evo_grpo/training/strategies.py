@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from evo_grpo.settings import AgentSettings, EvolveConfig
 
 
-def selector(selection: Selection, significance: float | None) -> Selector:
+def selector(selection: Selection, significance: float | None = None) -> Selector:
     """Return the selector: the setting itself, or an instance of the class that it names.
 
     `significance` is `evolve.significance`, the level at which `pareto` tests dominance.
