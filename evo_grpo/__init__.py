@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from evo_grpo.evolve.explore.schedule import ScheduleExploration as ScheduleExploration
     from evo_grpo.evolve.select.halving import HalvingSelection as HalvingSelection
     from evo_grpo.evolve.select.none import NoSelection as NoSelection
+    from evo_grpo.evolve.select.pareto import ParetoSelection as ParetoSelection
     from evo_grpo.evolve.select.protocol import Offspring as Offspring
     from evo_grpo.evolve.select.protocol import Selector as Selector
     from evo_grpo.evolve.select.tournament import TournamentSelection as TournamentSelection
@@ -82,6 +83,7 @@ _HOME = {
     "Observer": "evo_grpo.record.observer",
     "Offspring": "evo_grpo.evolve.select.protocol",
     "OptunaExploration": "evo_grpo.evolve.explore.optuna",
+    "ParetoSelection": "evo_grpo.evolve.select.pareto",
     "Population": "evo_grpo.api.agent",
     "RLParameter": "evo_grpo.schema.search_space",
     "ReasoningGym": "evo_grpo.envs.single_turn",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import nan
+from math import isfinite, isnan, nan
 from typing import Annotated, Any, NewType
 
 from pydantic import BeforeValidator
@@ -166,6 +166,33 @@ class Member:
 
 
 @dataclass(frozen=True)
+class Objective:
+    """A further goal beside fitness, as one agent reaches it in one round.
+
+    Attributes:
+        name: Name of the measure: a reward function, "tokens" or "fitness".
+        minimize: Whether smaller values are better.
+        mean: Mean over prompts, in units of the measure.
+        se: Standard error of the mean over prompts; NaN for a single sample.
+        per_prompt: Mean of each prompt, in the order of the score's; NaN where there is no value.
+    """
+
+    name: str
+    minimize: bool
+    mean: Number
+    se: Number
+    per_prompt: tuple[Number, ...] = ()
+
+    @property
+    def upward(self) -> Score:
+        """The objective as a score of which the larger is better: minimized values are negated."""
+        known = sum(not isnan(value) for value in self.per_prompt)
+        if not self.minimize:
+            return Score(self.mean, self.se, known, self.per_prompt)
+        return Score(-self.mean, self.se, known, tuple(-value for value in self.per_prompt))
+
+
+@dataclass(frozen=True)
 class Score:
     """Fitness of one agent in one round.
 
@@ -176,12 +203,25 @@ class Score:
         n: Number of prompts.
         per_prompt: Mean reward of each prompt, NaN if all reward functions abstained. All agents
             have the same prompts in the same order, so scores can be compared in pairs.
+        further: The other objectives of `evolve.fitness.objectives`, of which fitness is the first;
+            empty in a run with one goal.
     """
 
     mean: Number
     se: Number
     n: int
     per_prompt: tuple[Number, ...] = ()
+    further: tuple[Objective, ...] = ()
+
+    @property
+    def goals(self) -> tuple[Score, ...]:
+        """All objectives as scores of which the larger is better; fitness is the first."""
+        return (self, *(one.upward for one in self.further))
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every objective is a finite number."""
+        return all(isfinite(one.mean) for one in (self, *self.further))
 
 
 @dataclass(frozen=True)

@@ -392,7 +392,7 @@ def _replay(
             env.prompts("test", fitness.test_prompts),
             samples=samples,
             temperature=fitness.temperature,
-            reward=fitness.reward,
+            reward=fitness.counted,
             stream=("test",),
         )
     )

@@ -27,12 +27,14 @@ class Comparison:
         prompts: Shared prompts for which both have a reward.
         p: Probability of at least this difference between equally good agents; 1 if the first
             agent is not ahead.
+        objective: Name of the further objective that was compared; empty for fitness.
     """
 
     difference: float
     error: float
     prompts: int
     p: float
+    objective: str = ""
 
     def significant(self, level: float) -> bool:
         """Return whether the first agent is ahead with a p-value of at most `level`."""

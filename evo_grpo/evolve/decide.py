@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from evo_grpo.evolve.compare import Comparison, compare
 from evo_grpo.evolve.explore.step import lower_lr
 from evo_grpo.evolve.generation import Generation, check_plan, next_generation
+from evo_grpo.evolve.goals import ahead, ranked
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.settle import Settled, settle
 from evo_grpo.schema.shown import shown_value
@@ -174,17 +175,20 @@ def why_collapsed(
     if kl > KL_LIMIT:
         return f"its KL divergence from the reference is {kl:.3g} nats per token"
     equal_rewards = last and score.n > 1 and len(set(score.per_prompt)) == 1
-    if (dead_steps or equal_rewards) and compare(best, score).significant(COLLAPSE_LEVEL):
-        evidence = (
-            f"all groups of its last {dead_steps} steps"
-            if dead_steps
-            else "all prompts of its last evaluation"
-        )
-        return (
-            f"{evidence} had equal rewards, so it can no longer learn, and it is behind the best"
-            f"{difference_text(compare(best, score))}"
-        )
-    return ""
+    if not (dead_steps or equal_rewards):
+        return ""
+    behind = ahead(best, score, COLLAPSE_LEVEL)
+    if not behind.significant(COLLAPSE_LEVEL):
+        return ""
+    evidence = (
+        f"all groups of its last {dead_steps} steps"
+        if dead_steps
+        else "all prompts of its last evaluation"
+    )
+    return (
+        f"{evidence} had equal rewards, so it can no longer learn, and it is behind the best"
+        f"{difference_text(behind)}"
+    )
 
 
 def _usable(standing: Standing) -> bool:
@@ -219,13 +223,10 @@ def _restored(
     round: int,
 ) -> tuple[Generation, list[Decision]]:
     """Replace the worst agents of a generation by the best agent ever, at lower learning rates."""
-
-    def fitness(place: int) -> float:
-        score = scores[generation.parents[place]]
-        return -math.inf if score is None else score.mean
-
-    order = sorted(range(len(generation.members)), key=lambda i: (fitness(i), -i))
-    chosen = sorted(order[: len(RESTORED_LR)])
+    present = [scores[parent] for parent in generation.parents]
+    order = list[int](ranked(present, strategy.significance))
+    order += [place for place in range(len(present)) if place not in order]
+    chosen = sorted(order[-len(RESTORED_LR) :])
     agents = [generation.slots[place] for place in chosen]
     copies, restored = _copies_of_archive(
         archive, agents, strategy, decline, round, generation.next_id
@@ -298,35 +299,35 @@ def _decisions(
         if standing.collapsed and sources.get(standing.slot) != standing.slot:
             agent = standing.slot
             found.append(_decision("collapsed", agent, None, None, _why(standing)))
-    for position, ahead in settled.copies.items():
+    for position, lead in settled.copies.items():
         agent, parent = agents[position], agents[parents[position]]
         lr = shown_value(hparams[agent].lr, 2)
         text = f"agent {agent} took agent {parent}'s weights at lr {lr}"
-        found.append(_decision("copied", agent, parent, ahead, text))
-    for position, (parent, ahead) in settled.kept.items():
+        found.append(_decision("copied", agent, parent, lead, text))
+    for position, (parent, lead) in settled.kept.items():
         agent = agents[position]
         text = (
             f"agent {agent} kept its weights, since agent {agents[parent]} is not significantly "
             "ahead"
         )
-        found.append(_decision("kept", agent, agents[parent], ahead, text))
+        found.append(_decision("kept", agent, agents[parent], lead, text))
     for position, compared in settled.left.items():
         agent = agents[position]
         if compared is None:
             if not standings[position].collapsed:
                 found.append(_failed(agent))
             continue
-        other, ahead = agents[compared[0]], compared[1]
+        other, lead = agents[compared[0]], compared[1]
         room = len(generation.slots)
         places = f"{room} places" if room > 1 else "one place"
         text = f"agent {agent} left, since the next round has {places} for {len(agents)} agents"
-        text += ", and " + _why_left(other, ahead, scores[position], scores[compared[0]], strategy)
-        found.append(_decision("left", agent, other, ahead, text))
+        text += ", and " + _why_left(other, lead, scores[position], scores[compared[0]], strategy)
+        found.append(_decision("left", agent, other, lead, text))
     return found
 
 
 def _why_left(
-    other: Slot, ahead: Comparison, own: Score | None, its: Score | None, strategy: Strategy
+    other: Slot, lead: Comparison, own: Score | None, its: Score | None, strategy: Strategy
 ) -> str:
     """Return why an agent left and not `other`, the last of those that stay.
 
@@ -337,9 +338,9 @@ def _why_left(
     def counts(found: Comparison) -> bool:
         return found.difference > 0 if level is None else found.significant(level)
 
-    if counts(ahead):
+    if counts(lead):
         return f"agent {other}, which stays, is ahead"
-    if own is not None and its is not None and counts(compare(own, its)):
+    if own is not None and its is not None and counts(ahead(own, its, level)):
         return f"the selection kept agent {other}, which is behind"
     how = "by lot" if isinstance(strategy.selector, TournamentSelection) else "by the selection"
     return f"its tie with agent {other}, which stays, was decided {how}"
@@ -354,20 +355,21 @@ def _failed(agent: Slot) -> Decision:
     return _decision("left", agent, None, None, text)
 
 
-def difference_text(ahead: Comparison) -> str:
+def difference_text(lead: Comparison) -> str:
     """Return a comparison as the end of a sentence; empty if no prompt is shared."""
-    if ahead.prompts == 0:
+    if lead.prompts == 0:
         return ""
-    error = "" if math.isnan(ahead.error) else f" ± {ahead.error:.2f}"
-    shared = "shared prompt" if ahead.prompts == 1 else "shared prompts"
-    return f": {ahead.difference:+.2f}{error} on {ahead.prompts} {shared}"
+    error = "" if math.isnan(lead.error) else f" ± {lead.error:.2f}"
+    shared = "shared prompt" if lead.prompts == 1 else "shared prompts"
+    goal = f" in {lead.objective}" if lead.objective else ""
+    return f": {lead.difference:+.2f}{error}{goal} on {lead.prompts} {shared}"
 
 
 def _decision(
-    kind: str, agent: Slot, other: Slot | None, ahead: Comparison | None, text: str
+    kind: str, agent: Slot, other: Slot | None, lead: Comparison | None, text: str
 ) -> Decision:
     """Return a decision; its sentence ends with the comparison that it is based on."""
-    if ahead is None:
+    if lead is None:
         return Decision(kind, agent, other, math.nan, math.nan, 0, text)
-    sentence = text + difference_text(ahead)
-    return Decision(kind, agent, other, ahead.difference, ahead.error, ahead.prompts, sentence)
+    sentence = text + difference_text(lead)
+    return Decision(kind, agent, other, lead.difference, lead.error, lead.prompts, sentence)

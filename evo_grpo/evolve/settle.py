@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from evo_grpo.evolve.compare import Comparison, compare
+from evo_grpo.evolve.compare import Comparison
+from evo_grpo.evolve.goals import ahead, ranked
 from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.types import Position
 
@@ -45,6 +45,10 @@ def settle(
     not significantly better than that agent, the agent keeps its weights instead. Then an agent
     that would leave replaces one that stays if it is significantly better.
 
+    With several goals, one agent is significantly better than another if it dominates it, and each
+    copy overwrites the agent that the plan names: the agents have no order in which one is the
+    best. See `evolve.goals`.
+
     Args:
         plan: The plan of a selection.
         scores: Latest fitness by position; None for an agent that cannot be ranked. Such an agent
@@ -60,11 +64,11 @@ def settle(
         Offspring(position, parents[position], position in elites) for position in sorted(parents)
     )
     copies = {
-        position: _compared(scores, parent, position)
+        position: _compared(scores, parent, position, level)
         for position, parent in parents.items()
         if position != parent
     }
-    return Settled(new, copies, kept, _left(parents, scores))
+    return Settled(new, copies, kept, _left(parents, scores, level))
 
 
 def _supported(
@@ -74,19 +78,26 @@ def _supported(
     level: float,
 ) -> tuple[dict[Position, Position], dict[Position, tuple[Position, Comparison]]]:
     survivors = {position for position, parent in planned.items() if position == parent}
-    order = _ranked(scores)
+    order = ranked(scores, level)
+    several = any(score is not None and score.further for score in scores)
     waiting = [position for position in order if position not in survivors]
     every = map(Position, range(len(scores)))
     unranked = [p for p in every if p not in survivors and p not in order]
     parents = {position: position for position in survivors}
     kept: dict[Position, tuple[Position, Comparison]] = {}
-    for parent in (parent for position, parent in planned.items() if position != parent):
-        if not waiting:
+    for target, parent in planned.items():
+        if target == parent:
+            continue
+        if several:
+            position = target
+            waiting = [one for one in waiting if one != target]
+        elif not waiting:
             # Only agents that cannot be ranked are left to be overwritten.
             parents[unranked.pop(0)] = parent
             continue
-        position = waiting.pop(0)
-        found = _compared(scores, parent, position)
+        else:
+            position = waiting.pop(0)
+        found = _compared(scores, parent, position, level)
         if found is None or found.significant(level):
             parents[position] = parent
         else:
@@ -97,7 +108,7 @@ def _supported(
     parents_of_copies = {parent for position, parent in parents.items() if position != parent}
     movable = [p for p in reversed(order) if p in survivors - elites - parents_of_copies]
     for weak, strong in zip(movable, waiting, strict=False):
-        found = _compared(scores, strong, weak)
+        found = _compared(scores, strong, weak, level)
         if found is None or not found.significant(level):
             break
         del parents[weak]
@@ -107,31 +118,21 @@ def _supported(
 
 
 def _left(
-    parents: Mapping[Position, Position], scores: Sequence[Score | None]
+    parents: Mapping[Position, Position], scores: Sequence[Score | None], level: float | None
 ) -> dict[Position, tuple[Position, Comparison] | None]:
-    staying = [position for position in _ranked(scores) if parents.get(position) == position]
+    staying = [position for position in ranked(scores, level) if parents.get(position) == position]
     left: dict[Position, tuple[Position, Comparison] | None] = {}
     for number in range(len(scores)):
         position = Position(number)
         if position in parents:
             continue
-        found = _compared(scores, staying[-1], position) if staying else None
+        found = _compared(scores, staying[-1], position, level) if staying else None
         left[position] = None if found is None else (staying[-1], found)
     return left
 
 
-def _ranked(scores: Sequence[Score | None]) -> list[Position]:
-    """Return the positions of agents that can be ranked, best first, ties by position."""
-    means = {
-        Position(number): score.mean
-        for number, score in enumerate(scores)
-        if score is not None and math.isfinite(score.mean)
-    }
-    return sorted(means, key=lambda position: (-means[position], position))
-
-
 def _compared(
-    scores: Sequence[Score | None], first: Position, second: Position
+    scores: Sequence[Score | None], first: Position, second: Position, level: float | None
 ) -> Comparison | None:
     one, other = scores[first], scores[second]
-    return None if one is None or other is None else compare(one, other)
+    return None if one is None or other is None else ahead(one, other, level)

@@ -20,8 +20,8 @@ from evo_grpo.evolve.compare import compare
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.settings import FitnessConfig
-from evo_grpo.settings.evolve import FitnessReward
-from evo_grpo.types import Score, Slot
+from evo_grpo.settings.evolve import TOKENS, FitnessReward, ObjectiveConfig
+from evo_grpo.types import Objective, Score, Slot
 
 RACE_LEVEL = 0.1
 """Two agents count as separated if the p-value of a paired test is at most this level."""
@@ -47,7 +47,7 @@ class Evaluation:
     looks: int = 1
 
 
-def evaluate(
+def evaluate(  # noqa: PLR0913 -- what is measured, and how, one argument each
     cohort: Cohort,
     env: Environment[StartT],
     slots: Sequence[int | None],
@@ -57,13 +57,15 @@ def evaluate(
     temperature: float,
     stream: Sequence[str | int],
     reward: FitnessReward = None,
+    further: Sequence[ObjectiveConfig] = (),
 ) -> list[Evaluation]:
     """Evaluate many policies on the same P starts with the same draws, each under its prompt.
 
     Starts are prompts, or seeds of episodes; a slot of None is the base model without an adapter.
     All policies sample with `temperature`, whatever the agents train with, and without top-k or
-    top-p; 0 is greedy. `stream` is the path of the random stream that all policies share, and
-    `reward` is `evolve.fitness.reward`: the rewards that count.
+    top-p; 0 is greedy. `stream` is the path of the random stream that all policies share.
+    `reward` are the rewards that fitness counts, as in `evolve.fitness.reward`, and `further` the
+    objectives that are measured beside it.
 
     Returns:
         One evaluation per entry of `slots`, of `samples` completions or episodes per start.
@@ -83,8 +85,24 @@ def evaluate(
             # NaN logits cannot select a token, so these completions do not come from the policy.
             rewards = np.full_like(rewards, np.nan)
         score = summarise(rewards, len(prompts))
+        if further:
+            goals = (measured(env, experience, one, len(prompts)) for one in further)
+            score = replace(score, further=tuple(goals))
         results.append(Evaluation(score, experience, rewards, experience.tokens))
     return results
+
+
+def measured(
+    env: Environment[StartT], experience: Experience, objective: ObjectiveConfig, prompts: int
+) -> Objective:
+    """Return an objective as the completions or episodes of one policy on P prompts reach it."""
+    if objective.name == TOKENS:
+        counts = [math.nan if t.error else t.sampled for t in experience.trajectories]
+        values = np.array(counts, dtype=np.float64)
+    else:
+        values = weighted(*fitness_rewards(env, experience.rewards, objective.name))
+    found = summarise(values, prompts)
+    return Objective(objective.name, objective.minimize, found.mean, found.se, found.per_prompt)
 
 
 def evaluate_here(
@@ -107,7 +125,8 @@ def evaluate_here(
             samples=fitness.per_prompt(fitness.samples),
             temperature=fitness.temperature,
             stream=stream,
-            reward=fitness.reward,
+            reward=fitness.counted,
+            further=fitness.further,
         )
         found |= dict(zip(shard, results, strict=True))
     return found

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.population.children import Pair, TryChild, child_to_try, with_child
+from evo_grpo.evolve.goals import best_first
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.recombine import (
     add_child,
@@ -327,7 +326,7 @@ def set_scores(this: Round, scores: Mapping[Slot, Score | None]) -> None:
 
 def _score(tally: Tally, result: Evaluation) -> Score | None:
     """Return a fitness, None if the agent's update or its evaluation was not finite."""
-    return result.score if not tally.failed and np.isfinite(result.score.mean) else None
+    return result.score if not tally.failed and result.score.is_finite else None
 
 
 def next_member(cohort: Cohort, record: RoundRecord) -> int:
@@ -406,8 +405,8 @@ def next_slots(record: RoundRecord) -> tuple[Slot, ...]:
 def _archive_best(cohort: Cohort, scores: Mapping[Slot, Score | None]) -> None:
     """Copy the best agent of a round into the archive if it is better than all earlier agents."""
     ranked = [(slot, score) for slot, score in scores.items() if score is not None]
-    for slot, score in sorted(ranked, key=lambda pair: -pair[1].mean)[:1]:
-        if cohort.archive is None or score.mean > cohort.archive.history[-1].mean:
+    for slot, score in sorted(ranked, key=lambda pair: best_first(pair[1]))[:1]:
+        if cohort.archive is None or best_first(score) < best_first(cohort.archive.history[-1]):
             cohort.put_into_archive(slot, score)
 
 

@@ -120,7 +120,8 @@ class DatabaseReader:
         config, id = read_config(self._run), read_inputs_of(self._run).id
         self.id = self.id or study_name(config, id)
         self._storage = connect(self._url)
-        study = open_study(self._storage, self.id, study_attributes(config, id))
+        further = config.evolve.fitness.further
+        study = open_study(self._storage, self.id, study_attributes(config, id), further)
         self._lineage = Lineage(study, config.search_space())
         return self._lineage
 

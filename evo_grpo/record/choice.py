@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evo_grpo.errors import CheckpointError, ConfigError
-from evo_grpo.record.family import best_agent, best_ever
+from evo_grpo.record.family import best_agent, best_ever, front
 from evo_grpo.record.folder import continuing
 from evo_grpo.record.names import BEST
 from evo_grpo.record.view import RunView, view_of
 from evo_grpo.record.winner import SelectedAgent, select, winner_files
+from evo_grpo.schema.problems import nearest
+from evo_grpo.schema.validation import is_number
 
 if TYPE_CHECKING:
     from evo_grpo.record.records import AgentRecord, RoundRecord
@@ -88,6 +90,7 @@ def choose_of(
     round: int | None = None,
     *,
     best_ever: bool = False,
+    prefer: Mapping[str, float] | None = None,
 ) -> ChosenAgent:
     """Find an agent of a run that has a checkpoint; the winner if no agent is named.
 
@@ -101,6 +104,7 @@ def choose_of(
         member: One life of an agent, by its id.
         round: The agent as it was after this round (0-based); None takes its last one.
         best_ever: Take the agent with the greatest fitness of all rounds.
+        prefer: Take an agent of the front by weights of the objectives; see `preferred`.
 
     Raises:
         RunNotFoundError: `run` is not a run folder.
@@ -109,12 +113,13 @@ def choose_of(
         ConfigError: There is no such agent, member or round, or more than one agent is named.
     """
     named = {"agent": agent is not None, "member": member is not None, "best ever": best_ever}
+    named["prefer"] = prefer is not None
     given = [name for name, is_given in named.items() if is_given]
-    if best_ever and round is not None:
+    if (best_ever or prefer is not None) and round is not None:
         given.append("round")
     if len(given) > 1:
         raise ConfigError(
-            f"choice of an agent: expected one of agent, member and best ever, got "
+            f"choice of an agent: expected one of agent, member, best ever and prefer, got "
             f"{' and '.join(given)}; leave all but one out"
         )
     view = view_of(run)
@@ -128,10 +133,62 @@ def choose_of(
         assert view.winner is not None, "checked above"
         files = _winner_files(view, view.winner)
         return ChosenAgent(folder, view, view.winner, files)
-    record = _best_ever(rounds) if best_ever else _named(rounds, agent, member, round)
+    if prefer is not None:
+        record = preferred(view, prefer)
+    else:
+        record = _best_ever(rounds) if best_ever else _named(rounds, agent, member, round)
     found = select("ever" if best_ever else "named", rounds, record)
     files = rounds[record.round].files_of(str(record.checkpoint))
     return _where_it_is(ChosenAgent(folder, view, found, files))
+
+
+def preferred(view: RunView, weights: Mapping[str, float]) -> AgentRecord:
+    """Return the agent of a run's front with the greatest weighted sum of its objectives.
+
+    Each objective is normalised on the front: the best agent in it has 1, the worst 0. Of equal
+    sums the one with the greater fitness is taken.
+
+    Args:
+        view: The run, with several objectives.
+        weights: Objective -> weight, each in [0, 1], together at most 1. The objectives without a
+            weight share the rest equally.
+
+    Raises:
+        ConfigError: The run has one goal, there is no such objective, or a weight is out of range.
+    """
+    settings = view.settings
+    names = [] if settings is None else [o.name for o in settings.evolve.fitness.objectives]
+    best = front(view.rounds)
+    if not names or not best:
+        raise ConfigError(
+            "prefer: expected a run with evolve.fitness.objectives, got one with one goal; leave "
+            "prefer out, and the winner is taken"
+        )
+    for name, weight in weights.items():
+        if name not in names:
+            near = nearest(name, names)
+            hint = "" if near is None else f"; did you mean {near!r}?"
+            raise ConfigError(
+                f"prefer: expected one of the objectives {', '.join(names)}, got {name!r}{hint}"
+            )
+        if not (is_number(weight) and 0 <= weight <= 1):
+            raise ConfigError(f"prefer: expected a weight from 0 to 1 for {name}, got {weight!r}")
+    total = sum(weights.values())
+    others = [name for name in names if name not in weights]
+    if not weights or total > 1 + 1e-9 or (total == 0 and not others):
+        raise ConfigError(
+            f"prefer: expected weights above 0 that are together at most 1, got {total:g} for "
+            f"{', '.join(weights) or 'no objective'}; objectives without a weight share the rest"
+        )
+    rest = {name: (1 - total) / len(others) for name in others}
+    goals = [[goal.mean for goal in one.score.goals] for one in best if one.score is not None]
+    sums = [0.0] * len(best)
+    for name, values in zip(names, zip(*goals, strict=True), strict=True):
+        span = max(values) - min(values)
+        for index, value in enumerate(values if span > 0 else ()):
+            weight = weights.get(name, rest.get(name, 0.0))
+            sums[index] += weight * (value - min(values)) / span
+    return best[sums.index(max(sums))]
 
 
 def _winner_files(view: RunView, winner: SelectedAgent) -> dict[str, str]:

@@ -57,6 +57,13 @@ def values(hparams: Hparams, names: Sequence[str]) -> dict[str, Value | None]:
     return {name: hparams.get(name) for name in names}
 
 
+def objectives(rounds: Sequence[RoundRecord]) -> dict[str, str]:
+    """Return the objectives of a run beside fitness by name, each with its column in tables."""
+    found = (agent.score for record in rounds for agent in record.agents)
+    score = next((score for score in found if score is not None), None)
+    return {} if score is None else {one.name: f"objective_{one.name}" for one in score.further}
+
+
 def fitness(agent: AgentRecord) -> float:
     """Return an agent's fitness, NaN if it failed."""
     return agent.score.mean if agent.score is not None and agent.state == "ok" else math.nan

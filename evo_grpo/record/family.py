@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from evo_grpo.errors import RunNotFoundError
+from evo_grpo.evolve.goals import best_first, fronts, ranked
 from evo_grpo.record.columns import fitness
 
 if TYPE_CHECKING:
@@ -112,10 +113,14 @@ def ancestry(rounds: Sequence[RoundRecord], member: int) -> list[AgentRecord]:
     return path[::-1]
 
 
-def order(agent: AgentRecord) -> tuple[float, int]:
-    """Return a key that sorts the agents of a round: best first, failed agents last."""
-    own = fitness(agent)
-    return math.inf if math.isnan(own) else -own, agent.agent
+def order(agent: AgentRecord) -> tuple[float, ...]:
+    """Return a key that sorts the agents of a round: best first, failed agents last.
+
+    Agents of equal fitness are ordered by their further objectives, then by number.
+    """
+    if agent.score is None or math.isnan(fitness(agent)):
+        return math.inf, agent.agent
+    return *best_first(agent.score), agent.agent
 
 
 def best_agent(record: RoundRecord) -> AgentRecord | None:
@@ -147,7 +152,33 @@ def best_ever(rounds: Sequence[RoundRecord]) -> AgentRecord | None:
     It is its record in the round with that fitness; None if no agent has a finite fitness.
     """
     best = [one for record in rounds if (one := best_agent(record)) is not None]
-    return max(best, key=fitness, default=None)
+    return min(best, key=lambda one: order(one)[:-1], default=None)
+
+
+def front(rounds: Sequence[RoundRecord]) -> tuple[AgentRecord, ...]:
+    """Return the front of a run: agents after a round, by fitness, none of which dominates another.
+
+    One agent dominates another if its means are better in one objective and worse in none. The
+    front takes in each round and keeps as many agents as play the first round: those with the
+    greatest crowding distance (`evolve.goals`), first the best of each objective. Of agents with
+    equal means it keeps the first. In a run with one goal it is empty.
+    """
+    kept: list[AgentRecord] = []
+    for record in rounds:
+        several = (one for one in record.agents if one.score is not None and one.score.further)
+        for agent in several:
+            if all(_means(agent) != _means(one) for one in kept):
+                kept.append(agent)
+        scores = [agent.score for agent in kept]
+        order_of_kept = ranked(scores, None)
+        first = [score for score in scores if score is not None]
+        size = len(fronts(first, None)[0]) if first else 0
+        kept = [kept[index] for index in sorted(order_of_kept[: min(size, len(rounds[0].agents))])]
+    return tuple(sorted(kept, key=order))
+
+
+def _means(agent: AgentRecord) -> tuple[float, ...]:
+    return () if agent.score is None else best_first(agent.score)
 
 
 def founders(rounds: Sequence[RoundRecord]) -> dict[int, int]:

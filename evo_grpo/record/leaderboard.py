@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from evo_grpo.evolve.compare import compare
 from evo_grpo.record import columns
-from evo_grpo.record.family import order
+from evo_grpo.record.family import front, order
 from evo_grpo.record.files import atomic_write
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.names import LEADERBOARD
@@ -67,6 +67,9 @@ def from_records(
         - left: the round after which it left, missing for agents that did not
         - fitness and fitness_se: its score on the validation prompts of `round`; fitness_se is NaN
           from a single sample. A mean played no round: its fitness is its `final`
+        - only in a run with several objectives: objective_NAME and objective_NAME_se, the score in
+          each further objective on the same prompts; front, whether the agent, as it was then, is
+          on the front of the run (`record.family.front`)
         - tie: whether a paired test cannot separate it from the first row; missing for the first
           row, and for agents that were not tested on the same prompts as the first
         - final and final_se: its score in the final comparison, on validation prompts with new
@@ -79,13 +82,18 @@ def from_records(
           mean
         - checkpoint, relative to the run folder
 
-        An agent that won as it was after an earlier round has the values of that round. Equal runs
+        An agent that won as it was after an earlier round has the values of that round. With
+        several objectives, the agents of the front follow the winner, each as it was when it
+        reached the front; an agent that did so in several rounds, or has trained on since, has
+        more than one row. Equal runs
         are equal in every column except wall_seconds.
     """
-    names = columns.hyperparameters(rounds)
+    names, goals = columns.hyperparameters(rounds), columns.objectives(rounds)
     types = {
         **dict.fromkeys(("rank", "agent", "member", "parent", "round", "left"), "Int64"),
         **dict.fromkeys(("fitness", "fitness_se"), "float64"),
+        **{f"{column}{end}": "float64" for column in goals.values() for end in ("", "_se")},
+        **({"front": "boolean"} if goals else {}),
         "tie": "boolean",
         # Nullable: NaN is not equal to itself, and rows of equal runs are.
         **dict.fromkeys(("final", "final_se", "test", "test_se"), "Float64"),
@@ -107,33 +115,39 @@ def leaderboard_rows(
     if not rounds:
         return []
     latest: dict[int, AgentRecord] = {}
-    tokens: dict[int, int] = {}
-    seconds: dict[int, float] = {}
+    spent: dict[int, tuple[int, float]] = {}
     for record in rounds:
         for agent in record.agents:
             latest[agent.agent] = agent
-            tokens[agent.agent] = tokens.get(agent.agent, 0) + agent.tokens
-            seconds[agent.agent] = seconds.get(agent.agent, 0.0) + agent.wall_seconds
+            tokens, seconds = spent.get(agent.agent, (0, 0.0))
+            spent[agent.agent] = tokens + agent.tokens, seconds + agent.wall_seconds
     winner, last = winner_of(rounds, summary), rounds[-1]
     won = None if winner is None else winner.agent
     if winner is not None and winner.agent is not None:
         latest[winner.agent] = winner.record
+    best = {(one.agent, one.round): one for one in front(rounds)}
     playing = {one.agent for one in last.members or last.agents}
+
+    def on_front(agent: AgentRecord) -> bool:
+        return (agent.agent, agent.round) in best
 
     def left(agent: AgentRecord) -> bool:
         gone = agent.round < last.round or agent.agent not in playing
-        return gone and agent.agent != won
+        return gone and agent.agent != won and not (on_front(agent) and agent.agent in playing)
 
     def place(agent: AgentRecord) -> tuple[Any, ...]:
+        if best:  # the first of the front is the winner
+            return not on_front(agent), not on_front(agent) and left(agent), order(agent)
         return agent.agent != won, left(agent), -agent.round, order(agent)
 
-    names = columns.hyperparameters(rounds)
+    names, goals = columns.hyperparameters(rounds), columns.objectives(rounds)
     rows = [] if winner is None or winner.agent is not None else [_mean(winner, last, names)]
     finalists = {
         (one.agent, one.record.round): one
         for one in (*rivals_of(rounds, summary), *([] if winner is None else [winner]))
     }
-    for agent in sorted(latest.values(), key=place):
+    shown = [*latest.values(), *(one for one in best.values() if one is not latest[one.agent])]
+    for agent in sorted(shown, key=place):
         one = finalists.get((agent.agent, agent.round))
         rows.append(
             {
@@ -143,12 +157,14 @@ def leaderboard_rows(
                 "round": agent.round,
                 "left": agent.round if left(agent) else None,
                 **_score("fitness", agent.score if agent.state == "ok" else None),
+                **_goals(agent, goals),
+                **({"front": on_front(agent)} if goals else {}),
                 "tie": tied(winner, agent) if one in (None, winner) else one.tie,
                 **_score("final", None if one is None else one.final),
                 **_score("test", None if one is None else one.test),
                 **_values(agent, names),
-                "tokens": tokens[agent.agent],
-                "wall_seconds": seconds[agent.agent],
+                "tokens": spent[agent.agent][0],
+                "wall_seconds": spent[agent.agent][1],
                 "checkpoint": agent.checkpoint,
             }
         )
@@ -161,8 +177,10 @@ def order_text(rows: Sequence[Mapping[str, Any]]) -> str:
     if known == sorted(known, reverse=True):
         return ""
     return (
-        "Order: the winner, the other agents of the last round by fitness, then those that left, "
-        "the latest first."
+        "Order: the winner, the rest of the front, then the other agents, by fitness."
+        if "front" in rows[0]
+        else "Order: the winner, the other agents of the last round by fitness, then those that "
+        "left, the latest first."
     )
 
 
@@ -189,6 +207,17 @@ def _mean(winner: SelectedAgent, last: RoundRecord, names: Sequence[str]) -> dic
 def _score(name: str, score: Score | None) -> dict[str, float | None]:
     mean, error = (None, None) if score is None else (score.mean, score.se)
     return {name: _known(mean), f"{name}_se": _known(error)}
+
+
+def _goals(agent: AgentRecord, goals: Mapping[str, str]) -> dict[str, float | None]:
+    """Return the further objectives of an agent by column, with their standard errors."""
+    found = {} if agent.score is None else {one.name: one for one in agent.score.further}
+    cells: dict[str, float | None] = {}
+    for name, column in goals.items():
+        one = found.get(name)
+        cells[column] = None if one is None else _known(one.mean)
+        cells[f"{column}_se"] = None if one is None else _known(one.se)
+    return cells
 
 
 def _values(agent: AgentRecord, names: Sequence[str]) -> dict[str, Value | None]:

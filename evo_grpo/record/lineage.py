@@ -33,10 +33,11 @@ class Lineage:
     """The trials of a run.
 
     The parameters of a trial are lr, beta, clip_coef, group_size and all other hyperparameters that
-    may mutate, a clip pair as clip_low and clip_high. The value is the fitness; the trial of a
-    failed agent has state FAIL and no value. A trial starts and ends with its round, since all
-    agents of a round train together. The intermediate values are the mean training rewards of the
-    steps, by the number of the step in the run. The user attributes are:
+    may mutate, a clip pair as clip_low and clip_high. The value is the fitness, followed by the
+    further objectives in a run with several; the trial of a failed agent has state FAIL and no
+    value. A trial starts and ends with its round, since all agents of a round train together. The
+    intermediate values are the mean training rewards of the steps, by the number of the step in the
+    run. The user attributes are:
 
     - agent, round, member, parent (a member id), seed, hparams (all of them), fitness_se, reason
       (why it failed), adapter_sha256, checkpoint (relative to the run folder)
@@ -163,8 +164,13 @@ class Lineage:
     def _best_before(self, member: int | None, round: int) -> FrozenTrial | None:
         """Return the trial of a member with the best fitness before a round; ties: the first."""
         life = self._by_member[member]
-        ranked = [t for number, t in life.items() if number < round and t.value is not None]
-        return max(ranked, key=lambda trial: trial.value or 0.0, default=None)
+        ranked = [t for number, t in life.items() if number < round and t.values is not None]
+        signs = [1 if one.name == "MINIMIZE" else -1 for one in self.study.directions]
+
+        def place(trial: FrozenTrial) -> list[float]:
+            return [sign * value for sign, value in zip(signs, trial.values, strict=True)]
+
+        return min(ranked, key=place, default=None)
 
 
 @dataclass(frozen=True)
@@ -278,14 +284,17 @@ def _trial_of(
         "seed": agent.seed,
         "hparams": agent.hparams.to_dict(),
         "fitness_se": None if score is None else _finite(score.se),
+        **{f"{o.name}_se": _finite(o.se) for o in (() if score is None else score.further)},
         "reason": agent.reason,
         **_metrics(agent),
     }
     if agent.second_parent is not None:
         attributes["second_parent"] = agent.second_parent
-    fitness = _finite(score.mean) if score is not None and agent.state == "ok" else None
+    values: list[float] | None = None
+    if score is not None and agent.state == "ok" and score.is_finite:
+        values = [one.mean for one in (score, *score.further)]
     times = record.started, record.ended
-    return _finished(fitness, space.parameters(agent.hparams), attributes, times, _steps(agent))
+    return _finished(values, space.parameters(agent.hparams), attributes, times, _steps(agent))
 
 
 def _mean_trial(
@@ -310,7 +319,7 @@ def _mean_trial(
         "reason": "",
     }
     times = last.ended, last.ended
-    return _finished(score.mean, space.parameters(hparams), attributes, times)
+    return _finished([score.mean], space.parameters(hparams), attributes, times)
 
 
 def _same_trial(trial: FrozenTrial, other: FrozenTrial) -> bool:
@@ -333,21 +342,21 @@ def _same_result(trial: FrozenTrial, other: FrozenTrial) -> bool:
 
 
 def _finished(
-    fitness: float | None,
+    values: list[float] | None,
     parameters: tuple[dict[str, Value], dict[str, BaseDistribution]],
     attributes: Mapping[str, object],
     times: tuple[float | None, float | None],
     steps: dict[int, float] | None = None,
 ) -> FrozenTrial:
-    """Return a finished trial, in state FAIL if `fitness` is None.
+    """Return a finished trial, in state FAIL if `values` is None.
 
     `times` are its start and end in seconds since 1970; if one is None, both are the present time.
     """
     from optuna.trial import TrialState, create_trial
 
     trial = create_trial(
-        state=TrialState.FAIL if fitness is None else TrialState.COMPLETE,
-        values=None if fitness is None else [fitness],
+        state=TrialState.FAIL if values is None else TrialState.COMPLETE,
+        values=values,
         params=parameters[0],
         distributions=parameters[1],
         user_attrs=dict(attributes),

@@ -208,13 +208,18 @@ def outline(record: RoundRecord) -> RoundRecord:
     agents = tuple(
         replace(
             agent,
-            score=None if agent.score is None else replace(agent.score, per_prompt=()),
+            score=None if agent.score is None else _without_prompts(agent.score),
             metrics={k: v for k, v in agent.metrics.items() if k == "zero_variance"},
             step_rewards=(),
         )
         for agent in record.agents
     )
     return replace(record, agents=agents, decisions=(), files={}, seconds={})
+
+
+def _without_prompts(score: Score) -> Score:
+    further = tuple(replace(one, per_prompt=()) for one in score.further)
+    return replace(score, per_prompt=(), further=further)
 
 
 def to_json(record: RoundRecord | Amendment) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""Policies for deleting old checkpoints. Those for a resume and the best agent ever are kept."""
+"""Policies for deleting old checkpoints. Those for a resume, the best ever and the front stay."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from evo_grpo.record.family import best_agent
+from evo_grpo.record.family import best_agent, front
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +20,7 @@ def kept_checkpoints(rounds: Sequence[RoundRecord], policy: Retention) -> set[st
     """Return the recorded paths of the checkpoints that a policy keeps."""
     count = len(rounds) if policy == "all" else policy if isinstance(policy, int) else 1
     kept = {a.checkpoint for record in rounds[-count:] for a in record.agents}
+    kept |= {agent.checkpoint for agent in front(rounds)}
     if policy == "best":
         kept |= {best.checkpoint for record in rounds if (best := best_agent(record)) is not None}
     return {path for path in kept if path is not None}

@@ -24,6 +24,7 @@ from evo_grpo.record.names import JOURNAL, STUDY, STUDY_ASIDES
 from evo_grpo.record.plain import open_plain
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings import RunConfig
+from evo_grpo.settings.evolve import ObjectiveConfig
 from evo_grpo.settings.storage import check_driver, is_url
 
 if TYPE_CHECKING:
@@ -136,18 +137,24 @@ class FolderStudy:
             )
         if set(optuna.get_all_study_names(storage)) - {name}:
             raise ValueError("it has the study of another run")  # `_read` adds it to its warning
-        return Lineage(open_study(storage, name, attributes), self._space)
+        study = open_study(storage, name, attributes, config.evolve.fitness.further)
+        return Lineage(study, self._space)
 
 
 def open_study(
-    storage: BaseStorage, name: str, attributes: Mapping[str, Any] | None = None
+    storage: BaseStorage,
+    name: str,
+    attributes: Mapping[str, Any] | None = None,
+    further: Sequence[ObjectiveConfig] = (),
 ) -> Study:
     """Return the study of a run in a storage, created if missing.
 
-    `attributes` are the user attributes of the study; see `study_attributes`.
+    `attributes` are the user attributes of the study; see `study_attributes`. `further` are the
+    objectives beside fitness: with some, the study has several directions.
     """
     import optuna
 
+    names = [one.name for one in further]
     with _quiet():
         # Load an existing study by name: after a kill while tables were created, the database may
         # not keep names unique.
@@ -155,13 +162,20 @@ def open_study(
         if tables and name in optuna.get_all_study_names(storage):
             study = optuna.load_study(study_name=name, storage=storage)
         else:
+            directions = [one.minimize for one in further]
             study = optuna.create_study(
-                storage=storage, study_name=name, direction="maximize", load_if_exists=True
+                storage=storage,
+                study_name=name,
+                directions=[
+                    "maximize",
+                    *("minimize" if down else "maximize" for down in directions),
+                ],
+                load_if_exists=True,
             )
     if study.metric_names is None:
         # Without the decorator, which warns that the method is experimental. In the writer's thread
         # `catch_warnings` could drop a warning of the main thread: all threads share the filters.
-        unwrap(optuna.Study.set_metric_names)(study, ["fitness"])
+        unwrap(optuna.Study.set_metric_names)(study, ["fitness", *names])
     present = study.user_attrs
     for key, value in (attributes or {}).items():
         if key not in present or present[key] != value:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from evo_grpo.record.family import ancestry, best_ever, leading_agent
+from evo_grpo.record.family import ancestry, best_ever, front, leading_agent
 from evo_grpo.record.summary import score_of
 
 if TYPE_CHECKING:
@@ -74,13 +74,15 @@ def winner_of(
 ) -> SelectedAgent | None:
     """Return the winner of a finished run; before the end, the best agent of the last round.
 
-    None if no round is finished, or no agent of an unfinished run has a finite fitness.
+    With several objectives, the winner is the agent of the front with the greatest fitness. None if
+    no round is finished, or no agent of an unfinished run has a finite fitness.
     `summary` is the content of summary.json.
     """
     if not rounds:
         return None
     if summary is None:
-        best = leading_agent(rounds[-1])
+        several = front(rounds)
+        best = several[0] if several else leading_agent(rounds[-1])
         return None if best is None else select("last", rounds, best)
     best = summary["best"]
     own = next((one for one in summary["candidates"] if one["kind"] == best["kind"]), {})

@@ -174,6 +174,15 @@ def one_or_several(value: object) -> object:
     return value if isinstance(value, str) else items
 
 
+def as_list(value: object) -> object:
+    """Accept one group of settings instead of a list of one, and None instead of an empty list."""
+    if value is None:
+        return []
+    if isinstance(value, str | Mapping | Group):
+        return [cast("object", value)]
+    return list(cast("tuple[object, ...]", value)) if isinstance(value, tuple) else value
+
+
 def plain(value: object, *, levels: int = 0) -> object:
     """Accept values that YAML can hold; tuples become lists."""
     if isinstance(value, str | int):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from typing import Any
 
 from evo_grpo.evolve.explore.schedule import ScheduleExploration
+from evo_grpo.evolve.kinds import OWN
+from evo_grpo.evolve.select.pareto import ParetoSelection
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.sizes import places_by_round, planned_rows, wrong_sizes
 from evo_grpo.evolve.start import start_problems, with_first_choices
@@ -18,7 +20,14 @@ from evo_grpo.settings.adapters import adapter_problems, begins_outside
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
 from evo_grpo.settings.engine import ENGINES, EngineConfig
 from evo_grpo.settings.env import EnvConfig
-from evo_grpo.settings.evolve import EvolveConfig, FitnessConfig, search_space
+from evo_grpo.settings.evolve import (
+    FITNESS,
+    TOKENS,
+    EvolveConfig,
+    FitnessConfig,
+    ObjectiveConfig,
+    search_space,
+)
 from evo_grpo.settings.given import OBJECT
 from evo_grpo.settings.loss import level_problems
 from evo_grpo.settings.model import ModelConfig
@@ -59,6 +68,7 @@ def run_problems(
     if isinstance(evolve.exploration, ScheduleExploration):
         found = evolve.exploration.problems(with_first_choices(first, space), space)
         yield from _below(islice(found, MOST_PROBLEMS + 1), "evolve", "exploration")
+    yield from _below(objective_problems(evolve), "evolve")
     if not env.kind.startswith(OBJECT):  # an object may have prompts that no file can name
         prompts = prompt_problems(space, list(env.prompts or ()))
         yield from _below(prompts, "evolve", "hyperparameters")
@@ -74,7 +84,7 @@ def run_problems(
 def fitness_problems(space: HyperparameterConfig, fitness: FitnessConfig) -> Iterator[Problem]:
     """Yield a problem if agents would be compared by the rewards whose weights they search."""
     weights = [name for name in space.names() if name.startswith(REWARD_WEIGHT)]
-    if weights and fitness.reward is None:
+    if weights and fitness.counted is None:
         text = (
             f"missing; {weights[0]} is searched, and an agent with a larger weight would have a "
             "larger fitness for the same completions: name the reward function that measures "
@@ -102,6 +112,88 @@ def recombine_problems(evolve: EvolveConfig, size: int, engine: EngineConfig) ->
                 f"expected {off} with engine.zero, where every process would decompose each "
                 f"adapter for itself, got {got}; leave it out, or set zero to null",
             )
+
+
+def objective_problems(evolve: EvolveConfig, *, own: bool = False) -> Iterator[Problem]:
+    """Yield contradictions between the objectives and the other settings of evolution.
+
+    `own` says that an object replaces `evolve.selection`.
+    """
+    fitness, kind = evolve.fitness, OWN if own else evolve.selection.kind
+    given, path = fitness.objectives, ("fitness", "objectives")
+    if not given:
+        if kind == "pareto":
+            text = (
+                "missing; selection pareto needs two or more, for instance [exact, {name: tokens, "
+                "direction: minimize}]"
+            )
+            yield Problem(path, text)
+        return
+    yield from _below(_objectives(given), *path)
+    if kind != "pareto" and ":" not in kind:
+        text = (
+            f"expected pareto, or your own class as module:Class, with objectives, got {kind}, "
+            "which orders agents by one goal; set evolve.selection: pareto"
+        )
+        yield Problem(("selection",), text)
+    if fitness.reward is not None and given[0].name != FITNESS:
+        text = (
+            f"expected null with objectives of which the first is not {FITNESS!r}, since the first "
+            "is the fitness; remove it"
+        )
+        yield Problem(("fitness", "reward"), text)
+    if fitness.racing:
+        text = (
+            f"expected 0 with objectives, got {fitness.racing:g}: no evaluation separates agents "
+            "of a front; remove it, and raise evolve.fitness.samples"
+        )
+        yield Problem(("fitness", "racing"), text)
+    if fitness.window > 1:
+        text = (
+            f"expected 1 with objectives, whose tests compare the latest evaluation, got "
+            f"{fitness.window}; remove it"
+        )
+        yield Problem(("fitness", "window"), text)
+    if evolve.recombine != "none":
+        text = (
+            f"expected none with objectives, got {evolve.recombine}: a child has to be ahead of its "
+            "better parent, and agents of a front are not ordered; leave it out"
+        )
+        yield Problem(("recombine",), text)
+    if not evolve.archive:
+        text = "expected true with objectives, since the archive keeps the front; remove it"
+        yield Problem(("archive",), text)
+    if evolve.exploration.kind == "optuna":
+        text = "expected an exploration for several goals, got optuna; use mutate or resample"
+        yield Problem(("exploration",), text)
+
+
+def _objectives(given: Sequence[ObjectiveConfig]) -> Iterator[Problem]:
+    """Yield what is wrong with a list of objectives that is not empty."""
+    first, names = given[0], [one.name for one in given]
+    if len(given) == 1:
+        text = (
+            f"expected two or more, got {first.name!r} alone; add one, or give one goal as "
+            "evolve.fitness.reward"
+        )
+        yield Problem((), text)
+    for number, one in enumerate(given):
+        if one.name in names[:number]:
+            text = f"expected each objective once, got {one.name!r} again; remove one of them"
+            yield Problem((number, "name"), text)
+        if one.name == TOKENS and one.direction is None:
+            text = "missing; say of tokens whether more or fewer are better: maximize or minimize"
+            yield Problem((number, "direction"), text)
+        if one.name == FITNESS and number:
+            text = "expected fitness as the first objective, which is the fitness of the run"
+            yield Problem((number, "name"), text)
+    if first.name == TOKENS or first.minimize:
+        text = (
+            "expected a reward that is maximized as the first objective, which is the fitness of "
+            f"the run, got {first.name!r}{', minimized' if first.minimize else ''}; put it after "
+            "one"
+        )
+        yield Problem((0,), text)
 
 
 def _below(found: Iterable[Problem], *path: str) -> Iterator[Problem]:
@@ -302,11 +394,12 @@ def _counts(population: PopulationConfig) -> Iterator[Problem]:
 
 def _selection(population: PopulationConfig, evolve: EvolveConfig) -> Iterator[Problem]:
     selection = evolve.selection
-    if not isinstance(selection, TournamentSelection):
+    if not isinstance(selection, TournamentSelection | ParetoSelection):
         return
     if population.size == 1:
+        what = "a front" if isinstance(selection, ParetoSelection) else "a tournament"
         text = (
-            "expected at least 2 agents for a tournament, got 1; raise it, or set "
+            f"expected at least 2 agents for {what}, got 1; raise it, or set "
             "evolve.selection.kind: none"
         )
         yield Problem(("population", "size"), text)

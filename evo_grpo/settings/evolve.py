@@ -3,15 +3,17 @@
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.registry import Exploration
 from evo_grpo.evolve.select.registry import Selection
 from evo_grpo.evolve.select.tournament import TournamentSelection
-from evo_grpo.schema.group import Group, setting
+from evo_grpo.schema.group import Group, as_list, setting
 from evo_grpo.schema.hparams import MUTABLE, Factor, Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter, default_ranges
 from evo_grpo.schema.validation import is_number
@@ -40,8 +42,40 @@ def _weights(value: object) -> object:
     )
 
 
+FITNESS, TOKENS = "fitness", "tokens"
+"""Names of objectives that no reward function gives."""
 FitnessReward = Annotated[str | dict[str, float] | None, BeforeValidator(_weights)]
 Ranges = Annotated[dict[str, RLParameter] | None, BeforeValidator(_typed_ranges)]
+
+
+class ObjectiveConfig(Group):
+    """A goal of evolution. A plain string is its name: `[exact, {name: tokens, ...}]`."""
+
+    shorthand: ClassVar[str | None] = "name"
+
+    name: str = setting(
+        meaning="The measure: the name of a reward function; `fitness`, which is what "
+        "`evolve.fitness.reward` says; or `tokens`, the mean number of sampled tokens of a "
+        "completion.",
+        min_length=1,
+    )
+    direction: Literal["maximize", "minimize"] | None = setting(
+        None, "Whether larger or smaller values are better. null: `maximize`; `tokens` needs one."
+    )
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {"anyOf": [{"type": "string", "minLength": 1}, handler(core_schema)]}
+
+    @property
+    def minimize(self) -> bool:
+        """Whether smaller values are better."""
+        return self.direction == "minimize"
+
+
+Objectives = Annotated[list[ObjectiveConfig], BeforeValidator(as_list)]
 
 
 class FitnessConfig(Group):
@@ -88,12 +122,29 @@ class FitnessConfig(Group):
         "Selection, the final comparison and the test use it. null takes all reward functions with "
         "the weights of the environment. Required if a `reward_weights` is searched.",
     )
+    objectives: Objectives = setting(
+        factory=list[ObjectiveConfig],
+        meaning="Two or more goals in place of one, for `evolve.selection: pareto`: "
+        "`[exact, {name: tokens, direction: minimize}]`. The first is the fitness of the run. "
+        "Empty: fitness is the only goal.",
+    )
     correct: float | None = setting(
         None,
         "Least reward of a completion that counts as correct. With it, the end of a run also gives "
         "pass@1 and pass@k of base and winner on the test prompts, where k is `test_samples`; null "
         "gives mean rewards only.",
     )
+
+    @property
+    def counted(self) -> FitnessReward:
+        """What fitness measures: the first objective, without objectives `reward`."""
+        first = self.objectives[0].name if self.objectives else FITNESS
+        return self.reward if first == FITNESS else first
+
+    @property
+    def further(self) -> list[ObjectiveConfig]:
+        """The objectives beside fitness, which is the first."""
+        return self.objectives[1:]
 
     def per_prompt(self, samples: int) -> int:
         """Return how many of `samples` completions per prompt are sampled: one if greedy."""

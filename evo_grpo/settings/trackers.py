@@ -5,14 +5,14 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from evo_grpo.errors import EngineUnavailable
-from evo_grpo.schema.group import Group, setting
+from evo_grpo.schema.group import Group, as_list, setting
 from evo_grpo.schema.problems import Problem, Problems
 
 
@@ -99,16 +99,7 @@ class TrackerConfig(Group):
         return self
 
 
-def _one_or_several(value: object) -> object:
-    """Accept one tracker instead of a list of one, and None instead of an empty list."""
-    if value is None:
-        return []
-    if isinstance(value, str | Mapping | TrackerConfig):
-        return [value]
-    return list(cast("Iterable[Any]", value)) if isinstance(value, tuple) else value
-
-
-Trackers = Annotated[list[TrackerConfig], BeforeValidator(_one_or_several)]
+Trackers = Annotated[list[TrackerConfig], BeforeValidator(as_list)]
 
 
 def problems_of(trackers: Iterable[TrackerConfig]) -> Iterator[Problem]:

@@ -20,6 +20,7 @@ from evo_grpo.envs.rewards.names import check_rewards
 from evo_grpo.envs.rewards.weights import named_weights
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError, EvoGrpoError
+from evo_grpo.evolve.select.own import CheckedSelector
 from evo_grpo.evolve.start import Start, start_hparams
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.loading import pick_device, pick_dtype
@@ -54,6 +55,7 @@ from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.settings.cross_checks import (
     divides_quantized,
     fitness_problems,
+    objective_problems,
     recombine_problems,
 )
 from evo_grpo.training.sizing.fitting import LIMITS, Setup, fill_limits
@@ -126,12 +128,15 @@ class Prepared:
 
     def __post_init__(self) -> None:
         """Check that reward functions exist, and that rounds can be played as settings ask."""
-        evolve, engine = self.round_settings.evolve, self.cohort.settings.engine
+        evolve, space = self.round_settings.evolve, self.cohort.hp_config
         fitness = evolve.fitness
-        check_rewards(named_weights(self.env), self.cohort.hp_config, fitness.reward)
-        if found := list(fitness_problems(self.cohort.hp_config, fitness)):
+        check_rewards(named_weights(self.env), space, fitness.reward, fitness.objectives)
+        if found := list(fitness_problems(space, fitness)):
             raise Problems(*found).below("evolve", "fitness")
-        if found := list(recombine_problems(evolve, len(self.slots), engine)):
+        own = isinstance(self.round_settings.selector, CheckedSelector)
+        found = list(objective_problems(evolve, own=own))
+        found += recombine_problems(evolve, len(self.slots), self.cohort.settings.engine)
+        if found:
             raise Problems(*found).below("evolve")
 
     def __enter__(self) -> Self:
@@ -172,7 +177,8 @@ def task_of(config: RunConfig) -> Task | None:
 def check_rewards_of(config: RunConfig, task: Task) -> None:
     """Check that the task has the reward functions that the settings of a run name."""
     weights = {reward.name: reward.weight for reward in task.rewards}
-    check_rewards(weights, config.search_space(), config.evolve.fitness.reward)
+    fitness = config.evolve.fitness
+    check_rewards(weights, config.search_space(), fitness.reward, fitness.objectives)
 
 
 def check_memory(config: RunConfig, task: Task | None, processes: int) -> None:
@@ -481,7 +487,7 @@ def round_settings(
         population,
         evolve,
         record,
-        selector=selector(evolve.selection),
+        selector=selector(evolve.selection, evolve.significance),
         explorer=explorer(evolve.exploration),
         prompts_per_step=prompts,
         rows_per_step=population.size * prompts * group_size,

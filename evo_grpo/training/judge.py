@@ -49,6 +49,9 @@ class Finalist:
 def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
     """Return the candidates for the best agent of a run; a mean gets a new slot.
 
+    With several objectives there is one, the agent of the front with the greatest fitness: a final
+    comparison by fitness alone could choose an agent that another one dominates.
+
     Raises:
         RunFailedError: No agent of the last round has a fitness, and there is no archive.
     """
@@ -67,7 +70,10 @@ def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
             f"round {last.round + 1}: expected an agent with a finite fitness to compare with "
             "the base, got none; lower the bounds of lr, then start the run anew"
         )
-    pair = _relatives(cohort, rounds)
+    several = ever is not None and ever.score is not None and bool(ever.score.further)
+    if several:
+        found = found[-1:]
+    pair = None if several else _relatives(cohort, rounds)
     # The first rank compares the finalists, and judges the best one.
     compared = [one.slot for one in found] + [one.agent for one in pair or ()]
     cohort.move(dict.fromkeys(compared, 0))
@@ -140,7 +146,7 @@ def choose(prepared: Prepared, candidates: Sequence[Finalist]) -> Choice:
         prepared.env.prompts("validation", fitness.prompts),
         samples=fitness.per_prompt(fitness.final_samples),
         temperature=fitness.temperature,
-        reward=fitness.reward,
+        reward=fitness.counted,
         stream=("final",),
     )
     scores = [result.score for result in results]
@@ -192,7 +198,7 @@ def judge(
         prompts,
         samples=samples,
         temperature=fitness.temperature,
-        reward=fitness.reward,
+        reward=fitness.counted,
         stream=("test",),
     )
     base, tested = (result.score for result in results)

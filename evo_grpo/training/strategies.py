@@ -14,6 +14,7 @@ from evo_grpo.evolve.kinds import OwnStrategy
 from evo_grpo.evolve.select.own import CheckedSelector
 from evo_grpo.evolve.start import with_first_choices
 from evo_grpo.schema.problems import Problems
+from evo_grpo.evolve.select.pareto import ParetoSelection
 from evo_grpo.schema.validation import shown
 
 if TYPE_CHECKING:
@@ -24,8 +25,13 @@ if TYPE_CHECKING:
     from evo_grpo.settings import AgentSettings, EvolveConfig
 
 
-def selector(selection: Selection) -> Selector:
-    """Return the selector: the setting itself, or an instance of the class that it names."""
+def selector(selection: Selection, significance: float | None = None) -> Selector:
+    """Return the selector: the setting itself, or an instance of the class that it names.
+
+    `significance` is `evolve.significance`, the level at which `pareto` tests dominance.
+    """
+    if isinstance(selection, ParetoSelection):
+        return selection.at(significance)
     if isinstance(selection, OwnStrategy):
         return CheckedSelector(_instance(selection, "evolve.selection", "plan"))
     return selection

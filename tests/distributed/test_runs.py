@@ -74,6 +74,23 @@ CASES = {
             "fitness": {**SETTINGS["evolve"]["fitness"], "prompts": 24},
         },
     },
+    "two goals": {
+        "seed": 2,
+        "algorithm": {**POPULATION["algorithm"], "lr": 0.01},
+        "model": {**SETTINGS["model"], "name": "tiny-foods"},
+        "env": {"kind": "foods"},
+        "evolve": {
+            **SETTINGS["evolve"],
+            "selection": "pareto",
+            "significance": 0.4,
+            "archive": True,
+            "fitness": {
+                **SETTINGS["evolve"]["fitness"],
+                "objectives": ["contains", {"name": "tokens", "direction": "minimize"}],
+            },
+        },
+        "record": {"checkpoints": "last"},
+    },
     "the worst lr": {"algorithm": {**POPULATION["algorithm"], "lr": 0.01}, "seed": 11},
 }
 

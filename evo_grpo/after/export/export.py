@@ -10,6 +10,7 @@ pushing   pushing.py: pushes the folder to the Hub
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
     member: int | None = None,
     round: int | None = None,
     best_ever: bool = False,
+    prefer: Mapping[str, float] | None = None,
     merge: bool = False,
     push: str | None = None,
     force: bool = False,
@@ -56,8 +58,8 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
 ) -> Path:
     """Write an agent of a run as a folder that loads without this package, with a model card.
 
-    Without `agent`, `member`, `round` and `best_ever` it is the winner: of a finished run that of
-    its final comparison, before the end the best agent of the last round.
+    Without `agent`, `member`, `round`, `best_ever` and `prefer` it is the winner: of a finished run
+    that of its final comparison, before the end the best agent of the last round.
 
     Args:
         run: Run folder with at least one finished round.
@@ -67,6 +69,10 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
         round: As it was after that round (0-based, as in all records), by default the last one;
             alone, the best agent of that round.
         best_ever: The agent with the greatest fitness of all rounds, as it was then.
+        prefer: In a run with several objectives, the agent of the front with the greatest weighted
+            sum, for instance `{"tokens": 0.2}`. Each objective is normalised: its best agent on the
+            front has 1, its worst 0. Weights are from 0 to 1, together at most 1; objectives
+            without one share the rest.
         merge: Write one merged model instead of an adapter.
         push: A repository on the Hugging Face Hub, `owner/name`, to push it to; a new one is
             private. The token is read from HF_TOKEN.
@@ -81,8 +87,8 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
     Raises:
         CheckpointError: No round is finished, no agent has a fitness, its checkpoint was
             deleted or changed, or another file of the run is damaged.
-        ConfigError: There is no such agent, member or round, `push` has no token, or the winner is
-            worse than the base model and `anyway` is off.
+        ConfigError: There is no such agent, member, round or objective, `push` has no token, or the
+            winner is worse than the base model and `anyway` is off.
         ModelError: The base cannot be loaded, or an adapter cannot be merged into it.
         EngineUnavailable: The base is in a package that is not installed.
         RunDirError: `out` is not empty and `force` is off, it has a folder with the name of a file,
@@ -90,7 +96,7 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
         RunFailedError: `out` cannot be written, or the Hub cannot be reached; in that case the
             folder exists.
     """
-    choice = choose_of(run, agent, member, round, best_ever=best_ever)
+    choice = choose_of(run, agent, member, round, best_ever=best_ever, prefer=prefer)
     return export_choice(choice, Path(out), merge=merge, push=push, force=force, anyway=anyway)
 
 

@@ -175,7 +175,7 @@ class Asked:
             samples=samples,
             temperature=fitness.temperature,
             correct=1.0 if correct is None else correct,
-            reward=fitness.reward,
+            reward=fitness.counted,
         )
 
 

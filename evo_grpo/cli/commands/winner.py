@@ -47,6 +47,15 @@ def export(  # noqa: PLR0913 -- each is an option of the command
     member: Member = None,
     round: Round = None,
     best_ever: BestEver = False,
+    prefer: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prefer",
+            metavar="OBJECTIVE=WEIGHT",
+            help="The agent of the front with the greatest weighted sum of its objectives; those "
+            "without a weight share the rest of 1. May be repeated.",
+        ),
+    ] = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="One ordinary model in place of an adapter.")
     ] = False,
@@ -69,14 +78,10 @@ def export(  # noqa: PLR0913 -- each is an option of the command
     from evo_grpo.readers.terminal.console import warnings_to
     from evo_grpo.record.choice import choose_of
 
-    if (out is None) == (best is None):
-        raise typer.BadParameter("expected one output folder, as OUT or as --best OUT")
-    target = out if out is not None else best
-    assert target is not None, "one of them was given"
-    named = (agent, member, round) != (None, None, None) or best_ever
-    if best is not None and named:
-        raise typer.BadParameter("--best writes the winner; for another agent give OUT without it")
-    choice = choose_of(folder, agent, member, from_zero(round), best_ever=best_ever)
+    named = (agent, member, round, prefer) != (None,) * 4 or best_ever
+    target = _target(out, best, named=named)
+    weights = _weights(prefer)
+    choice = choose_of(folder, agent, member, from_zero(round), best_ever=best_ever, prefer=weights)
     if merge or push:
         say(f"exporting {choice.title} of {folder} ...", err=True)
     with warnings_to(warn):
@@ -87,6 +92,34 @@ def export(  # noqa: PLR0913 -- each is an option of the command
         say(f"pushed to https://huggingface.co/{push}; a new repository is private")
     if not named:
         _offer_best_ever(choice)
+
+
+def _target(out: Path | None, best: Path | None, *, named: bool) -> Path:
+    """Return the output folder; `named` says whether another agent than the winner is named."""
+    if best is not None and out is None:
+        if named:
+            text = "--best writes the winner; for another agent give OUT without it"
+            raise typer.BadParameter(text)
+        return best
+    if out is None or best is not None:
+        raise typer.BadParameter("expected one output folder, as OUT or as --best OUT")
+    return out
+
+
+def _weights(given: Sequence[str] | None) -> dict[str, float] | None:
+    """Return the weights of `--prefer tokens=0.2`, None where none is given."""
+    if not given:
+        return None
+    weights: dict[str, float] = {}
+    for text in given:
+        name, _, number = text.partition("=")
+        try:
+            weights[name] = float(number)
+        except ValueError:
+            raise typer.BadParameter(
+                f"--prefer: expected OBJECTIVE=WEIGHT, for instance tokens=0.2, got {text!r}"
+            ) from None
+    return weights
 
 
 def _offer_best_ever(choice: ChosenAgent) -> None:

@@ -357,7 +357,8 @@ def _children(config: RunConfig, places: tuple[int, ...]) -> list[int]:
 
 def _finalists(config: RunConfig, places: tuple[int, ...]) -> int:
     """Return the most candidates of the final comparison: last best, archive and a mean."""
-    if config.population.rounds == 1 or config.evolve.fitness.final_samples == 0:
+    fitness = config.evolve.fitness
+    if config.population.rounds == 1 or fitness.final_samples == 0 or fitness.objectives:
         return 0
     found = 1 + int(config.evolve.archive) + int(places[-1] > 1)
     return found if found > 1 else 0
@@ -385,7 +386,8 @@ def _read_task(config: RunConfig) -> _Task:
         return _Task(config.env.kind, {}, DEFAULT_OUTPUT_TOKENS, turns, chats=True)
     task = build_task(config.env, config.seed, find_function)
     weights = {reward.name: reward.weight for reward in task.rewards}
-    check_rewards(weights, config.search_space(), config.evolve.fitness.reward)
+    fitness = config.evolve.fitness
+    check_rewards(weights, config.search_space(), fitness.reward, fitness.objectives)
     rows = {str(split): len(its_rows) for split, its_rows in task.splits.items()}
     chats = task.conversation is not None
     return _Task(task.name, rows, task.max_output_tokens, chats=chats)

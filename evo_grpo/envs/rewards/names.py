@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from evo_grpo.envs.rewards.functions import unknown_reward
 from evo_grpo.schema.hparams import REWARD_WEIGHT
-from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.schema.problems import Problem, Problems, nearest
 from evo_grpo.schema.search_space import HyperparameterConfig
-from evo_grpo.settings.evolve import FitnessReward
+from evo_grpo.settings.evolve import FITNESS, TOKENS, FitnessReward, ObjectiveConfig
+
+MEASURES = (FITNESS, TOKENS)
+"""Objectives that every task has, beside its reward functions."""
 
 
 def searched(names: Iterable[str]) -> list[str]:
@@ -22,15 +25,19 @@ def weights_in(reward: str | Mapping[str, float]) -> Mapping[str, float]:
 
 
 def check_rewards(
-    weights: Mapping[str, float], space: HyperparameterConfig, reward: FitnessReward = None
+    weights: Mapping[str, float],
+    space: HyperparameterConfig,
+    reward: FitnessReward = None,
+    objectives: Sequence[ObjectiveConfig] = (),
 ) -> None:
-    """Check the reward functions that the ranges and `evolve.fitness.reward` name.
+    """Check the reward functions that ranges, `evolve.fitness.reward` and its objectives name.
 
     Args:
         weights: The weight of each reward function of the environment, by its name; empty if it
             does not name them.
         space: Ranges of the hyperparameters that may mutate.
         reward: `evolve.fitness.reward`.
+        objectives: `evolve.fitness.objectives`.
 
     Raises:
         Problems: A function of that name does not exist, or its weight, with which the first agent
@@ -52,5 +59,19 @@ def check_rewards(
         if name not in weights:
             text = unknown_reward(name, list(weights))
             found.append(Problem(("evolve", "fitness", "reward"), text))
+    for number, one in enumerate(objectives):
+        path = ("evolve", "fitness", "objectives", number, "name")
+        if one.name not in (*weights, *MEASURES):
+            known = [*weights, *MEASURES]
+            near = nearest(one.name, known)
+            hint = "" if near is None else f"; did you mean {near!r}?"
+            text = f"expected one of {', '.join(known)}, got {one.name!r}{hint}"
+            found.append(Problem(path, text))
+        elif one.name in weights and one.name in MEASURES:
+            text = (
+                f"expected a name with one meaning, got {one.name!r}, which is a measure of every "
+                "task and a reward function of this one; rename the function"
+            )
+            found.append(Problem(path, text))
     if found:
         raise Problems(*found)

@@ -61,7 +61,8 @@ class StudyCopy:
         self._cursor = START
         self._rounds: list[RoundRecord] = []
         self._summary: Mapping[str, Any] | None = None
-        self._study = open_study(self.storage, folder.resolve().name)
+        further = config.evolve.fitness.further
+        self._study = open_study(self.storage, folder.resolve().name, further=further)
         self._lineage = Lineage(self._study, config.search_space())
         # Untyped: type checkers may not have the package.
         self._pages: Any = import_module("optuna_dashboard")

@@ -10,6 +10,7 @@ from typing import Any, final
 
 from evo_grpo.readers.report.figures.diagnostics import curves, metric_names, plot_metric
 from evo_grpo.readers.report.figures.fitness import plot_fitness
+from evo_grpo.readers.report.figures.front import plot_front
 from evo_grpo.readers.report.figures.lineage import plot_lineage
 from evo_grpo.readers.report.figures.points import agent_name, looks, named
 from evo_grpo.readers.report.figures.schedules import drawn_names, plot_improvement, plot_schedules
@@ -18,6 +19,7 @@ from evo_grpo.readers.report.figures.style import WINNER, graph_objects
 from evo_grpo.readers.report.page.build import Page, cards, sortable, text
 from evo_grpo.readers.report.side_by_side import add_arms
 from evo_grpo.readers.report.tables import completions_table, headline, leaderboard_table
+from evo_grpo.record import columns
 from evo_grpo.record.files import atomic_write
 from evo_grpo.record.folder import expect_run
 from evo_grpo.record.leaderboard import order_text
@@ -171,6 +173,17 @@ def _add_agents_figures(page: Page, view: RunView) -> None:
         "is an agent; click on agents in the legend to see them alone. Flat lines are results on "
         "the test split.",
     )
+    goals = columns.objectives(view.rounds)
+    if goals:
+        page.section(
+            "front",
+            "Front",
+            "".join(page.chart(plot_front(view, name), legend=False) for name in goals),
+            "Every agent after every round, by its objectives on the validation prompts. Agents of "
+            "the front, drawn strong with standard errors, are those that no other is better than "
+            "in one objective without being worse in another. Choose among them with "
+            "evo-grpo export RUN --prefer.",
+        )
     page.section(
         "family",
         "Family tree",

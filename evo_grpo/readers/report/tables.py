@@ -8,7 +8,7 @@ from typing import Any
 
 from evo_grpo.printable import shorten
 from evo_grpo.readers.report.page.build import Table
-from evo_grpo.readers.terminal.result import SCORES, cell, columns, redundant
+from evo_grpo.readers.terminal.result import cell, columns, redundant, scores
 from evo_grpo.record.view import RunView
 from evo_grpo.record.wording import count, number, with_error
 from evo_grpo.schema.shown import short_name
@@ -19,8 +19,8 @@ CHARACTERS = 4000
 """Characters of a prompt or a completion in a page; a longer one is cut."""
 EXTREMES = 200
 """The number of best completions, and of worst ones, that are always kept."""
-_WITHIN_OTHERS = ("checkpoint", "tie", *(f"{name}_se" for name in SCORES))
-"""Columns that the table leaves out, or shows within others."""
+_WITHIN_OTHERS = ("checkpoint", "tie")
+"""Columns that the table leaves out, or shows within others; standard errors are in the scores."""
 _TITLES = {"wall_seconds": "seconds", "round": "last round", "left": "left after round"}
 
 
@@ -29,7 +29,7 @@ def leaderboard_table(view: RunView, without: Sequence[str] = ()) -> Table:
     rows = view.leaderboard
     known = columns(rows, (*_WITHIN_OTHERS, *redundant(rows), *without))
     # The scores are beside the name: on a phone, only the first columns are in sight.
-    first = [name for name in ("rank", "agent", *SCORES) if name in known]
+    first = [name for name in ("rank", "agent", *scores(rows)) if name in known]
     names = [*first, *(name for name in known if name not in first)]
     cells = [[_cell(name, row) for name in names] for row in rows]
     return Table([_title(name) for name in names], cells)
@@ -91,7 +91,7 @@ def _cell(name: str, row: Mapping[str, Any]) -> tuple[str, object]:
         return str(value + 1), value
     if name == "rank":
         return f"{value} (tie)" if row["tie"] else str(value), value
-    if name in SCORES:
+    if f"{name}_se" in row:
         return with_error(value, row[f"{name}_se"], 3), value
     return cell(name, value), value
 

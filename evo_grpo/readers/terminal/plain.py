@@ -97,8 +97,10 @@ class PlainLines:
         score = agent.score
         fitness = "failed" if score is None else f"{number(score.mean)} ± {number(score.se)}"
         measured = agent.metrics
+        goals = () if score is None else score.further
         parts = [
             f"agent {agent.agent:<2} fitness {fitness:<13}",
+            *(f"{one.name} {number(one.mean)} ± {number(one.se)}" for one in goals),
             f"reward {number(measured.get('reward'))}",
             f"kl {number(columns.kl(agent), 4)}",
             f"zero-var {number(measured.get('zero_variance'), 2)}",

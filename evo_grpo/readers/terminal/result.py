@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 BEST = f"bold {GOOD}"
 STRINGS = ("checkpoint",)
 SCORES = ("fitness", "final", "test")
+OBJECTIVE = "objective_"
+"""Begin of the columns of further objectives, which are scores too."""
 OPTIONAL = ("final", "test", "left")
 """Columns that a table leaves out where no row has a value."""
-IN_OTHERS = ("round", "fitness_se", "final_se", "test_se", "tie")
-"""Columns that the table shows within others: in left, the scores and rank."""
+IN_OTHERS = ("round", "tie")
+"""Columns that the table shows within others, as it does standard errors: in left and rank."""
 ONLY_WIDE = ("parent", "tokens", "wall_seconds", "checkpoint")
 WIDE = 150
 """Width of a terminal from which the table shows all columns."""
@@ -49,10 +51,19 @@ def leaderboard_markdown(names: Sequence[str], rows: Sequence[Mapping[str, Any]]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def scores(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the columns of a leaderboard that are scores, with a standard error each."""
+    return [n for n in (rows[0] if rows else ()) if f"{n}_se" in rows[0]]
+
+
 def columns(rows: Sequence[Mapping[str, Any]], hidden: Sequence[str]) -> list[str]:
-    """Return the columns of a leaderboard without hidden ones, and without empty optional ones."""
+    """Return the columns of a leaderboard without hidden ones, and without empty optional ones.
+
+    Standard errors are shown within the scores.
+    """
     empty = [name for name in OPTIONAL if all(row[name] is None for row in rows)]
-    return [name for name in (rows[0] if rows else ()) if name not in (*hidden, *empty)]
+    within = [f"{name}_se" for name in scores(rows)]
+    return [name for name in (rows[0] if rows else ()) if name not in (*hidden, *empty, *within)]
 
 
 def redundant(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -180,7 +191,7 @@ def _shown_cell(name: str, row: Mapping[str, Any], *, short: bool = False) -> st
         return "" if value is None else f"{after} {value + 1}"
     if name == "agent" and value is None:
         return "mean"
-    if name in SCORES and value is not None:
+    if f"{name}_se" in row and value is not None:
         error = row[f"{name}_se"]
         return number(value, 2) + ("" if error is None or short else f" ±{number(error, 2)}")
     return cell(name, value)
@@ -190,7 +201,9 @@ def cell(name: str, value: Any) -> str:  # noqa: ANN401 -- a value of any column
     """Return a value of a column as text, "-" for a missing one."""
     if value is None:
         return "-"
-    if name.removesuffix("_se") in SCORES:
+    if name == "front":
+        return "yes" if value else "no"
+    if name.removesuffix("_se") in SCORES or name.startswith(OBJECTIVE):
         return number(value)
     if name == "wall_seconds":
         return number(value, 1)

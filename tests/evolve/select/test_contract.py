@@ -9,6 +9,7 @@ from selector_contract import SelectorContract
 from evo_grpo.evolve.kinds import OwnStrategy
 from evo_grpo.evolve.select.halving import HalvingSelection
 from evo_grpo.evolve.select.none import NoSelection
+from evo_grpo.evolve.select.pareto import ParetoSelection
 from evo_grpo.evolve.select.registry import Selection
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.select.truncation import TruncationSelection
@@ -20,6 +21,7 @@ SELECTIONS = {
     ),
     TruncationSelection: st.builds(TruncationSelection, share=st.floats(0.01, 0.5)),
     HalvingSelection: st.just(HalvingSelection()),
+    ParetoSelection: st.builds(ParetoSelection, size=st.integers(1, 14)),
     NoSelection: st.just(NoSelection()),
 }
 

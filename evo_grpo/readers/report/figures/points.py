@@ -153,7 +153,8 @@ def named(view: RunView) -> set[int]:
 def survivors(view: RunView) -> list[int]:
     """Return the agents of the last round, the best first."""
     last = {agent.agent for agent in view.rounds[-1].agents} if view.rounds else set[int]()
-    return [row["agent"] for row in view.leaderboard if row["agent"] in last]
+    # An agent of the front may have more than one row.
+    return list(dict.fromkeys(r["agent"] for r in view.leaderboard if r["agent"] in last))
 
 
 def ends_of(view: RunView, points: Mapping[int, tuple[float, float]]) -> list[End]:

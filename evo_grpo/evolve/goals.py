@@ -1,0 +1,129 @@
+"""The order of agents with several goals: dominance, fronts and crowding (NSGA-II).
+
+Deb et al. (2002), A Fast and Elitist Multiobjective Genetic Algorithm, with the paired test in
+place of a comparison of means. With one goal, dominance is the paired test of `evolve.compare`, and
+the order is that of the means.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from evo_grpo.evolve.compare import Comparison, compare
+from evo_grpo.types import Position
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from evo_grpo.types import Score
+
+
+def dominates(first: Score, second: Score, level: float | None) -> bool:
+    """Return whether the first agent dominates the second.
+
+    It does if its mean is worse in no goal, and significantly better in one. `level` is the largest
+    p-value of a significant difference; it is not divided among the goals. With None, every
+    difference of means counts. A mean that is worse counts without a test: a copy destroys the
+    agent that it overwrites, so few prompts must not turn its advantage into a tie.
+    """
+    pairs = list(zip(first.goals, second.goals, strict=False))
+    return all(one.mean >= other.mean for one, other in pairs) and any(
+        _better(one, other, level) for one, other in pairs
+    )
+
+
+def ahead(first: Score, second: Score, level: float | None) -> Comparison:
+    """Return how far the first agent is ahead of the second.
+
+    With one goal, this is the paired comparison. With several, it is the comparison in the goal
+    with the least p-value, where the first agent dominates the second; if it does not, it is that
+    of fitness, with a p-value of 1.
+    """
+    found = compare(first, second)
+    if not first.further:
+        return found
+    if not dominates(first, second, level):
+        return replace(found, p=1.0)
+    compared = [found] + [
+        replace(compare(one.upward, other.upward), objective=one.name)
+        for one, other in zip(first.further, second.further, strict=False)
+    ]
+    better = [one for one in compared if one.difference > 0]
+    return min(better, key=lambda one: one.p, default=found)
+
+
+def fronts(scores: Sequence[Score], level: float | None) -> list[list[int]]:
+    """Return the indices of scores by front, the best first; ascending within a front.
+
+    On the first front are the agents that no agent dominates; on each further front those that only
+    agents of the fronts before it dominate. Dominance by tests is not transitive: an agent may be
+    significantly ahead of a second one and that of a third, and not the first of the third. Yet no
+    agents dominate each other in a circle, since the means of each are at least as good as those of
+    the next and better in one goal. So every front has an agent, and the fronts do not depend on
+    the order of the agents.
+    """
+    count = len(scores)
+    above = np.zeros((count, count), dtype=bool)
+    for i, one in enumerate(scores):
+        for j, other in enumerate(scores):
+            above[i, j] = i != j and dominates(one, other, level)
+    found: list[list[int]] = []
+    left = np.arange(count)
+    while len(left):
+        below = above[np.ix_(left, left)].any(axis=0)
+        found.append([int(index) for index in left[~below]])
+        left = left[below]
+    return found
+
+
+def crowding(scores: Sequence[Score]) -> list[float]:
+    """Return the crowding distance of each agent of a front: how much room it has.
+
+    It is the sum over goals of the distance between its two neighbours in that goal, as a share of
+    the range of the front. The ends of a front have an infinite distance, so they are kept first.
+    """
+    distances = [0.0] * len(scores)
+    for values in zip(*(tuple(goal.mean for goal in score.goals) for score in scores), strict=True):
+        order = sorted(range(len(values)), key=lambda index: (values[index], index))
+        span = values[order[-1]] - values[order[0]]
+        distances[order[0]] = distances[order[-1]] = math.inf
+        if span <= 0:
+            continue
+        for before, index, after in zip(order, order[1:], order[2:], strict=False):
+            distances[index] += (values[after] - values[before]) / span
+    return distances
+
+
+def ranked(scores: Sequence[Score | None], level: float | None) -> list[Position]:
+    """Return the positions of agents that can be ranked, best first.
+
+    With one goal, they are ordered by mean; with several, by front, then by crowding distance, then
+    by fitness. Ties are ordered by position. An agent that has no score, or one that is not finite,
+    is left out.
+    """
+    known = {Position(p): s for p, s in enumerate(scores) if s is not None and s.is_finite}
+    if not any(score.further for score in known.values()):
+        return sorted(known, key=lambda position: (-known[position].mean, position))
+    positions = list(known)
+    order: list[Position] = []
+    for front in fronts(list(known.values()), level):
+        own = [positions[index] for index in front]
+        room = dict(zip(own, crowding([known[p] for p in own]), strict=True))
+        order += sorted(own, key=lambda p: (-room[p], -known[p].mean, p))
+    return order
+
+
+def best_first(score: Score) -> tuple[float, ...]:
+    """Return a key that sorts agents by fitness, equal ones by their further objectives.
+
+    The first agent in this order is dominated, by means, by no other.
+    """
+    return tuple(-goal.mean for goal in score.goals)
+
+
+def _better(one: Score, other: Score, level: float | None) -> bool:
+    return one.mean > other.mean if level is None else compare(one, other).significant(level)

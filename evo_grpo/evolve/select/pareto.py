@@ -1,0 +1,122 @@
+"""Pareto selection: the agents that no other dominates stay, spread over the trade-offs."""
+
+# No annotations from __future__ here: pydantic would compile each of them again at every start.
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, final
+
+from evo_grpo.evolve.select.protocol import Offspring
+from evo_grpo.evolve.select.rank import rank
+from evo_grpo.schema.group import Group, setting
+from evo_grpo.types import Position, Score
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@final
+class ParetoSelection(Group):
+    """Agents are ordered by non-dominated sorting and crowding distance, as in NSGA-II.
+
+    Deb et al. (2002), with paired tests: an agent dominates another one if it is significantly
+    better in one objective of `evolve.fitness.objectives`, at the level `evolve.significance`, and
+    worse in none. If the next round has fewer places, those agents stay that come
+    first in that order. The agents of the first front keep their weights; of the others, each is
+    overwritten by a copy of an agent of the front that dominates it, if there is one. The copied
+    agent is the first in the order among `size` drawn at random. The best agents in each
+    objective are the ends of the front: explorations leave them unchanged.
+    """
+
+    kind: Literal["pareto"] = setting(
+        "pareto", "The agents that no other dominates stay, and are copied over dominated ones."
+    )
+    size: int = setting(
+        2, "Agents of the front that are drawn for a copy; the one with most room is copied.", ge=1
+    )
+
+    def plan(
+        self, histories: Sequence[Sequence[Score]], places: int, rng: "np.random.Generator"
+    ) -> tuple[Offspring, ...]:
+        """Plan the next round by the means, without a test; see `Selector` and `at`."""
+        return self.at(None).plan(histories, places, rng)
+
+    def at(self, level: float | None) -> "ParetoSelector":
+        """Return the selector whose tests have this level, `evolve.significance`."""
+        return ParetoSelector(self.size, level)
+
+
+@dataclass(frozen=True)
+class ParetoSelector:
+    """`ParetoSelection` at a level of significance; None compares means.
+
+    Attributes:
+        size: Agents of the front that are drawn for a copy.
+        level: Largest p-value at which an agent counts as better in an objective.
+    """
+
+    size: int
+    level: float | None
+
+    def plan(
+        self, histories: Sequence[Sequence[Score]], places: int, rng: "np.random.Generator"
+    ) -> tuple[Offspring, ...]:
+        """Plan the next round; see `Selector`.
+
+        Failed agents are overwritten by copies from the front. With one goal, the front are the
+        agents that no other is ahead of.
+        """
+        from evo_grpo.evolve.goals import dominates, ranked  # loads numpy, which settings do not
+
+        usable = set(rank(histories))
+        known = {
+            position: _score(histories[position])
+            for position in map(Position, range(len(histories)))
+            if position in usable
+        }
+        scores = [known.get(Position(position)) for position in range(len(histories))]
+        order = ranked(scores, self.level)
+        front = self._front(known, order[0])
+        staying = [position for position in order[:places] if position in front]
+        parents = {position: position for position in staying}
+        for position in order[len(staying) : places]:
+            above = [p for p in staying if dominates(known[p], known[position], self.level)]
+            parents[position] = self._drawn(above, rng) if above else position
+        failed = [p for p in map(Position, range(len(histories))) if p not in known]
+        for position in failed[: max(0, places - len(order))]:
+            parents[position] = self._drawn(staying, rng)
+        ends = _ends({position: known[position] for position in staying})
+        return tuple(
+            Offspring(position, parents[position], position in ends) for position in sorted(parents)
+        )
+
+    def _front(self, known: Mapping[Position, Score], first: Position) -> set[Position]:
+        """Return the positions of the first front; `first` is the first in the order."""
+        from evo_grpo.evolve.goals import dominates, fronts
+
+        if not known[first].further:  # one goal: without a comparison of all pairs
+            return {p for p in known if not dominates(known[first], known[p], self.level)}
+        positions = list(known)
+        return {positions[index] for index in fronts(list(known.values()), self.level)[0]}
+
+    def _drawn(self, among: Sequence[Position], rng: "np.random.Generator") -> Position:
+        """Return the first of `size` agents drawn from `among`, which are in the order."""
+        size = min(self.size, len(among))
+        return among[int(rng.choice(len(among), size=size, replace=False).min())]
+
+
+def _score(history: Sequence[Score]) -> Score:
+    """Return the score of an agent; several, which only a single goal has, are averaged."""
+    if len(history) == 1:
+        return history[0]
+    return replace(history[-1], mean=math.fsum(one.mean for one in history) / len(history))
+
+
+def _ends(front: Mapping[Position, Score]) -> set[Position]:
+    """Return the best agent of a front in each goal; of equal ones that at the lowest position."""
+    goals = range(min(len(score.goals) for score in front.values()))
+    return {
+        min(front, key=lambda position: (-front[position].goals[goal].mean, position))
+        for goal in goals
+    }
