@@ -16,8 +16,8 @@ from typing import Any
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.generation import Generation
-from evo_grpo.population.children import Pair, TryChild, child_to_try, with_child
 from evo_grpo.evolve.goals import best_first
+from evo_grpo.population.children import Pair, TryChild, child_to_try, with_child
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.recombine import (
     add_child,

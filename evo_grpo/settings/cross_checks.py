@@ -156,8 +156,8 @@ def objective_problems(evolve: EvolveConfig, *, own: bool = False) -> Iterator[P
         yield Problem(("fitness", "window"), text)
     if evolve.recombine != "none":
         text = (
-            f"expected none with objectives, got {evolve.recombine}: a child has to be ahead of its "
-            "better parent, and agents of a front are not ordered; leave it out"
+            f"expected none with objectives, got {evolve.recombine}: a child has to be ahead of "
+            "its better parent, and agents of a front are not ordered; leave it out"
         )
         yield Problem(("recombine",), text)
     if not evolve.archive:

@@ -12,9 +12,9 @@ from evo_grpo.evolve.explore.own import CheckedExplorer
 from evo_grpo.evolve.explore.schedule import ScheduleExploration
 from evo_grpo.evolve.kinds import OwnStrategy
 from evo_grpo.evolve.select.own import CheckedSelector
+from evo_grpo.evolve.select.pareto import ParetoSelection
 from evo_grpo.evolve.start import with_first_choices
 from evo_grpo.schema.problems import Problems
-from evo_grpo.evolve.select.pareto import ParetoSelection
 from evo_grpo.schema.validation import shown
 
 if TYPE_CHECKING:
