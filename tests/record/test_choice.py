@@ -136,7 +136,10 @@ def test_an_unfinished_run_offers_its_best_so_far(tmp_path):
         ({"member": 99}, r"^member: expected one of 0, 1, 2.*, got 99$"),
         ({"round": 3}, r"^round: expected one of the finished rounds, 1 to 3, got 4$"),
         ({"round": -1}, r"1 to 3, got 0$"),
-        ({"agent": 1, "member": 1}, r"expected one of agent, member, best ever and prefer, got agent and"),
+        (
+            {"agent": 1, "member": 1},
+            r"expected one of agent, member, best ever and prefer, got agent and",
+        ),
         ({"agent": 1, "best_ever": True}, r"got agent and best ever"),
         ({"round": 1, "best_ever": True}, r"got best ever and round"),
     ],
