@@ -422,9 +422,22 @@ def _greedy(seen: Seen) -> Iterator[Finding]:
         )
 
 
+def _final_samples(seen: Seen) -> Iterator[Finding]:
+    fitness = None if seen.evolve is None else seen.evolve.fitness
+    if fitness is None or not fitness.objectives:
+        return
+    if fitness.final_samples != type(fitness).model_fields["final_samples"].default:
+        yield Finding(
+            "evolve.fitness.final_samples",
+            "has no effect with evolve.fitness.objectives, whose winner is an agent of the front "
+            "without a final comparison; leave it out",
+        )
+
+
 TABLE: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
     *(_clip_coef, _algorithm, _kl_shaping, _batch_size, _still, _engine),
     *(_exploration, _schedule, _inherit_optimizer, _svd_noise, _start, _greedy),
+    _final_samples,
 )
 """All checks; those about a run find nothing if only the agents' settings are known."""
 

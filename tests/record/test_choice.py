@@ -138,7 +138,7 @@ def test_an_unfinished_run_offers_its_best_so_far(tmp_path):
         ({"round": -1}, r"1 to 3, got 0$"),
         (
             {"agent": 1, "member": 1},
-            r"expected one of agent, member, best ever and prefer, got agent and",
+            r"expected one of agent, member, best ever and prefer, got agent",
         ),
         ({"agent": 1, "best_ever": True}, r"got agent and best ever"),
         ({"round": 1, "best_ever": True}, r"got best ever and round"),

@@ -15,6 +15,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.record.family import front
 from evo_grpo.record.folder import read_rounds
+from evo_grpo.settings.run import warnings
 
 GOALS = ["contains", {"name": "tokens", "direction": "minimize"}]
 #: Answers of tiny-foods have different lengths; three rounds of four agents.
@@ -27,6 +28,7 @@ TWO = {
     "evolve__archive": True,
     "evolve__significance": 0.4,
     "evolve__fitness__prompts": 16,
+    "evolve__fitness__final_samples": 2,
     "evolve__fitness__objectives": GOALS,
     "evolve__hyperparameters": {"lr": {"min": 1e-3, "max": 3e-2}},
     "algorithm__lr": 1e-2,
@@ -198,3 +200,9 @@ def test_an_objective_that_the_task_lacks_is_named_before_anything_trains(tmp_pa
     assert "objectives[1].name: expected one of contains, fitness, tokens" in str(e.value)
     assert "did you mean 'tokens'?" in str(e.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_samples_of_a_final_comparison_that_there_is_not_have_no_effect():
+    found = warnings(small(**{**TWO, "evolve__fitness__final_samples": 5}))
+    assert any("final_samples has no effect with evolve.fitness.objectives" in one for one in found)
+    assert not any("final_samples" in one for one in warnings(small(**TWO)))
