@@ -14,7 +14,7 @@ from evo_grpo.evolve.explore.schedule import ROUND, ScheduleExploration
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.record.schedule import Schedule
-from evo_grpo.schema.hparams import CLIP_ENDS, AgentFields, Hparams, Value
+from evo_grpo.schema.hparams import BETAS, CLIP_ENDS, AgentFields, Hparams, Value
 from evo_grpo.schema.outside import values_of
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.settings import (
@@ -30,6 +30,7 @@ from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
 
 AROUND = 3.0
 """Factor by which a population around the winner searches in either direction."""
+_NAMED = ("loss_type", "importance_sampling_level", "adv_norm", "kl_shaping")
 DIGITS = 4
 """Significant digits of values that are no values of the run."""
 
@@ -121,7 +122,7 @@ def _ranges(line: Sequence[Hparams], space: HyperparameterConfig) -> dict[str, R
         if all(one == values[0] for one in values):
             continue
         each = list(dict.fromkeys(value for of_round in values for value in of_round))
-        numbers = [one for one in each if not isinstance(one, str)]
+        numbers = [one for one in each if not isinstance(one, str | bool)]
         if not numbers or (name in space.names() and space[name].choices is not None):
             found[name] = RLParameter(choices=each)
         else:
@@ -154,14 +155,14 @@ def _ranges_around(
     for name in space.names():
         own = space[name]
         each = list(dict.fromkeys(v for one in line for v in _values(one, name, space)))
-        numbers = [one for one in each if not isinstance(one, str)]
+        numbers = [one for one in each if not isinstance(one, str | bool)]
         if not numbers:
             if len(each) > 1:
                 found[name] = RLParameter(choices=each)
             continue
         low, high = _around(name, min(numbers), max(numbers))
         if own.choices is not None:
-            near = [one for one in own.choices if not isinstance(one, str) and low <= one <= high]
+            near = [c for c in own.choices if not isinstance(c, str | bool) and low <= c <= high]
             if len(near) > 1:
                 found[name] = RLParameter(choices=near)
             continue
@@ -179,13 +180,13 @@ def _ranges_around(
 def _around(name: str, low: float, high: float) -> tuple[float, float]:
     """Return values a factor of `AROUND` below `low` and above `high`.
 
-    Those of an end of the clip range are measured by the distance from 1.
+    Ends of the clip range and decay rates are measured by the distance from 1.
     """
-    if name not in CLIP_ENDS:
+    if name not in (*CLIP_ENDS, *BETAS):
         return _rounded(low / AROUND), _rounded(high * AROUND)
     near, far = sorted((abs(low - 1), abs(high - 1)))
     near, far = _rounded(near / AROUND), _rounded(far * AROUND)
-    return (1 - far, 1 - near) if name == "clip_low" else (1 + near, 1 + far)
+    return (1 + near, 1 + far) if name == "clip_high" else (1 - far, 1 - near)
 
 
 def _entries(line: Sequence[Hparams], ranges: dict[str, RLParameter]) -> list[dict[str, Any]]:
@@ -222,9 +223,10 @@ def _algorithm(
     as all agents of the run. A schedule of lr ends at the same share of the training.
     """
     own, population = config.algorithm, config.population
-    named = {"loss_type", "importance_sampling_level", "adv_norm"}
-    values = {name: getattr(first, name) for name in (*AgentFields.model_fields, *sorted(named))}
-    given = {name: value for name, value in values.items() if name not in named or value}
+    # Only where they are searched has an agent its own; else they are None.
+    searched = (*_NAMED, "max_output_tokens")
+    values = {name: getattr(first, name) for name in (*AgentFields.model_fields, *searched)}
+    given = {name: one for name, one in values.items() if name not in searched or one is not None}
     if size.agents == 1:
         prompts = schedule.prompts_per_step(schedule.rounds[-1])
     else:
@@ -232,7 +234,10 @@ def _algorithm(
     if own.lr_schedule is not None:
         planned = population.rounds * population.steps_per_round
         steps = round(own.lr_schedule.steps * size.rounds * size.steps / planned)
-        given["lr_schedule"] = own.lr_schedule.replace(steps=max(1, steps))
+        schedule_of_lr = own.lr_schedule.replace(steps=max(1, steps))
+        if first.warmup_proportion is not None:
+            schedule_of_lr = schedule_of_lr.replace(warmup_proportion=first.warmup_proportion)
+        given["lr_schedule"] = schedule_of_lr
     return own.replace(**given, prompts_per_step=max(1, round(prompts)))
 
 
@@ -245,6 +250,8 @@ def _model(model: ModelConfig, first: Hparams, name: str | None) -> ModelConfig:
 
 
 def _lora(lora: LoraSettings, first: Hparams) -> LoraSettings:
+    if first.lora_target_modules is not None:
+        lora = lora.replace(target_modules=lora.target_sets[first.lora_target_modules])
     if first.lora_r is None and first.lora_alpha is None:
         return lora
     rank, alpha = first.lora_r or lora.r, first.lora_alpha

@@ -13,8 +13,10 @@ from evo_grpo.record.schedule import Schedule, ScheduledRound, winner_schedule
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.outside import outside
 from evo_grpo.settings import from_dict
+from evo_grpo.settings.yaml import from_written, to_yaml
 
 STEPS = 4
+MLP = ["up_proj", "down_proj"]
 
 
 def config(**evolve):
@@ -140,3 +142,49 @@ def test_a_schedule_of_lr_and_limits_follow_the_new_length_and_model():
     assert found.algorithm.lr_schedule.steps == 80
     assert (found.engine.max_decode_rows, found.engine.shards) == (None, None)
     assert (found.model.name, found.model.trust_remote_code) == ("other", False)
+
+
+def test_what_the_winner_found_is_a_setting_of_the_recipe():
+    run = from_dict(
+        {
+            "model": {"name": "tiny-sums", "lora": {"target_sets": {"q": ["q_proj"], "mlp": MLP}}},
+            "env": "sums",
+            "population": {"size": 4, "rounds": 2, "steps_per_round": STEPS},
+            "algorithm": {"lr": 1e-3, "beta": 0.1, "lr_schedule": {"steps": 8}},
+            "evolve": {
+                "hyperparameters": {
+                    "lr": {"min": 1e-4, "max": 1e-2},
+                    "kl_shaping": {"choices": [True, False]},
+                    "adam_beta2": {"min": 0.9, "max": 0.999},
+                    "max_output_tokens": {"min": 2, "max": 8},
+                    "lr_schedule.warmup_proportion": {"min": 0.01, "max": 0.5},
+                    "lora.target_modules": {"choices": ["q", "mlp"]},
+                }
+            },
+        }
+    )
+    first = Hparams(
+        lr=1e-3,
+        beta=0.1,
+        kl_shaping=True,
+        adam_beta2=0.95,
+        max_output_tokens=6,
+        warmup_proportion=0.25,
+        lora_target_modules="mlp",
+    )
+    schedule = line(first, first.replace(lr=2e-3))
+    found = recipe_settings(run, schedule, Size(1, 2, STEPS), model=None, factor=1.0)
+    algorithm = found.algorithm
+    assert (algorithm.kl_shaping, algorithm.adam_beta2, algorithm.max_output_tokens) == (
+        True,
+        0.95,
+        6,
+    )
+    assert algorithm.lr_schedule.warmup_proportion == 0.25
+    assert found.model.lora.target_modules == MLP
+    assert list(found.evolve.hyperparameters) == ["lr"]
+    around = recipe_settings(run, schedule, Size(4, 2, STEPS), model=None, factor=1.0)
+    beta2 = around.evolve.hyperparameters["adam_beta2"]
+    assert (beta2.min, beta2.max) == pytest.approx((0.9, 1 - 0.05 / 3), rel=1e-4)
+    for one in (found, around):
+        assert from_written(to_yaml(one), "recipe") == one
