@@ -137,7 +137,7 @@ TASKS: dict[str, Task] = {
         Task("foods", 8, 6, 1, 2, 8, 64, _FOODS),
         # The reference of foods spends four fifths of its rows on evaluations, here half of them.
         Task("foods-16", 8, 6, 1, 2, 8, 16, _FOODS, arms=("main",)),
-        Task("smollm2", 8, 6, 8, 2, 8, 32, _SMOLLM2, arms=("random", "new")),
+        Task("smollm2", 8, 6, 8, 2, 8, 32, _SMOLLM2, arms=("random", "new", "one-third")),
         Task("smollm2-prompts", 4, 3, 4, 2, 8, 32, _ASKED, arms=("prompts",)),
     )
 }
