@@ -49,10 +49,20 @@ LATER: dict[str, dict[str, Any]] = {
 RANK = "lora.r"
 RANK_LR = 3e-3
 """lr of the arms that differ in rank."""
+#: Prompts of the task `smollm2-prompts`: two that fit the model, and two that do not.
+PROMPTS = {
+    "plain": "{question}",
+    "calculator": "You are a calculator.\n{question}",
+    "quoted": '"{question}" The answer is',
+    "steps": "Think step by step.\n{question}\n",
+}
+PROMPT_LR = 4e-4
+"""lr of the arms that differ in the prompt."""
 SEARCHED: dict[str, dict[str, Any]] = {
     **RANGES,
     WEIGHT: {"min": 0.03, "max": 3.0},
     RANK: {"min": 1, "max": 16},
+    "prompt": {"choices": [*PROMPTS]},
     **CHOICES,
     **LATER,
 }
@@ -130,6 +140,9 @@ _SMOLLM2 = {
     "evolve.fitness.test_prompts": 64,
 }
 
+#: Half of the samples of the test split, which takes a fifth of the time of a run this short.
+_ASKED = {**_SMOLLM2, "evolve.fitness.test_samples": 2}
+
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
@@ -140,7 +153,8 @@ TASKS: dict[str, Task] = {
         Task("foods", 8, 6, 1, 2, 8, 64, _FOODS, children=3),
         # The reference of foods spends four fifths of its rows on evaluations, here half of them.
         Task("foods-16", 8, 6, 1, 2, 8, 16, _FOODS, arms=("main",)),
-        Task("smollm2", 8, 6, 8, 2, 8, 32, _SMOLLM2, arms=("random", "new")),
+        Task("smollm2", 8, 6, 8, 2, 8, 32, _SMOLLM2, arms=("random", "new", "one-third")),
+        Task("smollm2-prompts", 4, 3, 4, 2, 8, 32, _ASKED, arms=("prompts",)),
     )
 }
 
@@ -425,6 +439,44 @@ RECOMBINED = (
         "new-svd_noise", "the defaults, with noise on the weights of copies", evolve__svd_noise=0.2
     ),
 )
+
+
+def _asking(*names: str) -> dict[str, Any]:
+    return {"env.prompts": {name: {"prompt": PROMPTS[name]} for name in names}}
+
+
+def _prompt(name: str) -> Arm:
+    return Arm(
+        f"prompt-{name}",
+        f"the defaults, searching nothing, under the prompt {name}",
+        _asking(name),
+        searches=(),
+        lr=PROMPT_LR,
+        places=2,
+        candidates=NEW_CANDIDATES,
+    )
+
+
+ASKING = (
+    Arm(
+        "prompt-evolved",
+        "the defaults, searching the prompt",
+        _asking(*PROMPTS),
+        searches=("prompt",),
+        lr=PROMPT_LR,
+        places=2,
+        candidates=NEW_CANDIDATES,
+    ),
+    *(_prompt(name) for name in PROMPTS),
+    Arm(
+        "prompt-random",
+        "random search over prompts: each agent keeps its own and is evaluated once, at the end",
+        {**_STILL, **_asking(*PROMPTS)},
+        searches=("prompt",),
+        lr=PROMPT_LR,
+        once=True,
+    ),
+)
 GROUPS: dict[str, tuple[Arm, ...]] = {
     "main": MAIN,
     "ablations": ABLATIONS,
@@ -434,8 +486,11 @@ GROUPS: dict[str, tuple[Arm, ...]] = {
     "weights": WEIGHTS,
     "ranks": RANKS,
     "recombined": RECOMBINED,
+    "prompts": ASKING,
 }
-ARMS: dict[str, Arm] = {arm.name: arm for arm in (*GROUPS["all"], *WEIGHTS, *RANKS, *RECOMBINED)}
+ARMS: dict[str, Arm] = {
+    arm.name: arm for arm in (*GROUPS["all"], *WEIGHTS, *RANKS, *RECOMBINED, *ASKING)
+}
 QUICK_ARMS = ("random", REFERENCE, "new")
 
 

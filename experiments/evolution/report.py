@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from arms import ARMS, BEYOND_LR, NAMES, RECOMBINED, REFERENCE, TASKS, Arm, plan
+from arms import ARMS, BEYOND_LR, NAMES, PROMPTS, RECOMBINED, REFERENCE, TASKS, Arm, plan
 from lines import Line, read
 from rich.console import Console
 from rich.table import Table
@@ -33,9 +33,10 @@ LEFT_OUT = ("median", "best on", "failed runs", "optimism", "s per 10k tokens", 
 """Columns that a terminal has no room for."""
 WEIGHTS = ("weights-equal", "weights-exact", "weights-random")
 FIXED_RANKS = ("rank-1", "rank-4", "rank-16", "rank-random")
-REFERENCES = ("random", REFERENCE, "one", *WEIGHTS, *FIXED_RANKS)
-RECOMBINES = {arm.name for arm in RECOMBINED}
+FIXED_PROMPTS = (*(f"prompt-{name}" for name in PROMPTS), "prompt-random")
+REFERENCES = ("random", REFERENCE, "one", *WEIGHTS, *FIXED_RANKS, *FIXED_PROMPTS)
 """Arms that the others are held against."""
+RECOMBINES = {arm.name for arm in RECOMBINED}
 BEYOND = {arm.name for arm in (*BEYOND_LR, *NAMES)}
 
 Rows = list[list[str]]
