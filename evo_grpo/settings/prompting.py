@@ -103,8 +103,8 @@ def prompt_problems(space: HyperparameterConfig, known: Sequence[str]) -> Iterat
 
 
 _MISSING = frozenset(
-    {"#n/a", "#n/a n/a", "#na", "-1.#ind", "-1.#qnan", "-nan", "1.#ind", "1.#qnan", "<na>", "n/a"}
-    | {"na", "null", "nan", "none"}
+    {"#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>"}
+    | {"N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"}
 )
 """Texts that pandas reads from a table, such as leaderboard.csv, as a missing value."""
 
@@ -112,7 +112,7 @@ _MISSING = frozenset(
 def _prompts(value: object) -> object:
     names = list(cast("Mapping[object, object]", value)) if isinstance(value, Mapping) else []
     for name in names:
-        if isinstance(name, str) and name.lower() in _MISSING:
+        if isinstance(name, str) and name in _MISSING:
             raise ValueError(
                 f"another name than {name!r}, which reads as a missing value in leaderboard.csv"
             )

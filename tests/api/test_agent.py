@@ -361,7 +361,7 @@ def test_agents_after_the_first_draw_their_start():
 @pytest.mark.parametrize(
     ("init", "message"),
     [
-        ("smae", r"^init: expected 'latin_hypercube', 'sample', 'same', or a list.*mean 'same'"),
+        ("smae", r"^init: expected 'latin_hypercube', 'sample', 'same', a list.*mean 'same'"),
         ([{}], r"^init: expected one mapping for each of 2 agents, got 1"),
         ([{}, {"lr": 1.0}], r"^init\[1\]\.lr: .*inside of its range \[1e-06, 0.0003\], got 1"),
     ],

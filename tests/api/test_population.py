@@ -325,7 +325,8 @@ def test_members_are_known_by_the_numbers_of_their_agents(tmp_path):
     """A population of clones, whose slots are not their positions."""
     whole = make(3)
     population = Population(whole.cohort, [whole[0], whole[2]])
-    given = {**ROUND, "archive": False, "significance": None}
+    fitness = {**ROUND["fitness"], "final_samples": 0}  # no mean, which is no agent
+    given = {**ROUND, "archive": False, "significance": None, "fitness": fitness}
     population.train("sums", rounds=2, out=tmp_path / "run", selection=Both(), **given)
     for record in population.rounds:
         assert [a.agent for a in record.agents] == [0, 2]
