@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.explore.protocol import Candidate
+from evo_grpo.evolve.explore.schedule import ScheduleExploration
 from evo_grpo.schema.validation import is_whole, shown
 from evo_grpo.types import Member, Mutation, Slot
 
@@ -65,9 +66,10 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
     member it comes from. A survivor without changes keeps its member. With `noisy`, each copy gets
     a seed for noise on its weights, drawn last. The plan must have passed `check_plan`. `members`
     and `hparams` are by position; for the other arguments see `decide`. Hyperparameters that are
-    drawn at the start alone are not explored.
+    drawn at the start alone are not explored; a schedule may still name their values.
     """
-    mutating = hp_config.mutating()
+    scheduled = isinstance(explorer, ScheduleExploration)
+    space = hp_config if scheduled else hp_config.mutating()
     new_members: list[Member] = []
     new_hparams: list[Hparams] = []
     for offspring in plan:
@@ -75,7 +77,7 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
         copied = offspring.parent != offspring.position
         source = hparams[offspring.parent]
         candidate = Candidate(source, copied, offspring.elite, trials, round + 1)
-        values, changes = explorer.explore(candidate, mutating, rng)
+        values, changes = explorer.explore(candidate, space, rng)
         if changes or copied:
             mutation = Mutation("mutate" if changes else "clone", changes)
             new_members.append(Member(next_id, agent, parent.id, round + 1, mutation))

@@ -122,7 +122,7 @@ def with_groups_that_fit(config: RunConfig, size: ModelSize, gpu: Gpu | None) ->
         gpu: The card to plan for; None for the devices of this machine.
     """
     on, devices = dtypes(config, gpu), cuda_devices()
-    longest = config.algorithm.max_output_tokens or DEFAULT_OUTPUT_TOKENS
+    longest = config.algorithm.longest_output(config.search_space()) or DEFAULT_OUTPUT_TOKENS
 
     def fit_of(one: RunConfig, *, proposes: bool = False) -> Fit | None:
         return fit_on(one, size, longest, on, gpu, devices, proposes=proposes)

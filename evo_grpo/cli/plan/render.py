@@ -23,6 +23,7 @@ from evo_grpo.record.names import (
 )
 from evo_grpo.record.stopping import rules_in_words
 from evo_grpo.record.wording import count
+from evo_grpo.schema.hparams import DRAWN_AT_START
 from evo_grpo.schema.shown import shown_value
 from evo_grpo.settings.learning_rate import usual_lr
 from evo_grpo.settings.storage import is_url
@@ -167,13 +168,16 @@ def _shown(value: object) -> str:
 
 
 def _mutating(plan: Plan) -> str:
-    ranges = plan.config.search_space()
+    ranges, exploration = plan.config.search_space(), plan.config.evolve.exploration
+    fixed = () if isinstance(exploration, ScheduleExploration) else DRAWN_AT_START
     shown: list[str] = []
     for name, one in ranges.parameters.items():
         if one.choices is None:
             shown.append(f"{name} in [{shown_value(one.min)}, {shown_value(one.max)}]")
         else:
             shown.append(f"{name} of {', '.join(map(shown_value, one.choices))}")
+        if name in fixed:
+            shown[-1] += " at the start alone"
     return ", ".join(shown) or "nothing"
 
 

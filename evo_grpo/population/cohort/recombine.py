@@ -20,10 +20,13 @@ from evo_grpo.types import Member, Slot
 def may_recombine(cohort: Cohort, first: int, second: int) -> bool:
     """Return whether two agents adapt the same modules.
 
-    On several ranks no agent has loaded an adapter with other modules.
+    On several ranks no agent has loaded an adapter with other modules, so the sets that agents have
+    by name tell, also of agents whose weights are elsewhere.
     """
     if cohort.team.size > 1:
-        return True
+        states = [cohort.agents[slot] for slot in (first, second)]
+        names = [state.hparams.lora_target_modules for state in states]
+        return names[0] == names[1]
     keys = [list(cohort.slots.shapes(cohort.agents[slot].adapter)) for slot in (first, second)]
     return keys[0] == keys[1]
 

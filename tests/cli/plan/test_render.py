@@ -100,6 +100,14 @@ def test_rows_are_those_of_all_agents_and_their_share():
     assert "by racing up to 50% more" in text
 
 
+def test_a_warm_up_is_said_to_be_drawn_at_the_start_alone():
+    ranges = "evolve.hyperparameters.lr_schedule.warmup_proportion={min: 0.01, max: 0.2}"
+    text = rendered(
+        {"model": "tiny-sums", "env": "sums", "algorithm": {"lr_schedule": {"steps": 8}}}, [ranges]
+    )
+    assert "lr_schedule.warmup_proportion in [0.01, 0.2] at the start alone" in text
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_a_narrow_terminal_folds_the_text_and_keeps_the_titles(width: int):
     lines = rendered({"model": "tiny-sums", "env": "sums"}, [], width).splitlines()
