@@ -12,7 +12,9 @@ from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.explore.schedule import ROUND, ScheduleExploration
 from evo_grpo.evolve.select.none import NoSelection
+from evo_grpo.evolve.select.pareto import ParetoSelection
 from evo_grpo.evolve.select.tournament import TournamentSelection
+from evo_grpo.evolve.sizes import Sizes
 from evo_grpo.record.schedule import Schedule
 from evo_grpo.schema.hparams import BETAS, CLIP_ENDS, AgentFields, Hparams, Value
 from evo_grpo.schema.outside import values_of
@@ -23,6 +25,7 @@ from evo_grpo.settings import (
     EvolveConfig,
     LoraSettings,
     ModelConfig,
+    PopulationConfig,
     RunConfig,
     StopConfig,
 )
@@ -72,20 +75,26 @@ def recipe_settings(
     ranges = _ranges(line, space) if alone else _ranges_around(line, space, factor)
     return config.replace(
         name=f"{config.name}-recipe",
-        model=_model(config.model, line[0], model),
+        model=_model(config.model, line[0], list(ranges), model),
         env=_env(config, line[0], list(ranges)),
         population=config.population.replace(
             size=size.agents,
             rounds=size.rounds,
             steps_per_round=size.steps,
             init="latin_hypercube",
-            sizes=config.population.sizes if size.agents == config.population.size else None,
+            sizes=_sizes(config.population, size.agents),
             stop=StopConfig(no_signal=config.population.stop.no_signal),
         ),
         algorithm=_algorithm(config, schedule, line[0], size),
         evolve=_evolve(config.evolve, line, ranges, size.agents),
         engine=_engine(config.engine, size.agents, moved=model is not None),
     )
+
+
+def _sizes(population: PopulationConfig, agents: int) -> Sizes:
+    """Return `population.sizes`; a list of numbers fits only a population of the same size."""
+    fits = agents == population.size or (population.sizes == "constant" and agents > 1)
+    return population.sizes if fits else None
 
 
 def _stretched(schedule: Schedule, rounds: int) -> list[Hparams]:
@@ -241,9 +250,13 @@ def _algorithm(
     return own.replace(**given, prompts_per_step=max(1, round(prompts)))
 
 
-def _model(model: ModelConfig, first: Hparams, name: str | None) -> ModelConfig:
+def _model(
+    model: ModelConfig, first: Hparams, searched: Sequence[str], name: str | None
+) -> ModelConfig:
     """Return the group `model`: rank and alpha of the first round; trust goes to one model only."""
     lora = _lora(model.lora, first)
+    if "lora.target_modules" not in searched:
+        lora = lora.replace(target_sets={})
     if name is None:
         return model.replace(lora=lora)
     return model.replace(name=name, lora=lora, trust_remote_code=False)
@@ -290,18 +303,24 @@ def _weights(config: RunConfig) -> dict[str, float]:
 def _evolve(
     evolve: EvolveConfig, line: Sequence[Hparams], ranges: dict[str, RLParameter], agents: int
 ) -> EvolveConfig:
+    """Return the group `evolve`. One agent has no others to be compared with, or to recombine."""
     if agents == 1:
         entries = _entries(line, ranges)
         return evolve.replace(
             selection=NoSelection(),
             exploration=ScheduleExploration(rounds=entries) if entries else NoExploration(),
             hyperparameters=ranges,
+            recombine="none",
+            svd_noise=0.0,
+            fitness=evolve.fitness.replace(objectives=[], reward=evolve.fitness.counted),
         )
     selection, exploration = evolve.selection, evolve.exploration
     if isinstance(selection, NoSelection) or (
         isinstance(selection, TournamentSelection) and selection.size > agents
     ):
         selection = TournamentSelection()
+    if isinstance(selection, ParetoSelection) and selection.size > agents:
+        selection = ParetoSelection()
     if isinstance(exploration, ScheduleExploration):
         exploration = Mutations()
     return evolve.replace(selection=selection, exploration=exploration, hyperparameters=ranges)
