@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
@@ -55,12 +55,19 @@ def checked_types(args: Mapping[str, Any], taken_by: Callable[..., object]) -> d
     return dict(args)
 
 
-def configured_rewards(env: EnvConfig, load: Loader = load_function) -> tuple[RewardFunction, ...]:
-    """Load the reward functions that a configuration names, which may be none."""
+def configured_rewards(
+    env: EnvConfig, load: Loader = load_function, own: Sequence[RewardFunction] = ()
+) -> tuple[RewardFunction, ...]:
+    """Load the reward functions that a configuration names, which may be none.
+
+    Without names, a mapping `env.reward_weights` gives weights to those of the task, `own`.
+    """
     if not env.reward:
-        if env.reward_weights is not None:
+        if env.reward_weights is None:
+            return ()
+        if not own or not isinstance(env.reward_weights, Mapping):
             raise ConfigError("env.reward_weights: expected env.reward beside it, got none")
-        return ()
+        return as_rewards(own, env.reward_weights)
     for one in env.rewards:
         if isinstance(one, str):
             split_name(one, REWARD)  # before any of them is imported

@@ -204,7 +204,7 @@ def _checked(env: EnvConfig, *, multi_turn: bool) -> tuple[Family, str]:
 
 def _overridden(task: Task, env: EnvConfig, load: Loader) -> Task:
     """Return a task with the template and the reward functions of the configuration, if any."""
-    rewards = configured_rewards(env, load)
+    rewards = configured_rewards(env, load, task.rewards)
     needs: dict[str, str] = {}
     for reward in rewards:
         needs |= reward.required_columns()

@@ -397,10 +397,12 @@ def _selection(population: PopulationConfig, evolve: EvolveConfig) -> Iterator[P
     if not isinstance(selection, TournamentSelection | ParetoSelection):
         return
     if population.size == 1:
-        what = "a front" if isinstance(selection, ParetoSelection) else "a tournament"
+        front = isinstance(selection, ParetoSelection)
+        several = front and evolve.fitness.objectives
+        also = " and remove evolve.fitness.objectives" if several else ""
         text = (
-            f"expected at least 2 agents for {what}, got 1; raise it, or set "
-            "evolve.selection.kind: none"
+            f"expected at least 2 agents for {'a front' if front else 'a tournament'}, got 1; "
+            f"raise it, or set evolve.selection.kind: none{also}"
         )
         yield Problem(("population", "size"), text)
     elif selection.size > population.size:

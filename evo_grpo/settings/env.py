@@ -118,7 +118,8 @@ class EnvConfig(Group):
     reward_weights: RewardWeights = setting(
         None,
         "One weight per reward function, or a mapping of their names to weights, for instance "
-        "`{format: 0.2}`; the functions that it leaves out, and all with null, have a weight of 1.",
+        "`{format: 0.2}`, also of those of the task; the functions that it leaves out, and all "
+        "with null, have a weight of 1.",
     )
     max_turns: int = setting(
         16,

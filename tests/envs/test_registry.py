@@ -137,6 +137,13 @@ def test_a_wrong_argument_is_named(kind, args, message):
         build_task(EnvConfig(kind=kind, args=args), 0)
 
 
+def test_a_mapping_weighs_the_functions_of_a_built_in_task():
+    task = build_task(EnvConfig(kind="sums", reward_weights={"exact": 0.5}), seed=0)
+    assert [(r.name, r.weight) for r in task.rewards] == [("exact", 0.5)]
+    with pytest.raises(ConfigError, match=r"got 'exakt'\. Did you mean"):
+        build_task(EnvConfig(kind="sums", reward_weights={"exakt": 0.5}), seed=0)
+
+
 def test_a_built_in_task_takes_another_prompt_and_another_reward(folder):
     env = EnvConfig(
         kind="sums",

@@ -9,12 +9,13 @@ from optuna.storages.journal import JournalFileBackend
 from small_run import outcome, small, stopped_and_resumed
 from typer.testing import CliRunner
 
-from evo_grpo import GRPO, export, leaderboard, run, write_report
+from evo_grpo import GRPO, export, leaderboard, recipe, run, write_report
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.record.family import front
 from evo_grpo.record.folder import read_rounds
+from evo_grpo.settings import load
 from evo_grpo.settings.run import warnings
 
 GOALS = ["contains", {"name": "tokens", "direction": "minimize"}]
@@ -24,6 +25,7 @@ TWO = {
     "model__name": "tiny-foods",
     "env": {"kind": "foods"},
     "population__size": 4,
+    "population__sizes": "constant",
     "evolve__selection": "pareto",
     "evolve__archive": True,
     "evolve__significance": 0.4,
@@ -100,6 +102,17 @@ def test_prefer_chooses_from_the_front_by_weights_of_normalised_objectives(playe
     export(played, tmp_path / "b", prefer={"tokens": 0.0}, anyway=True)
     about = json.loads((tmp_path / "b" / "export.json").read_text())
     assert (about["agent"], about["round"]) == (best[0].agent, best[0].round)
+
+
+def test_the_recipe_of_the_winner_measures_the_first_objective_alone(played, tmp_path):
+    recipe(played, tmp_path / "one.yaml")
+    found = load(tmp_path / "one.yaml").evolve
+    assert (found.selection.kind, found.fitness.objectives) == ("none", [])
+    assert found.fitness.reward == "contains"
+    recipe(played, tmp_path / "six.yaml", size=6)
+    found = load(tmp_path / "six.yaml")
+    assert (found.evolve.selection.kind, found.population.sizes) == ("pareto", "constant")
+    assert len(found.evolve.fitness.objectives) == 2
 
 
 @pytest.mark.parametrize(
@@ -198,6 +211,9 @@ def test_an_objective_that_the_task_lacks_is_named_before_anything_trains(tmp_pa
     ) as e:
         run(config, out=tmp_path / "run")
     assert "objectives[1].name: expected one of contains, fitness, tokens" in str(e.value)
+    same = small(**{**TWO, "evolve__fitness__objectives": ["fitness", *GOALS]})
+    with pytest.raises(ConfigError, match=r"objectives\[1\].*fitness, which measures 'contains'"):
+        run(same, out=tmp_path / "run")
     assert "did you mean 'tokens'?" in str(e.value)
     assert not (tmp_path / "run").exists()
 

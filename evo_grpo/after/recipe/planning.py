@@ -12,7 +12,9 @@ from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.explore.schedule import ROUND, ScheduleExploration
 from evo_grpo.evolve.select.none import NoSelection
+from evo_grpo.evolve.select.pareto import ParetoSelection
 from evo_grpo.evolve.select.tournament import TournamentSelection
+from evo_grpo.evolve.sizes import Sizes
 from evo_grpo.record.schedule import Schedule
 from evo_grpo.schema.hparams import BETAS, CLIP_ENDS, LORA, AgentFields, Hparams, Value
 from evo_grpo.schema.outside import values_of
@@ -23,6 +25,7 @@ from evo_grpo.settings import (
     EvolveConfig,
     LoraSettings,
     ModelConfig,
+    PopulationConfig,
     RunConfig,
     StopConfig,
 )
@@ -79,13 +82,19 @@ def recipe_settings(
             rounds=size.rounds,
             steps_per_round=size.steps,
             init="latin_hypercube",
-            sizes=config.population.sizes if size.agents == config.population.size else None,
+            sizes=_sizes(config.population, size.agents),
             stop=StopConfig(no_signal=config.population.stop.no_signal),
         ),
         algorithm=_algorithm(config, schedule, line[0], size),
         evolve=_evolve(config.evolve, line, ranges, size.agents),
         engine=_engine(config.engine, size.agents, moved=model is not None),
     )
+
+
+def _sizes(population: PopulationConfig, agents: int) -> Sizes:
+    """Return `population.sizes`; a list of numbers fits only a population of the same size."""
+    fits = agents == population.size or (population.sizes == "constant" and agents > 1)
+    return population.sizes if fits else None
 
 
 def _stretched(schedule: Schedule, rounds: int) -> list[Hparams]:
@@ -294,6 +303,7 @@ def _weights(config: RunConfig) -> dict[str, float]:
 def _evolve(
     evolve: EvolveConfig, line: Sequence[Hparams], ranges: dict[str, RLParameter], agents: int
 ) -> EvolveConfig:
+    """Return the group `evolve`. One agent has no others to be compared with, or to recombine."""
     if agents == 1:
         entries = _entries(line, ranges)
         return evolve.replace(
@@ -303,12 +313,15 @@ def _evolve(
             # A child has two parents, and noise acts on copies.
             recombine="none",
             svd_noise=0.0,
+            fitness=evolve.fitness.replace(objectives=[], reward=evolve.fitness.counted),
         )
     selection, exploration = evolve.selection, evolve.exploration
     if isinstance(selection, NoSelection) or (
         isinstance(selection, TournamentSelection) and selection.size > agents
     ):
         selection = TournamentSelection()
+    if isinstance(selection, ParetoSelection) and selection.size > agents:
+        selection = ParetoSelection()
     if isinstance(exploration, ScheduleExploration):
         exploration = Mutations()
     return evolve.replace(selection=selection, exploration=exploration, hyperparameters=ranges)

@@ -225,6 +225,9 @@ def _yaml(config: RunConfig) -> str:
         name: _without_defaults(one, _RANGE | {"dtype": one.get("dtype")})
         for name, one in full["evolve"]["hyperparameters"].items()
     }
+    for group, name in (("env", "prompts"), ("evolve", "fitness")):
+        if name in short.get(group, {}):
+            short[group][name] = _without_none(short[group][name])
     ordered = {name: short[name] for name in full if name in short}
     return yaml.dump(
         {"name": config.name, "seed": config.seed, **ordered},
@@ -233,6 +236,16 @@ def _yaml(config: RunConfig) -> str:
         allow_unicode=True,
         width=100,
     )
+
+
+def _without_none(value: Any) -> Any:  # noqa: ANN401 -- a part of a file
+    """Return a part of a file without the entries that are null, at any depth."""
+    if isinstance(value, dict):
+        items = cast("dict[str, Any]", value).items()
+        return {name: _without_none(one) for name, one in items if one is not None}
+    if isinstance(value, list):
+        return [_without_none(one) for one in cast("list[Any]", value)]
+    return value
 
 
 def _without_defaults(full: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:

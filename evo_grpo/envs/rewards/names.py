@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from evo_grpo.envs.rewards.functions import unknown_reward
 from evo_grpo.schema.hparams import REWARD_WEIGHT
@@ -40,8 +40,8 @@ def check_rewards(
         objectives: `evolve.fitness.objectives`.
 
     Raises:
-        Problems: A function of that name does not exist, or its weight, with which the first agent
-            begins, is outside of its range.
+        Problems: A function of that name does not exist, its weight, with which the first agent
+            begins, is outside of its range, or two objectives are the same.
     """
     found: list[Problem] = []
     for name in searched(space.names()):
@@ -73,5 +73,23 @@ def check_rewards(
                 "task and a reward function of this one; rename the function"
             )
             found.append(Problem(path, text))
+    found += _same(weights, reward, objectives)
     if found:
         raise Problems(*found)
+
+
+def _same(
+    weights: Mapping[str, float], reward: FitnessReward, objectives: Sequence[ObjectiveConfig]
+) -> Iterator[Problem]:
+    """Yield an objective that orders agents as the objective `fitness` does."""
+    counted = weights if reward is None else weights_in(reward)
+    parts = [name for name, weight in counted.items() if weight]
+    if FITNESS not in {one.name for one in objectives} or len(parts) != 1:
+        return
+    for number, one in enumerate(objectives):
+        if one.name in parts:
+            text = (
+                f"expected another objective than fitness, which measures {one.name!r} alone; "
+                "remove one of them"
+            )
+            yield Problem(("evolve", "fitness", "objectives", number, "name"), text)

@@ -81,6 +81,15 @@ def test_a_population_searches_a_factor_of_three_around_the_line():
     assert found.evolve.selection.kind == "tournament"
 
 
+def test_one_agent_has_no_other_to_recombine_with():
+    own = config(recombine="average", svd_noise=0.1)
+    schedule = line(Hparams(lr=1e-3), Hparams(lr=2e-3))
+    alone = recipe_settings(own, schedule, Size(1, 2, STEPS), model=None, factor=1.0).evolve
+    assert (alone.recombine, alone.svd_noise) == ("none", 0)
+    several = recipe_settings(own, schedule, Size(4, 2, STEPS), model=None, factor=1.0).evolve
+    assert (several.recombine, several.svd_noise) == ("average", 0.1)
+
+
 def test_one_agent_takes_the_prompts_of_the_winner_in_its_last_round():
     schedule = line(Hparams(lr=1e-3), Hparams(lr=1e-3), rows=256)
     found = recipe_settings(config(), schedule, Size(1, 2, STEPS), model=None, factor=1.0)

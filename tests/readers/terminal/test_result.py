@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from shown_run import SUMMARY, agent, mean_won, two_rounds
 
-from evo_grpo.readers.terminal.result import family_tree, leaderboard_table
+from evo_grpo.readers.terminal.result import cell, family_tree, leaderboard_table
 from evo_grpo.record.leaderboard import leaderboard_rows
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.view import RunView
@@ -134,3 +134,7 @@ def test_a_narrow_leaderboard_goes_without_what_is_alike_and_cuts_nothing(width:
     for shown in ("lr", "group", "temperature", "top_p", "2.82e-3", "0.564"):
         assert shown in text
     assert ("left after round 1" if width == 80 else "left in 1") in text
+
+
+def test_a_switch_is_written_as_in_a_file():
+    assert (cell("kl_shaping", True), cell("front", True)) == ("true", "yes")
