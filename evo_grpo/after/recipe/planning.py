@@ -256,15 +256,20 @@ def _model(
     """Return the group `model`: rank and alpha of the first round; trust goes to one model only."""
     lora = _lora(model.lora, first)
     if "lora.target_modules" not in searched:
-        lora = lora.replace(target_sets={})
+        lora = _with_layers(lora, first)
     if name is None:
         return model.replace(lora=lora)
     return model.replace(name=name, lora=lora, trust_remote_code=False)
 
 
+def _with_layers(lora: LoraSettings, first: Hparams) -> LoraSettings:
+    """Return settings with the set of layers of the first round, which is no longer searched."""
+    name, sets = first.lora_target_modules, lora.target_sets
+    targets = lora.target_modules if name is None else sets[name]
+    return lora.replace(target_modules=targets, target_sets={})
+
+
 def _lora(lora: LoraSettings, first: Hparams) -> LoraSettings:
-    if first.lora_target_modules is not None:
-        lora = lora.replace(target_modules=lora.target_sets[first.lora_target_modules])
     if first.lora_r is None and first.lora_alpha is None:
         return lora
     rank, alpha = first.lora_r or lora.r, first.lora_alpha
@@ -312,6 +317,7 @@ def _evolve(
             hyperparameters=ranges,
             recombine="none",
             svd_noise=0.0,
+            archive=False,  # going back to it would halve lr, and miss entries of the schedule
             fitness=evolve.fitness.replace(objectives=[], reward=evolve.fitness.counted),
         )
     selection, exploration = evolve.selection, evolve.exploration
