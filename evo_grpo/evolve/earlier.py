@@ -45,8 +45,8 @@ def carried_over(
 ) -> Hparams:
     """Return `first` with those values of an earlier agent that may mutate in both runs.
 
-    A number outside of its range is moved to the nearest end, or to the nearest choice. A name that
-    is none of the choices is left out.
+    A number outside of its range is moved to the nearest end, or to the nearest choice. A name, or
+    true or false, that is none of the choices is left out.
 
     Args:
         earlier: The hyperparameters of the earlier agent.
@@ -57,9 +57,10 @@ def carried_over(
     found = first
     for name in (one for one in names if one not in CLIPS):
         value, parameter = earlier.get(name), hp_config[name]
-        if value is None or (isinstance(value, str) and not parameter.allows(value)):
+        is_name = isinstance(value, str | bool)  # true and false have no nearest choice
+        if value is None or (is_name and not parameter.allows(value)):
             continue
-        found = found.with_value(name, value if isinstance(value, str) else parameter.clip(value))
+        found = found.with_value(name, value if is_name else parameter.clip(value))
     return _with_clip(found, earlier, hp_config) if set(names) & set(CLIPS) else found
 
 

@@ -96,7 +96,7 @@ def choose_of(
 
     The winner of a finished run is that of its final comparison: the best agent of the last round,
     the best of all rounds, or the mean of two survivors. Before the end it is the best of the last
-    round.
+    round; with several objectives, the agent of the front that is best in the first one.
 
     Args:
         run: The run folder.
@@ -195,7 +195,7 @@ def _winner_files(view: RunView, winner: SelectedAgent) -> dict[str, str]:
     """Return the SHA-256 of the winner's files."""
     if view.summary is not None:
         return winner_files(view.rounds, view.summary["best"], view.summary["files"])
-    return view.rounds[-1].files_of(winner.checkpoint)
+    return view.rounds[winner.record.round].files_of(winner.checkpoint)
 
 
 def _best_ever(rounds: Sequence[RoundRecord]) -> AgentRecord:

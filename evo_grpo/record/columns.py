@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from evo_grpo.record.vocabulary import OBJECTIVE
 from evo_grpo.schema.hparams import in_order, type_of
 
 if TYPE_CHECKING:
@@ -61,7 +62,12 @@ def objectives(rounds: Sequence[RoundRecord]) -> dict[str, str]:
     """Return the objectives of a run beside fitness by name, each with its column in tables."""
     found = (agent.score for record in rounds for agent in record.agents)
     score = next((score for score in found if score is not None), None)
-    return {} if score is None else {one.name: f"objective_{one.name}" for one in score.further}
+    return {} if score is None else {one.name: objective(one.name) for one in score.further}
+
+
+def objective(name: str) -> str:
+    """Return the column of an objective beside fitness."""
+    return f"{OBJECTIVE}{name}"
 
 
 def fitness(agent: AgentRecord) -> float:

@@ -165,9 +165,9 @@ def front(rounds: Sequence[RoundRecord]) -> tuple[AgentRecord, ...]:
     """
     kept: list[AgentRecord] = []
     for record in rounds:
-        several = (one for one in record.agents if one.score is not None and one.score.further)
-        for agent in several:
-            if all(_means(agent) != _means(one) for one in kept):
+        for agent in record.agents:
+            several = agent.score is not None and agent.score.is_finite and agent.score.further
+            if several and all(_means(agent) != _means(one) for one in kept):
                 kept.append(agent)
         scores = [agent.score for agent in kept]
         order_of_kept = ranked(scores, None)

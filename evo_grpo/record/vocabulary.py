@@ -32,6 +32,8 @@ REWARD_OF = "reward/"
 """Prefix of the metric of one of several reward functions; the function's name follows."""
 HYPERPARAMETER = "hyperparameters/"
 """Prefix of the metric of a hyperparameter."""
+OBJECTIVE = "objective_"
+"""Prefix of an objective beside fitness, in metrics and in columns of tables."""
 SECONDS = "seconds/"
 """Prefix of the metric of a phase of a round."""
 
@@ -131,6 +133,13 @@ OF_STEPS = (
 OF_ROUNDS = (
     Metric("fitness", "Mean reward on the validation prompts.", "", "round"),
     Metric("fitness_se", "Standard error of the fitness.", "", "round"),
+    Metric(
+        f"{OBJECTIVE}<name>",
+        "Mean of an objective beside fitness on the validation prompts, and with `_se` behind its "
+        "name the standard error of it.",
+        "",
+        "round",
+    ),
     Metric(
         f"{HYPERPARAMETER}<name>", "Value that the agent trained with in the round.", "", "round"
     ),

@@ -83,7 +83,9 @@ def winner_of(
     if summary is None:
         several = front(rounds)
         best = several[0] if several else leading_agent(rounds[-1])
-        return None if best is None else select("last", rounds, best)
+        if best is None:
+            return None
+        return select("last" if best.round == rounds[-1].round else "archive", rounds, best)
     best = summary["best"]
     own = next((one for one in summary["candidates"] if one["kind"] == best["kind"]), {})
     winner = _finalist(rounds, {**own, **best})

@@ -11,6 +11,7 @@ from small_run import small
 from evo_grpo import GRPO, resume, run
 from evo_grpo.cli.plan.plan import make_plan
 from evo_grpo.errors import ConfigError
+from evo_grpo.evolve.earlier import carried_over
 from evo_grpo.record.earlier import resolved_start
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.run_dir import RunDir
@@ -81,6 +82,14 @@ def test_only_what_both_runs_search_is_taken_over(tmp_path):
     assert values["temperature"] == 0.7
     assert values["loss_type"] == "dapo"
     assert values["clip_low"] == pytest.approx(1 - ranked[0].hparams.clip_coef)
+
+
+def test_a_switch_is_taken_over_where_both_runs_search_it():
+    space = HyperparameterConfig(kl_shaping=RLParameter(choices=[False, True]))
+    first = Hparams(kl_shaping=False)
+    for switch in (True, False):
+        own = carried_over(Hparams(kl_shaping=switch), ["kl_shaping"], first, space)
+        assert own.kl_shaping is switch
 
 
 def test_a_run_records_the_settings_and_resumes_without_the_earlier_one(tmp_path):

@@ -13,8 +13,10 @@ from evo_grpo import GRPO, export, leaderboard, recipe, run, write_report
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.select.protocol import Offspring
+from evo_grpo.readers.trackers.values import values_of
 from evo_grpo.record.family import front
 from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.log import RoundDone
 from evo_grpo.settings import load
 from evo_grpo.settings.run import warnings
 
@@ -102,6 +104,26 @@ def test_prefer_chooses_from_the_front_by_weights_of_normalised_objectives(playe
     export(played, tmp_path / "b", prefer={"tokens": 0.0}, anyway=True)
     about = json.loads((tmp_path / "b" / "export.json").read_text())
     assert (about["agent"], about["round"]) == (best[0].agent, best[0].round)
+
+
+def test_before_the_end_the_best_of_the_front_is_exported_also_from_an_earlier_round(tmp_path):
+    folder = run(small(**{**TWO, "seed": 5}), out=tmp_path / "run")
+    (folder / "summary.json").unlink()
+    best = front(read_rounds(folder))[0]
+    assert best.round < 2  # else this tests nothing
+    assert evo("export", folder, tmp_path / "out")[0] == 0
+    about = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert (about["agent"], about["round"], about["kind"]) == (best.agent, best.round, "archive")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "validation tokens: " in card
+    assert f"best agent of all rounds, as it was after round {best.round + 1}" in card
+
+
+def test_trackers_receive_every_objective(played):
+    last = read_rounds(played)[-1]
+    values = values_of(RoundDone(1, last)).values
+    for agent in last.agents:
+        assert values[f"agent-{agent.agent:02d}"]["objective_tokens"] == agent.score.further[0].mean
 
 
 def test_the_recipe_of_the_winner_measures_the_first_objective_alone(played, tmp_path):

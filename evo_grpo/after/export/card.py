@@ -41,6 +41,11 @@ def card(choice: ChosenAgent, config: Mapping[str, Any], use: Use, digest: str) 
     facts = [_origin(choice)]
     if (score := choice.agent.fitness) is not None:
         facts.append(f"validation fitness: {_score(score)} ({score.n} prompts)")
+        for one in score.further:
+            wanted = "fewer are better" if one.minimize else "more are better"
+            facts.append(
+                f"validation {_plain(one.name)}: {with_error(one.mean, one.se, 4)} ({wanted})"
+            )
     elif choice.agent.kind != "mean":
         why = f"it failed ({_plain(record.reason)})" if record.reason else "it was not evaluated"
         facts.append(f"validation fitness: none, {why}")

@@ -11,6 +11,7 @@ from rich.tree import Tree
 from evo_grpo.printable import printable
 from evo_grpo.readers.terminal.console import GOOD, NOTICE, new_table, safe
 from evo_grpo.readers.terminal.formatting import ALWAYS_SHOWN
+from evo_grpo.record.vocabulary import OBJECTIVE
 from evo_grpo.record.wording import changes_text, count, listed, number
 from evo_grpo.schema.shown import short_name, shown_value
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 BEST = f"bold {GOOD}"
 STRINGS = ("checkpoint",)
 SCORES = ("fitness", "final", "test")
-OBJECTIVE = "objective_"
-"""Begin of the columns of further objectives, which are scores too."""
 OPTIONAL = ("final", "test", "left")
 """Columns that a table leaves out where no row has a value."""
 IN_OTHERS = ("round", "tie")

@@ -125,9 +125,12 @@ def finite(values: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def _of_agent(agent: AgentRecord, names: Sequence[str]) -> dict[str, float]:
+    further = () if agent.score is None else agent.score.further
     values: dict[str, float | None] = {
         "fitness": columns.fitness(agent),
         "fitness_se": columns.fitness_se(agent),
+        **{columns.objective(one.name): one.mean for one in further},
+        **{f"{columns.objective(one.name)}_se": one.se for one in further},
         "member": float(agent.member),
         "parent": agent.parent,
         "dead_steps": agent.metrics.get("dead_steps"),

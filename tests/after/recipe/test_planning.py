@@ -81,6 +81,31 @@ def test_a_population_searches_a_factor_of_three_around_the_line():
     assert found.evolve.selection.kind == "tournament"
 
 
+def test_a_schedule_that_changes_the_layers_keeps_their_names():
+    own = config()
+    lora = own.model.lora.replace(
+        target_modules="all-linear", target_sets={"q": ["q_proj"], "mlp": MLP}
+    )
+    choices = {"lora.target_modules": {"choices": ["q", "mlp"]}}
+    own = own.replace(
+        model=own.model.replace(lora=lora), evolve=own.evolve.replace(hyperparameters=choices)
+    )
+    first = Hparams(lr=1e-3, lora_target_modules="mlp")
+    schedule = line(first, first.replace(lora_target_modules="q"))
+    found = recipe_settings(own, schedule, Size(1, 2, STEPS), model=None, factor=1.0)
+    assert found.search_space()["lora.target_modules"].choices == ("mlp", "q")
+    assert found.evolve.exploration.rounds == [{"round": 2, "lora.target_modules": "q"}]
+
+
+def test_one_agent_does_not_go_back_to_an_earlier_round_which_would_leave_the_schedule():
+    schedule = line(Hparams(lr=1e-3), Hparams(lr=2e-3))
+    assert config().evolve.archive
+    alone = recipe_settings(config(), schedule, Size(1, 2, STEPS), model=None, factor=1.0)
+    assert not alone.evolve.archive
+    several = recipe_settings(config(), schedule, Size(4, 2, STEPS), model=None, factor=1.0)
+    assert several.evolve.archive
+
+
 def test_one_agent_has_no_other_to_recombine_with():
     own = config(recombine="average", svd_noise=0.1)
     schedule = line(Hparams(lr=1e-3), Hparams(lr=2e-3))
