@@ -89,9 +89,7 @@ def test_a_stopped_run_makes_the_recorded_child_again_from_its_parents(finished,
     assert outcome(folder) == outcome(finished)
 
 
-def test_the_mean_of_a_resumed_run_has_the_files_of_one_that_was_not_stopped(
-    tmp_path, monkeypatch
-):
+def test_the_mean_of_a_resumed_run_has_the_files_of_one_that_was_not_stopped(tmp_path, monkeypatch):
     # The child of the first round has been tried and is gone when the run goes on.
     monkeypatch.setattr(judge, "founder_of", lambda rounds, member: 0)
     fitness = {**SETTINGS["evolve"]["fitness"], "final_samples": 1}

@@ -6,7 +6,7 @@ makes them again from the checkpoints of that round.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 from evo_grpo.model.lora.recombine.apply import recombine_slots
@@ -33,7 +33,7 @@ def may_recombine(cohort: Cohort, first: int, second: int) -> bool:
 
 
 @contextmanager
-def passing_slots(cohort: Cohort) -> Iterator[None]:
+def passing_slots(cohort: Cohort) -> Generator[None]:
     """Free the numbers of the slots that are added within, all of which are removed within.
 
     A resumed run does not add those of its earlier rounds, and numbers later slots as this one.
