@@ -57,10 +57,9 @@ def carried_over(
     found = first
     for name in (one for one in names if one not in CLIPS):
         value, parameter = earlier.get(name), hp_config[name]
-        named = isinstance(value, str | bool)
-        if value is None or (named and not parameter.allows(value)):
+        if value is None or (isinstance(value, str) and not parameter.allows(value)):
             continue
-        found = found.with_value(name, value if named else parameter.clip(value))
+        found = found.with_value(name, value if isinstance(value, str) else parameter.clip(value))
     return _with_clip(found, earlier, hp_config) if set(names) & set(CLIPS) else found
 
 

@@ -11,7 +11,6 @@ from small_run import small
 from evo_grpo import GRPO, resume, run
 from evo_grpo.cli.plan.plan import make_plan
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.earlier import carried_over
 from evo_grpo.record.earlier import resolved_start
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.run_dir import RunDir
@@ -82,16 +81,6 @@ def test_only_what_both_runs_search_is_taken_over(tmp_path):
     assert values["temperature"] == 0.7
     assert values["loss_type"] == "dapo"
     assert values["clip_low"] == pytest.approx(1 - ranked[0].hparams.clip_coef)
-
-
-@pytest.mark.parametrize("value", [True, False])
-def test_true_and_false_are_taken_over_where_they_are_choices(value):
-    old, names = FIRST.replace(kl_shaping=value), ["kl_shaping"]
-    both, one = ({"choices": choices} for choices in ([True, False], [False]))
-    space = HyperparameterConfig(kl_shaping=both)
-    assert carried_over(old, names, FIRST, space).kl_shaping is value
-    space, first = HyperparameterConfig(kl_shaping=one), FIRST.replace(kl_shaping=False)
-    assert carried_over(old, names, first, space).kl_shaping is False
 
 
 def test_a_run_records_the_settings_and_resumes_without_the_earlier_one(tmp_path):

@@ -14,7 +14,7 @@ from evo_grpo.evolve.explore.schedule import ROUND, ScheduleExploration
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.record.schedule import Schedule
-from evo_grpo.schema.hparams import BETAS, CLIP_ENDS, LORA, AgentFields, Hparams, Value
+from evo_grpo.schema.hparams import BETAS, CLIP_ENDS, AgentFields, Hparams, Value
 from evo_grpo.schema.outside import values_of
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.settings import (
@@ -72,7 +72,7 @@ def recipe_settings(
     ranges = _ranges(line, space) if alone else _ranges_around(line, space, factor)
     return config.replace(
         name=f"{config.name}-recipe",
-        model=_model(config.model, line[0], model, list(ranges)),
+        model=_model(config.model, line[0], model),
         env=_env(config, line[0], list(ranges)),
         population=config.population.replace(
             size=size.agents,
@@ -241,21 +241,17 @@ def _algorithm(
     return own.replace(**given, prompts_per_step=max(1, round(prompts)))
 
 
-def _model(
-    model: ModelConfig, first: Hparams, name: str | None, searched: Sequence[str]
-) -> ModelConfig:
-    """Return the group `model`: the adapter of the first round; trust goes to one model only."""
-    lora = _lora(model.lora, first, searched)
+def _model(model: ModelConfig, first: Hparams, name: str | None) -> ModelConfig:
+    """Return the group `model`: rank and alpha of the first round; trust goes to one model only."""
+    lora = _lora(model.lora, first)
     if name is None:
         return model.replace(lora=lora)
     return model.replace(name=name, lora=lora, trust_remote_code=False)
 
 
-def _lora(lora: LoraSettings, first: Hparams, searched: Sequence[str]) -> LoraSettings:
-    # Where the layers change on the line, the first agent begins with the first choice of them.
-    if first.lora_target_modules is not None and f"{LORA}target_modules" not in searched:
-        targets = lora.target_sets[first.lora_target_modules]
-        lora = lora.replace(target_modules=targets, target_sets={})
+def _lora(lora: LoraSettings, first: Hparams) -> LoraSettings:
+    if first.lora_target_modules is not None:
+        lora = lora.replace(target_modules=lora.target_sets[first.lora_target_modules])
     if first.lora_r is None and first.lora_alpha is None:
         return lora
     rank, alpha = first.lora_r or lora.r, first.lora_alpha
@@ -300,9 +296,6 @@ def _evolve(
             selection=NoSelection(),
             exploration=ScheduleExploration(rounds=entries) if entries else NoExploration(),
             hyperparameters=ranges,
-            # A child has two parents, and noise acts on copies.
-            recombine="none",
-            svd_noise=0.0,
         )
     selection, exploration = evolve.selection, evolve.exploration
     if isinstance(selection, NoSelection) or (
