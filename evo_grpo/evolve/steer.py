@@ -167,7 +167,7 @@ def _set(
                 for one in beyond
             )
         )
-    shown = ", ".join(f"{name} {value}" for name, value in values.items())
+    shown = ", ".join(f"{name} {_plain(value)}" for name, value in values.items())
     if new == old:
         raise ConfigError(
             f"agent {member.agent}: expected a change, got its present values: {shown}"
@@ -182,6 +182,11 @@ def _set(
     noise = member.mutation.noise if born else None
     child = _with_child(plan, index, member, Mutation(op, changes, noise), new, boundary)
     return child, f"agent {member.agent} was set by hand: {shown}"
+
+
+def _plain(value: object) -> str:
+    """Return a value as a request has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def changes_between(old: Hparams, new: Hparams, hp_config: HyperparameterConfig) -> Changes:

@@ -23,6 +23,7 @@ from evo_grpo.population.cohort.recombine import (
     add_child,
     change_weights,
     may_recombine,
+    passing_slots,
     second_parents,
 )
 from evo_grpo.population.evaluate import Evaluation, evaluate_here, merged, without_texts
@@ -193,16 +194,17 @@ def evaluate_child(this: Round, pair: Pair) -> Evaluation | None:
     All ranks make this call; it returns None on those without the child.
     """
     cohort, evolve = this.cohort, this.settings.evolve
-    with this.watch.phase("evolve"):
-        child = add_child(cohort, pair.first, pair.second, evolve.recombine, this.number + 1)
-        cohort.set_hparams(child, pair.hparams)
-    with this.watch.phase("evaluate"):
-        prompts = this.env.prompts("validation", evolve.fitness.prompts)
-        stream = LookAgain((child,), 0).stream(this.number)
-        found = evaluate_here(
-            cohort, this.env, (child,), prompts, evolve.fitness, stream=stream
-        ).get(child)
-    cohort.remove(child)
+    with passing_slots(cohort):
+        with this.watch.phase("evolve"):
+            child = add_child(cohort, pair.first, pair.second, evolve.recombine, this.number + 1)
+            cohort.set_hparams(child, pair.hparams)
+        with this.watch.phase("evaluate"):
+            prompts = this.env.prompts("validation", evolve.fitness.prompts)
+            stream = LookAgain((child,), 0).stream(this.number)
+            found = evaluate_here(
+                cohort, this.env, (child,), prompts, evolve.fitness, stream=stream
+            ).get(child)
+        cohort.remove(child)
     return None if found is None else without_texts(found)
 
 
@@ -360,10 +362,11 @@ def apply(
     With `free`, the agents that leave are removed and their memory is freed. After the last round
     they are kept, because a call that plays more rounds also selects among them.
     """
-    others = second_parents(cohort, slots, generation.members)  # before they are overwritten
-    for parent, slot in copies_in_order(generation):
-        cohort.copy(parent, slot, inherit_optimizer=evolve.inherit_optimizer)
-    change_weights(cohort, slots, generation.members, others, evolve)
+    with passing_slots(cohort):
+        others = second_parents(cohort, slots, generation.members)  # before they are overwritten
+        for parent, slot in copies_in_order(generation):
+            cohort.copy(parent, slot, inherit_optimizer=evolve.inherit_optimizer)
+        change_weights(cohort, slots, generation.members, others, evolve)
     cohort.reserve_members(generation.next_id)
     for member, hparams in zip(generation.members, generation.hparams, strict=True):
         cohort.set_hparams(member.agent, hparams)

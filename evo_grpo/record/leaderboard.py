@@ -14,6 +14,7 @@ from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.names import LEADERBOARD
 from evo_grpo.record.summary import read_summary
 from evo_grpo.record.winner import rivals_of, winner_of
+from evo_grpo.schema.hparams import of_mean
 
 TIE_LEVEL = 0.1
 """p-value up to which two agents count as different."""
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from evo_grpo.record.records import AgentRecord, RoundRecord
     from evo_grpo.record.winner import SelectedAgent
-    from evo_grpo.schema.hparams import Value
+    from evo_grpo.schema.hparams import Hparams, Value
     from evo_grpo.types import Score
 
 
@@ -77,7 +78,8 @@ def from_records(
         - test and test_se: the score of the winner on the test prompts; missing for all others
         - lr, beta, clip_coef (NaN if it is a pair of bounds), clip_low and clip_high (the
           bounds, also those of a scalar), group_size, then what else mutates in this run; of a
-          mean, those of its better parent
+          mean, those of its better parent, but the larger rank with its alpha, and no name of
+          unequal layers
         - tokens (sampled in training) and wall_seconds: sums over all rounds of the agent; 0 for a
           mean
         - checkpoint, relative to the run folder
@@ -162,7 +164,7 @@ def leaderboard_rows(
                 "tie": tied(winner, agent) if one in (None, winner) else one.tie,
                 **_score("final", None if one is None else one.final),
                 **_score("test", None if one is None else one.test),
-                **_values(agent, names),
+                **_values(agent.hparams, names),
                 "tokens": spent[agent.agent][0],
                 "wall_seconds": spent[agent.agent][1],
                 "checkpoint": agent.checkpoint,
@@ -187,6 +189,7 @@ def order_text(rows: Sequence[Mapping[str, Any]]) -> str:
 def _mean(winner: SelectedAgent, last: RoundRecord, names: Sequence[str]) -> dict[str, Any]:
     """Return the row of a mean that won; it played no round."""
     better = winner.record
+    hparams = of_mean([line[-1].hparams for line in winner.lines])
     return {
         "agent": None,
         "member": winner.member,
@@ -197,7 +200,7 @@ def _mean(winner: SelectedAgent, last: RoundRecord, names: Sequence[str]) -> dic
         "tie": None,
         **_score("final", winner.final),
         **_score("test", winner.test),
-        **_values(better, names),
+        **_values(hparams, names),
         "tokens": 0,
         "wall_seconds": 0.0,
         "checkpoint": winner.checkpoint or None,
@@ -220,8 +223,8 @@ def _goals(agent: AgentRecord, goals: Mapping[str, str]) -> dict[str, float | No
     return cells
 
 
-def _values(agent: AgentRecord, names: Sequence[str]) -> dict[str, Value | None]:
-    found = columns.values(agent.hparams, names).items()
+def _values(hparams: Hparams, names: Sequence[str]) -> dict[str, Value | None]:
+    found = columns.values(hparams, names).items()
     return {n: value if isinstance(value, str | bool) else _known(value) for n, value in found}
 
 

@@ -4,7 +4,7 @@
 
 import math
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, cast, get_origin
 
 from pydantic import BeforeValidator
@@ -338,6 +338,21 @@ class Hparams(AgentFields):
         found = {f"{LORA}{name}": value for name, value in adapter._asdict().items()}
         own = {_field(name): value for name, value in found.items() if name in space}
         return self.replace(**own) if own else self
+
+
+def of_mean(parents: Sequence[Hparams]) -> Hparams:
+    """Return the hyperparameters of the mean of agents, the better one first.
+
+    They are those of the better one, with the rank and alpha of the agent with the largest rank. A
+    mean of unequal layers has the layers of all, and no name for them.
+    """
+    widest = max(parents, key=lambda one: one.lora_r or 0)
+    layers = {one.lora_target_modules for one in parents}
+    return parents[0].replace(
+        lora_r=widest.lora_r,
+        lora_alpha=widest.lora_alpha,
+        lora_target_modules=layers.pop() if len(layers) == 1 else None,
+    )
 
 
 _FIELDS = {path: field for field, path in PATHS.items()}

@@ -215,6 +215,24 @@ def test_a_mean_that_won_is_the_first_row():
     assert again.to_dict("records") == frame.to_dict("records")
 
 
+def test_a_mean_has_the_larger_rank_and_no_name_of_unequal_layers():
+    own = {1: {"lora_r": 2, "lora_target_modules": "mlp"}, 0: {"lora_r": 8}}
+    records = []
+    for one in two_rounds():
+        layers = {"lora_target_modules": "attention"}
+        agents = tuple(
+            replace(a, hparams=a.hparams.replace(**{**layers, **own[a.agent]})) for a in one.agents
+        )
+        names = (*one.mutable, "lora.r", "lora.target_modules")
+        records.append(replace(one, agents=agents, mutable=names))
+    first, *others = from_records(records, mean_won()).to_dict("records")
+    assert (first["lora.r"], first["lora.target_modules"]) == (8, None)
+    assert {(one["lora.r"], one["lora.target_modules"]) for one in others} == {
+        (2, "mlp"),
+        (8, "attention"),
+    }
+
+
 def test_an_agent_that_won_as_it_was_earlier_has_the_row_of_that_round():
     rounds = two_rounds()
     first = rounds[0].agents[0]

@@ -1,5 +1,7 @@
 """Runs in which survivors have children, and copies get noise on their weights."""
 
+import json
+
 import optuna
 import pytest
 from optuna.storages import JournalStorage
@@ -12,6 +14,7 @@ from evo_grpo.readers.terminal.result import family_tree
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.view import view_of
 from evo_grpo.settings import from_dict
+from evo_grpo.training import judge
 
 
 def recombining(**changes):
@@ -84,6 +87,22 @@ def test_the_tokens_of_a_child_count_as_evaluation(finished, tmp_path):
 def test_a_stopped_run_makes_the_recorded_child_again_from_its_parents(finished, tmp_path):
     folder = stopped_and_resumed(recombining(), tmp_path / "run", ("learn", 1))
     assert outcome(folder) == outcome(finished)
+
+
+def test_the_mean_of_a_resumed_run_has_the_files_of_one_that_was_not_stopped(tmp_path, monkeypatch):
+    # The child of the first round has been tried and is gone when the run goes on.
+    monkeypatch.setattr(judge, "founder_of", lambda rounds, member: 0)
+    fitness = {**SETTINGS["evolve"]["fitness"], "final_samples": 1}
+    config = recombining(evolve__fitness=fitness, evolve__significance=0.5)
+    whole = run(config, out=tmp_path / "whole")
+    resumed = stopped_and_resumed(config, tmp_path / "run", ("learn", 1))
+    members = []
+    for folder in (whole, resumed):
+        best = json.loads((folder / "summary.json").read_text())["best"]
+        attributes = json.loads((folder / best["checkpoint"] / "attributes.json").read_text())
+        assert best["kind"] == "mean"
+        members.append(attributes["member"])
+    assert members[0] == members[1]
 
 
 def test_noise_changes_the_weights_of_copies_and_of_no_other(tmp_path):

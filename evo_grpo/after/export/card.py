@@ -15,6 +15,7 @@ from evo_grpo.printable import printable
 from evo_grpo.record.replay import BUDGETS, read_replay
 from evo_grpo.record.story import rivals_text
 from evo_grpo.record.wording import count, with_error
+from evo_grpo.schema.search_space import plain_choice
 
 if TYPE_CHECKING:
     from evo_grpo.record.choice import ChosenAgent
@@ -137,7 +138,8 @@ def _table(line: Sequence[AgentRecord], *, alone: bool) -> str:
 
 
 def _value(value: Value) -> str:
-    return _plain(value) if isinstance(value, str) else f"{value:.3g}"
+    named = isinstance(value, str | bool)
+    return _plain(plain_choice(value)) if named else f"{value:.3g}"
 
 
 def _schedule(path: Sequence[AgentRecord]) -> list[str]:

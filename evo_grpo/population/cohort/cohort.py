@@ -82,7 +82,8 @@ class Cohort:
         self.left_out: list[object] = []
         self._make_engine = engine or make_engine
         self._engine: RolloutEngine | None = None
-        self._next_slot = 0
+        #: Number of the next new slot.
+        self.next_slot = 0
         #: Id of the next new member.
         self.next_member = 0
         self._calls = 0
@@ -215,7 +216,7 @@ class Cohort:
 
     def add(self, hparams: Hparams, shard: int = 0) -> AgentState:
         """Add an agent with the policy of the base, on the rank that computes a shard."""
-        member = Member(id=self.next_member, agent=Slot(self._next_slot))
+        member = Member(id=self.next_member, agent=Slot(self.next_slot))
         self.next_member += 1
         state = self.add_spare(member, hparams, rank_of(shard, self.shards, self.team.size))
         state.shard = shard
@@ -223,8 +224,8 @@ class Cohort:
 
     def add_spare(self, member: Member, hparams: Hparams, rank: int = 0) -> AgentState:
         """Add a slot that plays no rounds, for weights that are kept or compared."""
-        slot = Slot(self._next_slot)
-        self._next_slot += 1
+        slot = Slot(self.next_slot)
+        self.next_slot += 1
         hparams = hparams.with_weights(self._reward_weights)
         if self._has(rank):
             self.slots.add(f"actor_{slot}", adapter_config(self.slots, hparams))

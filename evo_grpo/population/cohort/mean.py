@@ -9,7 +9,7 @@ from evo_grpo.model.lora.recombine.apply import recombine_slots
 from evo_grpo.model.lora.recombine.average import average
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.recombine import may_recombine
-from evo_grpo.schema.hparams import LORA
+from evo_grpo.schema.hparams import LORA, of_mean
 from evo_grpo.seeding import generator
 
 
@@ -46,14 +46,13 @@ def mix_agents(
     states = [cohort.agents[slot] for slot in sources]
     names, into = [state.adapter for state in states], cohort.agents[target]
     if _searched(cohort):
-        widest = max(states, key=lambda state: state.hparams.lora_r or 0)
-        scale = {name: getattr(widest.hparams, name) for name in ("lora_r", "lora_alpha")}
         own = [state.hparams.lora_target_modules for state in states]
         sets = cohort.slots.target_sets
         modules = [sets.modules(name) for name in own if name is not None]
         of_all = len(modules) == len(own)
         union = sets.name_of(frozenset().union(*modules)) if of_all else None
-        into.hparams = into.hparams.replace(**scale, lora_target_modules=union)
+        made = of_mean([state.hparams for state in states])
+        into.hparams = made.replace(lora_target_modules=union)
     if not cohort.is_local(target):
         return
     if recombined or _searched(cohort):

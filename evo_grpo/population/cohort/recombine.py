@@ -6,7 +6,8 @@ makes them again from the checkpoints of that round.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 
 from evo_grpo.model.lora.recombine.apply import recombine_slots
 from evo_grpo.model.lora.recombine.registry import OPERATORS
@@ -29,6 +30,17 @@ def may_recombine(cohort: Cohort, first: int, second: int) -> bool:
         return names[0] == names[1]
     keys = [list(cohort.slots.shapes(cohort.agents[slot].adapter)) for slot in (first, second)]
     return keys[0] == keys[1]
+
+
+@contextmanager
+def passing_slots(cohort: Cohort) -> Generator[None]:
+    """Free the numbers of the slots that are added within, all of which are removed within.
+
+    A resumed run does not add those of its earlier rounds, and numbers later slots as this one.
+    """
+    number = cohort.next_slot
+    yield
+    cohort.next_slot = number
 
 
 def add_child(cohort: Cohort, first: Slot, second: Slot, operator: str, born: int) -> Slot:

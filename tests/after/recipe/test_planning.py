@@ -215,33 +215,10 @@ def test_what_the_winner_found_is_a_setting_of_the_recipe():
         6,
     )
     assert algorithm.lr_schedule.warmup_proportion == 0.25
-    assert (found.model.lora.target_modules, found.model.lora.target_sets) == (MLP, {})
+    assert found.model.lora.target_modules == MLP
     assert list(found.evolve.hyperparameters) == ["lr"]
     around = recipe_settings(run, schedule, Size(4, 2, STEPS), model=None, factor=1.0)
     beta2 = around.evolve.hyperparameters["adam_beta2"]
     assert (beta2.min, beta2.max) == pytest.approx((0.9, 1 - 0.05 / 3), rel=1e-4)
     for one in (found, around):
         assert from_written(to_yaml(one), "recipe") == one
-
-
-def test_one_agent_changes_its_layers_with_the_line_and_has_no_child():
-    run = from_dict(
-        {
-            "model": {"name": "tiny-sums", "lora": {"target_sets": {"q": ["q_proj"], "mlp": MLP}}},
-            "env": "sums",
-            "population": {"size": 4, "rounds": 2, "steps_per_round": STEPS},
-            "evolve": {
-                "hyperparameters": {"lora.target_modules": {"choices": ["q", "mlp"]}},
-                "recombine": "average",
-                "svd_noise": 0.1,
-                "significance": 0.1,
-            },
-        }
-    )
-    hparams = [Hparams(lr=1e-3, lora_target_modules=name) for name in ("mlp", "q")]
-    found = recipe_settings(run, line(*hparams), Size(1, 2, STEPS), model=None, factor=1.0)
-    assert [one.lora_target_modules for one in trained_with(found)] == [None, "q"]
-    assert found.search_space()["lora.target_modules"].choices[0] == "mlp"
-    assert (found.evolve.recombine, found.evolve.svd_noise) == ("none", 0.0)
-    several = recipe_settings(run, line(*hparams), Size(4, 2, STEPS), model=None, factor=1.0)
-    assert (several.evolve.recombine, several.evolve.svd_noise) == ("average", 0.1)
