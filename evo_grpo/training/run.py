@@ -108,7 +108,9 @@ def run(
         check_trackers(config.record.trackers)
         check_found(config)
         config = with_revisions(config, team)
-        config = team.first(with_start(config) if team.rank == 0 else config)
+        if isinstance(config.population.init, Mapping):  # the first rank alone may have those runs
+            init = team.first(with_start(config).population.init if team.rank == 0 else None)
+            config = config.replace(population=config.population.replace(init=init))
         task = task_of(config)
         config = with_limits(config, task, team)
         team.wait_for_all()  # every rank finds its code and data before the folder is created
