@@ -27,6 +27,7 @@ from evo_grpo.population.checkpoints.write import save_agent  # noqa: E402
 from evo_grpo.population.cohort.cohort import Cohort  # noqa: E402
 from evo_grpo.population.round import apply  # noqa: E402
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter  # noqa: E402
+from evo_grpo.settings import EvolveConfig  # noqa: E402
 from evo_grpo.types import Score  # noqa: E402
 
 AGENTS = 8
@@ -67,7 +68,7 @@ class Evolution:
             round=0,
             next_id=self.cohort.next_member,
         )
-        apply(self.cohort, self.slots, generation, inherit_optimizer=True)
+        apply(self.cohort, self.slots, generation, EvolveConfig())
         self.copies.append(sum(o.parent != o.position for o in plan))
 
 
