@@ -75,6 +75,7 @@ def fronts(scores: Sequence[Score], level: float | None) -> list[list[int]]:
     left = np.arange(count)
     while len(left):
         below = above[np.ix_(left, left)].any(axis=0)
+        assert not below.all(), "dominance has no circles"
         found.append([int(index) for index in left[~below]])
         left = left[below]
     return found
