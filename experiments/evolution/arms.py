@@ -49,6 +49,13 @@ LATER: dict[str, dict[str, Any]] = {
 RANK = "lora.r"
 RANK_LR = 3e-3
 """lr of the arms that differ in rank."""
+LAYERS = "lora.target_modules"
+#: Sets of layers with an adapter: what PEFT takes for most models, the MLP, and all.
+LAYER_SETS: dict[str, Any] = {
+    "qv": ["q_proj", "v_proj"],
+    "mlp": ["gate_proj", "up_proj", "down_proj"],
+    "all": "all-linear",
+}
 #: Prompts of the task `smollm2-prompts`: two that fit the model, and two that do not.
 PROMPTS = {
     "plain": "{question}",
@@ -62,6 +69,7 @@ SEARCHED: dict[str, dict[str, Any]] = {
     **RANGES,
     WEIGHT: {"min": 0.03, "max": 3.0},
     RANK: {"min": 1, "max": 16},
+    LAYERS: {"choices": [*LAYER_SETS]},
     "prompt": {"choices": [*PROMPTS]},
     **CHOICES,
     **LATER,
@@ -140,8 +148,9 @@ _SMOLLM2 = {
     "evolve.fitness.test_prompts": 64,
 }
 
-#: Half of the samples of the test split, which takes a fifth of the time of a run this short.
-_ASKED = {**_SMOLLM2, "evolve.fitness.test_samples": 2}
+#: More problems, each once: over 64 of them, four times each, half of an arm's deviation was the
+#: test's.
+_ASKED = {**_SMOLLM2, "evolve.fitness.test_prompts": 256, "evolve.fitness.test_samples": 1}
 
 TASKS: dict[str, Task] = {
     task.name: task
@@ -425,8 +434,44 @@ RANKS = (
         once=True,
     ),
 )
-#: Each beside `new`, which recombines nothing.
+
+
+def _layers(name: str) -> Arm:
+    return Arm(
+        f"layers-{name}",
+        f"the defaults, searching nothing, with adapters on the layers of {name}",
+        {"model.lora.target_modules": LAYER_SETS[name]},
+        searches=(),
+        lr=DEFAULT_LR,
+        places=2,
+        candidates=NEW_CANDIDATES,
+    )
+
+
+_SETS: dict[str, Any] = {"model.lora.target_sets": LAYER_SETS}
+WHERE = (
+    Arm(
+        "layers-evolved",
+        "the defaults, searching the layers",
+        _SETS,
+        searches=(LAYERS,),
+        lr=DEFAULT_LR,
+        places=2,
+        candidates=NEW_CANDIDATES,
+    ),
+    *(_layers(name) for name in LAYER_SETS),
+    Arm(
+        "layers-random",
+        "random search over layers: eight agents, evaluated once, at the end",
+        {**_STILL, **_SETS},
+        searches=(LAYERS,),
+        lr=DEFAULT_LR,
+        once=True,
+    ),
+)
+#: `new` was measured when the greatest score won the final comparison, so it is run again.
 RECOMBINED = (
+    _new("new-none", "the defaults, without children or noise", evolve__recombine="none"),
     *(
         _new(
             f"new-{operator}",
@@ -485,11 +530,12 @@ GROUPS: dict[str, tuple[Arm, ...]] = {
     "all": (*MAIN, *ABLATIONS, *BEYOND_LR, *NAMES),
     "weights": WEIGHTS,
     "ranks": RANKS,
+    "layers": WHERE,
     "recombined": RECOMBINED,
     "prompts": ASKING,
 }
 ARMS: dict[str, Arm] = {
-    arm.name: arm for arm in (*GROUPS["all"], *WEIGHTS, *RANKS, *RECOMBINED, *ASKING)
+    arm.name: arm for arm in (*GROUPS["all"], *WEIGHTS, *RANKS, *WHERE, *RECOMBINED, *ASKING)
 }
 QUICK_ARMS = ("random", REFERENCE, "new")
 
@@ -556,7 +602,8 @@ def plan(task: Task, arm: Arm) -> Plan:
     rounds = 1 if arm.once else task.rounds
     places = _places(agents, rounds, arm.places)
     evaluations = sum(places) + arm.candidates
-    children = task.children if "evolve.recombine" in arm.overrides else 0
+    recombines = arm.overrides.get("evolve.recombine", "none") != "none"
+    children = task.children if recombines else 0
     rows = budget(task, arm)
     if arm.driver == "tpe":
         # As many trials as the reference has agents, were none pruned.
