@@ -150,7 +150,12 @@ _SMOLLM2 = {
 
 #: More problems, each once: over 64 of them, four times each, half of an arm's deviation was the
 #: test's.
-_ASKED = {**_SMOLLM2, "evolve.fitness.test_prompts": 256, "evolve.fitness.test_samples": 1}
+_ASKED = {
+    **_SMOLLM2,
+    "env.args": {**_SMOLLM2["env.args"], "test_size": 480},
+    "evolve.fitness.test_prompts": 256,
+    "evolve.fitness.test_samples": 1,
+}
 
 TASKS: dict[str, Task] = {
     task.name: task
