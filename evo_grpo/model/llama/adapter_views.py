@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from evo_grpo.model.forward.stacks import adapter_weights
+from evo_grpo.model.llama.blocks import Block, as_one, goes_apart
 from evo_grpo.model.llama.weights import JoinedLinear, LlamaWeights
 from evo_grpo.model.lora.slots import AdapterSlots
 
@@ -41,6 +43,16 @@ class Part:
     column: int
     size: int
 
+    @property
+    def rows(self) -> slice:
+        """Its rows of the joined rank."""
+        return slice(self.row, self.row + self.rank)
+
+    @property
+    def columns(self) -> slice:
+        """Its columns of the joined output."""
+        return slice(self.column, self.column + self.size)
+
 
 @dataclass(frozen=True)
 class JoinedAdapters:
@@ -62,11 +74,6 @@ class JoinedAdapters:
     width: int
     kept: dict[tuple[str, torch.dtype], Tensor] | None = None
 
-    @property
-    def _alone(self) -> bool:
-        """Whether the joined layer has only one part; missing adapters of other parts are zeros."""
-        return self.parts[0].size == self.width
-
     def down(self, a: Tensor, dtype: torch.dtype) -> Tensor:
         """Return A of all parts as (N, R, in); `a` is the leaf."""
         return self._once("a", dtype, lambda: a.to(dtype))
@@ -75,18 +82,17 @@ class JoinedAdapters:
         """Return the LoRA scaling as (N, 1, R)."""
         return self._once("scale", dtype, lambda: self.scale.to(dtype))[:, None]
 
-    def up(self, b: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Return B of all parts as (N, R, width), block-diagonal; `b` are the leaves."""
-        return self._once("b", dtype, lambda: self._block_diagonal(b, dtype))
-
-    def _block_diagonal(self, b: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        if self._alone:
-            return b[0].to(dtype).transpose(1, 2)
-        up = b[0].new_zeros(len(self.a), self.a.shape[1], self.width, dtype=dtype)
-        for part, own in zip(self.parts, b, strict=True):
-            rows = slice(part.row, part.row + part.rank)
-            up[:, rows, part.column : part.column + part.size] = own.transpose(1, 2)
-        return up
+    def blocks(self, b: Sequence[Tensor], dtype: torch.dtype) -> tuple[Block, ...]:
+        """Return the B of all parts, apart or as one, whichever is faster; `b` are the leaves."""
+        parts = list(zip(self.parts, b, strict=True))
+        if len(parts) == 1 or goes_apart([part.rank for part in self.parts], self.a.device):
+            return tuple(
+                Block(p.rows, p.columns, self._once(p.name, dtype, partial(_up, own, dtype)))
+                for p, own in parts
+            )
+        ups = [Block(part.rows, part.columns, own.transpose(1, 2)) for part, own in parts]
+        join = partial(as_one, ups, self.a.shape[1], self.width, dtype)
+        return (Block(slice(None), slice(None), self._once("b", dtype, join)),)
 
     def _once(self, name: str, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
         """Return a tensor that is made once in a step if it is small."""
@@ -96,13 +102,15 @@ class JoinedAdapters:
             self.kept[name, dtype] = make()
         return self.kept[name, dtype]
 
-    def apart(self, grad: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients (N, size, rank) of the parts of a joined gradient (N, width, R)."""
-        if self._alone:
-            return (grad,)
-        return tuple(
-            grad[:, p.column : p.column + p.size, p.row : p.row + p.rank] for p in self.parts
-        )
+    def apart(self, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the gradients (N, size, rank) of the parts, given those of the blocks."""
+        if len(grads) == len(self.parts):
+            return tuple(grads)
+        return tuple(grads[0][:, part.columns, part.rows] for part in self.parts)
+
+
+def _up(b: Tensor, dtype: torch.dtype) -> Tensor:
+    return b.to(dtype).transpose(1, 2)
 
 
 class AdapterViews:

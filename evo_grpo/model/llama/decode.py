@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from evo_grpo.model.forward.chunks import Chunks, make_chunks
 from evo_grpo.model.forward.fused import FusedForward
-from evo_grpo.model.forward.stacks import Stack, build_stack
+from evo_grpo.model.forward.stacks import build_stack
+from evo_grpo.model.llama.blocks import Block, JoinedStack
 from evo_grpo.model.llama.cache import KeyValues, cache_for
 from evo_grpo.model.llama.kernels import rotate
-from evo_grpo.model.llama.weights import JoinedLinear, LlamaWeights, block_diagonal
+from evo_grpo.model.llama.weights import JoinedLinear, LlamaWeights
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class _Linear:
 
     weight: Tensor
     bias: Tensor | None
-    a: Tensor | None
-    b: Tensor | None
+    a: Tensor | None = None
+    blocks: tuple[Block, ...] = ()
 
 
 class _Norm:
@@ -170,10 +171,11 @@ class LlamaDecoder:
             y.flatten(0, -2).addmm_(x.flatten(0, -2), linear.weight.t())
             if linear.bias is not None:
                 y.add_(linear.bias)
-        if linear.a is not None and linear.b is not None:
+        if linear.a is not None:
             assert self._chunks is not None
             low = torch.bmm(self._chunks.split(x), linear.a)
-            self._chunks.add_product(y, low, linear.b)
+            for rows, columns, b in linear.blocks:
+                self._chunks.add_product(y[..., columns], low[..., rows], b)
         return y
 
     def _prepare(self, columns: int) -> None:
@@ -183,21 +185,23 @@ class LlamaDecoder:
         device = self.weights.base.device
         chunks = self._chunks = make_chunks(counts, columns, max(ranks, default=0), device)
 
-        def placed(base: JoinedLinear, stack: Stack | None) -> _Linear:
+        def placed(base: JoinedLinear, stack: JoinedStack | None) -> _Linear:
             if stack is None:
-                return _Linear(base.weight, base.bias, None, None)
-            a, b = chunks.per_chunk(stack.a), chunks.per_chunk(stack.b)
-            return _Linear(base.weight, base.bias, a.transpose(1, 2), b)
+                return _Linear(base.weight, base.bias)
+            a = chunks.per_chunk(stack.a).transpose(1, 2)
+            blocks = stack.blocks(chunks.count * chunks.rows * columns)
+            own = tuple(block._replace(b=chunks.per_chunk(block.b)) for block in blocks)
+            return _Linear(base.weight, base.bias, a, own)
 
         self._linears = [
             [placed(base, stack) for base, stack in zip(layer.linears(), stacks, strict=True)]
             for layer, stacks in zip(self.weights.layers, self._stacks, strict=True)
         ]
 
-    def _stack(self, base: JoinedLinear, dtype: torch.dtype) -> Stack | None:
+    def _stack(self, base: JoinedLinear, dtype: torch.dtype) -> JoinedStack | None:
         layers = self.fused.layers
         parts = [
             build_stack(layers[name], self._adapters, dtype) if self.fused.adapts(name) else None
             for name in base.names
         ]
-        return block_diagonal(parts, base.sizes)
+        return JoinedStack.of(parts, base.sizes)

@@ -159,14 +159,16 @@ class LoraLinear(torch.autograd.Function):
         arguments because autograd only differentiates with respect to arguments.
         """
         y = linear(x, residual, weight, bias)
-        down, up = adapters.down(a, x.dtype), adapters.up(b, x.dtype)
+        down, blocks = adapters.down(a, x.dtype), adapters.blocks(b, x.dtype)
         scale = adapters.scales(x.dtype)
         lows: list[Tensor] = []
         for span in spans:
             chunks = span.chunks
             low = torch.bmm(chunks.split(span.rows_of(x)), chunks.per_chunk(down).transpose(1, 2))
             lows.append(low.mul_(chunks.per_chunk(scale)))
-            chunks.add_product(span.rows_of(y), low, chunks.per_chunk(up))
+            for rows, columns, up in blocks:
+                own = span.rows_of(y)[..., columns]
+                chunks.add_product(own, low[..., rows], chunks.per_chunk(up))
         ctx.save_for_backward(x, weight, a, *b, *lows)
         ctx.spans, ctx.adapters = spans, adapters
         return y
@@ -179,25 +181,30 @@ class LoraLinear(torch.autograd.Function):
         x, weight, a, *rest = ctx.saved_tensors
         b, lows = rest[: len(adapters.b)], rest[len(adapters.b) :]
         grad = grads[0].contiguous()
-        down, up = adapters.down(a, x.dtype), adapters.up(b, x.dtype)
+        down, blocks = adapters.down(a, x.dtype), adapters.blocks(b, x.dtype)
         scale = adapters.scales(x.dtype)
         d_x = torch.mm(grad, weight) if ctx.needs_input_grad[0] else None
         d_a: Tensor | None = None
-        d_b: Tensor | None = None
+        d_b: list[Tensor] = []
         for span, low in zip(spans, lows, strict=True):
             chunks = span.chunks
             pieces = chunks.spread(span.rows_of(grad))
-            d_low = torch.bmm(pieces, chunks.per_chunk(up).transpose(1, 2))
+            d_low = torch.empty_like(low)
+            for place, (rows, columns, up) in enumerate(blocks):
+                piece = pieces[..., columns]
+                torch.bmm(piece, chunks.per_chunk(up).transpose(1, 2), out=d_low[..., rows])
+                more_b = torch.bmm(piece.transpose(1, 2), low[..., rows])
+                more_b = chunks.per_agent(more_b.to(a.dtype), len(a))
+                if span is spans[0]:
+                    d_b.append(more_b)
+                else:
+                    d_b[place].add_(more_b)
             d_low.mul_(chunks.per_chunk(scale))
             more_a = torch.bmm(d_low.transpose(1, 2), chunks.split(span.rows_of(x)))
-            more_b = torch.bmm(pieces.transpose(1, 2), low)
             more_a = chunks.per_agent(more_a.to(a.dtype), len(a))
-            more_b = chunks.per_agent(more_b.to(a.dtype), len(a))
             d_a = more_a if d_a is None else d_a.add_(more_a)
-            d_b = more_b if d_b is None else d_b.add_(more_b)
             if d_x is not None:
                 chunks.add_product(span.rows_of(d_x), d_low, chunks.per_chunk(down))
-        assert d_b is not None
         kept = grad if ctx.needs_input_grad[1] else None
         return d_x, kept, None, None, None, None, d_a, *adapters.apart(d_b)
 

@@ -1,8 +1,7 @@
 """The layers of the Llama family with joined linear layers, for fast decoding and learning.
 
-q, k and v are one matmul, and so are gate and up, each with one pair of batched LoRA matmuls whose
-B is block-diagonal. The weights are not copied: the modules' parameters become views of the joined
-buffers.
+q, k and v are one matmul, and so are gate and up. The weights are not copied: the modules'
+parameters become views of the joined buffers.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.forward.stacks import Stack
 from evo_grpo.model.quantized import is_quantized
 
 #: Model types of transformers whose layers consist of norm, rotary attention, norm and gated MLP,
@@ -164,25 +162,6 @@ class LlamaWeights:
         cos, sin = trunk.rotary_emb(like, position_ids=positions)
         half = self.head_dim // 2
         return cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
-
-
-def block_diagonal(parts: list[Stack | None], sizes: tuple[int, ...]) -> Stack | None:
-    """Join adapters of parallel layers: A stacked along the rank, B block-diagonal."""
-    known = [part for part in parts if part is not None]
-    if not known:
-        return None
-    if len(parts) == 1:
-        return known[0]
-    agents = known[0].a.shape[0]
-    ranks = sum(part.a.shape[1] for part in known)
-    b = known[0].b.new_zeros(agents, ranks, sum(sizes))
-    row = column = 0
-    for part, size in zip(parts, sizes, strict=True):
-        if part is not None:
-            b[:, row : row + part.b.shape[1], column : column + size] = part.b
-            row += part.b.shape[1]
-        column += size
-    return Stack(torch.cat([part.a for part in known], dim=1), b)
 
 
 def layers_of(base: SharedBase) -> list[Any]:

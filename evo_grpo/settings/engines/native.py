@@ -5,7 +5,7 @@
 from typing import ClassVar
 
 from evo_grpo.settings.engines.declaration import RolloutSettings
-from evo_grpo.settings.engines.memory import EngineLoad, Part, Shape, Work
+from evo_grpo.settings.engines.memory import EngineLoad, Part
 
 DRAWN_LOGITS = 1 << 25
 """Logits from which tokens are drawn at once: so many or those of one row, if these are more."""
@@ -39,7 +39,7 @@ class NativeSettings(RolloutSettings):
         return (
             Part("keys and values", shape.layers * layer + more, "engine.max_decode_rows"),
             *drawn,
-            Part("adapters side by side", _joined(shape, work) * element, "population.size"),
+            Part("adapters side by side", _joined(load) * element, "population.size"),
         )
 
 
@@ -52,16 +52,20 @@ def _drawn(load: EngineLoad) -> Part:
     return Part("logits of a token", int(tensors * logits * 4), "engine.max_decode_rows")
 
 
-def _joined(shape: Shape, work: Work) -> int:
+def _joined(load: EngineLoad) -> int:
     """Return the elements of all adapters as decoding joins them.
 
-    The B of joined layers is block-diagonal, so it holds zeros too.
+    The B of joined layers is block-diagonal, so it holds zeros too; on a CPU, the blocks may stand
+    beside it.
     """
+    shape, work = load.shape, load.work
     hidden, inner = shape.hidden, shape.inner
     if not work.specialised:
         return work.agents * work.parameters
-    qkv = 3 * work.rank * (hidden + shape.query_width + 2 * shape.kv_width)
+    heads = shape.query_width + 2 * shape.kv_width
+    apart = 1 if load.device == "cpu" else 0
+    qkv = work.rank * (3 * (hidden + heads) + apart * heads)
     out = work.rank * (shape.query_width + hidden)
-    gate_up = 2 * work.rank * (hidden + 2 * inner)
+    gate_up = work.rank * (2 * (hidden + 2 * inner) + apart * 2 * inner)
     down = work.rank * (inner + hidden)
     return work.agents * shape.layers * (qkv + out + gate_up + down)

@@ -172,13 +172,15 @@ def test_lora_linear_of_two_spans_is_that_of_each():
         torch.testing.assert_close(both[i], one[i] + two[i])
 
 
-def test_lora_linear_of_joined_parts_is_that_of_each():
+# As one product with zeros, and each apart.
+@pytest.mark.parametrize("ranks", [(2, 3), (17, 16)])
+def test_lora_linear_of_joined_parts_is_that_of_each(ranks):
     span = Span(0, 4, 3, make_chunks((3, 1), 3, 16, CPU), NO_TABLE, NO_TABLE)
-    parts = (Part("one", 0, 2, 0, 5), Part("two", 2, 3, 9, 4))
+    parts = (Part("one", 0, ranks[0], 0, 5), Part("two", ranks[0], ranks[1], 9, 4))
     weight, grad = tiny.noise((13, 6), 1), tiny.noise((12, 13), 2)
-    x, a = tiny.noise((12, 6), 3), tiny.noise((2, 5, 6), 4)
+    x, a = tiny.noise((12, 6), 3), tiny.noise((2, sum(ranks), 6), 4)
     b = [tiny.noise((2, part.size, part.rank), 5 + i) for i, part in enumerate(parts)]
-    scale = tiny.noise((2, 5), 9)
+    scale = tiny.noise((2, sum(ranks)), 9)
     own = [t.clone().requires_grad_() for t in (x, a, *b)]
     adapters = JoinedAdapters(own[1], tuple(own[2:]), scale, parts, 13)
     y = LoraLinear.apply(own[0], None, weight, None, (span,), adapters, *own[1:])
@@ -186,8 +188,7 @@ def test_lora_linear_of_joined_parts_is_that_of_each():
     expected = x @ weight.T
     d_x = grad @ weight
     for i, part in enumerate(parts):
-        rows = slice(part.row, part.row + part.rank)
-        columns = slice(part.column, part.column + part.size)
+        rows, columns = part.rows, part.columns
         alone = [t.clone().requires_grad_() for t in (x, a[:, rows].contiguous(), b[i])]
         lone = one_part(*alone[1:], scale[:, rows])
         nothing = torch.zeros(part.size, 6)

@@ -157,6 +157,13 @@ class TestAgainstTransformers:
             slots, requests, engine_of(slots, specialized=specialized).rollout(requests)
         )
 
+    def test_samples_of_wide_adapters_score_alike(self, monkeypatch):
+        """Each B of joined layers apart, as a CPU has it where there are many rows."""
+        monkeypatch.setattr("evo_grpo.model.llama.blocks._START", 0)
+        slots = tiny.population(tiny.llama(), (4, 18))
+        requests = requests_for(slots, temperature=0.9)
+        assert_logprobs(slots, requests, engine_of(slots, specialized=True).rollout(requests))
+
     @pytest.mark.parametrize("name", ["llama", "llama-bias", "llama-head-dim", "qwen2", "mistral"])
     def test_the_llama_decoder_is_used_where_it_should(self, name):
         build, changes = MODELS[name]
