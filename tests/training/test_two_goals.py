@@ -101,6 +101,11 @@ def test_prefer_chooses_from_the_front_by_weights_of_normalised_objectives(playe
     assert code == 0
     about = json.loads((tmp_path / "a" / "export.json").read_text())
     assert (about["agent"], about["round"]) == (shortest.agent, shortest.round)
+    options = ("--row", "0", "--n", "1", "--no-base")
+    code, out = evo("sample", played, *options, "--prefer", "tokens=1")
+    assert code == 0
+    assert f"agent {shortest.agent}" in out
+    assert f"round {shortest.round + 1}" in out
     export(played, tmp_path / "b", prefer={"tokens": 0.0}, anyway=True)
     about = json.loads((tmp_path / "b" / "export.json").read_text())
     assert (about["agent"], about["round"]) == (best[0].agent, best[0].round)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -90,6 +90,7 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
     member: int | None = None,
     round: int | None = None,
     best_ever: bool = False,
+    prefer: Mapping[str, float] | None = None,
     n: int = 4,
     temperature: float | None = None,
     base: bool = True,
@@ -111,11 +112,12 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
         rows: Rows of the task by their position in the split (0-based); episodes for a task of
             several turns. Answers to rows have rewards.
         split: Split of the rows.
-        agent: Agent to sample, selected with `member`, `round` (0-based) and `best_ever` as in
-            `export`; the winner by default.
+        agent: Agent to sample, selected with `member`, `round` (0-based), `best_ever` and `prefer`
+            as in `export`; the winner by default.
         member: See `agent`.
         round: See `agent`.
         best_ever: See `agent`.
+        prefer: See `agent`.
         n: Answers to each prompt, >= 1; greedy decoding gives one, since all would be equal.
         temperature: Sampling temperature; 0 decodes greedily, and None takes that of the run's
             evaluations.
@@ -138,7 +140,7 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
         PromptTooLongError: A prompt leaves no room for an answer.
         RunFailedError: The agent, or the base, has log-probabilities that are not finite.
     """
-    choice = choose_of(run, agent, member, round, best_ever=best_ever)
+    choice = choose_of(run, agent, member, round, best_ever=best_ever, prefer=prefer)
     given = [prompts] if isinstance(prompts, str) else list(prompts)
     numbers = [rows] if isinstance(rows, int) else list(rows)
     drawn = Drawn(n, temperature, base, seed, split, raw, allow, env)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -164,6 +165,15 @@ Round = Annotated[
 BestEver = Annotated[
     bool, typer.Option("--best-ever", help="The best agent of all rounds, as it was in its round.")
 ]
+Prefer = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--prefer",
+        metavar="OBJECTIVE=WEIGHT",
+        help="The agent of the front with the greatest weighted sum of its objectives; those "
+        "without a weight share the rest of 1. May be repeated.",
+    ),
+]
 
 
 @app.callback()
@@ -201,3 +211,19 @@ def refuse_folder(file: Path) -> None:
     else:
         remedy = f"write a configuration with: evo-grpo init {file / CONFIG}"
     raise ConfigError(f"{file}: expected a YAML file, got a folder; {remedy}")
+
+
+def weights_of(given: Sequence[str] | None) -> dict[str, float] | None:
+    """Return the weights of `--prefer tokens=0.2`, None where none is given."""
+    if not given:
+        return None
+    weights: dict[str, float] = {}
+    for text in given:
+        name, _, number = text.partition("=")
+        try:
+            weights[name] = float(number)
+        except ValueError:
+            raise typer.BadParameter(
+                f"--prefer: expected OBJECTIVE=WEIGHT, for instance tokens=0.2, got {text!r}"
+            ) from None
+    return weights

@@ -17,12 +17,14 @@ from evo_grpo.cli.commands.app import (
     Code,
     Debug,
     Member,
+    Prefer,
     Round,
     Run,
     Settings,
     app,
     from_zero,
     refuse_folder,
+    weights_of,
 )
 from evo_grpo.cli.commands.winner import PANEL
 from evo_grpo.cli.output import say, warn, write
@@ -51,6 +53,7 @@ def sample(  # noqa: PLR0913 -- each is an option of the command
     member: Member = None,
     round: Round = None,
     best_ever: BestEver = False,
+    prefer: Prefer = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Answers to each prompt.")] = 4,
     temperature: Annotated[
         float | None,
@@ -76,7 +79,9 @@ def sample(  # noqa: PLR0913 -- each is an option of the command
 
     if prompt is not None and row:
         raise typer.BadParameter("expected a PROMPT or --row, got both")
-    choice = choose_of(folder, agent, member, from_zero(round), best_ever=best_ever)
+    choice = choose_of(
+        folder, agent, member, from_zero(round), best_ever=best_ever, prefer=weights_of(prefer)
+    )
     say(f"loading {choice.title} of {folder} ...", err=True)
     from evo_grpo.after.trying.answers import Drawn, answers
     from evo_grpo.after.trying.show import show_sampled

@@ -15,10 +15,12 @@ from evo_grpo.cli.commands.app import (
     Code,
     Debug,
     Member,
+    Prefer,
     Round,
     Run,
     app,
     from_zero,
+    weights_of,
 )
 from evo_grpo.cli.host_memory import keep_freed_memory
 from evo_grpo.cli.output import say, warn
@@ -47,15 +49,7 @@ def export(  # noqa: PLR0913 -- each is an option of the command
     member: Member = None,
     round: Round = None,
     best_ever: BestEver = False,
-    prefer: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--prefer",
-            metavar="OBJECTIVE=WEIGHT",
-            help="The agent of the front with the greatest weighted sum of its objectives; those "
-            "without a weight share the rest of 1. May be repeated.",
-        ),
-    ] = None,
+    prefer: Prefer = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="One ordinary model in place of an adapter.")
     ] = False,
@@ -80,8 +74,9 @@ def export(  # noqa: PLR0913 -- each is an option of the command
 
     named = (agent, member, round, prefer) != (None,) * 4 or best_ever
     target = _target(out, best, named=named)
-    weights = _weights(prefer)
-    choice = choose_of(folder, agent, member, from_zero(round), best_ever=best_ever, prefer=weights)
+    choice = choose_of(
+        folder, agent, member, from_zero(round), best_ever=best_ever, prefer=weights_of(prefer)
+    )
     if merge or push:
         say(f"exporting {choice.title} of {folder} ...", err=True)
     with warnings_to(warn):
@@ -104,22 +99,6 @@ def _target(out: Path | None, best: Path | None, *, named: bool) -> Path:
     if out is None or best is not None:
         raise typer.BadParameter("expected one output folder, as OUT or as --best OUT")
     return out
-
-
-def _weights(given: Sequence[str] | None) -> dict[str, float] | None:
-    """Return the weights of `--prefer tokens=0.2`, None where none is given."""
-    if not given:
-        return None
-    weights: dict[str, float] = {}
-    for text in given:
-        name, _, number = text.partition("=")
-        try:
-            weights[name] = float(number)
-        except ValueError:
-            raise typer.BadParameter(
-                f"--prefer: expected OBJECTIVE=WEIGHT, for instance tokens=0.2, got {text!r}"
-            ) from None
-    return weights
 
 
 def _offer_best_ever(choice: ChosenAgent) -> None:
