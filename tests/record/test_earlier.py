@@ -1,15 +1,18 @@
 """`population.init: {from: RUN}`: the best settings of earlier runs start another one."""
 
+import io
 from dataclasses import replace
 
 import pytest
 import yaml
 from random_runs import make_run
+from rich.console import Console
 from shown_run import SUMMARY, run_folder
 from small_run import small
 
 from evo_grpo import GRPO, resume, run
 from evo_grpo.cli.plan.plan import make_plan
+from evo_grpo.cli.plan.render import render_plan
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.earlier import carried_over
 from evo_grpo.record.earlier import resolved_start
@@ -17,6 +20,7 @@ from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
+from evo_grpo.schema.shown import shown_value
 from evo_grpo.settings import from_dict, to_yaml
 
 FIRST = Hparams(lr=1e-4, beta=0.0)
@@ -101,6 +105,9 @@ def test_a_run_records_the_settings_and_resumes_without_the_earlier_one(tmp_path
     assert set(written[1]) == {"lr", "beta", "clip_coef", "group_size"}
     begun = [agent.hparams.lr for agent in read_rounds(ran)[0].agents]
     assert begun == [1e-3, *(values["lr"] for values in written[1:])]
+    console = Console(width=400, record=True, file=io.StringIO())
+    console.print(render_plan(make_plan(config), "run.yaml"))
+    assert f"agent 1 with lr {shown_value(written[1]['lr'])}, beta" in console.export_text()
     path.rename(tmp_path / "elsewhere")
     assert len(read_rounds(resume(ran, rounds=4, progress=False))) == 4
 

@@ -152,7 +152,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
         EvoGrpoError: The task's rows, columns or rewards, a user's strategy, or the model is not
             usable; or the driver of a database or the package of a tracker is not installed.
     """
-    _check_first(config)
+    config = _check_first(config)
     task = _read_task(config)
     check_strategies(config.evolve)
     silent = _fetch(config) if online else None
@@ -237,15 +237,16 @@ def _missing_packages(engine: EngineConfig) -> Iterator[str]:
     yield from engine.rollout_settings.missing()
 
 
-def _check_first(config: RunConfig) -> None:
-    """Check the packages of records, and the earlier runs that `population.init` names."""
+def _check_first(config: RunConfig) -> RunConfig:
+    """Check the packages of records; return the settings with what earlier runs start it with."""
     check_driver(config.record.storage)
     check_trackers(config.record.trackers)
-    if isinstance(config.population.init, dict):
-        # Imported here: the order of a leaderboard needs numpy.
-        from evo_grpo.record.earlier import with_start
+    if not isinstance(config.population.init, dict):
+        return config
+    # Imported here: the order of a leaderboard needs numpy.
+    from evo_grpo.record.earlier import with_start
 
-        with_start(config)
+    return with_start(config)
 
 
 def _check_chat_template(config: RunConfig, task: _Task) -> None:

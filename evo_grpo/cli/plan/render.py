@@ -33,6 +33,9 @@ from evo_grpo.training.sizing.planning import format_bytes
 ROUNDS_SHOWN = 8
 """Most rounds for which the plan lists the number of agents of each."""
 
+AGENTS_SHOWN = 8
+"""Most agents whose first values the plan lists."""
+
 
 def render_plan(plan: Plan, source: str) -> RenderableType:
     """Return a plan as two columns, with its warnings below; `source` names the file."""
@@ -62,6 +65,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "ends early", f"after the round in which {rules}"
     yield "places", _by_round(plan.places)
     yield "mutates", _mutating(plan)
+    if isinstance(population.init, list | tuple):
+        yield "begins", _begins(population.init)
     if isinstance(exploration := config.evolve.exploration, ScheduleExploration):
         yield "schedule", _schedule(exploration)
     yield "lr", _lr(plan)
@@ -78,6 +83,16 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield from config.engine.rollout_settings.plan_lines()
     yield from _ranks(plan)
     yield from _files(plan)
+
+
+def _begins(agents: Sequence[Mapping[str, object]]) -> str:
+    """Return the values that agents begin with, of those that differ from `algorithm`."""
+    told = [
+        f"agent {number} with " + ", ".join(f"{k} {shown_value(v)}" for k, v in own.items())
+        for number, own in enumerate(agents)
+        if own
+    ]
+    return "; ".join(told[:AGENTS_SHOWN] + ["..."] * (len(told) > AGENTS_SHOWN))
 
 
 def _task(plan: Plan) -> str:
