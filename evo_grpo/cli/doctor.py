@@ -15,7 +15,12 @@ from dataclasses import dataclass, field
 from importlib import metadata
 
 from evo_grpo.sources import PACKAGED, embedded_models, fetched, installed
-from evo_grpo.training.sizing.planning import cuda_devices, format_bytes, machine_memory
+from evo_grpo.training.sizing.planning import (
+    format_bytes,
+    machine_memory,
+    torch_build,
+    unseen_gpus,
+)
 
 NAME = "evo-grpo"
 FOR_CONTRIBUTORS = ("browser", "dev", "docs", "test")
@@ -116,30 +121,20 @@ def requirements() -> Iterator[Requirement]:
 
 def _torch(found: Findings) -> None:
     """Add torch, its build, and the devices that it sees."""
-    visible = cuda_devices()
     try:
         import torch
     except Exception as error:  # a broken build raises errors of any kind
         found.lines.append(("torch", f"cannot be imported: {error}"))
         found.warnings.append("torch cannot be imported: see docs/install.md for the right build")
         return
-    build = torch.version
-    hip, cuda = getattr(build, "hip", None), build.cuda
-    kind = f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else "CPUs"
-    found.lines.append(("torch", f"{torch.__version__}, built for {kind}"))
+    build = torch_build(torch.version)
+    found.lines.append(("torch", f"{torch.__version__}, built for {build}"))
     devices = [_device(number) for number in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
         devices.append("mps")
     found.lines.append(("devices", "; ".join(devices) or "no GPU"))
-    if visible and not devices:
-        seen = "a GPU" if len(visible) == 1 else f"{len(visible)} GPUs"
-        found.warnings.append(
-            f"nvidia-smi lists {seen}, and torch, built for {kind}, sees none: install torch's "
-            "build for CUDA (pytorch.org, or docs/install.md)"
-            if not cuda
-            else f"nvidia-smi lists {seen}, and torch, built for {kind}, sees none: the driver may "
-            "be too old for it; update the driver, or install torch's build for an older CUDA"
-        )
+    if not devices and (unseen := unseen_gpus(build)) is not None:
+        found.warnings.append(unseen)
 
 
 def _device(number: int) -> str:

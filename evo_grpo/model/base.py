@@ -283,13 +283,10 @@ class SharedBase:
         The linear layers are not compiled: their forward depends on the layout of rows, so each
         layout would need a new compilation.
         """
+        _try_compiler(mode, self.device)
         for module in self.trunk.modules():
-            name = type(module).__name__
-            if name.endswith(("Norm", "RotaryEmbedding")):
-                try:
-                    module.compile(mode=mode, dynamic=True)
-                except RuntimeError as error:
-                    raise ConfigError(f"compile: {error}") from error
+            if type(module).__name__.endswith(("Norm", "RotaryEmbedding")):
+                module.compile(mode=mode, dynamic=True)
         self.compiled = True
 
     @property
@@ -475,3 +472,16 @@ def _linear_features(trunk: nn.Module) -> int:
         ):
             total += sum(weight.shape)
     return total
+
+
+def _try_compiler(mode: str, device: torch.device) -> None:
+    """Compile something small: modules would fail at their first call, in the middle of a round."""
+    try:
+        torch.compile(lambda x: x + 1, mode=mode)(torch.zeros(1, device=device))
+    except RuntimeError as error:
+        got = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"engine.compile: {mode!r}: expected a mode of torch.compile and a compiler for it, "
+            f"got {type(error).__name__}: {got}; correct the mode, install the compiler (for a CPU "
+            "g++, on Debian: apt install g++), or leave engine.compile out"
+        ) from error

@@ -67,6 +67,8 @@ from evo_grpo.training.sizing.planning import (
     check_fits,
     format_bytes,
     machine_memory,
+    torch_build,
+    unseen_gpus,
 )
 from evo_grpo.training.strategies import check_explorer, explorer, selector
 from evo_grpo.types import Slot
@@ -405,6 +407,10 @@ def _base(
     # Dividing a base moves it to the device one layer at a time.
     on_host = _divided(settings, team) or settings.engine.zero == 3
     base, start = _whole_base(settings, given, on_host=on_host)
+    if settings.engine.device == "auto" and not torch.cuda.is_available():
+        unseen = unseen_gpus(torch_build(torch.version))
+        if unseen is not None:
+            warnings.warn(f"{unseen}; the CPU computes", DoubtfulSetting, stacklevel=4)
     check_same_base(team, base, start)
     if settings.engine.base == "sharded" or settings.engine.zero == 3:
         # Also set in one process, so that results do not depend on the number of processes.

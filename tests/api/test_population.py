@@ -25,6 +25,7 @@ from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.evolve.select.rank import rank
 from evo_grpo.learn.rows import AgentBatch
+from evo_grpo.settings import DoubtfulSetting
 from evo_grpo.training.environments import environment_for
 from evo_grpo.types import Score
 
@@ -72,6 +73,13 @@ def test_learning_from_no_token_is_refused():
     with pytest.raises(ShapeError, match=r"^learn: expected at least one generated token, got 8"):
         population.learn([others, AgentBatch(population[0].slot, rows)])
     assert [agent.state.steps for agent in population] == [0, 0, 0]
+
+
+def test_a_gpu_that_torch_does_not_see_is_warned_of_where_the_cpu_is_taken(monkeypatch):
+    monkeypatch.setattr("evo_grpo.training.sizing.planning.cuda_devices", lambda: [24 << 30])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.warns(DoubtfulSetting, match=r"nvidia-smi lists a GPU.*sees none.*CPU computes"):
+        make(size=1, device="auto")
 
 
 def test_it_is_a_sequence_of_agents():

@@ -158,7 +158,9 @@ def fit_on(
         if gpu is not None:
             place, capacity = gpu.name, gpu.bytes
         elif device == "cuda":
-            place, capacity = "the CUDA device", min(devices, default=None)
+            # torch may number devices in another order than nvidia-smi.
+            place = f"the {'smallest ' * (len(set(devices)) > 1)}CUDA device"
+            capacity = min(devices, default=None)
         elif config.engine.device == "auto" and cuda:
             continue  # the run would use CUDA
         else:

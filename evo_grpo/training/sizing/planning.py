@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.schema.patterns import check_patterns, module_patterns
@@ -217,6 +218,30 @@ def cuda_devices() -> list[int | None] | None:
         return []
     lines = [line.strip() for line in said.stdout.splitlines() if line.strip()]
     return _visible([int(line) << 20 if line.isdigit() else None for line in lines])
+
+
+def torch_build(version: Any) -> str:  # noqa: ANN401 -- the module torch.version
+    """Return what a build of torch is for: "CPUs", "CUDA 13.0" or "ROCm 7.1"."""
+    hip, cuda = getattr(version, "hip", None), version.cuda
+    return f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else "CPUs"
+
+
+def unseen_gpus(build: str) -> str | None:
+    """Return a clause with the remedy if this machine has GPUs, which torch does not see.
+
+    Call it where torch sees no GPU; `build` is that of `torch_build`.
+    """
+    visible = cuda_devices()
+    if not visible:
+        return None
+    seen = "a GPU" if len(visible) == 1 else f"{len(visible)} GPUs"
+    remedy = (
+        "install torch's build for CUDA (pytorch.org, or docs/install.md)"
+        if build == "CPUs"
+        else "the driver may be too old for it; update the driver, or install torch's build for an "
+        "older CUDA"
+    )
+    return f"nvidia-smi lists {seen}, and torch, built for {build}, sees none: {remedy}"
 
 
 def _visible(devices: list[int | None]) -> list[int | None]:

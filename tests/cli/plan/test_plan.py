@@ -226,6 +226,12 @@ def test_a_machine_that_is_too_small_is_warned_of(monkeypatch):
     )
 
 
+def test_of_unequal_cards_the_smallest_is_planned_for(monkeypatch):
+    monkeypatch.setattr("evo_grpo.cli.plan.plan.cuda_devices", lambda: [24 << 30, 100 << 20])
+    (text,) = make_plan(from_dict(MINIMAL)).warnings
+    assert "of memory and the smallest CUDA device has 105 MB" in text
+
+
 def test_a_card_is_planned_for_where_it_is_not(monkeypatch):
     monkeypatch.setattr("evo_grpo.cli.plan.plan.cuda_devices", list)
     monkeypatch.setattr("evo_grpo.training.sizing.fit.machine_memory", lambda: 1)
