@@ -116,10 +116,11 @@ def compare(report: Report, name: str, file: Path | None, dtype: torch.dtype, ro
 def main() -> int:
     """Compare each shape, and a real model if one is given."""
     given = parser(__doc__.partition("\n")[0])
+    given.add_argument("--shapes", nargs="+", choices=SHAPES, help="released widths")
     given.add_argument("--model", type=Path, help="a real model: a .gguf file")
     arguments = given.parse_args()
     report = Report("half", arguments)
-    names = [*SHAPES][:1] if arguments.quick else [*SHAPES]
+    names = arguments.shapes or ([*SHAPES][:1] if arguments.quick else [*SHAPES])
     cases = [(name, None) for name in names]
     cases += [(arguments.model.stem, arguments.model)] if arguments.model else []
     for name, file in cases:
