@@ -3,6 +3,7 @@
 import pytest
 import tiny
 import torch
+from products import nearest, updates
 
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.resize import resize_slot, with_rank
@@ -35,24 +36,8 @@ def logits(slots, name="actor_0"):
         return slots.peft(input_ids=IDS).logits
 
 
-def updates(slots, name="actor_0"):
-    """The product s B A of each layer, in float64."""
-    state, found = slots.state(name), {}
-    for key, layer in slots.layers.items():
-        if name not in layer.scaling:
-            continue
-        a, b = (state[f"{key}.lora_{part}.weight"].double() for part in "AB")
-        found[key] = layer.scaling[name] * (b @ a)
-    return found
-
-
 def norm(tensors):
     return torch.sqrt(sum(one.square().sum() for one in tensors))
-
-
-def nearest(product, rank):
-    u, s, vh = torch.linalg.svd(product)
-    return u[:, :rank] * s[:rank] @ vh[:rank]
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
@@ -61,12 +46,12 @@ def nearest(product, rank):
 def test_a_rank_that_grows_keeps_the_function(dtype, bound, alpha, rslora):
     slots = trained(3, dtype=dtype, use_rslora=rslora)
     assert slots.parameters("actor_0")[0].dtype == dtype
-    before, base, products = logits(slots), logits_of_base(slots), updates(slots)
+    before, base, products = logits(slots), logits_of_base(slots), updates(slots, "actor_0")
     assert resized(slots, 8, alpha).error is None
     assert (before - base).abs().max() > 0.1
     assert (logits(slots) - before).abs().max() <= bound
     # Also of each layer alone, since the norms of Llama round to float32.
-    for key, product in updates(slots).items():
+    for key, product in updates(slots, "actor_0").items():
         assert (product - products[key]).abs().max() <= bound
     assert slots.lora_config("actor_0").r == 8
 
@@ -97,9 +82,9 @@ def test_the_scale_is_that_of_the_run_for_all_ranks_and_with_rslora_its_alpha():
 @pytest.mark.parametrize("r", [1, 3, 7])
 def test_a_rank_that_shrinks_takes_the_nearest_product_and_tells_the_error(r, alpha):
     slots = trained(8)
-    before = updates(slots)
+    before = updates(slots, "actor_0")
     error = resized(slots, r, alpha).error
-    after = updates(slots)
+    after = updates(slots, "actor_0")
     measured = norm([before[key] - after[key] for key in before]) / norm(before.values())
     assert error == pytest.approx(float(measured), abs=1e-5)
     assert 0 < error < 1
@@ -180,7 +165,7 @@ ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_pro
 @pytest.mark.parametrize("r", [None, 7])
 def test_layers_that_are_added_keep_the_function_and_can_learn(dtype, bound, start, r):
     slots = trained(3, dtype=dtype, target_modules=["q_proj", "up_proj"], init_lora_weights=start)
-    before, base, products = logits(slots), logits_of_base(slots), updates(slots)
+    before, base, products = logits(slots), logits_of_base(slots), updates(slots, "actor_0")
     found = with_layers(slots, [*ATTENTION, *MLP], r)
     assert found.error is None
     assert found.factors.keys() == {
@@ -188,7 +173,7 @@ def test_layers_that_are_added_keep_the_function_and_can_learn(dtype, bound, sta
     }
     assert (before - base).abs().max() > 0.1
     assert (logits(slots) - before).abs().max() <= bound
-    after = updates(slots)
+    after = updates(slots, "actor_0")
     assert len(after) == 14
     for key, product in after.items():
         assert (product - products.get(key, 0)).abs().max() <= bound
@@ -200,9 +185,9 @@ def test_layers_that_are_added_keep_the_function_and_can_learn(dtype, bound, sta
 @pytest.mark.parametrize("r", [None, 1, 6])
 def test_what_a_layer_that_is_left_out_had_learned_is_lost_and_its_share_is_told(r):
     slots = trained(4)
-    before = updates(slots)
+    before = updates(slots, "actor_0")
     found = with_layers(slots, ["v_proj", "down_proj"], r)
-    after = updates(slots)
+    after = updates(slots, "actor_0")
     kept = {key for key in before if key.endswith(("v_proj", "down_proj"))}
     assert after.keys() == kept
     lost = [before[key] - after.get(key, 0) for key in before]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from products import nearest, updates
 
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.recombine.apply import recombine_slots
@@ -25,26 +26,10 @@ def stirred(r=4, wide=6):
     return slots
 
 
-def updates(slots, name):
-    """The product s B A of each layer, in float64."""
-    state, found = slots.state(name), {}
-    for key, layer in slots.layers.items():
-        if name not in layer.scaling:
-            continue
-        a, b = (state[f"{key}.lora_{part}.weight"].double() for part in "AB")
-        found[key] = layer.scaling[name] * (b @ a)
-    return found
-
-
 def recombined(slots, name, target="child", seed=0):
     rng = np.random.default_rng(seed)
     recombine_slots(slots, ["first", "second"], target, OPERATORS[name], rng)
     return updates(slots, target)
-
-
-def nearest(product, rank):
-    u, s, vh = torch.linalg.svd(product)
-    return u[:, :rank] * s[:rank] @ vh[:rank]
 
 
 def test_the_average_of_unequal_ranks_is_the_nearest_of_the_largest_rank():
