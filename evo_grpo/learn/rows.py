@@ -11,6 +11,7 @@ from torch import Tensor
 
 from evo_grpo.errors import ShapeError
 from evo_grpo.model.forward.prefix import SharedPrefix, find_shared_prefixes
+from evo_grpo.model.forward.sending import send
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Trajectory
 
@@ -183,18 +184,16 @@ def collate(bucket: Sequence[tuple[int, Row]], pad_id: int, device: torch.device
     compact = np.arange(max(1, int(generated.max()))) < generated[:, None]
     present, counts = np.unique(positions, return_counts=True)
     parts = (positions, ids[:, :-1], ids[line, column], line * (width - 1) + column - 1, compact)
-    # One copy for all of them, since the host may wait for each.
-    flat = torch.from_numpy(np.concatenate([part.ravel() for part in parts])).to(device)
-    sent = flat.split([part.size for part in parts])
+    sent = send(parts, device)
     return MicroBatch(
         rows=rows,
         owners=positions.tolist(),
         positions=sent[0],
         counts=tuple(counts.tolist()),
         present=tuple(present.tolist()),
-        input_ids=sent[1].view(len(rows), -1),
+        input_ids=sent[1],
         targets=sent[2],
         where=sent[3],
-        mask=sent[4].view(compact.shape).bool(),
+        mask=sent[4].bool(),
         prefix=find_shared_prefixes(positions, ids, masks, device),
     )

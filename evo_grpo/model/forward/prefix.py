@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from evo_grpo.model.forward.sending import send
+
 #: Minimum share of padded tokens to save, since two spans cost a few more operations than one.
 MIN_SAVED_SHARE = 0.05
 
@@ -28,6 +30,7 @@ class SharedPrefix:
         counts: Prefixes per agent of the layout.
         source: (B,) prefix of each row.
         rest: (B, C) int64 rest of each row, padded on the right.
+        row_lengths: (B,) int64 length of each row's prefix, or (1,) if all are equal.
         where: (M,) positions of the wanted hidden states, in the Q * Tp of the prefixes followed by
             the B * C of the rests.
     """
@@ -37,13 +40,8 @@ class SharedPrefix:
     counts: tuple[int, ...]
     source: Tensor
     rest: Tensor
+    row_lengths: Tensor
     where: Tensor
-
-    def lengths_of_rows(self, device: torch.device) -> Tensor:
-        """Return the prefix length of every row (B,), or (1,) if all lengths are equal."""
-        if len(set(self.lengths)) == 1:
-            return torch.tensor(self.lengths[:1], device=device)
-        return torch.tensor(self.lengths, device=device).index_select(0, self.source)
 
 
 def find_shared_prefixes(
@@ -81,11 +79,15 @@ def find_shared_prefixes(
         len(seen) * before + line * after + place - 1 - starts[line],
     )
     owners = positions[first]
+    rest = np.take_along_axis(ids, follows, axis=1)
+    row_lengths = lengths[:1] if (lengths == lengths[0]).all() else lengths[source]
+    sent = send([ids[first, :before], source, rest, row_lengths, where], device)
     return SharedPrefix(
-        ids=torch.from_numpy(ids[first, :before].copy()).to(device),
+        ids=sent[0],
         lengths=tuple(int(n) for n in lengths),
         counts=tuple(int((owners == p).sum()) for p in np.unique(positions)),
-        source=torch.from_numpy(source).to(device),
-        rest=torch.from_numpy(np.take_along_axis(ids, follows, axis=1)).to(device),
-        where=torch.from_numpy(where).to(device),
+        source=sent[1],
+        rest=sent[2],
+        row_lengths=sent[3],
+        where=sent[4],
     )

@@ -45,9 +45,8 @@ class Attention:
         self.source = None if prefix is None else prefix.source
         self._after: Tensor | None = None
         if prefix is not None:
-            lengths = prefix.lengths_of_rows(like.device)
             columns = prefix.ids.shape[1], prefix.rest.shape[1]
-            self._after = after_prefix(lengths, *columns, like.dtype)
+            self._after = after_prefix(prefix.row_lengths, *columns, like.dtype)
         # The rest of a row reads the keys of its prefix too.
         keys = accumulate(span.columns for span in spans)
         scores = max(span.columns * seen for span, seen in zip(spans, keys, strict=True))

@@ -82,7 +82,7 @@ class LlamaForward:
         cos, sin = self.weights.rotary(max(prefix.lengths) + prefix.rest.shape[1], x)
         columns = prefix.ids.shape[1]
         first = self._span(0, prefix.ids, prefix.counts, cos[:columns], sin[:columns])
-        starts = prefix.lengths_of_rows(x.device)
+        starts = prefix.row_lengths
         places = starts[:, None] + torch.arange(prefix.rest.shape[1], device=x.device)
         # Rows with prefixes of equal length share one table.
         places = places[0] if len(starts) == 1 else places[:, None]

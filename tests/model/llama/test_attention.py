@@ -65,7 +65,7 @@ def test_rows_that_go_on_from_shared_beginnings(heads, kv_heads, lengths):
     ids = torch.zeros(2, before, dtype=torch.long)
     rest = torch.zeros(len(source), after, dtype=torch.long)
     where = torch.tensor(source)
-    prefix = SharedPrefix(ids, lengths, (2,), where, rest, where)
+    prefix = SharedPrefix(ids, lengths, (2,), where, rest, torch.tensor(lengths)[where], where)
     starts = [lengths[s] for s in source]
     tables = [torch.stack(t)[:, None] for t in zip(*(table(after, s) for s in starts), strict=True)]
     spans = (

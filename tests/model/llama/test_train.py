@@ -252,6 +252,7 @@ def shared_rows(alike):
         counts=(2, 2),
         source=torch.tensor(source),
         rest=torch.tensor(rests),
+        row_lengths=torch.tensor(lengths)[source if len(set(lengths)) > 1 else [0]],
         where=torch.tensor(cut),
     )
     return ids, where, prefix, RowLayout(("a0", "a1"), (5, 3))

@@ -1,0 +1,23 @@
+"""Arrays of the host as tensors of a device, in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+def send(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Return int64 tensors of the shapes of integer or boolean arrays.
+
+    One copy serves all of them, since each has its costs. The host does not wait for it.
+    """
+    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays], dtype=np.int64))
+    if device.type == "cuda":
+        flat = flat.pin_memory()  # the host waits for a copy of other memory
+    sent = flat.to(device, non_blocking=True).split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(sent, arrays, strict=True)]
