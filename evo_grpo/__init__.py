@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from evo_grpo.schema.search_space import RLParameter as RLParameter
     from evo_grpo.settings import RunConfig as RunConfig
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 _HOME = {
     "CISPO": "evo_grpo.api.agent",

@@ -70,7 +70,7 @@ EXAMPLES: dict[str, Example] = {
     "schema": Example("evo-grpo schema", lines=6),
     "doctor": Example(
         "evo-grpo doctor",
-        "evo-grpo       0.2.0\n"
+        "evo-grpo       0.3.0.dev0\n"
         "python         3.11.7, Linux-6.1.0-x86_64-with-glibc2.36\n"
         "processors     8\n"
         "memory         34 GB of this machine or container\n"
