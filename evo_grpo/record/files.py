@@ -187,7 +187,7 @@ def unseal(line: bytes) -> dict[str, Any]:
     if not isinstance(data, dict) or _CHECKSUM not in data:
         raise ValueError(f"it has no {_CHECKSUM}")
     found = data.pop(_CHECKSUM)
-    if found != _digest(data):
+    if found != _digest_of_plain(data):
         raise ValueError(f"its {_CHECKSUM} does not match its contents")
     return data
 
@@ -208,7 +208,13 @@ def is_truncated(line: bytes) -> bool:
 
 
 def _digest(data: Mapping[str, Any]) -> str:
-    canonical = to_line(data, sort_keys=True, separators=(",", ":"))
+    return _digest_of_plain(plain_value(data))
+
+
+def _digest_of_plain(data: Mapping[str, Any]) -> str:
+    canonical = json.dumps(
+        data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
     return hashlib.sha256(canonical.encode("utf-8", errors="replace")).hexdigest()
 
 

@@ -247,7 +247,7 @@ def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> Parsed:
                 _amend(records, amendment_from_json(data), first)
                 length += len(line)
                 continue
-            record = round_from_json(data)
+            record = round_from_json(line)
             if record.round != first + len(records):
                 raise ValueError(
                     f"it is round {record.round + 1}, expected {first + len(records) + 1}"

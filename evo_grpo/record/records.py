@@ -243,8 +243,11 @@ def check_format(data: Mapping[str, Any], where: str) -> None:
     )
 
 
-def round_from_json(data: Mapping[str, Any]) -> RoundRecord:
-    """Build a RoundRecord from the output of `to_json`; a ValueError names an invalid field."""
+def round_from_json(data: Mapping[str, Any] | bytes) -> RoundRecord:
+    """Build a RoundRecord from the output of `to_json`, or a line of it.
+
+    A ValueError names an invalid field.
+    """
     record = validated(_ROUND, data)
     _check_changes((*record.agents, *record.members))
     return record

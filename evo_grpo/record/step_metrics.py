@@ -19,11 +19,12 @@ WHERE = ("round", "step", "agent")
 """Keys that identify the step and the agent of a row: integers, round and step 0-based."""
 
 
-def metric_rows(run: str | Path) -> list[dict[str, Any]]:
+def metric_rows(run: str | Path, finished: int | None = None) -> list[dict[str, Any]]:
     """Return the metrics of the finished rounds of a run, a row per step and agent.
 
     Args:
         run: The run folder, finished or not.
+        finished: Number of finished rounds, if it is known; None reads it.
 
     Returns:
         Rows as recorded, ordered by round, step and agent: `round`, `step`, `agent`, then a number
@@ -36,7 +37,7 @@ def metric_rows(run: str | Path) -> list[dict[str, Any]]:
         RunDirError: Another version of this library wrote it.
     """
     folder = expect_run(run)
-    finished = len(read_rounds(folder))
+    finished = len(read_rounds(folder)) if finished is None else finished
     rows: list[dict[str, Any]] = []
     for round, path in round_entries(folder / METRICS):
         if round < finished:

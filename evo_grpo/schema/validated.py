@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def validated(schema: TypeAdapter[T], data: Mapping[str, Any]) -> T:
-    """Build the value that a schema describes from JSON data.
+def validated(schema: TypeAdapter[T], data: Mapping[str, Any] | bytes) -> T:
+    """Build the value that a schema describes from JSON data, or from their text.
 
     Lists are accepted for tuples, and numbers may be NaN.
 
@@ -30,7 +30,8 @@ def validated(schema: TypeAdapter[T], data: Mapping[str, Any]) -> T:
     """
     try:
         # Through JSON: there, strict types accept a list for a tuple.
-        return schema.validate_json(json.dumps(data), strict=True)
+        given = data if isinstance(data, bytes) else json.dumps(data)
+        return schema.validate_json(given, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         what = first["msg"][:1].lower() + first["msg"][1:]

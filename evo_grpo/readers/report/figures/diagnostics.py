@@ -228,7 +228,7 @@ def thinned(curve: Curve, width: int) -> tuple[np.ndarray, np.ndarray]:
 
 def curves(view: RunView) -> Curves:
     """Return the metrics of a run by name, a curve for each stretch of an agent."""
-    rows = [] if view.folder is None else metric_rows(view.folder)
+    rows = [] if view.folder is None else metric_rows(view.folder, len(view.rounds))
     part = {
         (one.round, int(agent)): number
         for agent, own in stretches(view).items()

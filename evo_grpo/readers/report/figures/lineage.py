@@ -17,6 +17,7 @@ from evo_grpo.readers.report.figures.style import (
     GREY,
     MARKERS,
     WINNER,
+    Look,
     new_figure,
     round_axis,
     tick_distance,
@@ -68,10 +69,10 @@ def plot_lineage(run: Run) -> go.Figure:
     by_agent: dict[int, list[_Life]] = defaultdict(list)
     for life in lives.values():
         by_agent[life[0].agent].append(life)
-    in_legend = named(view)
+    in_legend, seen = named(view), looks(view)
     _add_winner_band(figure, view)
     for agent in slots:
-        _add_agent(figure, view, lives, by_agent[agent], legend=agent in in_legend)
+        _add_agent(figure, view, seen[agent], lives, by_agent[agent], legend=agent in in_legend)
     _add_star(figure, view)
     mean = view.winner is not None and view.winner.agent is None
     rounds = max(1, len(view.rounds) + mean)
@@ -114,13 +115,14 @@ def _edge(
 def _add_agent(
     figure: go.Figure,
     view: RunView,
+    look: Look,
     lives: dict[int, _Life],
     own: list[_Life],
     *,
     legend: bool,
 ) -> None:
     """Draw the members of one agent with the edges that lead to them."""
-    name, look = agent_name(own[0][0].agent), looks(view)[own[0][0].agent]
+    name = agent_name(own[0][0].agent)
     crowded = len(lives) > CROWD
     lines, nodes = Line(), Line()
     for life in own:

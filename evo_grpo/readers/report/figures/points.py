@@ -133,11 +133,12 @@ def add_copies(
         line.add(parent.round + 1, value(parent))
         line.add(agent.round + 1, value(agent))
         line.part()
+    seen = looks(view)
     for agent, line in sorted(found.items()):
         figure.add_scatter(
             x=line.x, y=line.y, mode="lines", hoverinfo="skip", showlegend=False,
             name=f"weights of {agent_name(agent)}", legendgroup=agent_name(agent),
-            line={"color": looks(view)[agent].color, "dash": "dot", "width": 1.5},
+            line={"color": seen[agent].color, "dash": "dot", "width": 1.5},
             row=row, col=col,
         )  # fmt: skip
 

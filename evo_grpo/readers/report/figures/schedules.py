@@ -26,6 +26,7 @@ from evo_grpo.readers.report.figures.style import (
     GREY,
     MARKERS,
     WINNER,
+    Look,
     graph_objects,
     layout,
     new_figure,
@@ -69,7 +70,7 @@ def plot_schedules(run: Run, names: Sequence[str] | None = None) -> go.Figure:
     spacing = GAP / (ROW * rows)
     figure = make_subplots(rows=rows, cols=1, shared_xaxes=True, vertical_spacing=spacing)
     figure.update_layout(**layout(80 + ROW * rows))
-    parts, lines = stretches(view), view.lines
+    parts, lines, seen = stretches(view), view.lines, looks(view)
     playing = set(survivors(view))
     pixels = ROW - GAP
     for row, name in enumerate(chosen, start=1):
@@ -82,7 +83,7 @@ def plot_schedules(run: Run, names: Sequence[str] | None = None) -> go.Figure:
                 opacity=0.35, row=row, col=1,
             )  # fmt: skip
         for agent, own in parts.items():
-            _add_schedule(figure, view, own, name, row, faint=agent not in playing)
+            _add_schedule(figure, seen[agent], own, name, value_of, row, faint=agent not in playing)
         add_copies(figure, view, value_of, row=row, col=1)
         values = [value_of(agent) for agent in view.played]
         log = spans_a_decade(values) and not names_of(view, name)
@@ -183,20 +184,20 @@ def heights(view: RunView, name: str) -> Callable[[AgentRecord], float]:
 
 def _add_schedule(
     figure: go.Figure,
-    view: RunView,
+    look: Look,
     parts: Sequence[Sequence[AgentRecord]],
     name: str,
+    value_of: Callable[[AgentRecord], float],
     row: int,
     *,
     faint: bool,
 ) -> None:
-    agent, value_of = parts[0][0].agent, heights(view, name)
-    line, look = Line(), looks(view)[agent]
+    line = Line()
     for part in parts:
         for one in part:
             line.add(one.round + 1, value_of(one), brief(one, name))
         line.part()
-    title = agent_name(agent)
+    title = agent_name(parts[0][0].agent)
     figure.add_scatter(
         x=line.x, y=line.y, text=line.texts, hoverinfo="text", mode="lines+markers",
         name=title, legendgroup=title, showlegend=False, opacity=0.35 if faint else 1.0,
