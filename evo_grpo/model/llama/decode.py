@@ -66,6 +66,13 @@ class _Norm:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x.div(torch.hypot(length, self.least)).mul_(self.weight)
 
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return x plus the normalized y; overwrites both."""
+        if self.fused or self.plain:
+            return x.add_(self(y))
+        length = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+        return x.addcmul_(y.div_(torch.hypot(length, self.least)), self.weight)
+
 
 class _HeadNorms:
     """The norms of q and k, of both side by side (..., heads + kv_heads, D).
@@ -136,7 +143,8 @@ class LlamaDecoder:
         self.fused = fused
         probe = weights.embed(torch.zeros(1, 1, dtype=torch.long, device=weights.base.device))
         d = self._described = weights.description
-        self.tables = [weights.rotary(columns, probe, table) for table in d.tables]
+        tables = (weights.rotary(columns, probe, table) for table in d.tables)
+        self.tables = [(cos, sin) for cos, sin in tables if sin is not None]
         self.cache = cache or cache_for(weights.base.device, d.scale, d.windows)
         self._adapters = fused.layout.adapters
         self._stacks = [
@@ -161,9 +169,7 @@ class LlamaDecoder:
         rows, columns = ids.shape
         self._prepare(columns)
         x = w.embedded(ids)
-        turns = [
-            (cos[:columns], None if sin is None else sin[:columns]) for cos, sin in self.tables
-        ]
+        turns = [(cos[:columns], sin[:columns]) for cos, sin in self.tables]
         both = w.heads + w.kv_heads
         for linears, layer, kind in zip(
             self._linears, self._layers, self._described.layers, strict=True
@@ -251,7 +257,7 @@ class LlamaDecoder:
         if norm is None and factor == 1.0:
             return self._linear(linear, inner, x)
         y = self._linear(linear, inner)
-        return x.add_(y if norm is None else norm(y), alpha=factor)
+        return x.add_(y, alpha=factor) if norm is None else norm.add(x, y)
 
     def _linear(self, linear: _Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Joined base layers plus every agent's adapter on its own rows; overwrites residual."""

@@ -164,7 +164,9 @@ def _of_layers(base: SharedBase, family: _Code) -> Iterator[Departure]:
         "is_causal": True,
         "config": config,
     }
-    for number, layer in enumerate(layers_of(base)):
+    # Where the model has another number of layers, `_of_config` says so.
+    kinds = zip(layers_of(base), d.layers, strict=False)
+    for number, (layer, kind) in enumerate(kinds):
         path = f"model.layers.{number}"
         yield from _of_module(path, layer, (family.layer,), masks=True)
         if type(layer) is not family.layer:
@@ -183,7 +185,6 @@ def _of_layers(base: SharedBase, family: _Code) -> Iterator[Departure]:
             yield from _of_module(f"{path}.self_attn.{name}", norm, (family.norm,))
             norms.append(norm)
         yield from _of_module(f"{path}.mlp.act_fn", mlp.act_fn, _ACTIVATIONS[d.activation])
-        kind = d.layers[number]
         own = {"sliding_window": kind.window, "use_rope": kind.table is not None}
         yield from _of_values(f"{path}.self_attn", attention, expected | own)
         linears = linears_of(layer)

@@ -81,17 +81,19 @@ class LlamaForward:
     def _run(self, ids: Tensor) -> Tensor:
         """Run whole rows; return hidden states (B * T, H) before the last norm."""
         x = self.weights.embedded(ids.flatten())
+        rows, columns = ids.shape
         chunks = self._chunks(ids, self._current.counts)
 
         def spans(table: str | None) -> tuple[Span, ...]:
-            return (Span(0, *ids.shape, chunks, *self.weights.rotary(ids.shape[1], x, table)),)
+            return (Span(0, rows, columns, chunks, *self.weights.rotary(columns, x, table)),)
 
         return self._layers(x, spans)
 
     def _run_shared(self, prefix: SharedPrefix) -> Tensor:
         """Run shared prefixes and rests; return hidden states (Q * Tp + B * C, H)."""
         x = self.weights.embedded(torch.cat([prefix.ids.flatten(), prefix.rest.flatten()]))
-        columns, after = prefix.ids.shape[1], prefix.rest.shape[1]
+        prefixes, columns = prefix.ids.shape
+        rows, after = prefix.rest.shape
         starts = prefix.lengths_of_rows(x.device)
         places = starts[:, None] + torch.arange(after, device=x.device)
         # Rows with prefixes of equal length share one table.
@@ -103,8 +105,8 @@ class LlamaForward:
             cos, sin = self.weights.rotary(max(prefix.lengths) + after, x, table)
             sin_then = None if sin is None else sin[places]
             sin = None if sin is None else sin[:columns]
-            first = Span(0, *prefix.ids.shape, chunks, cos[:columns], sin)
-            return first, Span(first.stop, *prefix.rest.shape, chunks_then, cos[places], sin_then)
+            first = Span(0, prefixes, columns, chunks, cos[:columns], sin)
+            return first, Span(first.stop, rows, after, chunks_then, cos[places], sin_then)
 
         return self._layers(x, spans, prefix)
 
