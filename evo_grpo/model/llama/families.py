@@ -205,9 +205,11 @@ def _layers(config: Any, family: Family) -> tuple[LayerKind, ...] | None:  # noq
     turns = list(getattr(config, "no_rope_layers", None) or ()) if family.without_rotary else []
     if turns and len(turns) < count:
         return None
+    # OLMo 3 has one table for all layers in older releases of transformers.
+    own = family.tables and set(types) <= set(getattr(config, "rope_parameters", None) or ())
     return tuple(
         LayerKind(
-            table=(None if turns and not turns[i] else kind if family.tables else ALL_LAYERS),
+            table=None if turns and not turns[i] else kind if own else ALL_LAYERS,
             window=window if family.windows == "all" or kind == "sliding_attention" else None,
         )
         for i, kind in enumerate(types[:count])
