@@ -146,7 +146,7 @@ def _families(rows: Sequence[Row]) -> str:
     found = [json.loads((BENCH / name).read_text(encoding="utf-8")) for name in SPEEDS]
     lines = [line for one in found for line in next(iter(one["rows"].values()))]
     prompts = sorted({line["prompt"] for line in lines})
-    errors = {row["model_type"]: max(row.get("errors", {"": 0.0}).values()) for row in rows}
+    errors = {row["model_type"]: max(row["errors"].values()) for row in rows if row.get("errors")}
     shapes = list(dict.fromkeys(line["shape"] for line in lines))
     columns = [f"{phase}, {shape}" for shape in shapes for phase in ("generate", "learn")]
     out = [f"| model type | greatest error | {' | '.join(columns)} |", "|---" * 6 + "|"]
