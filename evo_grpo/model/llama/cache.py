@@ -77,6 +77,8 @@ class GrowingCache:
         self._bias: Tensor | None = None
         self._places = torch.zeros(0)
         self._biases: dict[int | None, Tensor] = {}
+        self._padding = 0  # most columns of padding in a row
+        self._first: dict[int | None, int] = {}
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """See `KeyValues`."""
@@ -87,6 +89,8 @@ class GrowingCache:
     def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:
         """See `KeyValues`."""
         self._mask = mask[:, 0]
+        if self._windows:
+            self._padding = int((~self._mask[..., : self.used]).sum(-1).max())
         self._move(source, -(-columns // _BLOCK) * _BLOCK)
 
     def keep(self, rows: Tensor) -> None:
@@ -119,24 +123,32 @@ class GrowingCache:
             self._biases = _in_windows(
                 self._windows, self._bias[..., :width], self._places[..., :width], now, self.used
             )
+            # No row reaches the columns before these.
+            self._first = {
+                window: max(0, self.used - (window or self.used) - self._padding) // _BLOCK * _BLOCK
+                for window in self._biases
+            }
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `KeyValues`."""
-        bias = self._biases[self._windows[layer]] if self._windows else self._bias
-        assert bias is not None
         rows, kv_heads, size = k.shape
         keys, values = self.keys[layer], self.values[layer]
         keys[..., self.used - 1] = k
         values[:, :, self.used - 1] = v
+        bias, first = self._bias, 0
+        if self._windows:
+            window = self._windows[layer]
+            bias, first = self._biases[window], self._first[window]
+        assert bias is not None
         # Whole blocks: a softmax over a ragged width is slow.
         width = -(-self.used // _BLOCK) * _BLOCK
         scores = torch.baddbmm(
-            bias[..., :width],
+            bias[..., first:width],
             q.reshape(rows * kv_heads, -1, size),
-            keys.flatten(0, 1)[..., :width],
+            keys.flatten(0, 1)[..., first:width],
             alpha=self.scale,
         )
-        mixed = torch.bmm(torch.softmax(scores, dim=-1), values.flatten(0, 1)[:, :width])
+        mixed = torch.bmm(torch.softmax(scores, dim=-1), values.flatten(0, 1)[:, first:width])
         return mixed.view(rows, -1)
 
     def _move(self, rows: Tensor, columns: int) -> None:

@@ -163,13 +163,16 @@ class TestAgainstTransformers:
             slots, requests, engine_of(slots, specialized=specialized).rollout(requests)
         )
 
+    @pytest.mark.parametrize("fixed", [False, True], ids=["cpu", "gpu"])
     @pytest.mark.parametrize("name", architectures.FAMILIES)
-    def test_families_in_the_memory_of_a_gpu(self, name, monkeypatch):
-        """Steps over a fixed width, where windows and head norms take other operations."""
+    def test_families_draw_what_their_modules_draw(self, name, fixed, monkeypatch):
+        """Many windows long, in the cache of a CPU and that of a GPU, while rows leave."""
         slots = tiny.population(architectures.FAMILIES[name](), (4, 2))
-        requests = requests_for(slots, temperature=0.9, max_output_tokens=12)
+        settings = {"temperature": 0.9, "max_output_tokens": 24}
+        requests = requests_for(slots, samples=1, lengths=(3, 30, 12, 22), **settings)
         expected = engine_of(slots, specialized=False).rollout(requests)
-        monkeypatch.setattr(decode, "cache_for", lambda device, *layers: FixedCache(*layers))
+        if fixed:
+            monkeypatch.setattr(decode, "cache_for", lambda device, *layers: FixedCache(*layers))
         monkeypatch.setattr(loop, "_LEAVE_SHARE", 0.1)
         out = engine_of(slots).rollout(requests)
         assert departure_of(slots.base, slots.layers) is None
