@@ -8,6 +8,7 @@ These checks therefore look at the origin of the code.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -82,6 +83,8 @@ def foreign_functions(namespace: Mapping[str, Any]) -> Iterator[str]:
             # The module's own code calls no function of that name: torch.compile stores functions
             # there that it compiled for another model of the process.
             continue
+        if value is dataclass:
+            continue  # of Python, and called when a module is imported
         if isinstance(value, FunctionType) and not from_libraries(value):
             yield name
 
@@ -128,7 +131,8 @@ def global_hook() -> str | None:
 def replaced_product() -> str | None:
     """Return a replaced function of torch that the layers call, or None."""
     functional: Any = torch.nn.functional
-    for name in ("linear", "silu", "embedding", "softmax", "scaled_dot_product_attention"):
+    names = ("linear", "silu", "gelu", "embedding", "softmax", "scaled_dot_product_attention")
+    for name in names:
         if not from_libraries(getattr(functional, name)):
             return f"torch.nn.functional.{name}"
     return None

@@ -1,10 +1,16 @@
 """docs/architectures.md from the results of the sweep."""
 
+import json
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
+BENCH = Path(__file__).resolve().parents[1] / "bench" / "results"
+#: What `round.py --parts families` found, a file for each shape.
+SPEEDS = ("families-10M.json", "families-1M.json")
 
 HEAD = """# Architectures
 
@@ -31,6 +37,15 @@ configuration is switched on, and must have no effect.
 python experiments/architectures/sweep.py         # continues where it was interrupted
 python experiments/architectures/sweep.py --page  # writes this page
 ```
+
+## The Llama family
+
+These model types run by layers of evo-grpo's own, which compute the same with fewer passes over
+memory and each prompt of a group once; [Architecture](architecture.md#the-shared-forward-pass) says
+how. A model of such a type that differs from it runs by its own modules, as all others do. Sliding
+windows act in rows of any length, and prompts of different lengths share a batch.
+
+{families}
 
 ## Architectures other than the Llama family
 
@@ -109,7 +124,7 @@ def page(rows: Iterable[Row], model_types: Sequence[str]) -> str:
             "answer, or an unexplained one above the bound: do not rely on them"
         )
     releases = " and ".join(sorted({row["transformers"] for row in rows}))
-    out = HEAD.format(transformers=releases, counts=counts)
+    out = HEAD.format(transformers=releases, counts=counts, families=_families(rows))
     for name, types, row in by.get("exact", ()):
         prompts = NAMES.get(row.get("prompts", ""), "")
         out += f"| {name} | {types} | {prompts} | {row.get('targets', '')} |\n"
@@ -124,6 +139,41 @@ def page(rows: Iterable[Row], model_types: Sequence[str]) -> str:
             for name, types, row in by[verdict]:
                 out += f"| {name} | {types} | {_cell(row['sentence'])} |\n"
     return out
+
+
+def _families(rows: Sequence[Row]) -> str:
+    """Return the table of the Llama family: exactness by the sweep, speed by the benchmark."""
+    found = [json.loads((BENCH / name).read_text(encoding="utf-8")) for name in SPEEDS]
+    lines = [line for one in found for line in next(iter(one["rows"].values()))]
+    prompts = sorted({line["prompt"] for line in lines})
+    errors = {row["model_type"]: max(row["errors"].values()) for row in rows if row.get("errors")}
+    shapes = list(dict.fromkeys(line["shape"] for line in lines))
+    columns = [f"{phase}, {shape}" for shape in shapes for phase in ("generate", "learn")]
+    out = [f"| model type | greatest error | {' | '.join(columns)} |", "|---" * 6 + "|"]
+    for name in dict.fromkeys(line["family"] for line in lines):
+        own = {(line["shape"], line["prompt"]): line for line in lines if line["family"] == name}
+        cells = [
+            " / ".join(f"{own[shape, tokens][f'{phase}_faster']:.2f}" for tokens in prompts)
+            for shape in shapes
+            for phase in ("generate", "learn")
+        ]
+        kind, _, more = name.partition(", ")
+        shown = f"`{kind}`" + (f", {more}" if more else "")
+        out.append(f"| {shown} | {errors[kind]:.1e} | {' | '.join(cells)} |")
+    versions = found[0]["versions"]
+    about = (
+        "The error is the greatest of the sweep, as above. The other columns are the processor "
+        "time of the model's own modules over that of the joined layers, 8 agents of rank 8, 8 "
+        "completions of 32 tokens a prompt, one prompt (10M parameters) or four (1M) an agent, "
+        f"with prompts of {' / '.join(map(str, prompts))} tokens. Windows are of 16 tokens. "
+        "Learning gains most from prompts that a group shares; matrix products take most of the "
+        "rest. "
+        f"Measured {found[0]['date'][:10]} on a busy machine with two cores (torch "
+        f"{versions['torch']}, transformers {versions['transformers']}) by `OMP_NUM_THREADS=1 "
+        "python experiments/bench/round.py --parts families --shapes SHAPE --repeats "
+        f"{found[0]['arguments']['repeats']}`."
+    )
+    return "\n".join(out) + "\n\n" + textwrap.fill(about, 100, break_on_hyphens=False)
 
 
 def _verdicts(rows: Iterable[Row]) -> list[str]:

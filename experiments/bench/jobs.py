@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig
-from shapes import BETA, COMMON, EMBEDDED, LARGE, LORA, LR, QUESTIONS, SHAPES
+from shapes import BETA, COMMON, EMBEDDED, FAMILIES, LARGE, LORA, LR, QUESTIONS, SHAPES
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -59,6 +60,18 @@ def random_model(shape: str, **changes: Any) -> LlamaForCausalLM | Qwen2ForCausa
         if shape in LARGE:
             return Qwen2ForCausalLM(Qwen2Config(**{**COMMON, **LARGE[shape], **changes})).eval()
         return LlamaForCausalLM(LlamaConfig(**{**COMMON, **SHAPES[shape], **changes})).eval()
+
+
+def family_base(family: str, shape: str) -> SharedBase:
+    """Return a base of a family of architectures and a shape, with random weights, fp32."""
+    sizes = SHAPES[shape]
+    size = sizes["hidden_size"] // sizes["num_attention_heads"]
+    own = {"head_dim": size, "query_pre_attn_scalar": size, **FAMILIES[family]}
+    config = AutoConfig.for_model(**{**COMMON, **sizes, **own})
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+    return SharedBase(model, AutoTokenizer.from_pretrained(EMBEDDED), f"{family} {shape}")
 
 
 def too_large(shape: str, copies: int) -> str | None:

@@ -7,9 +7,13 @@ P = 4, G = 8, T = 32 unless a line says otherwise.
     python experiments/bench/round.py [--quick] [--no-peers] [--out FILE]
 """
 
+import argparse
+import itertools
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +23,18 @@ from rounds import play
 
 THREADS = quiet()
 
-from jobs import Job, Work, load_base, population, questions  # noqa: E402 -- threads first
+from jobs import Job, Work, family_base, load_base, population, questions  # noqa: E402 -- threads first
+from shapes import FAMILIES  # noqa: E402
 
+from evo_grpo.model.llama.choice import takes_fast_path  # noqa: E402
 from evo_grpo.types import Prompt  # noqa: E402
 
 RAGGED = (4, 4, 6, 6, 8, 8, 12, 16)
 UNEQUAL = (4, 4, 8, 8, 16, 16, 32, 32)
+#: Tokens of a prompt in the part of the families: few, and as many as of a completion.
+PROMPTS = (6, 32)
+#: Least ratio of the modules' time to that of the joined layers, by shape.
+FASTER = {"10M": {"generate": 1.0, "learn": 1.5}, "1M": {"generate": 1.3, "learn": 1.6}}
 
 
 def scaling(report: Report, sizes: tuple[int, ...], work: Work, repeats: int) -> None:
@@ -116,6 +126,45 @@ def paths(report: Report, size: int, work: Work, repeats: int) -> None:
             modules=median(samples, f"modules {phase}"),
             faster=ratio(samples, f"modules {phase}", f"lean {phase}"),
         )  # fmt: skip
+
+
+def families(report: Report, given: argparse.Namespace, work: Work, repeats: int) -> None:
+    """Compare the joined layers with the model's modules for families of architectures."""
+    names, shapes = (("qwen3",), ("1M",)) if given.quick else (given.families, given.shapes)
+    for shape, name, tokens in itertools.product(shapes, names, PROMPTS):
+        # A quarter of the rows: the larger shape takes ten times as long.
+        prompts = 1 if shape == "10M" else work.prompts
+        own = Work(prompts, work.groups, work.tokens, tokens)
+        sides: dict[str, Callable[[], float]] = {}
+        for side in ("joined", "modules"):
+            cohort, slots = population(family_base(name, shape), 8, own)
+            cohort.base.specialized = side == "joined"
+            if takes_fast_path(cohort.base, cohort.slots.layers) != cohort.base.specialized:
+                raise SystemExit(f"{name}, {shape}: the {side} side takes the other path")
+            one = Job(cohort, slots, own)
+            for phase in ("generate", "learn"):
+                sides[f"{side} {phase}"] = partial(processor_seconds, getattr(one, phase))
+        samples = interleaved(sides, repeats)
+        over = {
+            phase: ratio(samples, f"modules {phase}", f"joined {phase}")
+            for phase in ("generate", "learn")
+        }
+        report.add(
+            "The modules over the joined layers, N=8 (processor seconds)",
+            family=name, shape=shape, prompt=tokens,
+            generate=median(samples, "joined generate"), learn=median(samples, "joined learn"),
+            generate_faster=over["generate"], learn_faster=over["learn"],
+        )  # fmt: skip
+        for phase, least in FASTER[shape].items():
+            what = f"{name}, {shape}, prompts of {tokens}: {phase}, modules over joined layers"
+            report.at_least(what, over[phase], least)
+
+
+def processor_seconds(call: Callable[[], object]) -> float:
+    """Return the processor time of a call, which other programs of the machine disturb less."""
+    start = time.process_time()
+    call()
+    return time.process_time() - start
 
 
 def agilerl(report: Report, size: int, work: Work, repeats: int) -> None:
@@ -293,6 +342,7 @@ PARTS = (
     "ranks",
     "shrunk",
     "paths",
+    "families",
     "phases",
     "agilerl",
     "agilerl-135m",
@@ -300,11 +350,24 @@ PARTS = (
 )
 
 
+def peers(report: Report, parts: Sequence[str], size: int, work: Work, repeats: int) -> None:
+    """Run the comparisons with other packages that are asked for."""
+    if "agilerl" in parts:
+        agilerl(report, size, work, repeats)
+    if "agilerl-135m" in parts and size > 2:
+        agilerl_135m(report, Work(1, 4, 16), repeats, shape="135M")
+    if "trl" in parts:
+        trl(report, size, work, repeats)
+
+
 def main() -> int:
     """Run the comparisons asked for."""
     arguments = parser(__doc__.partition("\n")[0])
     arguments.add_argument("--no-peers", action="store_true", help="ours and the floor alone")
-    arguments.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    usual = [part for part in PARTS if part != "families"]
+    arguments.add_argument("--parts", nargs="+", choices=PARTS, default=usual)
+    arguments.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    arguments.add_argument("--shapes", nargs="+", choices=FASTER, default=list(FASTER))
     arguments.add_argument("--sizes", nargs="+", type=int, help="N of the scaling part")
     given = arguments.parse_args()
     report = Report("round", given)
@@ -313,7 +376,7 @@ def main() -> int:
     repeats = given.repeats or (1 if quick else 7)
     size = 2 if quick else 8
     peer_repeats = given.repeats or (1 if quick else 3)
-    parts = [p for p in given.parts if p in PARTS[:6] or not given.no_peers]
+    parts = [p for p in given.parts if p in PARTS[:7] or not given.no_peers]
     if "scaling" in parts:
         scaling(report, given.sizes or ((1, 8) if quick else (1, 2, 4, 8, 16, 32)), work, repeats)
     if "ragged" in parts:
@@ -324,14 +387,11 @@ def main() -> int:
         shrunk(report, work, repeats)
     if "paths" in parts:
         paths(report, size, work, repeats)
+    if "families" in parts:
+        families(report, given, work, repeats)
     if "phases" in parts:
         phases(report, 1 if quick else 4)
-    if "agilerl" in parts:
-        agilerl(report, size, work, peer_repeats)
-    if "agilerl-135m" in parts and not quick:
-        agilerl_135m(report, Work(1, 4, 16), peer_repeats, shape="135M")
-    if "trl" in parts:
-        trl(report, size, work, repeats)
+    peers(report, parts, size, work, peer_repeats)
     return report.finish()
 
 

@@ -61,6 +61,23 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 1, "bos_token_id": 2,
 }  # fmt: skip
 
+#: Families of architectures, which take the widths of SHAPES, by what else their models have. The
+#: windows are so short that they act in rows of 38 tokens.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3"},
+    "smollm3": {"model_type": "smollm3"},
+    "granite": {
+        "model_type": "granite", "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+        "attention_multiplier": 0.0156, "logits_scaling": 8.0,
+    },
+    "mistral, window": {"model_type": "mistral", "sliding_window": 16},
+    "olmo2": {"model_type": "olmo2"},
+    "olmo3": {"model_type": "olmo3", "sliding_window": 16},
+    "gemma3_text": {"model_type": "gemma3_text", "sliding_window": 16},
+}  # fmt: skip
+
 #: The prompt that every side gets, four of them or one: six tokens of the embedded tokenizer.
 QUESTIONS = ("12+07=", "31+42=", "08+64=", "55+29=")
 

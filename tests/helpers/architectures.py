@@ -1,6 +1,9 @@
 """Tiny models that are not like a Llama: each breaks another habit of the common architecture."""
 
+from functools import partial
+
 import tiny
+import torch
 from transformers import (
     BartConfig,
     BertConfig,
@@ -12,13 +15,17 @@ from transformers import (
     GemmaConfig,
     GPTNeoConfig,
     GPTNeoXConfig,
+    GraniteConfig,
     MixtralConfig,
     MptConfig,
+    Olmo2Config,
+    Olmo3Config,
     OPTConfig,
     Phi3Config,
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
 
@@ -80,7 +87,43 @@ def gpt_neox(**changes):
 
 def qwen3(**changes):
     """Normalises queries and keys of each head."""
-    return tiny.of(Qwen3Config(**WIDTHS | {"head_dim": 8} | changes))
+    return _with_norms(tiny.of(Qwen3Config(**WIDTHS | {"head_dim": 8} | changes)))
+
+
+def smollm3(**changes):
+    """One layer without rotary positions."""
+    sizes = {"no_rope_layers": [1, 0], "num_key_value_heads": 4}
+    return tiny.of(SmolLM3Config(**WIDTHS | sizes | changes))
+
+
+def granite(**changes):
+    """Multiplies embeddings, scores, what each half of a layer adds, and logits."""
+    sizes = {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.5,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 2.0,
+    }
+    return tiny.of(GraniteConfig(**WIDTHS | sizes | changes))
+
+
+def olmo2(**changes):
+    """Norms of all queries and all keys, and after each half of a layer."""
+    return _with_norms(tiny.of(Olmo2Config(**WIDTHS | changes)))
+
+
+def olmo3(**changes):
+    """The same with windows, and rotary positions for each type of layer."""
+    sizes = {
+        "num_key_value_heads": 4,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 5000.0},
+        },
+    }
+    return _with_norms(tiny.of(Olmo3Config(**WIDTHS | sizes | changes)))
 
 
 def gemma(**changes):
@@ -130,7 +173,7 @@ def gemma3(**changes):
         "layer_types": ["sliding_attention", "full_attention"],
         "query_pre_attn_scalar": 8,
     }
-    return tiny.of(Gemma3TextConfig(**WIDTHS | sizes | changes))
+    return _with_norms(tiny.of(Gemma3TextConfig(**WIDTHS | sizes | changes)))
 
 
 def mixtral(**changes):
@@ -233,6 +276,34 @@ def minimax_m3(**changes):
         "index_n_heads": 2,
     }
     return tiny.of(MiniMaxM3VLTextConfig(**WIDTHS | sizes | changes))
+
+
+#: Members of the Llama family whose layers do more than those of Llama.
+FAMILIES = {
+    "qwen3": qwen3,
+    "qwen3-window": partial(
+        qwen3,
+        use_sliding_window=True,
+        sliding_window=6,
+        max_window_layers=0,
+        layer_types=["full_attention", "sliding_attention"],
+    ),
+    "smollm3": smollm3,
+    "granite": granite,
+    "mistral-window": partial(tiny.mistral, sliding_window=6),
+    "olmo2": olmo2,
+    "olmo3": olmo3,
+    "gemma3": gemma3,
+}
+
+
+@torch.no_grad()
+def _with_norms(model):
+    """Change the weights of the norms, which are all alike when they are new."""
+    norms = [p for name, p in model.named_parameters() if "norm" in name]
+    for index, weight in enumerate(norms):
+        weight.add_(tiny.noise(weight.shape, 3000 + index) * 0.2)
+    return model
 
 
 def _given(fields):

@@ -31,6 +31,8 @@ class Attention:
         spans: Whole rows, or prefixes followed by the rest of each row.
         prefix: The prefix of each row, with two spans.
         like: A tensor with the dtype and device.
+        scale: Factor of the scores; None for 1 / sqrt(D).
+        window: Number of tokens that a token attends to, itself included; None for all before it.
     """
 
     def __init__(
@@ -40,13 +42,23 @@ class Attention:
         spans: tuple[Span, ...],
         prefix: SharedPrefix | None,
         like: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
     ) -> None:
         self.heads, self.kv_heads, self.spans = heads, kv_heads, spans
+        own = spans[0].cos.shape[-1] ** -0.5
+        self.scale = own if scale is None else scale
+        # torch's own scale is not to the bit that of Python.
+        self._given_scale = None if self.scale == own else self.scale
         self.source = None if prefix is None else prefix.source
         self._after: Tensor | None = None
         if prefix is not None:
             columns = prefix.ids.shape[1], prefix.rest.shape[1]
-            self._after = after_prefix(prefix.row_lengths, *columns, like.dtype)
+            self._after = after_prefix(prefix.row_lengths, *columns, like.dtype, window)
+        self._first: Tensor | None = None
+        if window is not None and spans[0].columns > window:
+            self._first = causal(spans[0].columns, like, window)
         # The rest of a row reads the keys of its prefix too.
         keys = accumulate(span.columns for span in spans)
         scores = max(span.columns * seen for span, seen in zip(spans, keys, strict=True))
@@ -64,43 +76,58 @@ class Attention:
         # Rows are padded on the right, where causal attention does not look.
         mixed = [
             nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
+                q,
+                k,
+                v,
+                is_causal=True,
+                scale=self._given_scale,
+                enable_gqa=self.heads != self.kv_heads,
             )
+            if self._first is None
+            else self._masked(q, k, v, self._first)
         ]
         if self.source is not None:
             q_then, k_then, v_then = rest
             keys = torch.cat([k.index_select(0, self.source), k_then], dim=2)
             values = torch.cat([v.index_select(0, self.source), v_then], dim=2)
-            mixed.append(self._masked(q_then, keys, values))
+            assert self._after is not None
+            mixed.append(self._masked(q_then, keys, values, self._after))
         flat = [part.transpose(1, 2).flatten(0, 1).flatten(1) for part in mixed]
         return flat[0] if len(flat) == 1 else torch.cat(flat)
 
-    def _masked(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = self._after
-        assert mask is not None
+    def _masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         if q.device.type == "cuda" and self.heads != self.kv_heads:
             # On CUDA, no kernel that takes a mask serves groups of heads.
             k, v = (part.repeat_interleave(self.heads // self.kv_heads, 1) for part in (k, v))
         wide = mask if mask.ndim == 2 else mask[:, None]
         return nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=wide, enable_gqa=self.heads != k.shape[1]
+            q, k, v, attn_mask=wide, scale=self._given_scale, enable_gqa=self.heads != k.shape[1]
         )
 
     def _masks(self, like: Tensor) -> tuple[Tensor, ...]:
         """Repeat the masks for the query heads of one key head."""
-        columns = self.spans[0].columns
-        never = torch.full((columns, columns), float("-inf"), dtype=like.dtype)
-        masks = [never.triu_(1)] if self._after is None else [never.triu_(1), self._after]
+        first = causal(self.spans[0].columns, like) if self._first is None else self._first
+        masks = [first] if self._after is None else [first, self._after]
         group = self.heads // self.kv_heads
         tall = [mask.repeat(*(1,) * (mask.ndim - 2), group, 1) for mask in masks]
         return tuple(m if m.ndim == 2 else m.repeat_interleave(self.kv_heads, 0) for m in tall)
 
 
-def after_prefix(lengths: Tensor, prefix: int, rest: int, dtype: torch.dtype) -> Tensor:
+def causal(columns: int, like: Tensor, window: int | None = None) -> Tensor:
+    """Return the mask (columns, columns) of whole rows: earlier tokens, in a window; 0 or -inf."""
+    never = torch.full((columns, columns), float("-inf"), dtype=like.dtype, device=like.device)
+    mask = never.triu(1)
+    return mask if window is None else mask.add_(never.tril_(-window))
+
+
+def after_prefix(
+    lengths: Tensor, prefix: int, rest: int, dtype: torch.dtype, window: int | None = None
+) -> Tensor:
     """Return the mask of tokens after a prefix: the whole prefix, and earlier tokens.
 
     From the real lengths (B,) of the rows' prefixes, or (1,) for one length of all, with Tp =
     `prefix` columns and C = `rest`: (C, Tp + C) for one length, else (B, C, Tp + C); 0 or -inf.
+    With a window, only tokens in it.
     """
     device = lengths.device
     own = torch.ones(rest, rest, dtype=torch.bool, device=device).tril_()
@@ -108,6 +135,11 @@ def after_prefix(lengths: Tensor, prefix: int, rest: int, dtype: torch.dtype) ->
     seen = torch.cat(
         [before[:, None].expand(-1, rest, -1), own.expand(len(lengths), -1, -1)], dim=-1
     )
+    if window is not None and prefix + rest > window:
+        after = lengths[:, None] + torch.arange(rest, device=device)
+        columns = torch.arange(prefix, device=device).expand(len(lengths), -1)
+        places = torch.cat([columns, after], dim=1)
+        seen &= after[:, :, None] - places[:, None] < window
     mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
     return mask[0] if len(lengths) == 1 else mask
 
@@ -136,7 +168,7 @@ class ShortAttention(torch.autograd.Function):
             rotate(parts[:, heads:both], span.cos, span.sin, out=keys[:, :, before:])
             values[:, :, before:] = parts[:, both:]
             keys, values = keys.flatten(0, 1), values.flatten(0, 1)
-            scores = torch.baddbmm(mask, q, keys.transpose(1, 2), alpha=size**-0.5)
+            scores = torch.baddbmm(mask, q, keys.transpose(1, 2), alpha=plan.scale)
             weights = torch.softmax(scores, dim=-1)
             mixed = torch.bmm(weights, values).view(span.rows, heads, span.columns, size)
             heads_of(span.rows_of(out), span).copy_(mixed)
@@ -178,7 +210,8 @@ class ShortAttention(torch.autograd.Function):
                 )
                 d_keys, d_values = d_keys[:, :, before:], d_values[:, :, before:]
             parts = heads_of(span.rows_of(joined), span)
-            cos, sin = span.cos * size**-0.5, span.sin * size**-0.5
+            cos = span.cos * plan.scale
+            sin = None if span.sin is None else span.sin * plan.scale
             rotate_back(d_q, cos, sin, out=parts[:, :heads])
             rotate_back(d_keys, cos, sin, out=parts[:, heads:both])
             parts[:, both:].copy_(d_values)

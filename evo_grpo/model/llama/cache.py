@@ -67,13 +67,18 @@ class GrowingCache:
 
     width = None
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float, windows: tuple[int | None, ...] = ()) -> None:
         self.scale = scale
+        self._windows = windows
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.used = 0
         self._mask: Tensor | None = None
         self._bias: Tensor | None = None
+        self._places = torch.zeros(0)
+        self._biases: dict[int | None, Tensor] = {}
+        self._padding = 0  # most columns of padding in a row
+        self._first: dict[int | None, int] = {}
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """See `KeyValues`."""
@@ -84,6 +89,8 @@ class GrowingCache:
     def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:
         """See `KeyValues`."""
         self._mask = mask[:, 0]
+        if self._windows:
+            self._padding = int((~self._mask[..., : self.used]).sum(-1).max())
         self._move(source, -(-columns // _BLOCK) * _BLOCK)
 
     def keep(self, rows: Tensor) -> None:
@@ -104,26 +111,44 @@ class GrowingCache:
             hidden = keys.new_full((keys.shape[0], 1, keys.shape[-1]), float("-inf"))
             hidden[..., : self.used].masked_fill_(self._mask[..., : self.used], 0.0)
             self._bias = hidden.repeat_interleave(keys.shape[1], 0)
+            if self._windows:
+                places = _places(self._mask, keys.shape[-1])
+                self._places = places.repeat_interleave(keys.shape[1], 0)
         # Kept between steps: each step reveals one more column, that of its token.
         self._bias[..., self.used] = 0.0
         self.used += 1
+        if self._windows:
+            width = -(-self.used // _BLOCK) * _BLOCK
+            now = self._places[..., self.used - 1 : self.used]
+            self._biases = _in_windows(
+                self._windows, self._bias[..., :width], self._places[..., :width], now, self.used
+            )
+            # No row reaches the columns before these.
+            self._first = {
+                window: max(0, self.used - (window or self.used) - self._padding) // _BLOCK * _BLOCK
+                for window in self._biases
+            }
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `KeyValues`."""
-        assert self._bias is not None
         rows, kv_heads, size = k.shape
         keys, values = self.keys[layer], self.values[layer]
         keys[..., self.used - 1] = k
         values[:, :, self.used - 1] = v
+        bias, first = self._bias, 0
+        if self._windows:
+            window = self._windows[layer]
+            bias, first = self._biases[window], self._first[window]
+        assert bias is not None
         # Whole blocks: a softmax over a ragged width is slow.
         width = -(-self.used // _BLOCK) * _BLOCK
         scores = torch.baddbmm(
-            self._bias[..., :width],
+            bias[..., first:width],
             q.reshape(rows * kv_heads, -1, size),
-            keys.flatten(0, 1)[..., :width],
+            keys.flatten(0, 1)[..., first:width],
             alpha=self.scale,
         )
-        mixed = torch.bmm(torch.softmax(scores, dim=-1), values.flatten(0, 1)[:, :width])
+        mixed = torch.bmm(torch.softmax(scores, dim=-1), values.flatten(0, 1)[:, first:width])
         return mixed.view(rows, -1)
 
     def _move(self, rows: Tensor, columns: int) -> None:
@@ -147,14 +172,16 @@ class FixedCache:
     The width doubles: at most half of the columns that are read are not used yet.
     """
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float, windows: tuple[int | None, ...] = ()) -> None:
         self.scale = scale
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.width: int | None = None
         self.column = torch.zeros(1, dtype=torch.long)
         self._used = 0  # of the prompts
-        self._bias = torch.zeros(0)
+        self._windows = windows
+        self._bias = self._places = torch.zeros(0)
+        self._biases: dict[int | None, Tensor] = {}
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """See `KeyValues`."""
@@ -175,6 +202,8 @@ class FixedCache:
         like = self.keys[0]
         self._bias = like.new_full((source.shape[0], 1, 1, room), float("-inf"))
         self._bias[..., :used].masked_fill_(mask[..., :used], 0.0)
+        if self._windows:
+            self._places = _places(mask, room)
         self.column = torch.full((1,), used - 1, device=like.device)
         self.width = None
         self.reserve(used + 1)
@@ -185,6 +214,8 @@ class FixedCache:
             for i, piece in enumerate(pieces):
                 pieces[i] = piece.index_select(0, rows)
         self._bias = self._bias.index_select(0, rows)
+        if self._windows:
+            self._places = self._places.index_select(0, rows)
 
     def reserve(self, columns: int) -> None:
         """See `KeyValues`."""
@@ -196,9 +227,16 @@ class FixedCache:
         """See `KeyValues`."""
         self.column.add_(1)
         self._bias.index_fill_(3, self.column, 0.0)
+        if self._windows:
+            width = self.width or self._bias.shape[-1]
+            now = self._places.index_select(3, self.column)
+            self._biases = _in_windows(
+                self._windows, self._bias[..., :width], self._places[..., :width], now, width
+            )
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `KeyValues`."""
+        own = self._biases[self._windows[layer]] if self._windows else self._bias
         rows, kv_heads, size = k.shape
         keys, values = self.keys[layer], self.values[layer]
         keys.index_copy_(2, self.column, k[:, :, None])
@@ -206,7 +244,7 @@ class FixedCache:
         # The query heads of one key head take the place of a row's tokens: kernels that take a
         # mask know no groups of heads.
         q = q.reshape(rows, kv_heads, -1, size)
-        bias = self._bias[..., : self.width].expand(-1, kv_heads, q.shape[2], -1)
+        bias = own[..., : self.width].expand(-1, kv_heads, q.shape[2], -1)
         mixed = nn.functional.scaled_dot_product_attention(
             q,
             keys[:, :, : self.width],
@@ -217,6 +255,32 @@ class FixedCache:
         return mixed.reshape(rows, -1)
 
 
-def cache_for(device: torch.device, scale: float) -> KeyValues:
-    """Return the cache that is faster on a device, for scores multiplied by `scale`."""
-    return GrowingCache(scale) if device.type == "cpu" else FixedCache(scale)
+def cache_for(
+    device: torch.device, scale: float, windows: tuple[int | None, ...] = ()
+) -> KeyValues:
+    """Return the cache that is faster on a device, for scores multiplied by `scale`.
+
+    `windows` has the number of tokens that each layer's tokens attend to, None for all; it is empty
+    for all in all layers.
+    """
+    return (GrowingCache if device.type == "cpu" else FixedCache)(scale, windows)
+
+
+def _places(mask: Tensor, columns: int) -> Tensor:
+    """Return the position (..., columns) of each column in its row, given those it attends to."""
+    return nn.functional.pad(mask.cumsum(-1) - 1, (0, columns - mask.shape[-1]))
+
+
+def _in_windows(
+    windows: tuple[int | None, ...], bias: Tensor, places: Tensor, now: Tensor, most: int
+) -> dict[int | None, Tensor]:
+    """Return the mask of each window, without the columns that a token at `now` does not reach.
+
+    `bias` (..., width) is that of layers without one; rows have at most `most` columns.
+    """
+    return {
+        window: bias
+        if window is None or most <= window
+        else bias.masked_fill(places <= now - window, float("-inf"))
+        for window in dict.fromkeys(windows)
+    }

@@ -25,8 +25,9 @@ from evo_grpo.model.forward.fused import population_forward
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.llama.attention import Attention
 from evo_grpo.model.llama.decode import LlamaDecoder
+from evo_grpo.model.llama.families import LayerKind
 from evo_grpo.model.llama.kernels import Span, linear
-from evo_grpo.model.llama.train import normalized, run_layer
+from evo_grpo.model.llama.train import attention_of, normalized, normalized_heads, run_layer
 from evo_grpo.model.llama.weights import JoinedLayer, JoinedLinear, LlamaWeights, layers_of
 from evo_grpo.model.out_of_memory import is_out_of_memory
 from evo_grpo.model.probing import (
@@ -123,7 +124,7 @@ class _Layers:
     def __init__(self, weights: LlamaWeights, ids: Tensor, *, gradient: bool) -> None:
         self.weights, self.ids, self.gradient = weights, ids, gradient
         self._passed = 0
-        self._attention: Attention | None = None
+        self._attentions: dict[LayerKind, Attention] = {}
         #: Input of the present layer, and output of the last module.
         self._given = self._made = torch.empty(0)
 
@@ -137,7 +138,7 @@ class _Layers:
                 hooks.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
                 # Before the weights are restored to half precision.
                 hooks.append(layer.register_forward_hook(leave, prepend=True))
-            hooks.append(self.weights.norm.register_forward_hook(self._norm, prepend=True))
+            hooks.append(self.weights.norm.module.register_forward_hook(self._norm, prepend=True))
             with torch.set_grad_enabled(self.gradient):
                 hidden = base.hidden(self.ids).detach()
         finally:
@@ -155,7 +156,7 @@ class _Layers:
         if number != self._passed:
             raise _Difference(f"layer {number} runs when {self._passed} layers have run")
         given: Tensor = args[0] if args else kwargs["hidden_states"]
-        made = self.weights.embed(self.ids) if number == 0 else self._made
+        made = self.weights.embedded(self.ids) if number == 0 else self._made
         _same(given.detach(), made, f"what comes before layer {number}")
         self._given = given.detach().requires_grad_(self.gradient)
         if args:
@@ -166,7 +167,7 @@ class _Layers:
         del args
         theirs: Tensor = output if isinstance(output, Tensor) else output[0]
         given = self._given
-        ours = self._joined(module, given.flatten(0, 1)).view_as(theirs)
+        ours = self._joined(number, module, given.flatten(0, 1)).view_as(theirs)
         _compare_update(ours, theirs, given, f"layer {number}")
         if self.gradient:
             along = torch.arange(theirs.numel(), device=theirs.device).sin().view_as(theirs)
@@ -179,20 +180,24 @@ class _Layers:
         return self._made if isinstance(output, Tensor) else (self._made, *output[1:])
 
     def _norm(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        del module
         self._made = output.detach()
-        _same(normalized(module, args[0].detach()), self._made, "its last norm")
+        _same(normalized(self.weights.norm, args[0].detach()), self._made, "its last norm")
 
-    def _joined(self, module: nn.Module, x: Tensor) -> Tensor:
+    def _joined(self, number: int, module: nn.Module, x: Tensor) -> Tensor:
         """Run a layer as the joined one, x (T, H)."""
         w = self.weights
+        described = w.description
+        kind = described.layers[number]
         # A copy of one layer: in half precision its weights have been widened for now.
-        layer = JoinedLayer.join(module, {}, in_place=False)
-        if self._attention is None:
+        layer = JoinedLayer.join(module, described.family, {}, in_place=False)
+        if kind not in self._attentions:
             columns = self.ids.shape[1]
             chunks = make_chunks((1,), columns, 0, x.device)
-            spans = (Span(0, 1, columns, chunks, *w.rotary(columns, x)),)
-            self._attention = Attention(w.heads, w.kv_heads, spans, None, x)
-        return run_layer(layer, x, self._attention, _product, normalized)
+            spans = (Span(0, 1, columns, chunks, *w.rotary(columns, x, kind.table)),)
+            self._attentions[kind] = attention_of(described, kind, spans, None, x)
+        attention = self._attentions[kind]
+        return run_layer(described, layer, x, attention, _product, normalized, normalized_heads)
 
 
 def _product(base: JoinedLinear, x: Tensor, residual: Tensor | None = None) -> Tensor:

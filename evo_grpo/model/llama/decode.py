@@ -8,8 +8,10 @@ agree with the modules' own forward to rounding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from functools import partial
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +19,12 @@ from torch import Tensor, nn
 from evo_grpo.model.forward.chunks import Chunks, make_chunks
 from evo_grpo.model.forward.fused import FusedForward
 from evo_grpo.model.forward.stacks import build_stack
+from evo_grpo.model.llama.attention import causal
 from evo_grpo.model.llama.blocks import Block, JoinedStack
 from evo_grpo.model.llama.cache import KeyValues, cache_for
+from evo_grpo.model.llama.families import Description
 from evo_grpo.model.llama.kernels import rotate
-from evo_grpo.model.llama.weights import JoinedLinear, LlamaWeights
+from evo_grpo.model.llama.weights import JoinedLayer, JoinedLinear, LlamaWeights, Norm
 
 
 @dataclass(frozen=True)
@@ -40,25 +44,84 @@ class _Norm:
     other devices torch has one, which rounds once, after the weight.
     """
 
-    def __init__(self, module: Any, *, compiled: bool) -> None:  # noqa: ANN401 -- of the family
-        self.module = module
-        weight: Tensor = module.weight
-        self.fused = not compiled and weight.device.type != "cpu"
+    def __init__(self, norm: Norm, *, compiled: bool) -> None:
+        self.module = norm.module
+        weight, own = norm.weight, self.module.weight
+        self.fused = not compiled and own.device.type != "cpu" and weight.dtype == own.dtype
         # transformers normalizes in fp32 whatever the dtype, and rounds before the weight.
-        self.plain = compiled or weight.dtype != torch.float32
+        self.plain = not self.fused and (
+            compiled or own.dtype != torch.float32 or own.device.type != "cpu"
+        )
+        self.factor, self.eps = weight, norm.eps
         if not self.fused and not self.plain:
             size = weight.shape[0]
             self.weight = weight * size**0.5
-            self.least = weight.new_tensor((size * float(module.variance_epsilon)) ** 0.5)
+            self.least = weight.new_tensor((size * norm.eps) ** 0.5)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.fused:
-            weight, eps = self.module.weight, self.module.variance_epsilon
-            return nn.functional.rms_norm(x, weight.shape, weight, eps)
+            return nn.functional.rms_norm(x, self.factor.shape, self.factor, self.eps)
         if self.plain:
             return self.module(x)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x.div(torch.hypot(length, self.least)).mul_(self.weight)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return x plus the normalized y; overwrites both."""
+        if self.fused or self.plain:
+            return x.add_(self(y))
+        length = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+        return x.addcmul_(y.div_(torch.hypot(length, self.least)), self.weight)
+
+
+class _HeadNorms:
+    """The norms of q and k, of both side by side (..., heads + kv_heads, D).
+
+    As one on a CPU, where each head has its own.
+    """
+
+    def __init__(self, norms: tuple[Norm, ...], described: Description, *, compiled: bool) -> None:
+        q, k = self.norms = tuple(_Norm(norm, compiled=compiled) for norm in norms)
+        self.counts = described.heads, described.kv_heads
+        self.all = described.family.head_norms == "all"
+        self.joined = not (self.all or q.fused or q.plain or k.fused or k.plain)
+        if self.joined:
+            pairs = list(zip((q, k), self.counts, strict=True))
+            self.weight = torch.cat([norm.weight.expand(count, -1) for norm, count in pairs])
+            self.least = torch.cat([norm.least.expand(count, 1) for norm, count in pairs])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.joined:
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            return x.div(torch.hypot(length, self.least)).mul_(self.weight)
+        parts = x.split(self.counts, dim=-2)
+        if self.all:
+            parts = [
+                norm(part.flatten(-2)).view(part.shape)
+                for norm, part in zip(self.norms, parts, strict=True)
+            ]
+        else:
+            parts = [norm(part) for norm, part in zip(self.norms, parts, strict=True)]
+        return torch.cat(parts, dim=-2)
+
+
+class _Layer:
+    """What a layer computes beside its linear layers; None stands for nothing.
+
+    `turn` is the place of its rotary table, -1 without one.
+    """
+
+    def __init__(
+        self, layer: JoinedLayer, described: Description, number: int, *, compiled: bool
+    ) -> None:
+        self.before, self.after, self.then, self.last = (
+            None if norm is None else _Norm(norm, compiled=compiled) for norm in layer.norms
+        )
+        self.heads: _HeadNorms | None = None
+        if layer.head_norms:
+            self.heads = _HeadNorms(layer.head_norms, described, compiled=compiled)
+        table = described.layers[number].table
+        self.turn = -1 if table is None else described.tables.index(table)
 
 
 @final
@@ -79,17 +142,23 @@ class LlamaDecoder:
         self.weights = weights
         self.fused = fused
         probe = weights.embed(torch.zeros(1, 1, dtype=torch.long, device=weights.base.device))
-        self.cos, self.sin = weights.rotary(columns, probe)
-        self.cache = cache or cache_for(weights.base.device, weights.head_dim**-0.5)
+        d = self._described = weights.description
+        tables = (weights.rotary(columns, probe, table) for table in d.tables)
+        self.tables = [(cos, sin) for cos, sin in tables if sin is not None]
+        self.cache = cache or cache_for(weights.base.device, d.scale, d.windows)
         self._adapters = fused.layout.adapters
         self._stacks = [
             [self._stack(base, probe.dtype) for base in layer.linears()] for layer in weights.layers
         ]
         compiled = weights.base.compiled
-        self._norms = [
-            (_Norm(layer.norm_in, compiled=compiled), _Norm(layer.norm_out, compiled=compiled))
-            for layer in weights.layers
+        self._layers = [
+            _Layer(layer, d, number, compiled=compiled)
+            for number, layer in enumerate(weights.layers)
         ]
+        # torch's own scale is not to the bit that of Python.
+        self._scale = None if d.scale == d.head_dim**-0.5 else d.scale
+        silu, gelu = nn.functional.silu, partial(nn.functional.gelu, approximate="tanh")
+        self._activation: Callable[[Tensor], Tensor] = silu if d.activation == "silu" else gelu
         self._last_norm = _Norm(weights.norm, compiled=compiled)
         self._chunks: Chunks | None = None
         self._linears: list[list[_Linear]] = []
@@ -99,24 +168,36 @@ class LlamaDecoder:
         w = self.weights
         rows, columns = ids.shape
         self._prepare(columns)
-        x: Tensor = w.embed(ids)
-        cos, sin = self.cos[:columns], self.sin[:columns]
-        for linears, (norm_in, norm_out) in zip(self._linears, self._norms, strict=True):
-            joined = self._linear(linears[0], norm_in(x))
-            q, k, v = (
-                part.transpose(1, 2)
-                for part in joined.unflatten(-1, (-1, w.head_dim)).split(
-                    (w.heads, w.kv_heads, w.kv_heads), dim=2
-                )
-            )
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        x = w.embedded(ids)
+        turns = [(cos[:columns], sin[:columns]) for cos, sin in self.tables]
+        both = w.heads + w.kv_heads
+        for linears, layer, kind in zip(
+            self._linears, self._layers, self._described.layers, strict=True
+        ):
+            joined = self._linear(linears[0], x if layer.before is None else layer.before(x))
+            joined = joined.unflatten(-1, (-1, w.head_dim))
+            turned, v = joined[:, :, :both], joined[:, :, both:].transpose(1, 2)
+            if layer.heads is not None:
+                turned = layer.heads(turned)
+            q, k = (part.transpose(1, 2) for part in turned.split((w.heads, w.kv_heads), dim=2))
+            if layer.turn >= 0:
+                q, k = rotate(q, *turns[layer.turn]), rotate(k, *turns[layer.turn])
             self.cache.append(k, v)
             # Prompts are padded on the right, where causal attention never looks.
+            mask = None
+            if kind.window is not None and columns > kind.window:
+                mask = causal(columns, x, kind.window)
             mixed = nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=w.heads != w.kv_heads
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=self._scale,
+                enable_gqa=w.heads != w.kv_heads,
             )
             mixed = mixed.transpose(1, 2).reshape(rows, columns, -1)
-            x = self._rest(linears, norm_out, x, mixed)
+            x = self._rest(linears, layer, x, mixed)
         last = x[torch.arange(rows, device=x.device), lengths - 1]
         return self._last_norm(last)
 
@@ -142,25 +223,41 @@ class LlamaDecoder:
         """Run one token per row; see `Decoder`."""
         w = self.weights
         rows = tokens.shape[0]
-        x: Tensor = w.embed(tokens)
-        cos = self.cos.index_select(0, positions)[:, None]
-        sin = self.sin.index_select(0, positions)[:, None]
+        x = w.embedded(tokens)
+        turns = [
+            (cos.index_select(0, positions)[:, None], sin.index_select(0, positions)[:, None])
+            for cos, sin in self.tables
+        ]
+        both = w.heads + w.kv_heads
         self.cache.begin()
-        layers = zip(self._linears, self._norms, strict=True)
-        for number, (linears, (norm_in, norm_out)) in enumerate(layers):
-            parts = self._linear(linears[0], norm_in(x)).view(rows, -1, w.head_dim)
-            turned = rotate(parts[:, : w.heads + w.kv_heads], cos, sin)
+        layers = zip(self._linears, self._layers, strict=True)
+        for number, (linears, layer) in enumerate(layers):
+            parts = self._linear(linears[0], x if layer.before is None else layer.before(x))
+            parts = parts.view(rows, -1, w.head_dim)
+            turned = parts[:, :both]
+            if layer.heads is not None:
+                turned = layer.heads(turned)
+            if layer.turn >= 0:
+                turned = rotate(turned, *turns[layer.turn])
             q, k = turned.split((w.heads, w.kv_heads), dim=1)
-            mixed = self.cache.attend(number, q, k, parts[:, w.heads + w.kv_heads :])
-            x = self._rest(linears, norm_out, x, mixed)
+            mixed = self.cache.attend(number, q, k, parts[:, both:])
+            x = self._rest(linears, layer, x, mixed)
         return self._last_norm(x)
 
-    def _rest(self, linears: list[_Linear], norm: _Norm, x: Tensor, mixed: Tensor) -> Tensor:
-        """Output projection, residual, norm, MLP, residual; overwrites x."""
-        x = self._linear(linears[1], mixed, x)
-        inner = self._linear(linears[2], norm(x))
+    def _rest(self, linears: list[_Linear], layer: _Layer, x: Tensor, mixed: Tensor) -> Tensor:
+        """Output projection, residual, MLP, residual, with their norms; overwrites x."""
+        x = self._added(linears[1], mixed, x, layer.after)
+        inner = self._linear(linears[2], x if layer.then is None else layer.then(x))
         gate, up = inner.chunk(2, dim=-1)
-        return self._linear(linears[3], nn.functional.silu(gate).mul_(up), x)
+        return self._added(linears[3], self._activation(gate).mul_(up), x, layer.last)
+
+    def _added(self, linear: _Linear, inner: Tensor, x: Tensor, norm: _Norm | None) -> Tensor:
+        """Return the residual x plus the normalized output of a linear layer; overwrites x."""
+        factor = self._described.residual_multiplier
+        if norm is None and factor == 1.0:
+            return self._linear(linear, inner, x)
+        y = self._linear(linear, inner)
+        return x.add_(y, alpha=factor) if norm is None else norm.add(x, y)
 
     def _linear(self, linear: _Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Joined base layers plus every agent's adapter on its own rows; overwrites residual."""

@@ -1,7 +1,7 @@
 """Check of a Llama-family model for modules that differ from those of transformers.
 
-The layers of `evo_grpo.model.llama` use a model's weights and compute the same as Llama, Mistral
-and Qwen2 of transformers. A model of such a type may compute something else: it may have another
+The layers of `evo_grpo.model.llama` use a model's weights and compute the same as the `families` of
+transformers. A model of such a type may compute something else: it may have another
 norm or activation, another `scaling`, a hook, a patched attention, or code from a hub folder. This
 check inspects every module at each call, since a hook may be registered at any time, so it also
 finds differences that only long rows or a cache would show. `comparison` compares the numbers,
@@ -10,7 +10,7 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -24,7 +24,8 @@ from transformers.activations import ACT2FN
 from transformers.integrations import sdpa_attention
 
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.llama.weights import MODEL_TYPES, layers_of, linears_of, plain
+from evo_grpo.model.llama.families import FAMILIES, describe
+from evo_grpo.model.llama.weights import head_norms_of, layers_of, linears_of, norms_of, plain
 from evo_grpo.model.origin import (
     class_from_libraries,
     foreign_functions,
@@ -34,8 +35,11 @@ from evo_grpo.model.origin import (
     tampered,
 )
 
-#: The norms of a layer.
-_NORMS = ("input_layernorm", "post_attention_layernorm")
+#: The classes of each activation in transformers.
+_ACTIVATIONS = {
+    "silu": tuple({nn.SiLU, type(ACT2FN["silu"])}),
+    "gelu_tanh": (type(ACT2FN["gelu_pytorch_tanh"]),),
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Departure:
     others: tuple[str, ...] = ()
 
 
-class _Family(NamedTuple):
+class _Code(NamedTuple):
     """The code of a model type in transformers."""
 
     namespace: dict[str, Any]
@@ -63,7 +67,7 @@ class _Family(NamedTuple):
     mlp: type
     norm: type
     rotary: type
-    activations: tuple[type, ...]
+    embedding: type
 
 
 def find_departure(base: SharedBase) -> Departure | None:
@@ -80,7 +84,7 @@ def find_departure(base: SharedBase) -> Departure | None:
     return Departure(found[0].what, masks, tuple(one.what for one in found[1:]))
 
 
-def _departures(base: SharedBase, family: _Family) -> Iterator[Departure]:
+def _departures(base: SharedBase, family: _Code) -> Iterator[Departure]:
     yield from _of_module("model", base.trunk, (family.trunk,), masks=True)
     if type(base.trunk) is family.trunk:
         for find in (_of_code, _of_config, _of_ends, _of_layers):
@@ -88,19 +92,21 @@ def _departures(base: SharedBase, family: _Family) -> Iterator[Departure]:
 
 
 @cache
-def _family(model_type: str) -> _Family:
-    code = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    name = MODEL_TYPES[model_type]
-    parts = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+def _family(model_type: str) -> _Code:
+    family = FAMILIES[model_type]
+    name, module = family.name, family.module
+    code = import_module(f"transformers.models.{module}.modeling_{module}")
+    parts = (family.trunk, "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
     trunk, layer, attention, mlp, norm, rotary = (getattr(code, name + part) for part in parts)
-    activations = tuple({nn.SiLU, type(ACT2FN["silu"])})
-    return _Family(vars(code), trunk, layer, attention, mlp, norm, rotary, activations)
+    embedding = getattr(code, name + family.embedding) if family.embedding else nn.Embedding
+    return _Code(vars(code), trunk, layer, attention, mlp, norm, rotary, embedding)
 
 
-def _of_code(base: SharedBase, family: _Family) -> Iterator[Departure]:
+def _of_code(base: SharedBase, family: _Code) -> Iterator[Departure]:
     """Yield classes and functions of transformers that were replaced."""
     kinds = (family.trunk, family.layer, family.attention, family.mlp, family.norm, family.rotary)
-    for kind in (*kinds, nn.Linear, nn.Embedding, *family.activations):
+    activations = (kind for kinds in _ACTIVATIONS.values() for kind in kinds)
+    for kind in (*kinds, family.embedding, nn.Linear, nn.Embedding, *activations):
         if not class_from_libraries(kind):
             yield Departure(f"{kind.__module__}.{kind.__qualname__} runs other code", masks=True)
     for namespace in (family.namespace, vars(masking_utils), vars(sdpa_attention)):
@@ -122,7 +128,7 @@ def _of_code(base: SharedBase, family: _Family) -> Iterator[Departure]:
         yield Departure(f"there is a {name}", masks=True)
 
 
-def _of_config(base: SharedBase, family: _Family) -> Iterator[Departure]:
+def _of_config(base: SharedBase, family: _Code) -> Iterator[Departure]:
     """Yield differences in settings that the layers read from the configuration."""
     del family
     config = base.model.config
@@ -137,47 +143,50 @@ def _of_config(base: SharedBase, family: _Family) -> Iterator[Departure]:
         yield Departure(f"it has {layers} layers, and runs {config.num_hidden_layers}")
 
 
-def _of_ends(base: SharedBase, family: _Family) -> Iterator[Departure]:
+def _of_ends(base: SharedBase, family: _Code) -> Iterator[Departure]:
     trunk: Any = base.trunk
-    yield from _of_module("model.embed_tokens", trunk.embed_tokens, (nn.Embedding,))
+    yield from _of_module("model.embed_tokens", trunk.embed_tokens, (family.embedding,))
     yield from _of_module("model.rotary_emb", trunk.rotary_emb, (family.rotary,))
     yield from _of_module("model.norm", trunk.norm, (family.norm,))
     if base.model.get_input_embeddings() is not trunk.embed_tokens:
         yield Departure("its input embeddings are not model.embed_tokens")
 
 
-def _of_layers(base: SharedBase, family: _Family) -> Iterator[Departure]:
+def _of_layers(base: SharedBase, family: _Code) -> Iterator[Departure]:
     config = base.model.config
-    heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    d = describe(config)
+    assert d is not None, "the base is of no family"
+    yield from _of_values("model", base.trunk, {"embedding_multiplier": d.embedding_multiplier})
     expected = {
-        "scaling": size**-0.5,
-        "head_dim": size,
-        "num_key_value_groups": heads // kv_heads,
-        "sliding_window": None,
+        "scaling": d.scale,
+        "head_dim": d.head_dim,
+        "num_key_value_groups": d.heads // d.kv_heads,
         "is_causal": True,
         "config": config,
     }
-    for number, layer in enumerate(layers_of(base)):
+    # Where the model has another number of layers, `_of_config` says so.
+    kinds = zip(layers_of(base), d.layers, strict=False)
+    for number, (layer, kind) in enumerate(kinds):
         path = f"model.layers.{number}"
         yield from _of_module(path, layer, (family.layer,), masks=True)
         if type(layer) is not family.layer:
             continue
+        yield from _of_values(path, layer, {"residual_multiplier": d.residual_multiplier})
         attention, mlp = layer.self_attn, layer.mlp
         yield from _of_module(f"{path}.self_attn", attention, (family.attention,), masks=True)
         yield from _of_module(f"{path}.mlp", mlp, (family.mlp,))
-        norms = [getattr(layer, name) for name in _NORMS]
-        for name, norm in zip(_NORMS, norms, strict=True):
+        norms = [norm for norm in norms_of(layer, d.family) if norm is not None]
+        names = [name for name in d.family.norms if name]
+        for name, norm in zip(names, norms, strict=True):
             yield from _of_module(f"{path}.{name}", norm, (family.norm,))
         if type(attention) is not family.attention or type(mlp) is not family.mlp:
             continue
-        yield from _of_module(f"{path}.mlp.act_fn", mlp.act_fn, family.activations)
-        for name, value in expected.items():
-            got = getattr(attention, name, value)
-            if got is not value and (name == "config" or got != value):
-                what = f"{path}.self_attn.{name} is {got!r:.60}, not {value!r:.60}"
-                yield Departure(what, masks=True)
+        for name, norm in zip(("q_norm", "k_norm"), head_norms_of(layer, d.family), strict=False):
+            yield from _of_module(f"{path}.self_attn.{name}", norm, (family.norm,))
+            norms.append(norm)
+        yield from _of_module(f"{path}.mlp.act_fn", mlp.act_fn, _ACTIVATIONS[d.activation])
+        own = {"sliding_window": kind.window, "use_rope": kind.table is not None}
+        yield from _of_values(f"{path}.self_attn", attention, expected | own)
         linears = linears_of(layer)
         parts = [plain(linear) for linear in linears]
         for linear, part in zip(linears, parts, strict=True):
@@ -186,7 +195,8 @@ def _of_layers(base: SharedBase, family: _Family) -> Iterator[Departure]:
             yield from _of_module(f"{path}: a linear layer", part, (nn.Linear,))
         if all(type(norm) is family.norm for norm in norms):
             yield from _of_weights(path, parts, norms, (base.dtype, base.device))
-            yield from _of_shapes(path, parts, (heads * size, kv_heads * size))
+            widths = d.heads * d.head_dim, d.kv_heads * d.head_dim
+            yield from _of_shapes(path, parts, widths)
 
 
 def _of_module(
@@ -198,6 +208,14 @@ def _of_module(
         yield Departure(f"{path} is a {got}, not a {kinds[0].__name__} of the library", masks)
     elif (what := tampered(module)) is not None:
         yield Departure(f"{path} {what}", masks)
+
+
+def _of_values(path: str, module: nn.Module, expected: Mapping[str, Any]) -> Iterator[Departure]:
+    """Yield attributes of a module that differ; one that it lacks does not."""
+    for name, value in expected.items():
+        got = getattr(module, name, value)
+        if got is not value and (name == "config" or got != value):
+            yield Departure(f"{path}.{name} is {got!r:.60}, not {value!r:.60}", masks=True)
 
 
 def _of_weights(

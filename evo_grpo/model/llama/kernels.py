@@ -31,7 +31,7 @@ class Span:
         columns: T.
         chunks: Assignment of the rows to the agents.
         cos: (T, D) or (B, 1, T, D), the rotary table of the tokens' positions.
-        sin: The same with the first half negated.
+        sin: The same with the first half negated; None without rotary positions, where cos is 1.
     """
 
     start: int
@@ -39,7 +39,7 @@ class Span:
     columns: int
     chunks: Chunks
     cos: Tensor
-    sin: Tensor
+    sin: Tensor | None
 
     @property
     def stop(self) -> int:
@@ -55,9 +55,15 @@ class RmsNorm(torch.autograd.Function):
     """y = x / sqrt(mean(x^2) + eps) * w (arXiv:1910.07467), in fp32 inside as in transformers."""
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalize x (..., H) over its last dimension."""
-        y, inverse = rms_norm(x, weight, eps)
+    def forward(
+        ctx: Context,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        rounds_once: bool = False,
+    ) -> Tensor:
+        """Normalize x (..., H) over its last dimension; see `rms_norm`."""
+        y, inverse = rms_norm(x, weight, eps, rounds_once=rounds_once)
         ctx.save_for_backward(x, weight, inverse)
         return y
 
@@ -65,11 +71,68 @@ class RmsNorm(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return dx = (g - x mean(g x) / (mean(x^2) + eps)) / sqrt(mean(x^2) + eps), g = dy w."""
         x, weight, inverse = ctx.saved_tensors
-        wide = x.float()
-        grad = (grads[0] * weight).float()
-        along = (grad * wide).sum(-1, keepdim=True)
-        along.mul_(inverse.pow(3)).div_(-x.shape[-1])
-        return grad.mul_(inverse).addcmul_(wide, along).to(x.dtype), None, None
+        return rms_norm_backward(grads[0], x, weight, inverse), None, None, None
+
+
+class HeadNorms(torch.autograd.Function):
+    """The norms of q and k, of q, k and v side by side."""
+
+    @staticmethod
+    def forward(ctx: Context, joined: Tensor, groups: tuple[NormGroup, ...]) -> Tensor:
+        """Normalize groups of features of joined (M, all heads * D), and keep the others."""
+        out = torch.empty_like(joined)
+        inverses: list[Tensor] = []
+        for group in groups:
+            _, inverse = rms_norm(
+                group.of(joined),
+                group.weight,
+                group.eps,
+                rounds_once=group.rounds_once,
+                out=group.of(out),
+            )
+            inverses.append(inverse)
+        rest = groups[-1].stop
+        out[:, rest:] = joined[:, rest:]
+        ctx.save_for_backward(joined, *inverses)
+        ctx.groups = groups
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
+        """Write the gradient over that of the output, which is not used elsewhere."""
+        groups: tuple[NormGroup, ...] = ctx.groups
+        joined, *inverses = ctx.saved_tensors
+        (grad,) = grads
+        for group, inverse in zip(groups, inverses, strict=True):
+            own = group.of(grad)
+            rms_norm_backward(own, group.of(joined), group.weight, inverse, out=own)
+        return grad, None
+
+
+@dataclass(frozen=True)
+class NormGroup:
+    """Consecutive features that are normalized in rows of one size.
+
+    Attributes:
+        start: First feature.
+        weight: (rows, features), the factors.
+        eps: Least mean square.
+        rounds_once: See `rms_norm`.
+    """
+
+    start: int
+    weight: Tensor
+    eps: float
+    rounds_once: bool
+
+    @property
+    def stop(self) -> int:
+        """Index after the last feature."""
+        return self.start + self.weight.numel()
+
+    def of(self, joined: Tensor) -> Tensor:
+        """Return a view (M, rows, features) of (M, F)."""
+        return joined[:, self.start : self.stop].unflatten(-1, self.weight.shape)
 
 
 class SwiGlu(torch.autograd.Function):
@@ -93,6 +156,29 @@ class SwiGlu(torch.autograd.Function):
         d_active = grad * up
         torch.mul(grad, active, out=up)
         torch.ops.aten.silu_backward.grad_input(d_active, gate, grad_input=gate)
+        return (both,)
+
+
+class GeGlu(torch.autograd.Function):
+    """gelu(gate) * up by the tanh of GELU (arXiv:2002.05202), of gate and up side by side."""
+
+    @staticmethod
+    def forward(ctx: Context, both: Tensor) -> Tensor:
+        """Compute (..., I) from both (..., 2 I)."""
+        gate, up = both.chunk(2, dim=-1)
+        active = torch.nn.functional.gelu(gate, approximate="tanh")
+        ctx.save_for_backward(both, active)
+        return active * up
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor]:
+        """Write both halves of the gradient over the input, which is not used elsewhere."""
+        both, active = ctx.saved_tensors
+        (grad,) = grads
+        gate, up = both.chunk(2, dim=-1)
+        d_active = grad * up
+        torch.mul(grad, active, out=up)
+        gate.copy_(torch.ops.aten.gelu_backward(d_active, gate, approximate="tanh"))
         return (both,)
 
 
@@ -209,12 +295,44 @@ class LoraLinear(torch.autograd.Function):
         return d_x, kept, None, None, None, None, d_a, *adapters.apart(d_b)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the normalized x (..., H), and 1 / sqrt(mean(x^2) + eps) (..., 1) in fp32."""
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    rounds_once: bool = False,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the normalized x (..., H), and 1 / sqrt(mean(x^2) + eps) (..., 1) in fp32.
+
+    In half precision it is rounded before the weight and after it, or `rounds_once` at the end.
+    """
     wide = x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return (wide * inverse).to(x.dtype).mul_(weight), inverse
+    if out is not None and out.dtype == torch.float32:
+        return torch.mul(wide, inverse, out=out).mul_(weight), inverse
+    y = wide * inverse
+    y = y.mul_(weight).to(x.dtype) if rounds_once else y.to(x.dtype).mul_(weight)
+    return (y if out is None else out.copy_(y)), inverse
+
+
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, *, out: Tensor | None = None
+) -> Tensor:
+    """Return dx = (g - x mean(g x) inverse^2) inverse of `rms_norm`, with g = dy w.
+
+    `out` may be dy itself.
+    """
+    wide = x.float()
+    in_place = out is not None and out.dtype == torch.float32
+    grad = torch.mul(dy, weight, out=out) if in_place else (dy * weight).float()
+    along = (grad * wide).sum(-1, keepdim=True)
+    along.mul_(inverse.pow(3)).div_(-x.shape[-1])
+    grad.mul_(inverse).addcmul_(wide, along)
+    if in_place:
+        return grad
+    return grad.to(x.dtype) if out is None else out.copy_(grad)
 
 
 def swi_glu(both: Tensor) -> Tensor:
@@ -225,23 +343,35 @@ def swi_glu(both: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate, inplace=True).mul_(up)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) -> Tensor:
+def ge_glu(both: Tensor) -> Tensor:
+    """Return gelu(gate) * up of (..., 2 I), by the tanh of GELU."""
+    if both.requires_grad:
+        return GeGlu.apply(both)
+    gate, up = both.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate="tanh").mul_(up)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor | None, *, out: Tensor | None = None) -> Tensor:
     """Rotate x (..., D) by tables that broadcast to it; sin has its first half negated.
 
-    Returns `out`, or a contiguous tensor of x's shape.
+    Without a sin it multiplies by cos. Returns `out`, or a contiguous tensor of x's shape.
     """
     half = x.shape[-1] // 2
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     torch.mul(x, cos, out=y)
+    if sin is None:
+        return y
     y[..., :half].addcmul_(x[..., half:], sin[..., :half])
     y[..., half:].addcmul_(x[..., :half], sin[..., half:])
     return y
 
 
-def rotate_back(grad: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> None:
+def rotate_back(grad: Tensor, cos: Tensor, sin: Tensor | None, *, out: Tensor) -> None:
     """Write the gradient of the input of `rotate` to `out`, given that of its output."""
     half = grad.shape[-1] // 2
     torch.mul(grad, cos, out=out)
+    if sin is None:
+        return
     out[..., :half].addcmul_(grad[..., half:], sin[..., half:])
     out[..., half:].addcmul_(grad[..., :half], sin[..., :half])
 

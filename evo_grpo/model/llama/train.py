@@ -10,20 +10,29 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from evo_grpo.errors import ShapeError
-from evo_grpo.model.forward.chunks import make_chunks
+from evo_grpo.model.forward.chunks import Chunks, make_chunks
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import SharedPrefix
 from evo_grpo.model.llama.adapter_views import adapter_views
 from evo_grpo.model.llama.attention import Attention
-from evo_grpo.model.llama.kernels import LoraLinear, RmsNorm, Span, linear, swi_glu
-from evo_grpo.model.llama.weights import JoinedLayer, JoinedLinear, LlamaWeights
+from evo_grpo.model.llama.families import Description, LayerKind
+from evo_grpo.model.llama.kernels import (
+    HeadNorms,
+    LoraLinear,
+    NormGroup,
+    RmsNorm,
+    Span,
+    ge_glu,
+    linear,
+    swi_glu,
+)
+from evo_grpo.model.llama.weights import JoinedLayer, JoinedLinear, LlamaWeights, Norm
 from evo_grpo.model.lora.slots import AdapterSlots
 
 
@@ -62,9 +71,8 @@ class LlamaForward:
     def hidden_at(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
         """See `TrainForward`."""
         x = self._run(ids) if prefix is None else self._run_shared(prefix)
-        return self._norm(
-            self.weights.norm, x.index_select(0, where if prefix is None else prefix.where)
-        )
+        norm = _by_module if self.base.compiled else normalized
+        return norm(self.weights.norm, x.index_select(0, where if prefix is None else prefix.where))
 
     def collect_gradients(self) -> None:
         """Write the gradient of each adapter to its parameters."""
@@ -72,33 +80,42 @@ class LlamaForward:
 
     def _run(self, ids: Tensor) -> Tensor:
         """Run whole rows; return hidden states (B * T, H) before the last norm."""
-        x: Tensor = self.weights.embed(ids.flatten())
-        cos, sin = self.weights.rotary(ids.shape[1], x)
-        return self._layers(x, (self._span(0, ids, self._current.counts, cos, sin),))
+        x = self.weights.embedded(ids.flatten())
+        rows, columns = ids.shape
+        chunks = self._chunks(ids, self._current.counts)
+
+        def spans(table: str | None) -> tuple[Span, ...]:
+            return (Span(0, rows, columns, chunks, *self.weights.rotary(columns, x, table)),)
+
+        return self._layers(x, spans)
 
     def _run_shared(self, prefix: SharedPrefix) -> Tensor:
         """Run shared prefixes and rests; return hidden states (Q * Tp + B * C, H)."""
-        x: Tensor = self.weights.embed(torch.cat([prefix.ids.flatten(), prefix.rest.flatten()]))
-        cos, sin = self.weights.rotary(max(prefix.lengths) + prefix.rest.shape[1], x)
-        columns = prefix.ids.shape[1]
-        first = self._span(0, prefix.ids, prefix.counts, cos[:columns], sin[:columns])
+        x = self.weights.embedded(torch.cat([prefix.ids.flatten(), prefix.rest.flatten()]))
+        prefixes, columns = prefix.ids.shape
+        rows, after = prefix.rest.shape
         starts = prefix.row_lengths
-        places = starts[:, None] + torch.arange(prefix.rest.shape[1], device=x.device)
+        places = starts[:, None] + torch.arange(after, device=x.device)
         # Rows with prefixes of equal length share one table.
         places = places[0] if len(starts) == 1 else places[:, None]
-        then = self._span(first.stop, prefix.rest, self._current.counts, cos[places], sin[places])
-        return self._layers(x, (first, then), prefix)
+        chunks = self._chunks(prefix.ids, prefix.counts)
+        chunks_then = self._chunks(prefix.rest, self._current.counts)
 
-    def _span(
-        self, start: int, ids: Tensor, counts: tuple[int, ...], cos: Tensor, sin: Tensor
-    ) -> Span:
-        """Return a span of rows, with the number of rows of each adapter of the layout."""
-        rows, columns = ids.shape
+        def spans(table: str | None) -> tuple[Span, ...]:
+            cos, sin = self.weights.rotary(max(prefix.lengths) + after, x, table)
+            sin_then = None if sin is None else sin[places]
+            sin = None if sin is None else sin[:columns]
+            first = Span(0, prefixes, columns, chunks, cos[:columns], sin)
+            return first, Span(first.stop, rows, after, chunks_then, cos[places], sin_then)
+
+        return self._layers(x, spans, prefix)
+
+    def _chunks(self, ids: Tensor, counts: tuple[int, ...]) -> Chunks:
+        """Return the chunks of rows, with the number of rows of each adapter of the layout."""
         ranks = [adapters.a.shape[1] for adapters in self._views.joined.values() if adapters]
-        chunks = make_chunks(counts, columns, max(ranks, default=0), ids.device)
+        chunks = make_chunks(counts, ids.shape[1], max(ranks, default=0), ids.device)
         places = [self._places[name] for name in self._current.adapters]
-        chunks = chunks.placed(places, len(self._views.adapters), ids.device)
-        return Span(start, rows, columns, chunks, cos, sin)
+        return chunks.placed(places, len(self._views.adapters), ids.device)
 
     @property
     def _current(self) -> RowLayout:
@@ -106,22 +123,33 @@ class LlamaForward:
         return self._layout
 
     def _layers(
-        self, x: Tensor, spans: tuple[Span, ...], prefix: SharedPrefix | None = None
+        self,
+        x: Tensor,
+        spans: Callable[[str | None], tuple[Span, ...]],
+        prefix: SharedPrefix | None = None,
     ) -> Tensor:
+        """Run all layers; `spans` takes a table of rotary positions."""
         w = self.weights
-        attention = Attention(w.heads, w.kv_heads, spans, prefix, x)
-        for layer in w.layers:
-            run = partial(self._layer, layer, spans=spans, attention=attention)
+        kinds = w.description.layers
+        attentions = {
+            kind: attention_of(w.description, kind, spans(kind.table), prefix, x)
+            for kind in dict.fromkeys(kinds)
+        }
+        for layer, kind in zip(w.layers, kinds, strict=True):
+            run = partial(self._layer, layer, attention=attentions[kind])
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(run, x, use_reentrant=False)
             else:
                 x = run(x)
         return x
 
-    def _layer(
-        self, layer: JoinedLayer, x: Tensor, *, spans: tuple[Span, ...], attention: Attention
-    ) -> Tensor:
-        return run_layer(layer, x, attention, partial(self._linear, spans=spans), self._norm)
+    def _layer(self, layer: JoinedLayer, x: Tensor, *, attention: Attention) -> Tensor:
+        product = partial(self._linear, spans=attention.spans)
+        described = self.weights.description
+        if self.base.compiled:
+            heads = partial(heads_one_by_one, norm=_by_module)
+            return run_layer(described, layer, x, attention, product, _by_module, heads)
+        return run_layer(described, layer, x, attention, product, normalized, normalized_heads)
 
     def _linear(
         self,
@@ -138,32 +166,97 @@ class LlamaForward:
             x, residual, base.weight, base.bias, spans, adapters, adapters.a, *adapters.b
         )
 
-    def _norm(self, module: Any, x: Tensor) -> Tensor:  # noqa: ANN401 -- a norm of the family
-        return module(x) if self.base.compiled else normalized(module, x)
+
+def _by_module(norm: Norm, x: Tensor) -> Tensor:
+    return norm.module(x)
+
+
+def attention_of(
+    described: Description,
+    kind: LayerKind,
+    spans: tuple[Span, ...],
+    prefix: SharedPrefix | None,
+    like: Tensor,
+) -> Attention:
+    """Return the attention of the layers of a kind; see `Attention`."""
+    d = described
+    return Attention(d.heads, d.kv_heads, spans, prefix, like, scale=d.scale, window=kind.window)
 
 
 def run_layer(
+    description: Description,
     layer: JoinedLayer,
     x: Tensor,
     attention: Callable[[Tensor], Tensor],
     product: Callable[..., Tensor],
-    norm: Callable[[nn.Module, Tensor], Tensor],
+    norm: Callable[[Norm, Tensor], Tensor],
+    heads: Callable[[Description, JoinedLayer, Tensor], Tensor],
 ) -> Tensor:
     """Run a decoder layer on hidden states (M, H).
 
     `attention` maps q, k and v side by side to the outputs of the heads. `product` takes a joined
     linear layer, its input and an optional summand of its output. `norm` takes a norm of the layer
-    and its input.
+    and its input; `heads` is as `normalized_heads`.
     """
-    x = product(layer.out, attention(product(layer.qkv, norm(layer.norm_in, x))), x)
-    return product(layer.down, swi_glu(product(layer.gate_up, norm(layer.norm_out, x))), x)
+    before, after, then, last = layer.norms
+    glu = swi_glu if description.activation == "silu" else ge_glu
+
+    def added(base: JoinedLinear, inner: Tensor, x: Tensor, after: Norm | None) -> Tensor:
+        if after is None and description.residual_multiplier == 1.0:
+            return product(base, inner, x)
+        y = product(base, inner)
+        if after is not None:
+            y = norm(after, y)
+        return torch.add(x, y, alpha=description.residual_multiplier)
+
+    joined = product(layer.qkv, x if before is None else norm(before, x))
+    if layer.head_norms:
+        joined = heads(description, layer, joined)
+    x = added(layer.out, attention(joined), x, after)
+    inner = glu(product(layer.gate_up, x if then is None else norm(then, x)))
+    return added(layer.down, inner, x, last)
 
 
-def normalized(module: Any, x: Tensor) -> Tensor:  # noqa: ANN401 -- a norm of the family
-    """Apply a norm of the family to x (..., H)."""
-    if x.device.type != "cpu":
-        # One kernel in each direction, which rounds once, after the weight.
-        return nn.functional.rms_norm(
-            x, module.weight.shape, module.weight, module.variance_epsilon
-        )
-    return RmsNorm.apply(x, module.weight, module.variance_epsilon)
+def normalized(norm: Norm, x: Tensor) -> Tensor:
+    """Apply a norm of the model to x (..., H)."""
+    weight = norm.weight
+    if x.device.type == "cpu":
+        return RmsNorm.apply(x, weight, norm.eps, norm.rounds_once)
+    # One kernel in each direction, which rounds once, after the weight.
+    if weight.dtype == x.dtype:
+        return nn.functional.rms_norm(x, weight.shape, weight, norm.eps)
+    return nn.functional.rms_norm(x.float(), weight.shape, weight, norm.eps).to(x.dtype)
+
+
+def normalized_heads(d: Description, layer: JoinedLayer, joined: Tensor) -> Tensor:
+    """Apply the norms of q and k to q, k and v side by side (M, (heads + 2 kv_heads) D)."""
+    if joined.device.type == "cpu":
+        return HeadNorms.apply(joined, _groups(d, layer))
+    return heads_one_by_one(d, layer, joined, normalized)
+
+
+def heads_one_by_one(
+    d: Description, layer: JoinedLayer, joined: Tensor, norm: Callable[[Norm, Tensor], Tensor]
+) -> Tensor:
+    """Apply the norms of q and k by a function of a norm and its input; see `normalized_heads`."""
+    *parts, v = joined.split([n * d.head_dim for n in (d.heads, d.kv_heads, d.kv_heads)], dim=-1)
+    rows = (-1,) if d.family.head_norms == "all" else (-1, d.head_dim)
+    done = [
+        norm(own, part.unflatten(-1, rows)).flatten(1)
+        for own, part in zip(layer.head_norms, parts, strict=True)
+    ]
+    return torch.cat([*done, v], dim=-1)
+
+
+def _groups(d: Description, layer: JoinedLayer) -> tuple[NormGroup, ...]:
+    """Return the features that the norms of q and k act on."""
+    q, k = layer.head_norms
+    weights = q.weight, k.weight
+    if d.family.head_norms == "each":
+        weights = weights[0].expand(d.heads, -1), weights[1].expand(d.kv_heads, -1)
+        if q.eps == k.eps:
+            return (NormGroup(0, torch.cat(weights), q.eps, q.rounds_once),)
+    else:
+        weights = weights[0][None], weights[1][None]
+    first = NormGroup(0, weights[0], q.eps, q.rounds_once)
+    return first, NormGroup(first.stop, weights[1], k.eps, k.rounds_once)

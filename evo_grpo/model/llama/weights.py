@@ -9,36 +9,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from evo_grpo.model.base import SharedBase
+from evo_grpo.model.llama.families import ALL_LAYERS, Description, Family, describe
 from evo_grpo.model.quantized import is_quantized
-
-#: Model types of transformers whose layers consist of norm, rotary attention, norm and gated MLP,
-#: with the prefixes of their class names.
-MODEL_TYPES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
 
 
 def is_llama_family(base: SharedBase) -> bool:
-    """Return whether a model's type is of this family, unquantised and without a sliding window.
+    """Return whether a model's type is one of `families`, with weights that are not quantised.
 
     `takes_fast_path` in `evo_grpo.model.llama.choice` checks whether it also computes the same.
     """
-    config = base.model.config
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if config.model_type not in MODEL_TYPES or kinds != {"full_attention"}:
-        return False
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        return False
-    if config.hidden_act not in ("silu", "swish"):
+    if describe(base.model.config) is None:
         return False
     if "quantised" not in base.derived:
         base.derived["quantised"] = any(is_quantized(module) for module in base.trunk.modules())
     return not base.derived["quantised"]
+
+
+#: cos and sin (positions, head_dim) of rotary positions; sin is None where there are none.
+RotaryTable: TypeAlias = tuple[Tensor, Tensor | None]
 
 
 @dataclass
@@ -68,12 +63,53 @@ class JoinedLinear:
         )
 
 
+@dataclass(frozen=True)
+class Norm:
+    """A norm of the model: x / sqrt(mean(x^2) + eps) times its factor.
+
+    Attributes:
+        module: The model's own module.
+        one_plus: Whether the factor is 1 + weight.
+        rounds_once: Whether it rounds to half precision after the factor, not before it too.
+    """
+
+    module: Any
+    one_plus: bool = False
+    rounds_once: bool = False
+
+    @classmethod
+    def of(cls, module: Any, family: Family) -> Norm:  # noqa: ANN401 -- a norm of the family
+        """Return a norm of a family's model."""
+        return cls(module, family.one_plus, family.rounds_once)
+
+    @property
+    def weight(self) -> Tensor:
+        """The factor (H,); of 1 + weight in fp32, as transformers adds it."""
+        weight: Tensor = self.module.weight
+        return 1.0 + weight.float() if self.one_plus else weight
+
+    @property
+    def eps(self) -> float:
+        """Least mean square."""
+        own = vars(self.module)
+        return float(own["variance_epsilon"] if "variance_epsilon" in own else own["eps"])
+
+
 @dataclass
 class JoinedLayer:
-    """One decoder layer."""
+    """One decoder layer.
 
-    norm_in: nn.Module
-    norm_out: nn.Module
+    Attributes:
+        norms: Those before the attention, after it, before the MLP and after it; None for none.
+        head_norms: Those of q and k; empty for none.
+        qkv: q, k and v.
+        out: The output of the attention.
+        gate_up: The gate and the input of the MLP.
+        down: The output of the MLP.
+    """
+
+    norms: tuple[Norm | None, ...]
+    head_norms: tuple[Norm, ...]
     qkv: JoinedLinear
     out: JoinedLinear
     gate_up: JoinedLinear
@@ -84,24 +120,33 @@ class JoinedLayer:
         return self.qkv, self.out, self.gate_up, self.down
 
     @classmethod
-    def join(cls, layer: Any, names: Mapping[int, str], *, in_place: bool) -> JoinedLayer:  # noqa: ANN401 -- a decoder layer of the family
+    def join(
+        cls,
+        layer: Any,  # noqa: ANN401 -- a decoder layer of the family
+        family: Family,
+        names: Mapping[int, str],
+        *,
+        in_place: bool,
+    ) -> JoinedLayer:
         """Join the linear layers of a decoder layer.
 
         `names` are those of linear layers by their id, as the population forward has them. In
         place, the parameters become views of the joined weights; else these are copies.
         """
         q, k, v, o, gate, up, down = linears_of(layer)
+        norms = norms_of(layer, family)
+        head_norms = head_norms_of(layer, family)
         return cls(
-            layer.input_layernorm,
-            layer.post_attention_layernorm,
+            tuple(None if norm is None else Norm.of(norm, family) for norm in norms),
+            tuple(Norm.of(norm, family) for norm in head_norms),
             *(_join(group, names, in_place) for group in ([q, k, v], [o], [gate, up], [down])),
         )
 
-    def serves(self, layer: Any) -> bool:  # noqa: ANN401 -- as above
+    def serves(self, layer: Any, family: Family) -> bool:  # noqa: ANN401 -- as above
         """Return whether the modules and the memory of the weights are unchanged."""
-        if self.norm_in is not layer.input_layernorm:
-            return False
-        if self.norm_out is not layer.post_attention_layernorm:
+        own = (*self.norms, *self.head_norms)
+        present = (*norms_of(layer, family), *head_norms_of(layer, family))
+        if any((n and n.module) is not module for n, module in zip(own, present, strict=True)):
             return False
         linears = iter(linears_of(layer))
         return all(group.serves(linears) for group in self.linears())
@@ -111,21 +156,25 @@ class LlamaWeights:
     """Joined weights of a base of the Llama family; built once and shared by all forwards."""
 
     def __init__(self, base: SharedBase, adapted: Mapping[str, LoraLayer]) -> None:
-        config = base.model.config
+        description = describe(base.model.config)
+        assert description is not None, "the base is of no family"
         self.base = base
-        self.heads = int(config.num_attention_heads)
-        self.kv_heads = int(getattr(config, "num_key_value_heads", None) or self.heads)
-        size = getattr(config, "head_dim", None)
-        self.head_dim = int(size or config.hidden_size // self.heads)
+        self.description: Description = description
+        self.heads = description.heads
+        self.kv_heads = description.kv_heads
+        self.head_dim = description.head_dim
         self.adapted = frozenset(adapted)
         self.embed: nn.Module = base.model.get_input_embeddings()
-        self.norm: Any = base.trunk.norm
+        self.norm = Norm.of(base.trunk.norm, description.family)
         self._names = {id(module): name for name, module in adapted.items()}
 
     @cached_property
     def layers(self) -> list[JoinedLayer]:
         """The layers; the first access joins their weights in place."""
-        return [JoinedLayer.join(x, self._names, in_place=True) for x in layers_of(self.base)]
+        family = self.description.family
+        return [
+            JoinedLayer.join(x, family, self._names, in_place=True) for x in layers_of(self.base)
+        ]
 
     @classmethod
     def of(cls, base: SharedBase, adapted: Mapping[str, LoraLayer]) -> LlamaWeights:
@@ -146,20 +195,34 @@ class LlamaWeights:
         layers = layers_of(self.base)
         return (
             self.adapted == frozenset(adapted)
+            and self.description == describe(self.base.model.config)
             and self.embed is self.base.model.get_input_embeddings()
-            and self.norm is self.base.trunk.norm
+            and self.norm.module is self.base.trunk.norm
             and len(self.layers) == len(layers)
-            and all(joined.serves(layer) for joined, layer in zip(self.layers, layers, strict=True))
+            and all(
+                joined.serves(layer, self.description.family)
+                for joined, layer in zip(self.layers, layers, strict=True)
+            )
         )
 
-    def rotary(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin (length, head_dim) of the model's own rotary embedding.
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Return the input (..., H) of the first layer."""
+        x: Tensor = self.embed(ids)
+        factor = self.description.embedding_multiplier
+        return x if factor == 1.0 else x * factor
 
-        The first half of sin is negated, for rotating by swapping halves.
+    def rotary(self, length: int, like: Tensor, table: str | None = ALL_LAYERS) -> RotaryTable:
+        """Return a table of rotary positions by the model's own embedding.
+
+        It is cos and sin (length, head_dim), where the first half of sin is negated, for rotating
+        by swapping halves. For layers without rotary positions, cos is 1 and sin None.
         """
+        if table is None:
+            return like.new_ones(length, self.head_dim), None
         trunk: Any = self.base.trunk
         positions = torch.arange(length, device=like.device)[None]
-        cos, sin = trunk.rotary_emb(like, position_ids=positions)
+        own = {} if table == ALL_LAYERS else {"layer_type": table}
+        cos, sin = (part.to(like.dtype) for part in trunk.rotary_emb(like, positions, **own))
         half = self.head_dim // 2
         return cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
 
@@ -167,6 +230,17 @@ class LlamaWeights:
 def layers_of(base: SharedBase) -> list[Any]:
     """Return the decoder layers of a model of the family."""
     return list(base.trunk.layers)  # pyright: ignore[reportArgumentType] -- a ModuleList by its family
+
+
+def norms_of(layer: Any, family: Family) -> tuple[Any, ...]:  # noqa: ANN401 -- a decoder layer of the family
+    """Return the norms of a layer in the order of `Family.norms`; None for none."""
+    return tuple(getattr(layer, name) if name else None for name in family.norms)
+
+
+def head_norms_of(layer: Any, family: Family) -> tuple[Any, ...]:  # noqa: ANN401 -- a decoder layer of the family
+    """Return the norms of q and k; empty for none."""
+    attention = layer.self_attn
+    return (attention.q_norm, attention.k_norm) if family.head_norms else ()
 
 
 def linears_of(layer: Any) -> tuple[Any, ...]:  # noqa: ANN401 -- a decoder layer of the family

@@ -265,6 +265,9 @@ def saved_bytes(shape: Shape, work: Work, batch: LearnBatch, each: int, device: 
         if work.head_norms:
             kept += tokens * (queries + kv) * (1 if each == 4 else 2)
         return each * kept + 4 * (wide + tokens * shape.heads)
+    if work.head_norms:
+        kept += tokens * (queries + 2 * kv)
+        wide += 2 * tokens * shape.heads
     kept += 2 * kv * batch.seen
     rests = batch.rest + (batch.prompt if batch.prefixes else 0)
     if device == "cpu" and batch.rest * rests <= SHORT * SHORT and batch.prompt <= SHORT:

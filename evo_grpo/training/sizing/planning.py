@@ -25,10 +25,20 @@ from evo_grpo.training.sizing.model_size import (
 PROMPT_TOKENS = 128
 #: Relative error of a plan. A run is refused if it would not fit even with this error.
 TOLERANCE = 0.2
-#: Families whose layers run joined; see `model.llama`.
-_SPECIALISED = ("llama", "mistral", "qwen2")
-#: Families whose queries and keys have norms of their own.
-_HEAD_NORMS = ("qwen3",)
+#: Model types whose layers run joined: those of `model.llama.families`, which needs no loading.
+SPECIALISED = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "granite",
+    "olmo2",
+    "olmo3",
+    "gemma3_text",
+)
+#: Model types whose queries and keys have norms of their own.
+_HEAD_NORMS = ("qwen3", "olmo2", "olmo3", "gemma3_text")
 _SIGNS_OF_A_DEVICE = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -81,7 +91,7 @@ def plan_memory(
         output_tokens=output,
         filtered=algorithm.top_p < 1 or algorithm.top_k > 0,
         specialised=(
-            size.architecture in _SPECIALISED
+            size.architecture in SPECIALISED
             and config.engine.each_alone
             and config.engine.quantization is None
             and not lora.dropout

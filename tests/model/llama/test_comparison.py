@@ -1,9 +1,10 @@
 """The numbers alone, where the code has been found to be transformers' own."""
 
+import architectures
 import pytest
 import tiny
 import torch
-from altered_llamas import BEFORE, BUILDS, CACHE_ALONE
+from altered_llamas import BEFORE, BUILDS, CACHE_ALONE, code_of
 
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.llama.comparison import find_difference
@@ -55,6 +56,78 @@ def test_a_small_difference_of_one_layer_shows_in_any_dtype(build, dtype):
     found = find_difference(base, {})
     assert found is not None
     assert found.startswith("layer 3 differs by ")
+
+
+def hook_on_the_norm_of_keys(model):
+    model.model.layers[1].self_attn.k_norm.register_forward_hook(lambda module, args, out: 2 * out)
+
+
+def another_norm_of_queries(model):
+    norm = model.model.layers[0].self_attn.q_norm
+    norm.__class__ = type("Plain", (type(norm),), {"forward": lambda self, x: x * self.weight})
+
+
+def rotary_positions_in_all_layers(model):
+    model.model.layers[1].self_attn.use_rope = 1
+
+
+def another_residual(model):
+    model.model.layers[1].residual_multiplier = 0.7
+
+
+def another_embedding(model):
+    model.model.embedding_multiplier = 2.0
+
+
+def norms_in_another_place(model):
+    kind = type(model.model.layers[1])
+    model.model.layers[1].__class__ = type(
+        "Before", (kind,), {"forward": lambda self, x, **k: kind.forward(self, x.tanh(), **k)}
+    )
+
+
+def another_gelu(model):
+    model.model.layers[0].mlp.act_fn = torch.nn.GELU()
+
+
+def plain_norm(model):
+    norm = model.model.layers[0].pre_feedforward_layernorm
+    kind = type(norm)
+    norm.__class__ = type(
+        "Plain", (kind,), {"forward": lambda self, x: self._norm(x) * self.weight}
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "alter", "said"),
+    [
+        ("qwen3", hook_on_the_norm_of_keys, "layers.1.self_attn.k_norm has a forward hook"),
+        ("olmo2", another_norm_of_queries, "layers.0.self_attn.q_norm is a "),
+        ("smollm3", rotary_positions_in_all_layers, "layers.1.self_attn.use_rope is 1, not False"),
+        ("granite", another_residual, "layers.1.residual_multiplier is 0.7, not 0.6"),
+        ("granite", another_embedding, "model.embedding_multiplier is 2.0, not 3.0"),
+        ("olmo3", norms_in_another_place, "layers.1 is a "),
+        ("gemma3", another_gelu, "layers.0.mlp.act_fn is a "),
+        ("gemma3", plain_norm, "layers.0.pre_feedforward_layernorm is a "),
+    ],
+)
+def test_what_a_family_computes_otherwise_shows_in_its_code_and_its_numbers(name, alter, said):
+    model = architectures.FAMILIES[name]()
+    base = SharedBase(model)
+    assert find_departure(base) is None
+    assert find_difference(base, {}) is None
+    alter(model)
+    assert said in find_departure(base).what
+    assert find_difference(base, {}) is not None
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "olmo3", "gemma3"])
+def test_a_window_that_is_not_there_shows_in_the_numbers(name, monkeypatch):
+    """The function in the place of that of the window is transformers' own."""
+    model = architectures.FAMILIES[name]()
+    code = code_of(model)
+    monkeypatch.setattr(code, "create_sliding_window_causal_mask", code.create_causal_mask)
+    assert find_difference(SharedBase(model), {}).startswith("layer 0 differs")
 
 
 def test_a_gradient_that_differs():

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import architectures
 import pytest
 import tiny
 import torch
@@ -22,6 +23,7 @@ from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import SharedPrefix
 from evo_grpo.model.forward.train import ModuleForward, open_forward
 from evo_grpo.model.llama import attention
+from evo_grpo.model.llama.choice import departure_of, takes_fast_path
 from evo_grpo.model.llama.train import LlamaForward
 from evo_grpo.model.llama.weights import LlamaWeights
 
@@ -79,6 +81,17 @@ def test_other_members_of_the_family(build, counts):
     slots = tiny.population(build(), (4, 2))
     layout = RowLayout(("a0", "a1"), counts)
     compare_with_one_at_a_time(slots, layout)
+
+
+@both_lengths
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("build", architectures.FAMILIES.values(), ids=architectures.FAMILIES)
+def test_families_that_do_more_than_a_llama(build, recompute):
+    """Ragged rows of unequal ranks, some longer than a window."""
+    slots = tiny.population(build(), (4, 2))
+    assert departure_of(slots.base, slots.layers) is None
+    assert takes_fast_path(slots.base, slots.layers)
+    compare_with_one_at_a_time(slots, RowLayout(("a0", "a1"), (1, 3)), recompute=recompute)
 
 
 def test_scaling_of_rslora_and_patterns():
@@ -167,8 +180,11 @@ def test_none_takes_the_base_alone():
             assert not others or (hidden[others] - plain[others]).abs().max() > 1e-2
 
 
-def test_bfloat16_stays_near_the_modules_and_gives_gradients_in_the_adapters_dtype():
-    slots = tiny.population(tiny.llama().bfloat16(), (4, 4))
+@pytest.mark.parametrize(
+    "build", [tiny.llama, architectures.qwen3, architectures.olmo3, architectures.gemma3]
+)
+def test_bfloat16_stays_near_the_modules_and_gives_gradients_in_the_adapters_dtype(build):
+    slots = tiny.population(build().bfloat16(), (4, 4))
     for name in ("a0", "a1"):
         assert all(p.dtype == torch.float32 for p in slots.parameters(name))
     layout = RowLayout(("a0", "a1"), (1, 3))
@@ -188,8 +204,12 @@ def test_bfloat16_stays_near_the_modules_and_gives_gradients_in_the_adapters_dty
             assert (a - b).norm() < 0.1 * b.norm()
 
 
-def test_compiled_norms_are_used_as_they_are(monkeypatch):
-    slots = tiny.population(tiny.llama(), (4,))
+@pytest.mark.parametrize(
+    ("build", "norms"),
+    [(tiny.llama, 5), (architectures.qwen3, 9), (architectures.olmo2, 9)],
+)
+def test_compiled_norms_are_used_as_they_are(build, norms, monkeypatch):
+    slots = tiny.population(build(), (4,))
     calls = []
     for module in slots.base.trunk.modules():
         if type(module).__name__.endswith("RMSNorm"):
@@ -197,7 +217,7 @@ def test_compiled_norms_are_used_as_they_are(monkeypatch):
     monkeypatch.setattr(slots.base, "compiled", True)
     input_ids, weights = inputs(2)
     llama_gradients(slots, RowLayout(("a0",), (2,)), input_ids, weights)
-    assert len(calls) == 5
+    assert len(calls) == norms
 
 
 def test_rows_of_an_unknown_adapter_are_refused():
@@ -281,6 +301,25 @@ def test_what_rows_share_is_computed_once_with_the_same_result(ranks, recompute,
     for hidden, gradients in out[1:]:
         torch.testing.assert_close(hidden, out[0][0], atol=1e-5, rtol=1e-5)
         assert_close(out[0][1], gradients)
+
+
+@both_lengths
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("build", architectures.FAMILIES.values(), ids=architectures.FAMILIES)
+def test_families_share_what_rows_share(build, alike):
+    """A rest of a row sees its prefix as far as a window reaches."""
+    slots = tiny.population(build(), (2, 8))
+    ids, where, prefix, layout = shared_rows(alike)
+    weights = tiny.noise((len(where), tiny.HIDDEN), 3) / len(where)
+    out = []
+    for step in (LlamaForward(slots, layout.adapters), ModuleForward(slots)):
+        with step.rows(layout):
+            hidden = step.hidden_at(ids, where, prefix)
+            (hidden * weights).sum().backward()
+        step.collect_gradients()
+        out.append((hidden.detach(), take_gradients(slots, layout.adapters)))
+    torch.testing.assert_close(out[0][0], out[1][0], atol=1e-5, rtol=1e-5)
+    assert_close(out[0][1], out[1][1])
 
 
 @both_lengths

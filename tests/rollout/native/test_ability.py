@@ -260,6 +260,7 @@ class TestAbility:
 
     def test_prompts_within_the_window_share_a_batch(self):
         slots = tiny.population(architectures.gemma3(sliding_window=30), (4,))
+        slots.base.specialized = False
         calls = []
         engine = NativeEngine(slots)
         slots.base.entry = counted(slots.base.entry, calls)
@@ -272,6 +273,7 @@ class TestAbility:
     def test_rows_that_outgrow_a_window_that_the_probe_did_not(self, window, together):
         """Rows of nine and eight tokens: up to 17, of which the last one attends to nothing."""
         slots = tiny.population(architectures.gemma3(sliding_window=window), (4, 2))
+        slots.base.specialized = False
         engine = NativeEngine(slots)
         assert engine.ability is Ability.ANY_LENGTHS
         calls = []

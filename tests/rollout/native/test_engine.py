@@ -106,6 +106,7 @@ MODELS = {
     "llama-eager": (tiny.llama, {"attn_implementation": "eager"}),
     "qwen2": (tiny.qwen2, {}),
     "mistral": (tiny.mistral, {"sliding_window": None}),
+    **{name: (build, {}) for name, build in architectures.FAMILIES.items()},
     "gpt2": (tiny.gpt2, {}),
     "gpt2-eager": (tiny.gpt2, {"attn_implementation": "eager"}),
 }
@@ -128,6 +129,8 @@ class TestAgainstTransformers:
     def test_greedy_equals_generate(self, model, specialized):
         build, changes = (MODELS if specialized else GREEDY)[model]
         slots = tiny.population(build(**changes), (4, 2))
+        if specialized:
+            assert departure_of(slots.base, slots.layers) is None
         requests = requests_for(slots, samples=2, temperature=0.0)
         out = engine_of(slots, specialized=specialized).rollout(requests)
         for request, groups in zip(requests, out, strict=True):
@@ -147,7 +150,10 @@ class TestAgainstTransformers:
 
     @pytest.mark.parametrize(
         ("model", "specialized"),
-        [("llama", True), ("llama-bias", True), ("llama-bias", False), ("qwen2", True)],
+        [
+            *((one, True) for one in ("llama", "llama-bias", "qwen2", *architectures.FAMILIES)),
+            ("llama-bias", False),
+        ],
     )
     def test_samples_score_alike(self, model, specialized):
         build, changes = MODELS[model]
@@ -156,6 +162,22 @@ class TestAgainstTransformers:
         assert_logprobs(
             slots, requests, engine_of(slots, specialized=specialized).rollout(requests)
         )
+
+    @pytest.mark.parametrize("fixed", [False, True], ids=["cpu", "gpu"])
+    @pytest.mark.parametrize("name", architectures.FAMILIES)
+    def test_families_draw_what_their_modules_draw(self, name, fixed, monkeypatch):
+        """Many windows long, in the cache of a CPU and that of a GPU, while rows leave."""
+        slots = tiny.population(architectures.FAMILIES[name](), (4, 2))
+        settings = {"temperature": 0.9, "max_output_tokens": 24}
+        requests = requests_for(slots, samples=1, lengths=(3, 30, 12, 22), **settings)
+        expected = engine_of(slots, specialized=False).rollout(requests)
+        if fixed:
+            monkeypatch.setattr(decode, "cache_for", lambda device, *layers: FixedCache(*layers))
+        monkeypatch.setattr(loop, "_LEAVE_SHARE", 0.1)
+        out = engine_of(slots).rollout(requests)
+        assert departure_of(slots.base, slots.layers) is None
+        assert [ids_of(groups) for groups in out] == [ids_of(groups) for groups in expected]
+        assert_logprobs(slots, requests, out, atol=1e-5)
 
     def test_samples_of_wide_adapters_score_alike(self, monkeypatch):
         """Each B of joined layers apart, as a CPU has it where there are many rows."""
@@ -170,7 +192,7 @@ class TestAgainstTransformers:
         assert is_llama_family(tiny.population(build(**changes)).base)
 
     def test_and_not_elsewhere(self):
-        for model in (tiny.gpt2(), tiny.mistral(sliding_window=16), tiny.llama(hidden_act="gelu")):
+        for model in (tiny.gpt2(), architectures.gemma(), tiny.llama(hidden_act="gelu")):
             assert not is_llama_family(tiny.population(model).base)
 
     def test_frequencies_are_the_models_probabilities(self):
@@ -293,7 +315,7 @@ class TestCompany:
         self, eight, requests, expected, scored, share, monkeypatch
     ):
         """Steps over a fixed width, of which some are past the end of every row."""
-        monkeypatch.setattr(decode, "cache_for", lambda device, scale: FixedCache(scale))
+        monkeypatch.setattr(decode, "cache_for", lambda device, *layers: FixedCache(*layers))
         monkeypatch.setattr(loop, "block_of", lambda device: 3)
         monkeypatch.setattr(loop, "_LEAVE_SHARE", share)
         out = engine_of(eight).rollout(requests)

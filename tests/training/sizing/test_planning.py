@@ -7,6 +7,7 @@ from small_run import small
 
 from evo_grpo import run
 from evo_grpo.errors import ConfigError
+from evo_grpo.model.llama.families import FAMILIES
 from evo_grpo.training.sizing import planning
 from evo_grpo.training.sizing.memory import MemoryPlan, Part
 from evo_grpo.training.sizing.model_size import read_model_size
@@ -17,6 +18,10 @@ PLAN = MemoryPlan(
     (Part("keys", 50, "engine.max_decode_rows"),),
     (Part("activations", 600, "engine.max_tokens_per_microbatch"),),
 )
+
+
+def test_the_model_types_of_the_joined_layers_are_those_that_the_plan_knows():
+    assert set(planning.SPECIALISED) == set(FAMILIES)
 
 
 def test_what_cannot_fit_is_refused():

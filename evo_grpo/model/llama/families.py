@@ -1,0 +1,216 @@
+"""What the decoder layers of a model type compute, described for the fast path.
+
+A `Family` says in a line what the layers of a type of transformers do beyond those of Llama: where
+they have norms, what is multiplied, which layers have rotary positions or a window. With the
+configuration of a model it becomes a `Description`, from which decoding, the learn pass and the
+checks choose their operations once, so that a model pays for no feature that it lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+#: The table of rotary positions of models that have one for all layers.
+ALL_LAYERS = ""
+
+#: Names of the activations of the MLP in configurations, and what they are here.
+_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model type of transformers.
+
+    Attributes:
+        name: Prefix of its class names.
+        module: Name of its module in transformers.models.
+        norms: Names of the norms before the attention, after it, before the MLP and after it; a
+            norm after one of the two comes before the residual is added. Empty for no norm.
+        head_norms: Norms of q and k before the rotary positions: "each" head has its own mean
+            square, or "all" heads have one.
+        one_plus: Whether a norm multiplies by 1 + weight instead of weight.
+        rounds_once: Whether a norm in half precision rounds after the weight, not before it too.
+        windows: Which layers have the sliding window of the configuration: none, "all", or those
+            of the layer "types".
+        tables: Whether each type of layer has rotary positions of its own.
+        without_rotary: Whether layers with 0 in `no_rope_layers` have no rotary positions.
+        multipliers: Whether the configuration multiplies the embeddings, and what each half of a
+            layer adds.
+        scale: Factor of the attention scores, from the configuration and the size of a head.
+        trunk: Name of the model below the head, after the prefix.
+        embedding: Class of the embeddings after the prefix; empty for torch's own.
+        activation: Key of the activation in the configuration.
+    """
+
+    name: str
+    module: str
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    head_norms: Literal["", "each", "all"] = ""
+    one_plus: bool = False
+    rounds_once: bool = False
+    windows: Literal["", "all", "types"] = ""
+    tables: bool = False
+    without_rotary: bool = False
+    multipliers: bool = False
+    scale: Callable[[Any, int], float] = lambda config, size: size**-0.5
+    trunk: str = "Model"
+    embedding: str = ""
+    activation: str = "hidden_act"
+
+
+_POST_NORMS = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+_NORMS_AROUND = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+
+#: The families by model type. What no field describes is as in Llama.
+FAMILIES = {
+    "llama": Family("Llama", "llama"),
+    "mistral": Family("Mistral", "mistral", windows="all"),
+    "qwen2": Family("Qwen2", "qwen2", windows="types"),
+    "qwen3": Family("Qwen3", "qwen3", head_norms="each", windows="types"),
+    "smollm3": Family("SmolLM3", "smollm3", windows="types", without_rotary=True),
+    "granite": Family(
+        "Granite",
+        "granite",
+        multipliers=True,
+        scale=lambda config, size: float(config.attention_multiplier),
+    ),
+    "olmo2": Family("Olmo2", "olmo2", norms=_POST_NORMS, head_norms="all", rounds_once=True),
+    "olmo3": Family(
+        "Olmo3",
+        "olmo3",
+        norms=_POST_NORMS,
+        head_norms="all",
+        rounds_once=True,
+        windows="types",
+        tables=True,
+    ),
+    "gemma3_text": Family(
+        "Gemma3",
+        "gemma3",
+        norms=_NORMS_AROUND,
+        head_norms="each",
+        one_plus=True,
+        rounds_once=True,
+        windows="types",
+        tables=True,
+        scale=lambda config, size: float(config.query_pre_attn_scalar) ** -0.5,
+        trunk="TextModel",
+        embedding="TextScaledWordEmbedding",
+        activation="hidden_activation",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What differs between the layers of one model.
+
+    Attributes:
+        table: Its table of rotary positions: `ALL_LAYERS`, or a type of layers; None if it has no
+            rotary positions.
+        window: Number of tokens that a token attends to, itself included; None for all before it.
+    """
+
+    table: str | None = ALL_LAYERS
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Description:
+    """The decoder layers of one model.
+
+    Attributes:
+        family: That of its model type.
+        heads: Query heads.
+        kv_heads: Heads of keys and values.
+        head_dim: Features of a head.
+        scale: Factor of the attention scores.
+        activation: Activation of the MLP's gate.
+        embedding_multiplier: Factor of the embeddings, outside of their module.
+        residual_multiplier: Factor of what each half of a layer adds.
+        layers: The kind of each layer.
+    """
+
+    family: Family
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    activation: Literal["silu", "gelu_tanh"]
+    embedding_multiplier: float
+    residual_multiplier: float
+    layers: tuple[LayerKind, ...]
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The tables of rotary positions, each once."""
+        return tuple(dict.fromkeys(k.table for k in self.layers if k.table is not None))
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer; empty if no layer has one."""
+        found = tuple(kind.window for kind in self.layers)
+        return found if any(found) else ()
+
+
+def describe(config: Any) -> Description | None:  # noqa: ANN401 -- a configuration of any model
+    """Return the description of a model's layers; None if it is of none of the families."""
+    family = FAMILIES.get(config.model_type)
+    if family is None or getattr(config, "use_bidirectional_attention", False):
+        return None
+    activation = _ACTIVATIONS.get(str(getattr(config, family.activation, None)))
+    layers = _layers(config, family)
+    if activation is None or layers is None:
+        return None
+    heads = int(config.num_attention_heads)
+    size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return Description(
+        family=family,
+        heads=heads,
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_dim=size,
+        scale=family.scale(config, size),
+        activation=activation,
+        embedding_multiplier=float(config.embedding_multiplier) if family.multipliers else 1.0,
+        residual_multiplier=float(config.residual_multiplier) if family.multipliers else 1.0,
+        layers=layers,
+    )
+
+
+def _layers(config: Any, family: Family) -> tuple[LayerKind, ...] | None:  # noqa: ANN401 -- as above
+    """Return the kind of each layer; None if the family has no layers of a type."""
+    count = int(config.num_hidden_layers)
+    types = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
+    window = int(getattr(config, "sliding_window", None) or 0) or None
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    sliding = "sliding_attention" in types
+    if len(types) < count or not set(types) <= {"full_attention", "sliding_attention"}:
+        return None
+    if (family.windows != "types" and sliding) or (sliding and window is None):
+        return None
+    if not family.windows and window is not None:
+        return None
+    turns = list(getattr(config, "no_rope_layers", None) or ()) if family.without_rotary else []
+    if turns and len(turns) < count:
+        return None
+    # OLMo 3 has one table for all layers in older releases of transformers.
+    own = family.tables and set(types) <= set(getattr(config, "rope_parameters", None) or ())
+    return tuple(
+        LayerKind(
+            table=None if turns and not turns[i] else kind if own else ALL_LAYERS,
+            window=window if family.windows == "all" or kind == "sliding_attention" else None,
+        )
+        for i, kind in enumerate(types[:count])
+    )
