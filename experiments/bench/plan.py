@@ -181,7 +181,7 @@ def work_of(job: Mapping[str, Any], base: Any, cohort: Any) -> Any:  # noqa: ANN
         parameters=sum(p.numel() for p in cohort.slots.parameters(first.adapter)),
         rank=job["rank"], rows=job["agents"] * job["groups"] * job["prompts"], evaluation_rows=0,
         prompt_tokens=job["prompt"], output_tokens=job["tokens"],
-        specialised=base.specialized and kind != "qwen3", group=job["groups"],
+        specialised=base.specialized, group=job["groups"],
         head_norms=kind == "qwen3",
     )  # fmt: skip
 
