@@ -10,7 +10,6 @@ from evo_grpo.schema.outside import outside
 from evo_grpo.schema.patterns import ALL, matches
 from evo_grpo.schema.problems import Path, Problem, nearest
 from evo_grpo.schema.search_space import HyperparameterConfig
-from evo_grpo.settings.engine import EngineConfig
 from evo_grpo.settings.model import LoraSettings, ModelConfig
 
 
@@ -29,27 +28,16 @@ class Patterns(Protocol):
 
 
 def adapter_problems(
-    model: ModelConfig | None, space: HyperparameterConfig, engine: EngineConfig, above: Path
+    model: ModelConfig | None, space: HyperparameterConfig, above: Path
 ) -> Iterator[Problem]:
     """Yield contradictions between a search over adapters and the settings of adapters.
 
     Args:
         model: The group `model`; None if the base was given as a module.
         space: The hyperparameters that are searched.
-        engine: The group `engine`.
         above: The path of the ranges.
     """
-    names = searched(space)
-    if not names:
-        return
-    where = ".".join(map(str, (*above, names[0])))
-    if engine.zero is not None:
-        text = (
-            f"expected null where {names[0]} is searched, since all agents train through one "
-            f"adapter of DeepSpeed's, got {engine.zero}; leave it out, or remove {where}"
-        )
-        yield Problem(("engine", "zero"), text)
-    if model is None:
+    if model is None or not searched(space):
         return
     for name, text in pattern_problems(space, model.lora, above):
         yield Problem(("model", "lora", name), text)

@@ -251,7 +251,7 @@ def agent_problems(
     yield from _levels(algorithm, ranges or {}, above)
     yield from _outside(algorithm, ranges or {}, above)
     yield from _schedule(algorithm, space, above)
-    yield from adapter_problems(model, space, engine, above)
+    yield from adapter_problems(model, space, above)
     lora = None if own_lora or model is None else model.lora.largest(space)
     for name, own in engine.engines.items():
         yield from _below(own.problems(engine.device, lora), "engine", name)

@@ -45,12 +45,12 @@ pytestmark = [
     ("stage", "ranks", "tolerance"), [(2, 1, 1e-6), (2, 2, 1e-5), (3, 2, 1e-5)]
 )
 def test_agents_on_the_engine_train_like_those_with_adamw(tmp_path, stage, ranks, tolerance):
-    """Steps, failure, clone, sampling, saving, birth and death; see tests/helpers/zero_cases.py."""
+    """The cases of tests/helpers/zero_cases.py, from steps to birth and death."""
     processes = start(ranks, HELPERS / "zero_cases.py", stage, tmp_path, tolerance)
     for out, said, code in finish(processes, seconds=170):
         assert code == 0, out + said
         found = dict(re.findall(r"^(\w+): (\S+)$", out, re.MULTILINE))
-        names = ("steps", "failure", "clone", "sampling", "saving", "birth_and_death")
+        names = ("steps", "failure", "clone", "sampling", "saving", "resizing", "birth_and_death")
         assert tuple(found) == names
         assert all(float(apart) <= tolerance for apart in found.values())
         assert "DeepSpeed" not in out, "it talks on standard output"

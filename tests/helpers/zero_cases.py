@@ -11,13 +11,16 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+import pytest
 import tiny
 import torch
 from peft import LoraConfig
 from tiny_cohort import PLAIN, fresh, image, make_rows, perturb
 
 from evo_grpo import GRPO
+from evo_grpo.errors import ConfigError
 from evo_grpo.learn.rows import AgentBatch
+from evo_grpo.model.lora.target_sets import TargetSets
 from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.settings.keywords import agent_settings
@@ -32,6 +35,14 @@ HPARAMS = [
 ]
 
 
+#: The engine's adapter has rank 6, those of the agents 4 to begin with.
+SEARCHED = {
+    "lora.r": {"min": 1, "max": 6},
+    "lora.target_modules": {"choices": ["attention", "all"]},
+}
+SETS = {"attention": ["q_proj", "k_proj", "v_proj", "o_proj"], "all": "all-linear"}
+
+
 def build(**settings):
     given = {
         **{"seed": 7, "hyperparameters": {}, "device": "cpu", "separate_reference": True},
@@ -40,8 +51,12 @@ def build(**settings):
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.1)
     objects = Objects(model=tiny.llama(initializer_range=0.5), lora=lora)
     cohort, _ = build_cohort(agent_settings(given, kind="grpo"), objects)
+    # A model of its own declares no sets of layers; the engine is made with the first agent.
+    cohort.slots.target_sets = TargetSets(cohort.slots.base, cohort.slots.config, SETS)
+    own, cohort.settings = cohort.settings, cohort.settings.replace(hyperparameters=SEARCHED)
     for hparams in HPARAMS:
         perturb(cohort, cohort.add(hparams).slot)
+    cohort.settings = own
     return cohort
 
 
@@ -128,6 +143,32 @@ def clone(pair, folder):
     pair.compare()
 
 
+def resizing(pair, folder):
+    """Ranks that grow and shrink, and layers that go and come, between steps."""
+    del folder
+
+    def change(slot, **values):
+        for cohort in (pair.zero, pair.own):
+            cohort.set_hparams(slot, cohort.agents[slot].hparams.replace(**values))
+
+    change(0, lora_r=6)
+    change(1, lora_r=2)
+    change(2, lora_target_modules="attention")
+    for _ in range(2):
+        pair.compare()
+        pair.learn((0, 1, 2))
+    pair.compare()
+    # A new layer has no moments with AdamW, and moments of zero on the engine.
+    change(2, lora_target_modules="all")
+    for cohort in (pair.zero, pair.own):
+        cohort.copy(0, 2)
+        cohort.set_hparams(2, cohort.agents[0].hparams)
+    pair.learn((0, 1, 2))
+    pair.compare()
+    with pytest.raises(ConfigError, match="expected a rank of at most 6"):
+        pair.zero.set_hparams(0, pair.zero.agents[0].hparams.replace(lora_r=7))
+
+
 def birth_and_death(pair, folder):
     del folder
     for cohort in (pair.zero, pair.own):
@@ -195,7 +236,7 @@ def saving(pair, folder):
     pair.compare()
 
 
-CASES = (steps, failure, clone, sampling, saving, birth_and_death)
+CASES = (steps, failure, clone, sampling, saving, resizing, birth_and_death)
 
 
 def main():

@@ -327,10 +327,6 @@ AT = f"evolve.hyperparameters.{NAME}"
             "model.lora.rank_pattern: expected none where lora.target_modules is searched",
         ),
         (
-            {"engine__zero": 2},
-            "engine.zero: expected null where lora.target_modules is searched",
-        ),
-        (
             {"population__init": [{NAME: "mpl"}, {}, {}]},
             f"population.init[0].{NAME}: expected one of attention, mlp, all, got mpl",
         ),

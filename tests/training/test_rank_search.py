@@ -306,11 +306,6 @@ AT = "evolve.hyperparameters.lora.r"
             "model.lora.alpha_pattern: expected none where lora.r is searched",
         ),
         (
-            {"engine__zero": 2},
-            "engine.zero: expected null where lora.r is searched, since all agents train through "
-            "one adapter of DeepSpeed's, got 2; leave it out, or remove evolve.hyperparameters",
-        ),
-        (
             {"engine__vllm": {"max_lora_rank": 8}},
             "engine.vllm.max_lora_rank: expected at least 16, the largest rank of an agent, got 8",
         ),

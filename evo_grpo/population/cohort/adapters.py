@@ -10,9 +10,8 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
-from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.start import with_first_choices
-from evo_grpo.model.lora.configs import differences, module_of, width_of
+from evo_grpo.model.lora.configs import module_of, width_of
 from evo_grpo.model.lora.resize import resize_slot, with_rank
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.population.cohort.state import AgentState
@@ -93,25 +92,21 @@ def resize(
     or a layer is added, AdamW starts afresh there. The reference is frozen and stays.
 
     Raises:
-        ConfigError: No set of layers has the name in the hyperparameters; or with engine.zero,
-            where all agents train through one adapter.
+        ConfigError: No set of layers has the name in the hyperparameters; or with engine.zero, the
+            engine's adapter is too small.
     """
     if (hparams.lora_r, hparams.lora_alpha, hparams.lora_target_modules) == (None, None, None):
         return
-    own = slots.lora_config(state.adapter)
     wanted = adapter_config(slots, hparams, state.adapter)
-    if isinstance(state.optimizer, ZeroOptimizer) and (changed := differences(wanted, own)):
-        field, new, present = changed[0]
-        raise ConfigError(
-            f"lora.{field} of agent {state.slot}: expected its present rank, alpha and layers with "
-            "engine.zero, where all agents train through one adapter of DeepSpeed's, got "
-            f"{new} in place of {present}; set zero to null"
-        )
+    if isinstance(state.optimizer, ZeroOptimizer):
+        targets = hparams.lora_target_modules
+        own = slots.target_sets.modules(targets) if targets else slots.modules(state.adapter)
+        state.optimizer.engine.check_holds(wanted.r, own)
     keys = list(slots.shapes(state.adapter))
+    before = {keys[place]: own for place, own in state.optimizer.state_dict()["state"].items()}
     found = resize_slot(slots, state.adapter, wanted)
     if found is None:
         return
-    before = {keys[place]: own for place, own in state.optimizer.state_dict()["state"].items()}
     state.optimizer = fresh_optimizer()
     if found.error is not None and math.isfinite(found.error):
         state.rank_error = found.error

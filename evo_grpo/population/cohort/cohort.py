@@ -299,7 +299,7 @@ class Cohort:
         parameters = self.slots.parameters(f"actor_{slot}") if here else [nothing]
         group = {"params": parameters, "initial_lr": hparams.lr, "agent": True}
         if self._turns is not None:
-            return ZeroOptimizer({**group, "lr": hparams.lr}, self._turns.engine)
+            return ZeroOptimizer({**group, "lr": hparams.lr}, self._turns.engine, f"actor_{slot}")
         return torch.optim.AdamW([group], lr=hparams.lr, weight_decay=0.0, fused=True)
 
     def check_hparams(self, hparams: Hparams) -> None:

@@ -4,20 +4,25 @@ The engine's adapter is a slot that belongs to no agent. A turn begins by copyin
 and moments into the engine, and ends by copying both back. Agents are therefore added, copied and
 removed without DeepSpeed, whose engines do not support this, and the memory of an agent is its
 adapter and its part of the moments.
+
+The engine's adapter has the largest rank and all layers of any agent. What an agent lacks is zeros
+in it, in A as in B, so its gradient is zero and it stays zeros.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias, final
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from evo_grpo.errors import ConfigError
 from evo_grpo.model.digest import base_digest
 from evo_grpo.model.forward.fused import population_forward
 from evo_grpo.model.forward.layout import RowLayout
@@ -52,7 +57,8 @@ class ZeroEngine:
     """DeepSpeed's engine for one adapter over a base; all processes create an equal engine.
 
     Args:
-        slots: The adapters; at least one, whose shape the engine's adapter copies.
+        slots: The adapters.
+        config: The engine's adapter: the largest rank and all layers of any agent.
         stage: 2 divides moments and gradients of the engine's adapter among the processes; 3 also
             divides its weights and the decoder layers of the base; head and embedding stay whole.
         accelerator: The accelerator with the active DeepSpeed plugin.
@@ -66,6 +72,7 @@ class ZeroEngine:
     def __init__(
         self,
         slots: AdapterSlots,
+        config: LoraConfig,
         stage: int,
         accelerator: Any,  # noqa: ANN401 -- accelerate is untyped
         device: torch.device,
@@ -76,10 +83,11 @@ class ZeroEngine:
         self.rank, self.ranks = accelerator.process_index, accelerator.num_processes
         base = slots.base
         base_digest(base)  # cache the digest of the whole weights
-        slots.add(TURN)
+        slots.add(TURN, config)
         slots.reserved.add(TURN)
         self.parameters = slots.parameters(TURN)
-        self._shapes = [p.shape for p in self.parameters]  # in stage 3 parameters lose their shapes
+        self.shapes = slots.shapes(TURN)  # in stage 3 parameters lose their shapes
+        self._shapes = [*self.shapes.values()]
         own = [pair[TURN] for layer in slots.layers.values() for pair in _matrices(layer)]
         trunk: Any = base.trunk
         parts = _Parts(
@@ -109,14 +117,35 @@ class ZeroEngine:
         """Norm of the gradient of the last step before clipping; inf if it was not finite."""
         return float(self.engine.get_global_grad_norm())
 
+    def check_holds(self, rank: int, layers: Collection[str]) -> None:
+        """Check that an adapter with a rank and layers fits into that of the engine.
+
+        Raises:
+            ConfigError: It does not.
+        """
+        most, known = self.slots.lora_config(TURN).r, self.slots.modules(TURN)
+        if rank > most or not known.issuperset(layers):
+            raise ConfigError(
+                f"lora.r, lora.target_modules: expected a rank of at most {most} and layers among "
+                f"{len(known)} with engine.zero, whose adapter is as large as the ranges of the "
+                f"search allow, got rank {rank} and {len(set(layers) - known)} further layers; "
+                "widen evolve.hyperparameters.lora.r or lora.target_modules, or set zero to null"
+            )
+
     def begin(self, weights_of: str, moments: LocalMoments, group: dict[str, Any]) -> None:
         """Begin an agent's turn.
 
         `weights_of` is the agent's slot; the engine holds the agent's moments until `end`. Only lr,
         betas and weight_decay of `group`, the parameter group of the agent's AdamW, are used.
         """
-        with self._writing():
-            self.slots.copy(weights_of, TURN)
+        with self._writing(), torch.no_grad():
+            own = _named(self.slots, weights_of)
+            for key, parameter in zip(self.shapes, self.parameters, strict=True):
+                fill(parameter, own.get(key))
+            self.slots.mark_changed(TURN)
+        for layer in self.slots.layers.values():
+            if weights_of in layer.scaling:
+                layer.scaling[TURN] = layer.scaling[weights_of]
         zero, adamw = self.engine.optimizer, self.engine.optimizer.optimizer
         zero.refresh_fp32_params()  # AdamW steps a separate float32 copy
         self._make_whole()
@@ -129,7 +158,11 @@ class ZeroEngine:
 
     def end(self, weights_to: str) -> LocalMoments:
         """End an agent's turn: copy the weights to its slot and return its moments."""
-        self.slots.copy(TURN, weights_to)
+        turn = dict(zip(self.shapes, self.parameters, strict=True))
+        with torch.no_grad():
+            for key, parameter in _named(self.slots, weights_to).items():
+                parameter.copy_(part_of(turn[key], parameter.shape))
+        self.slots.mark_changed(weights_to)
         state = self.engine.optimizer.optimizer.state
         moments = {n: dict(state[flat]) for n, flat in enumerate(self.flats) if flat in state}
         state.clear()
@@ -250,6 +283,26 @@ class ZeroEngine:
         # Run the base only: adapters are not gathered in a forward.
         with torch.no_grad(), population_forward(self.slots.layers, RowLayout((None,), (1,))):
             self._parts(input_ids=ids, use_cache=False)
+
+
+def _named(slots: AdapterSlots, name: str) -> dict[str, nn.Parameter]:
+    return dict(zip(slots.shapes(name), slots.parameters(name), strict=True))
+
+
+def fill(target: Tensor, values: Tensor | None) -> None:
+    """Copy values into the first rows and columns of a tensor that is as large or larger, in place.
+
+    The rest is set to zero; None has no values.
+    """
+    if values is None or values.shape != target.shape:
+        target.zero_()
+    if values is not None:
+        part_of(target, values.shape).copy_(values)
+
+
+def part_of(whole: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the first rows and columns of a tensor, as a view."""
+    return whole[tuple(slice(0, size) for size in shape)]
 
 
 def _matrices(layer: LoraLayer) -> tuple[nn.ModuleDict, nn.ModuleDict]:

@@ -14,6 +14,7 @@ from functools import reduce
 from typing import Any, NoReturn, final
 
 import torch
+from peft import LoraConfig
 from torch import Tensor
 
 from evo_grpo.errors import ConfigError, RunFailedError
@@ -23,9 +24,12 @@ from evo_grpo.learn.rows import AgentBatch, AgentTraining
 from evo_grpo.learn.updates import Bucket
 from evo_grpo.model.loading import pick_device
 from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.model.lora.target_sets import with_targets
 from evo_grpo.population.ranks.team import Team
-from evo_grpo.population.zero.engine import TURN, LocalMoments, ZeroEngine
+from evo_grpo.population.zero.engine import TURN, LocalMoments, ZeroEngine, fill, part_of
 from evo_grpo.population.zero.setup import own_accelerator
+from evo_grpo.schema.hparams import LORA
+from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings import AgentSettings
 from evo_grpo.settings.algorithm import AlgorithmConfig
 from evo_grpo.settings.engine import EngineConfig
@@ -35,22 +39,48 @@ from evo_grpo.settings.engine import EngineConfig
 class ZeroOptimizer(torch.optim.Optimizer):
     """AdamW of one agent: its lr and this process's part of its moments; the engine takes steps.
 
-    It has one parameter group, with lr, betas and weight_decay.
+    It has one parameter group, with lr, betas and weight_decay. The moments are those of the
+    engine's adapter, zeros where the agent's lacks something.
     """
 
-    def __init__(self, group: dict[str, Any], engine: ZeroEngine) -> None:
+    def __init__(self, group: dict[str, Any], engine: ZeroEngine, adapter: str) -> None:
         super().__init__([group], {"lr": group["lr"], "weight_decay": 0.0, "betas": (0.9, 0.999)})
-        self.engine = engine
+        self.engine, self.adapter = engine, adapter
         self.moments: LocalMoments = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole moments in the format of torch's AdamW; all processes call this."""
         groups = super().state_dict()["param_groups"]
-        return {"state": self.engine.whole_moments(self.moments), "param_groups": groups}
+        whole = self.engine.whole_moments(self.moments)
+        places = {key: place for place, key in enumerate(self.engine.shapes)}
+        own = self.engine.slots.shapes(self.adapter).items() if whole else ()
+        state = {
+            place: {
+                name: value if name == "step" else part_of(value, shape).clone()
+                for name, value in whole[places[key]].items()
+            }
+            for place, (key, shape) in enumerate(own)
+        }
+        return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load moments in the format of torch's AdamW; lr and other options are not loaded."""
-        self.moments = self.engine.own_moments(state_dict["state"])
+        """Load moments in the format of torch's AdamW; lr and other options are not loaded.
+
+        The engine counts steps for all parameters together, so those without moments begin with
+        moments of zero at the steps of the others.
+        """
+        keys = [*self.engine.slots.shapes(self.adapter)]
+        given = {keys[place]: own for place, own in state_dict["state"].items()}
+        some = next(iter(given.values()), {})
+        whole: dict[int, dict[str, Tensor]] = {}
+        for place, (key, shape) in enumerate(self.engine.shapes.items() if given else ()):
+            whole[place] = {}
+            for name, like in some.items():
+                own = given[key][name] if key in given else None
+                whole[place][name] = like if name == "step" else like.new_empty(shape)
+                if name != "step":
+                    fill(whole[place][name], own)
+        self.moments = self.engine.own_moments(whole)
 
     def step(self, closure: Any = None) -> NoReturn:  # noqa: ANN401 -- torch's signature
         """Raise an error, because the engine holds the gradients."""
@@ -59,6 +89,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "optimizer.step: expected the steps to be taken by learn, which gives DeepSpeed the "
             "gradients, got a call; call agent.learn(experiences)"
         )
+
+
+def widest(slots: AdapterSlots, space: HyperparameterConfig) -> LoraConfig:
+    """Return a configuration with the largest rank and all layers that any agent may have."""
+    names, rank = space.names(), f"{LORA}r"
+    ranks = [slots.config.r, *(slots.lora_config(name).r for name in slots.names)]
+    ranks += [int(space[rank].max)] if rank in names else []
+    layers = set[str]().union(*map(slots.modules, slots.names))
+    targets = space[f"{LORA}target_modules"].choices if f"{LORA}target_modules" in names else ()
+    layers |= {module for name in targets or () for module in slots.target_sets.modules(str(name))}
+    made = with_targets(slots.config, layers)
+    made.r = max(ranks)
+    return made
 
 
 @final
@@ -141,7 +184,7 @@ def make_turns(
         )
     if stage == 3:
         slots.base.specialized = False  # stage 3 has no whole weights to join
-    engine = ZeroEngine(slots, stage, made, device)
+    engine = ZeroEngine(slots, widest(slots, settings.search_space()), stage, made, device)
     if stage == 3 and team.size > 1:
         # Completions differ in length, so one process may decode when another has finished.
         slots.base.passes = team.in_lockstep(engine.idle_forward, _never)
