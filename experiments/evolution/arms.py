@@ -453,7 +453,10 @@ def _layers(name: str) -> Arm:
     )
 
 
-_SETS: dict[str, Any] = {"model.lora.target_sets": LAYER_SETS}
+_SETS: dict[str, Any] = {
+    "model.lora.target_modules": "all-linear",
+    "model.lora.target_sets": LAYER_SETS,
+}
 WHERE = (
     Arm(
         "layers-evolved",

@@ -156,7 +156,7 @@ def scores_table(results: Results) -> Rows:
             f"{wins[arm]:g}",
             f"{statistics.mean(line['collapsed'] for line in mine):.0%}",
             str(len(mine) - len(ok)),
-            interval(bootstrap(optimism), sign=True) if ok else "",
+            interval(bootstrap(optimism), sign=True) if optimism else "",
             _thousands(line["training"]["tokens"] for line in mine),
             _thousands(line["evaluation"]["tokens"] for line in mine),
             # A trial's rounds are not all of the arm's: what it spent is not in one run's seconds.
