@@ -65,8 +65,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "ends early", f"after the round in which {rules}"
     yield "places", _by_round(plan.places)
     yield "mutates", _mutating(plan)
-    if isinstance(population.init, list | tuple):
-        yield "begins", _begins(population.init)
+    if isinstance(population.init, list | tuple) and (text := _begins(population.init)):
+        yield "begins", text
     if isinstance(exploration := config.evolve.exploration, ScheduleExploration):
         yield "schedule", _schedule(exploration)
     yield "lr", _lr(plan)

@@ -14,10 +14,11 @@ from torch import Tensor
 def send(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
     """Return int64 tensors of the shapes of integer or boolean arrays.
 
-    One copy serves all of them, since each has its costs. The host does not wait for it.
+    One copy serves all of them, since each has its costs. On CUDA the host does not wait for it.
     """
     flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays], dtype=np.int64))
-    if device.type == "cuda":
-        flat = flat.pin_memory()  # the host waits for a copy of other memory
-    sent = flat.to(device, non_blocking=True).split([array.size for array in arrays])
+    # Pinned memory is kept until it has been copied, which other devices do not promise.
+    pinned = device.type == "cuda"
+    flat = flat.pin_memory() if pinned else flat
+    sent = flat.to(device, non_blocking=pinned).split([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(sent, arrays, strict=True)]

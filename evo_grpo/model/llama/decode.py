@@ -171,6 +171,7 @@ class LlamaDecoder:
         x = w.embedded(ids)
         turns = [(cos[:columns], sin[:columns]) for cos, sin in self.tables]
         both = w.heads + w.kv_heads
+        masks: dict[int, Tensor] = {}
         for linears, layer, kind in zip(
             self._linears, self._layers, self._described.layers, strict=True
         ):
@@ -186,7 +187,12 @@ class LlamaDecoder:
             # Prompts are padded on the right, where causal attention never looks.
             mask = None
             if kind.window is not None and columns > kind.window:
-                mask = causal(columns, x, kind.window)
+                if kind.window not in masks:
+                    masks[kind.window] = causal(columns, x, kind.window)
+                mask = masks[kind.window]
+                if x.device.type == "cuda" and w.heads != w.kv_heads:
+                    # On CUDA, no kernel that takes a mask serves groups of heads.
+                    k, v = (p.repeat_interleave(w.heads // w.kv_heads, 1) for p in (k, v))
             mixed = nn.functional.scaled_dot_product_attention(
                 q,
                 k,
@@ -194,7 +200,7 @@ class LlamaDecoder:
                 attn_mask=mask,
                 is_causal=mask is None,
                 scale=self._scale,
-                enable_gqa=w.heads != w.kv_heads,
+                enable_gqa=w.heads != k.shape[1],
             )
             mixed = mixed.transpose(1, 2).reshape(rows, columns, -1)
             x = self._rest(linears, layer, x, mixed)

@@ -193,7 +193,8 @@ def _layers(config: Any, family: Family) -> tuple[LayerKind, ...] | None:  # noq
     count = int(config.num_hidden_layers)
     types = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
     window = int(getattr(config, "sliding_window", None) or 0) or None
-    if not getattr(config, "use_sliding_window", True):
+    # Mistral of transformers has a window whatever that key says.
+    if family.windows != "all" and not getattr(config, "use_sliding_window", True):
         window = None
     sliding = "sliding_attention" in types
     if len(types) < count or not set(types) <= {"full_attention", "sliding_attention"}:

@@ -3,7 +3,7 @@
 Prompts are padded on the right. Causal attention does not see the padding, so the prefill needs no
 mask; the decode mask hides the columns between a prompt's end and the first decoded column.
 Position ids follow the real lengths. Models that padding would mislead, and rows longer than a
-sliding window, are decoded one prompt length at a time.
+sliding window outside of the Llama family, are decoded one prompt length at a time.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ def unseen_gpus(build: str) -> str | None:
     seen = "a GPU" if len(visible) == 1 else f"{len(visible)} GPUs"
     remedy = (
         "install torch's build for CUDA (pytorch.org, or docs/install.md)"
-        if build == "CPUs"
+        if not build.startswith("CUDA")
         else "the driver may be too old for it; update the driver, or install torch's build for an "
         "older CUDA"
     )

@@ -350,10 +350,8 @@ def test_one_agents_nan_reaches_no_other_through_what_rows_share():
 def test_cuda_smoke(alike):
     slots = tiny.population(tiny.llama().to("cuda"), (4, 4))
     ids, where, prefix, layout = shared_rows(alike)
-    prefix = replace(
-        prefix,
-        **{name: getattr(prefix, name).cuda() for name in ("ids", "source", "rest", "where")},
-    )
+    tensors = ("ids", "source", "rest", "row_lengths", "where")
+    prefix = replace(prefix, **{name: getattr(prefix, name).cuda() for name in tensors})
     out = []
     for step, cut in ((LlamaForward(slots, layout.adapters), prefix), (ModuleForward(slots), None)):
         with step.rows(layout):
