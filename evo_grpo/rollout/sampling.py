@@ -71,6 +71,9 @@ class RowSampling:
         limit: (B,) int64 longest completion per row.
         minimum: (B,) int64 or None.
         draws: Whether any row draws its tokens.
+        least: Least of `minimum`, known to the host; 0 without one.
+        shortest: A number of tokens that no `limit` is below, known to the host.
+        alike: Whether all rows have the same minimum.
     """
 
     temperature: Tensor
@@ -82,6 +85,9 @@ class RowSampling:
     limit: Tensor
     minimum: Tensor | None
     draws: bool = True
+    least: int = 0
+    shortest: int = 0
+    alike: bool = False
 
     @classmethod
     def build(
@@ -115,6 +121,9 @@ class RowSampling:
             limit=column([s.max_output_tokens for s in settings], torch.int64),
             minimum=column(minimum, torch.int64) if any(minimum) else None,
             draws=not all(greedy),
+            least=min(minimum, default=0),
+            shortest=min((s.max_output_tokens for s in settings), default=0),
+            alike=len(set(minimum)) == 1,
         )
 
     def select(self, rows: Tensor) -> RowSampling:

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import FusedForward, RowLayout, population_forward
+from evo_grpo.model.forward.sending import send
 from evo_grpo.model.llama.choice import takes_fast_path
 from evo_grpo.model.llama.decode import LlamaDecoder
 from evo_grpo.model.llama.weights import LlamaWeights
@@ -219,11 +221,11 @@ class NativeEngine(RolloutEngine):
     def _pad(self, requests: Sequence[RolloutRequest], columns: int) -> tuple[Tensor, Tensor]:
         """Return the padded prompts: ids (NP, columns) and lengths (NP,)."""
         prompts = [p.token_ids for r in requests for p in r.prompts]
-        ids = torch.full((len(prompts), columns), self.base.pad_id, dtype=torch.long)
-        for row, tokens in enumerate(prompts):
-            ids[row, : len(tokens)] = torch.tensor(tokens)
-        lengths = torch.tensor([len(tokens) for tokens in prompts], device=self.base.device)
-        return ids.to(self.base.device), lengths
+        ids = np.full((len(prompts), columns), self.base.pad_id)
+        for row, tokens in zip(ids, prompts, strict=True):
+            row[: len(tokens)] = tokens
+        sent = send([ids, np.array([len(tokens) for tokens in prompts])], self.base.device)
+        return sent[0], sent[1]
 
     def _groups(
         self,
@@ -231,8 +233,9 @@ class NativeEngine(RolloutEngine):
         output: Output,
     ) -> list[list[CompletionGroup]]:
         eos = set(self.base.eos_ids)
-        counts = output.lengths().tolist()
-        ids = [row[:n] for row, n in zip(output.tokens.t().tolist(), counts, strict=True)]
+        tokens = output.tokens.t().cpu()
+        counts = (tokens >= 0).sum(1).tolist()
+        ids = [row[:n] for row, n in zip(tokens.tolist(), counts, strict=True)]
         values = [row[:n] for row, n in zip(output.logprobs.t().tolist(), counts, strict=True)]
         done = (
             Completion(tuple(i), text, tuple(v), ended=bool(i) and i[-1] in eos)

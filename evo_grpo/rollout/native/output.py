@@ -32,10 +32,6 @@ class Output:
         self.tokens.view(-1).index_copy_(0, places, tokens.masked_fill(finished, -1))
         self.logprobs.view(-1).index_copy_(0, places, logprobs)
 
-    def lengths(self) -> Tensor:
-        """Return (B,) tokens of each row."""
-        return (self.tokens >= 0).sum(0)
-
 
 class StopConditions:
     """End tokens and length limits of the rows in the batch.
@@ -49,11 +45,7 @@ class StopConditions:
     ) -> None:
         self._mask = torch.zeros(vocabulary, dtype=torch.bool, device=device)
         self._mask[list(eos)] = True
-        minimum = sampling.minimum
-        self._least = 0 if minimum is None else int(minimum.min())
-        #: One minimum for all rows needs no mask per row.
-        self._alike = minimum is not None and self._least == int(minimum.max())
-        self._shortest = int(sampling.limit.min()) if len(sampling.limit) else 0
+        self._least, self._shortest = sampling.least, sampling.shortest
 
     def possible(self, drawn: int) -> bool:
         """Return whether a row can have ended when so many tokens were drawn."""
@@ -67,7 +59,8 @@ class StopConditions:
         minimum = sampling.minimum
         if minimum is None:
             return None
-        return self._mask & (drawn < (minimum[:1] if self._alike else minimum))[:, None]
+        # One minimum for all rows needs no mask per row.
+        return self._mask & (drawn < (minimum[:1] if sampling.alike else minimum))[:, None]
 
     def met(self, drawn: Tensor, tokens: Tensor, sampling: RowSampling) -> Tensor:
         """Return the rows (B,) that end with `tokens` (B,), drawn after `drawn` (1,) others."""

@@ -81,7 +81,11 @@ def expand_rows(
     counts = tuple(r.samples * len(r.prompts) for r in requests)
     sampling = RowSampling.build([r.sampling for r in requests], counts, vocabulary, device)
     row_lengths = lengths.index_select(0, source)
-    sampling = replace(sampling, limit=torch.minimum(sampling.limit, context - row_lengths))
+    sampling = replace(
+        sampling,
+        limit=torch.minimum(sampling.limit, context - row_lengths),
+        shortest=min(sampling.shortest, context - ids.shape[1]),
+    )
     column = torch.arange(columns, device=device)
     # Decoded columns start after the longest prompt; the padding of shorter prompts is masked.
     mask = (column < row_lengths[:, None]) | (column >= ids.shape[1])
