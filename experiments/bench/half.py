@@ -78,7 +78,7 @@ def learned(slots: AdapterSlots, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         slots.base.backward(-(values * weights).mean())
     forward.collect_gradients()
     found = [p.grad for name in AGENTS for p in slots.parameters(name) if p.grad is not None]
-    return values.detach(), torch.cat([g.flatten().float() for g in found])
+    return values.detach(), torch.cat([g.flatten().double() for g in found])
 
 
 def compare(report: Report, name: str, file: Path | None, dtype: torch.dtype, rows: int) -> None:
