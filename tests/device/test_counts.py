@@ -7,7 +7,9 @@ counts.json has the numbers, which may fall and not grow. Write them anew after 
 
 import pytest
 import rehearsal
+import tiny
 import torch
+from architectures import FAMILIES
 from device_counts import (
     STEPS,
     Watch,
@@ -15,6 +17,7 @@ from device_counts import (
     counted_learn,
     decode_counts,
     differing,
+    family_counts,
     rollout,
 )
 from torch import nn
@@ -47,6 +50,18 @@ def test_counts_of_a_rollout_without_its_steps():
 def test_counts_of_learn(agents):
     compared(counted_learn(agents).totals(), f"learn, {agents} agents")
     compared(counted_learn(agents, **KL).totals(), f"learn with a KL, 4 steps, {agents} agents")
+
+
+@pytest.mark.parametrize("family", ["llama", *FAMILIES])
+def test_counts_of_each_family(family):
+    compared(family_counts({"llama": tiny.llama, **FAMILIES}[family]), f"two layers, {family}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_of_each_family_can_be_captured(monkeypatch, family):
+    watch = Watch(monkeypatch)
+    rollout(build=FAMILIES[family], min_output_tokens=STEPS)
+    assert differing(watch.blocks) is None
 
 
 def test_steps_of_a_block_are_the_same_operations_on_the_same_memory(monkeypatch):

@@ -14,6 +14,7 @@ import pytest
 import rehearsal
 import tiny
 import torch
+from architectures import FAMILIES
 from engine_contract import prompts_of
 from fused_cases import inputs
 from small_run import Told, outcome, small, stopped_and_resumed
@@ -24,6 +25,7 @@ from typer.testing import CliRunner
 from evo_grpo import GRPO, MultiTurnGym, run
 from evo_grpo.cli.commands import app
 from evo_grpo.model.forward.fused import RowLayout, population_forward
+from evo_grpo.model.llama.choice import takes_fast_path
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native.engine import NativeEngine
 from evo_grpo.rollout.native.loop import DecodeLoop
@@ -192,9 +194,9 @@ SETTINGS = (
 )
 
 
-def sampled(device, specialized=True, **engine):
+def sampled(device, specialized=True, build=tiny.llama, **engine):
     """Completions and their log-probs of agents of unequal ranks, group sizes and settings."""
-    slots = tiny.population(tiny.llama().to(device), (4, 2, 8, 1))
+    slots = tiny.population(build().to(device), (4, 2, 8, 1))
     slots.base.specialized = specialized
     asked = [
         RolloutRequest(
@@ -229,13 +231,27 @@ def test_completions_are_those_of_the_cpu(engine, device):
         assert one == pytest.approx(two, abs=2e-4)
 
 
-@pytest.mark.parametrize("build", [build_model, tiny.gpt2], ids=["joined layers", "modules"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_completions_of_each_family_are_those_of_the_cpu(family, device):
+    expected = sampled("cpu", build=FAMILIES[family])
+    found = sampled(device, build=FAMILIES[family])
+    assert found[0] == expected[0]
+    for one, two in zip(found[1], expected[1], strict=True):
+        assert one == pytest.approx(two, abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [build_model, tiny.gpt2, *FAMILIES.values()],
+    ids=["joined layers", "modules", *FAMILIES],
+)
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_a_learn_call_changes_the_weights_as_on_the_cpu(beta, build, device):
     found = []
     for where in ("cpu", device):
         hparams = PLAIN.replace(beta=beta, update_epochs=2)
         cohort = build_cohort(2, hparams, model=build().to(where), warm=False)
+        assert takes_fast_path(cohort.base, cohort.slots.layers) is (build is not tiny.gpt2)
         slots = list(cohort.agents)
         for slot in slots:
             for index, parameter in enumerate(cohort.slots.parameters(cohort.agents[slot].adapter)):

@@ -53,9 +53,10 @@ class Watch:
         return [counts for block in self.blocks for counts in block]
 
 
-def rollout(layers=2, agents=8, **sampling):
+def rollout(layers=2, agents=8, build=None, **sampling):
     """Completions of some agents with four prompts each; the counts of the whole call."""
-    model = tiny.llama(num_hidden_layers=layers).to(rehearsal.NAME)
+    model = build() if build else tiny.llama(num_hidden_layers=layers)
+    model = model.to(rehearsal.NAME)
     slots = tiny.population(model, (4,) * agents)
     asked = [
         RolloutRequest(
@@ -70,9 +71,9 @@ def rollout(layers=2, agents=8, **sampling):
     return counts
 
 
-def counted_learn(agents, **changes):
+def counted_learn(agents, build=None, **changes):
     """A learn call of agents that have learned before."""
-    model = build_model(num_hidden_layers=4).to(rehearsal.NAME)
+    model = (build() if build else build_model(num_hidden_layers=4)).to(rehearsal.NAME)
     cohort = build_cohort(agents, PLAIN.replace(**changes), model=model, warm=False)
     slots = list(cohort.agents)
     rows = [make_rows(7 + slot) for slot in slots]
@@ -126,4 +127,18 @@ def decode_counts():
         "launches of the rest": steps[2][0] - 2 * equal - draw,
         "syncs in steps": sum(c.syncs.total() for c in watch.steps),
         "copies in steps": sum(c.copies.total() for c in watch.steps),
+    }
+
+
+def family_counts(build):
+    """The counts of a decode step and of a learn call of 8 agents, for a model of two layers."""
+    with pytest.MonkeyPatch.context() as patch:
+        watch = Watch(patch)
+        rollout(build=build)
+    learned = counted_learn(8, build=build).totals()
+    return {
+        "launches of a decode step": min(c.launches.total() for c in watch.steps),
+        "syncs in steps": sum(c.syncs.total() for c in watch.steps),
+        "copies in steps": sum(c.copies.total() for c in watch.steps),
+        **{f"{name} of learn": count for name, count in learned.items()},
     }
