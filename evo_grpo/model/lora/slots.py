@@ -343,7 +343,8 @@ class AdapterSlots:
 
     def put(self, name: str, state: dict[str, Tensor], origin: Path) -> None:
         """Overwrite a slot with tensors of equal shapes, by PEFT's file keys."""
-        check_adapter_state(state, self.state(name), origin, self.base.name)
+        own = self._params[self._known(name)]
+        check_adapter_state(state, own, origin, self.base.name)
         set_peft_model_state_dict(self.peft, state, adapter_name=name)
         self.mark_changed(name)
         self.restore_trainable()
@@ -405,7 +406,7 @@ def _same_rank(settings: LoraConfig, other: LoraConfig) -> bool:
 
 
 def check_adapter_state(
-    state: dict[str, Tensor], current: dict[str, Tensor], folder: Path, base: str
+    state: dict[str, Tensor], current: Mapping[str, Tensor], folder: Path, base: str
 ) -> None:
     """Compare the tensors of a file with those of a slot.
 
