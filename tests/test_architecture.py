@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rollout",),
     ("learn.objective",),
     ("learn",),
-    ("population.ranks",),
+    ("population.ranks", "population.turns"),
     ("population.zero",),
     ("population.cohort",),
     ("population.checkpoints", "population.evaluate"),

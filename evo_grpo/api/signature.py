@@ -92,6 +92,7 @@ class AgentSignature(ABC):
         quantization: Literal["int8", "nf4"] | None = None,
         threads: int | None = None,
         shards: int | None = None,
+        overlap: int | None = None,
         base: Literal["replicated", "sharded"] = "replicated",
         zero: Literal[2, 3] | None = None,
         rollout: Literal["native", "vllm"] = "native",
@@ -205,6 +206,10 @@ class AgentSignature(ABC):
             shards: Parts of the population that are computed in separate batches. Their number
                 affects the last digits of results; the number of processes does not. null takes the
                 number of processes with which the run starts.
+            overlap: Parts that the agents of a shard are dealt into, each a batch of its own: while
+                the rewards of one are computed, the others generate and learn. Use it where rewards
+                take long, as a judge's do; the number affects the last digits of results. null
+                computes all agents of a shard at once and waits for their rewards.
             base: `replicated`: each process has the whole base. `sharded`: each process has a part
                 of every layer, and each pass gathers the layers; slower, for a base larger than a
                 device.
@@ -312,6 +317,7 @@ class AgentSignature(ABC):
         quantization: Literal["int8", "nf4"] | None = None,
         threads: int | None = None,
         shards: int | None = None,
+        overlap: int | None = None,
         base: Literal["replicated", "sharded"] = "replicated",
         zero: Literal[2, 3] | None = None,
         rollout: Literal["native", "vllm"] = "native",

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Self, final
 
 import numpy as np
@@ -170,6 +171,8 @@ class ReasoningGym:
             task.splits, Template.of_task(task), tokenizer
         )
         self._set_aside = SetAside(task.calls.reward_failures)
+        #: Held where threads share a model, a process or counts.
+        self._shared = Lock()
         self._functions = [one for one in task.rewards if not isinstance(one.fn, Scorer)]
         isolated = task.calls.isolate == "process" and bool(self._functions)
         self._process = RewardProcess(self._functions, task.calls) if isolated else None
@@ -299,7 +302,8 @@ class ReasoningGym:
             if aside[-1]:
                 scored.rewards[start:end] = np.nan
             start = end
-        self._set_aside.record(aside, scored.failures[0].text if scored.failures else "")
+        with self._shared:
+            self._set_aside.record(aside, scored.failures[0].text if scored.failures else "")
         return scored.rewards, aside
 
     def begin(
@@ -362,11 +366,13 @@ class ReasoningGym:
             [prompt.index for prompt, _ in rows],
         )
         if self._process is not None:
-            scored = self._process.score(batch)
+            with self._shared:
+                scored = self._process.score(batch)
         else:
             scored = score_batch(self._functions, batch, self.task.calls)
         if len(self._functions) < len(self.task.rewards):
-            scored = with_scorers(self.task.rewards, scored, batch, self.task.calls)
+            with self._shared:
+                scored = with_scorers(self.task.rewards, scored, batch, self.task.calls)
         warn_of_silence(self.task.rewards, scored)
         return scored
 

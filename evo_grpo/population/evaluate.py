@@ -19,6 +19,7 @@ from evo_grpo.envs.rewards.weights import fitness_rewards
 from evo_grpo.evolve.compare import compare
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
+from evo_grpo.population.turns import Turns, alone, played, take_turns
 from evo_grpo.settings import FitnessConfig
 from evo_grpo.settings.evolve import TOKENS, FitnessReward, ObjectiveConfig
 from evo_grpo.types import Objective, Score, Slot
@@ -47,7 +48,7 @@ class Evaluation:
     looks: int = 1
 
 
-def evaluate(  # noqa: PLR0913 -- what is measured, and how, one argument each
+def evaluating(  # noqa: PLR0913 -- what is measured, and how, one argument each
     cohort: Cohort,
     env: Environment[StartT],
     slots: Sequence[int | None],
@@ -58,7 +59,7 @@ def evaluate(  # noqa: PLR0913 -- what is measured, and how, one argument each
     stream: Sequence[str | int],
     reward: FitnessReward = None,
     further: Sequence[ObjectiveConfig] = (),
-) -> list[Evaluation]:
+) -> Turns[list[Evaluation]]:
     """Evaluate many policies on the same P starts with the same draws, each under its prompt.
 
     Starts are prompts, or seeds of episodes; a slot of None is the base model without an adapter.
@@ -76,10 +77,8 @@ def evaluate(  # noqa: PLR0913 -- what is measured, and how, one argument each
     named = (None if slot is None else cohort.agents[Slot(slot)].hparams.prompt for slot in slots)
     own = [starts_under(env, name, prompts) for name in named]
     play = cohort.begin(env, own, sampler.group_sizes)
-    while (ask := play.ask()) is not None:
-        play.tell(sampler.sample(ask))
     results: list[Evaluation] = []
-    for experience in play.experiences():
+    for experience in (yield from played(play, sampler.sample)):
         rewards = weighted(*fitness_rewards(env, experience.rewards, reward))
         if any(math.isnan(value) for t in experience.trajectories for value in t.logprobs or ()):
             # NaN logits cannot select a token, so these completions do not come from the policy.
@@ -90,6 +89,10 @@ def evaluate(  # noqa: PLR0913 -- what is measured, and how, one argument each
             score = replace(score, further=tuple(goals))
         results.append(Evaluation(score, experience, rewards, experience.tokens))
     return results
+
+
+#: The same for policies that share one generation call, and wait for their rewards.
+evaluate = alone(evaluating)
 
 
 def measured(
@@ -114,13 +117,13 @@ def evaluate_here(
     *,
     stream: Sequence[str | int],
 ) -> dict[Slot, Evaluation]:
-    """Evaluate the agents in `slots` that this rank has, with one call per shard."""
-    found: dict[Slot, Evaluation] = {}
-    for shard in cohort.shards_here(slots):
-        results = evaluate(
+    """Evaluate the agents in `slots` that this rank has, with one call per part."""
+    parts = cohort.parts_here(slots)
+    works = [
+        evaluating(
             cohort,
             env,
-            shard,
+            part,
             starts,
             samples=fitness.per_prompt(fitness.samples),
             temperature=fitness.temperature,
@@ -128,8 +131,11 @@ def evaluate_here(
             reward=fitness.counted,
             further=fitness.further,
         )
-        found |= dict(zip(shard, results, strict=True))
-    return found
+        for part in parts
+    ]
+    results = take_turns(works, overlap=cohort.settings.engine.overlap is not None)
+    pairs = zip(parts, results, strict=True)
+    return {slot: own for part, mine in pairs for slot, own in zip(part, mine, strict=True)}
 
 
 def without_texts(result: Evaluation) -> Evaluation:

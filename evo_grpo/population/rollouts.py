@@ -10,11 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from evo_grpo.envs.protocol import Environment, Experience, Floats, StartT, starts_under
+from evo_grpo.envs.protocol import (
+    Ask,
+    Environment,
+    Experience,
+    Floats,
+    StartT,
+    starts_under,
+)
 from evo_grpo.envs.rewards.weights import weights_of
 from evo_grpo.learn.objective.advantages import zero_variance_groups
 from evo_grpo.learn.objective.overlong import (
@@ -25,8 +33,9 @@ from evo_grpo.learn.objective.overlong import (
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.stats import Stopwatch
+from evo_grpo.population.turns import Turns, played
 from evo_grpo.record.vocabulary import over_steps
-from evo_grpo.types import Slot
+from evo_grpo.types import CompletionGroup, Slot
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,7 @@ def play_step(
     first: int,
     stream: Sequence[str | int],
     watch: Stopwatch,
-) -> list[Rollout]:
+) -> Turns[list[Rollout]]:
     """Sample and score a step of several agents in one generation call per turn.
 
     With `dynamic_sampling_tokens`, further calls replace groups whose rewards are all equal.
@@ -71,7 +80,7 @@ def play_step(
         stream: Path of the random stream of the step.
         watch: Receives the seconds of generate and reward.
     """
-    experiences = _played(cohort, env, slots, starts, stream=stream, watch=watch)
+    experiences = yield from _played(cohort, env, slots, starts, stream=stream, watch=watch)
     counts = [len(own) for own in starts]
     weights = [weights_of(env, cohort.agents[slot].hparams.reward_weights) for slot in slots]
     limits = [cohort.output_tokens(cohort.agents[slot].hparams) for slot in slots]
@@ -94,7 +103,7 @@ def play_step(
         ]
         again = [slots[number] for number in asking]
         path = (*stream, "wave", wave)
-        found = _played(cohort, env, again, more, stream=path, watch=watch)
+        found = yield from _played(cohort, env, again, more, stream=path, watch=watch)
         for number, experience, own in zip(asking, found, more, strict=True):
             rollout = _rollout(cohort, experience, weights[number], limits[number], len(own))
             agents[number].add(rollout)
@@ -215,8 +224,8 @@ def _played(
     *,
     stream: Sequence[str | int],
     watch: Stopwatch,
-) -> list[Experience]:
-    """Play from starts to rewards; the time of environments counts as reward."""
+) -> Turns[list[Experience]]:
+    """Play from starts to rewards; the time in which it waits for environments is reward."""
     sampler = PopulationSampler.in_training(cohort, slots, stream=("sample", *stream))
     with watch.phase("reward"):
         own = [
@@ -224,13 +233,12 @@ def _played(
             for slot, its_starts in zip(slots, starts, strict=True)
         ]
         play = cohort.begin(env, own, sampler.group_sizes)
-    while (ask := play.ask()) is not None:
+
+    def sampled(ask: Ask) -> list[list[CompletionGroup]]:
         with watch.phase("generate"):
-            groups = sampler.sample(ask)
-        with watch.phase("reward"):
-            play.tell(groups)
-    with watch.phase("reward"):
-        return play.experiences()
+            return sampler.sample(ask)
+
+    return (yield from played(play, sampled, partial(watch.phase, "reward")))
 
 
 def _rollout(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
@@ -16,6 +17,7 @@ from evo_grpo.population.evaluate import weighted
 from evo_grpo.population.rollouts import play_step, starts_from
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.stats import Stopwatch, Tally, reward_metrics
+from evo_grpo.population.turns import Turns, alone, take_turns
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.types import Score, Slot
@@ -125,30 +127,45 @@ def train(  # noqa: PLR0913 -- a round meets all parts of a run
     # All steps take their starts from one sequence without gaps.
     starts = past[-1].starts if past else round * sum(map(max, counts))
     tallies = {slot: Tally() for slot in slots if cohort.is_local(slot)}
-    for step, prompts_of_step in enumerate(counts):
-        observer.stage(round, "learn", step, settings.population.steps_per_round)
-        prompts_of = dict(zip(slots, prompts_of_step, strict=True))
-        prompts = starts_from(env, starts, max(prompts_of_step))
-        used = [max(prompts_of_step)]
-        for shard in cohort.shards_here(slots):
-            taken = train_step(
+    parts, overlap = cohort.parts_here(slots), cohort.settings.engine.overlap is not None
+    resamples = cohort.settings.algorithm.dynamic_sampling_tokens is not None
+    finished = Counter[int]()
+
+    def steps_of(part: tuple[Slot, ...], steps: Sequence[int], first: int) -> Turns[int]:
+        """Take consecutive steps with a part; return the number of starts that the last used."""
+        used = 0
+        for step in steps:
+            if part is parts[0]:
+                observer.stage(round, "learn", step, settings.population.steps_per_round)
+            prompts_of = dict(zip(slots, counts[step], strict=True))
+            used = yield from training(
                 cohort,
                 env,
-                shard,
-                prompts,
+                part,
+                starts_from(env, first, max(counts[step])),
                 stream=(round, step),
                 watch=watch,
-                tallies=[tallies[slot] for slot in shard],
-                prompts_per_agent=[prompts_of[slot] for slot in shard],
-                first=starts,
+                tallies=[tallies[slot] for slot in part],
+                prompts_per_agent=[prompts_of[slot] for slot in part],
+                first=first,
             )
-            used.append(taken)
-        if cohort.settings.algorithm.dynamic_sampling_tokens is not None:
+            first += max(counts[step])
+            finished[step] += 1
+            if finished[step] == len(parts) and len(tallies) == len(slots):
+                report_steps(settings, writer, observer, round, [step], tallies)
+        return used
+
+    # The number of starts that a step uses, and whether it is the last, may depend on all parts.
+    together = limit is not None or resamples or not overlap
+    numbers = range(len(counts))
+    for steps in [[step] for step in numbers] if together else [numbers]:
+        planned = sum(max(counts[step]) for step in steps)
+        turns = [steps_of(part, steps, starts) for part in parts]
+        used = [planned, *take_turns(turns, overlap=overlap)]
+        if resamples:
             # All ranks begin the next step with the same prompt.
             used = cohort.team.agree(max(used), list)
         starts += max(used)
-        if len(tallies) == len(slots):
-            report_steps(settings, writer, observer, round, [step], tallies)
         if limit is not None and limit.spent(list(tallies.values())):
             break
     return tallies, starts
@@ -172,7 +189,7 @@ def report_steps(
         observer.step_done(round, step, metrics)
 
 
-def train_step(  # noqa: PLR0913 -- a step meets all parts of a run
+def training(  # noqa: PLR0913 -- a step meets all parts of a run
     cohort: Cohort,
     env: Environment[StartT],
     slots: Sequence[Slot],
@@ -183,7 +200,7 @@ def train_step(  # noqa: PLR0913 -- a step meets all parts of a run
     tallies: Sequence[Tally],
     prompts_per_agent: Sequence[int] | None = None,
     first: int = 0,
-) -> int:
+) -> Turns[int]:
     """Take one GRPO step with every agent: generate, score, learn.
 
     A step makes one generation call per turn, one scoring, and one fused forward and backward.
@@ -199,7 +216,9 @@ def train_step(  # noqa: PLR0913 -- a step meets all parts of a run
     """
     counts = prompts_per_agent or [len(prompts)] * len(slots)
     starts = [prompts[:count] for count in counts]
-    rollouts = play_step(cohort, env, slots, starts, first=first, stream=stream, watch=watch)
+    rollouts = yield from play_step(
+        cohort, env, slots, starts, first=first, stream=stream, watch=watch
+    )
     agents = [cohort.agents[slot].hparams for slot in slots]
     sizes = [hparams.group_size for hparams in agents]
     algorithm = cohort.settings.algorithm
@@ -234,3 +253,7 @@ def train_step(  # noqa: PLR0913 -- a step meets all parts of a run
         first_group = experience.trajectories[:size]
         tally.samples = list(zip(first_group, totals[:size].tolist(), strict=True))
     return max(rollout.starts for rollout in rollouts)
+
+
+#: The same for agents that share each generation call, and wait for their rewards.
+train_step = alone(training)

@@ -353,6 +353,12 @@ def _zero(engine: EngineConfig) -> Iterator[Problem]:
             f"expected null or 1 with zero {engine.zero}, where all processes train each agent "
             f"together, got {engine.shards}; leave it out, or set zero to null",
         )
+    if engine.overlap is not None:
+        yield Problem(
+            ("overlap",),
+            f"expected null with zero {engine.zero}, which trains one agent after the other, got "
+            f"{engine.overlap}; leave it out, or set zero to null",
+        )
     if not engine.rollout_settings.shares_base:
         fitting = " or ".join(name for name, kind in ENGINES.items() if kind.shares_base)
         yield Problem(

@@ -49,6 +49,15 @@ class EngineConfig(Group):
         "processes with which the run starts.",
         ge=1,
     )
+    overlap: int | None = setting(
+        None,
+        "Parts that the agents of a shard are dealt into, each a batch of its own: while the "
+        "rewards of one are computed, the others generate and learn. Use it where rewards take "
+        "long, as a judge's do; the number affects the last digits of results. null computes all "
+        "agents of a shard at once and waits for their rewards.",
+        ge=2,
+        le=64,
+    )
     base: Literal["replicated", "sharded"] = setting(
         "replicated",
         "`replicated`: each process has the whole base. `sharded`: each process has a part of "

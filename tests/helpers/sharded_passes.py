@@ -70,7 +70,7 @@ def prompts(count):
 def work(cohort, step):
     """One step of this rank's agents, as unlike that of the other rank as can be."""
     found = {}
-    for shard in cohort.shards_here(tuple(cohort.agents)):
+    for shard in cohort.parts_here(tuple(cohort.agents)):
         count = 4 if 0 in shard else 1
         groups = cohort.generate(shard, prompts(count), stream=("test", step))
         rows = [make_rows(10 * step + slot, groups=1 + 2 * (slot == 1)) for slot in shard]

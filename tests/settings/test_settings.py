@@ -651,6 +651,7 @@ def test_the_shipped_file_spells_out_what_newcomers_change():
             {"zero": 2, "shards": 2},
             r"engine\.shards: expected null or 1 with zero 2, .*leave it out",
         ),
+        ({"zero": 2, "overlap": 4}, r"engine\.overlap: expected null with zero 2, .*leave it out"),
         (
             {"zero": 2, "dtype": "float16"},
             r"engine\.dtype: expected auto, bfloat16 or float32",

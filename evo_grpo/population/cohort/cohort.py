@@ -25,7 +25,7 @@ from evo_grpo.model.lora.load import copy_slot
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.population.cohort.adapters import adapter_config, check_rank, resize, with_choices
 from evo_grpo.population.cohort.state import AgentState, References, inherit, packed, unpack
-from evo_grpo.population.ranks.deal import deal, rank_of
+from evo_grpo.population.ranks.deal import batches, deal, rank_of
 from evo_grpo.population.ranks.team import Team
 from evo_grpo.population.zero.sampling import DividedSampling, LedPlay
 from evo_grpo.population.zero.turns import Turns, ZeroOptimizer, make_turns
@@ -112,13 +112,10 @@ class Cohort:
             return LedPlay(lambda: env.begin(starts, sizes), self.team)
         return env.begin(starts, sizes)
 
-    def shards_here(self, slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
-        """Return those of `slots` that this rank has, by shard; each shard is a separate batch."""
-        by_shard: dict[int, list[Slot]] = {}
-        for slot in slots:
-            if self.is_local(slot):
-                by_shard.setdefault(self.agents[slot].shard, []).append(slot)
-        return [tuple(by_shard[shard]) for shard in sorted(by_shard)]
+    def parts_here(self, slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
+        """Return those of `slots` that this rank has, by shard and part; each is one batch."""
+        shards = {slot: self.agents[slot].shard for slot in slots if self.is_local(slot)}
+        return batches(shards, self.settings.engine.overlap or 1)
 
     def place(self, slots: Sequence[Slot], *, weights: bool = True) -> None:
         """Distribute the agents of the next round among shards, and move each to its rank.
@@ -465,7 +462,8 @@ class Cohort:
             reference = self.references.of(s)
             learning.append(AgentTraining(s.adapter, reference, s.hparams, s.optimizer))
             s.prepare_step(self.settings.algorithm.lr_schedule)
-        self.slots.together = tuple(s.adapter for s in states) if self.shards > 1 else ()
+        several = self.shards > 1 or self.settings.engine.overlap is not None
+        self.slots.together = tuple(s.adapter for s in states) if several else ()
         if self._engine is not None:
             self._engine.sleep()
         metrics = (self._turns or self.learner).learn(

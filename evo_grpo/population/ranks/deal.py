@@ -2,12 +2,13 @@
 
 A shard is a part of the population whose agents generate and learn in one batch. The composition of
 a batch affects how sums are rounded, so the number of shards is fixed for a run, like its seed.
-Ranks only compute shards, and any number of ranks gives the same result.
+Ranks only compute shards, and any number of ranks gives the same result. With `engine.overlap`, a
+shard is dealt into several batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
@@ -30,3 +31,12 @@ def rank_of(shard: int, shards: int, ranks: int) -> int:
     There are at least as many shards as ranks.
     """
     return shard * ranks // shards
+
+
+def batches(shards: Mapping[T, int], parts: int) -> list[tuple[T, ...]]:
+    """Return agents, given the shard of each, by shard, and each shard dealt into parts."""
+    by_shard: dict[int, list[T]] = {}
+    for agent, shard in shards.items():
+        by_shard.setdefault(shard, []).append(agent)
+    dealt = (deal(by_shard[shard], parts) for shard in sorted(by_shard))
+    return [part for own in dealt for part in own if part]

@@ -73,8 +73,9 @@ def plan_memory(
     dealt = 1 if config.engine.zero is not None else processes
     agents = -(-population.size // dealt)
     divided = config.engine.base == "sharded" or config.engine.zero == 3
-    # The agents of a shard generate and learn in one batch.
-    together = -(-population.size // max(dealt, config.engine.shards or 1))
+    # The agents of a shard, or of a part of it, generate and learn in one batch.
+    shards = max(dealt, config.engine.shards or 1)
+    together = -(-population.size // (shards * (config.engine.overlap or 1)))
     prompts = algorithm.prompts_per_step or DEFAULT_PROMPTS
     rows = together * prompts * algorithm.group_size
     context = algorithm.max_model_len or min(size.context or 1 << 30, PROMPT_TOKENS + output)

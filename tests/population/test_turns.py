@@ -1,0 +1,233 @@
+"""Parts take turns; the runs of the package in which they do."""
+
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+import pytest
+from small_run import Told, outcome, small, stopped_and_resumed
+
+from evo_grpo import GRPO, MultiTurnGym, run
+from evo_grpo.envs.single_turn import ReasoningGym
+from evo_grpo.errors import RewardError, RunFailedError
+from evo_grpo.population import turns
+from evo_grpo.population.stats import Stopwatch
+from evo_grpo.population.steps import RunWriter, train
+from evo_grpo.population.turns import HostWork, alone, take_turns
+from evo_grpo.training.assemble import prepare
+
+
+def part(name, log, seconds=(), threads=None):
+    """Computes, asks for work that takes some seconds, and computes again."""
+    for number, wait in enumerate(seconds):
+        log.append((name, number))
+
+        def work(number=number, wait=wait):
+            if threads is not None:
+                threads.append(threading.current_thread())
+            time.sleep(wait)
+            return number
+
+        assert (yield HostWork(work)) == number
+    log.append((name, "end"))
+    return name
+
+
+def test_parts_go_on_in_a_fixed_order_whatever_takes_how_long():
+    logs = []
+    for waits in ((0.2, 0.0, 0.0), (0.0, 0.1, 0.2)):
+        log = []
+        parts = [part("a", log, waits), part("b", log, (0.0, 0.0)), part("c", log, waits)]
+        assert take_turns(parts, overlap=True) == ["a", "b", "c"]
+        logs.append(log)
+    first = [("a", 0), ("b", 0), ("c", 0), ("a", 1), ("b", 1), ("c", 1)]
+    last = [("a", 2), ("b", "end"), ("c", 2), ("a", "end"), ("c", "end")]
+    assert logs == [first + last] * 2
+
+
+@pytest.mark.parametrize("names", ["abc", "a"])
+def test_without_overlap_parts_end_one_after_the_other_in_this_thread(names):
+    log, threads = [], []
+    parts = [part(name, log, (0.0,), threads) for name in names]
+    assert take_turns(parts, overlap=names == "a") == list(names)
+    assert log == [(name, what) for name in names for what in (0, "end")]
+    assert set(threads) == {threading.current_thread()}
+
+
+def test_works_of_several_parts_are_under_way_at_once():
+    together = threading.Barrier(3, timeout=20)
+
+    def waits():
+        return (yield HostWork(together.wait))
+
+    assert sorted(take_turns([waits() for _ in range(3)], overlap=True)) == [0, 1, 2]
+
+
+def test_only_waiting_is_measured():
+    spans = []
+
+    @contextmanager
+    def measured():
+        start = time.perf_counter()
+        yield
+        spans.append(time.perf_counter() - start)
+
+    def slow(computing):
+        yield HostWork(lambda: time.sleep(0.3), measured)
+        time.sleep(computing)
+
+    take_turns([slow(0.0), slow(0.0)], overlap=True)
+    assert sum(spans) < 0.5
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_error_of_a_work_ends_all_parts(overlap):
+    closed = []
+
+    def careful():
+        try:
+            yield HostWork(lambda: time.sleep(0.01))
+            yield HostWork(lambda: time.sleep(0.01))
+        finally:
+            closed.append(True)
+
+    def failing():
+        yield HostWork(lambda: 1 / 0)
+
+    with pytest.raises(ZeroDivisionError):
+        take_turns([careful(), failing(), careful()], overlap=overlap)
+    assert len(closed) == (2 if overlap else 1)
+
+
+def test_a_part_alone_is_a_function():
+    assert alone(part)("a", [], (0.0,)) == "a"
+
+
+def waiting(monkeypatch):
+    """Do each work when it is asked for, in the order of the parts."""
+
+    def at_once(name, work):
+        del name
+        result = Future()
+        result.set_result(work())
+        return result
+
+    monkeypatch.setattr(turns, "in_a_thread", at_once)
+
+
+STEPS = {"population__steps_per_round": 3, "population__rounds": 2, "engine__overlap": 2}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"engine__overlap": 7},
+        {"algorithm__dynamic_sampling_tokens": 60, "algorithm__mask_truncated_completions": True},
+        {"engine__shards": 2},
+        {"env__reward": ["two_rewards:exact", "two_rewards:last"], "evolve__fitness__racing": 2},
+    ],
+    ids=["two", "one each", "dynamic", "shards", "rewards"],
+)
+def test_a_run_in_which_parts_overlap_equals_one_in_which_they_wait(changes, tmp_path, monkeypatch):
+    config = small(**STEPS | changes)
+    overlapping = outcome(run(config, out=tmp_path / "overlapping"))
+    with monkeypatch.context() as patch:
+        waiting(patch)
+        assert outcome(run(config, out=tmp_path / "waiting")) == overlapping
+    boards = [overlapping, outcome(run(small(**STEPS | changes | {"engine__overlap": None}),
+                                       out=tmp_path / "undealt"))]  # fmt: skip
+    # Batches of other sizes round differently.
+    tokens = [[row["tokens"] for row in board["leaderboard"]] for board in boards]
+    assert sum(tokens[0]) == pytest.approx(sum(tokens[1]), rel=0.05)
+
+
+def test_a_stopped_run_whose_parts_overlap_is_resumed_as_it_was(tmp_path):
+    config = small(**STEPS)
+    whole = outcome(run(config, out=tmp_path / "whole"))
+    again = stopped_and_resumed(config, tmp_path / "again", ("learn", 1))
+    assert outcome(again) == whole
+
+
+def test_rewards_of_two_parts_are_under_way_at_once_and_each_step_is_told(monkeypatch):
+    judge, met = ReasoningGym.judge, []
+    together = threading.Barrier(2, timeout=20)
+
+    def meets(self, groups):
+        met.append(together.wait())
+        return judge(self, groups)
+
+    monkeypatch.setattr(ReasoningGym, "judge", meets)
+    prepared, told = prepare(small(**STEPS | {"population__size": 2})), Told()
+    tallies, _ = train(
+        prepared.cohort, prepared.env, prepared.round_settings, prepared.slots, 0,
+        watch=Stopwatch(), writer=RunWriter(), observer=told, limit=None, past=(),
+    )  # fmt: skip
+    assert len(met) == 2 * 3
+    assert told.calls == [("learn", 0)] * 3
+    assert [len(tally.metrics) for tally in tallies.values()] == [3, 3]
+
+
+@pytest.mark.parametrize("changes", [{}, {"algorithm__dynamic_sampling_tokens": 60}])
+def test_parts_meet_the_prompts_that_all_agents_would_meet(changes):
+    found = []
+    for overlap in (None, 2, 3):
+        prepared = prepare(small(**STEPS | changes | {"engine__overlap": overlap}))
+        batch, asked = prepared.env.batch, set()
+
+        def noted(step, size, batch=batch, asked=asked):
+            asked.add((step * size, size))
+            return batch(step, size)
+
+        prepared.env.batch = noted
+        tallies, starts = train(
+            prepared.cohort, prepared.env, prepared.round_settings, prepared.slots, 0,
+            watch=Stopwatch(), writer=RunWriter(), observer=Told(), limit=None, past=(),
+        )  # fmt: skip
+        last = [[t.prompt for t, _ in tally.samples] for tally in tallies.values()]
+        found.append((last, starts, asked))
+    assert found[0] == found[1] == found[2]
+    assert found[0][1] >= 6
+
+
+def test_games_whose_environments_step_beside_other_parts_equal_those_that_wait(monkeypatch):
+    class Counting:
+        def reset(self, seed=None):
+            self.left = 2 + seed % 2
+            return f"{seed % 90 + 10}+11=", {}
+
+        def step(self, action):
+            self.left -= 1
+            return "12+13=", float(len(action) % 3), self.left == 0, False, {}
+
+    boards = []
+    for overlaps in (True, False):
+        with monkeypatch.context() as patch:
+            if not overlaps:
+                waiting(patch)
+            population = GRPO.population(
+                size=4, model="tiny-sums", device="cpu", group_size=4, max_output_tokens=4,
+                hyperparameters={"lr": {"min": 3e-4, "max": 3e-3}}, seed=1, overlap=2,
+            )  # fmt: skip
+            env = MultiTurnGym(
+                Counting, population.cohort.base.tokenizer, max_turns=3, batch_size=4,
+                apply_chat_template=False,
+            )  # fmt: skip
+            population.train(env, rounds=2, steps_per_round=2, fitness={"prompts": 8})
+            boards.append(population.leaderboard().drop(columns="wall_seconds"))
+    assert boards[0].equals(boards[1])
+
+
+def test_a_reward_that_fails_in_one_part_ends_the_run_with_its_error(tmp_path, monkeypatch):
+    judge, calls = ReasoningGym.judge, []
+
+    def fails(self, groups):
+        calls.append(len(groups))
+        if len(calls) == 3:
+            raise RewardError("third: it raised KeyError")
+        return judge(self, groups)
+
+    monkeypatch.setattr(ReasoningGym, "judge", fails)
+    with pytest.raises((RewardError, RunFailedError), match="third: it raised KeyError"):
+        run(small(**STEPS), out=tmp_path / "run")
