@@ -42,13 +42,11 @@ class Resized:
     Attributes:
         error: Relative error of what was cut, in the Frobenius norm over all layers; None if the
             function stayed.
-        gradients: How gradients follow from those of the old tensors, by PEFT's file keys: a matrix
-            T (R', R) in float64, so that the gradient of A is T times that of the old A, and that
-            of B is that of the old B times T transposed. Layers that were added have none.
+        factors: Factor on each tensor that is the old one, by PEFT's file keys; it may have grown.
     """
 
     error: float | None
-    gradients: Mapping[str, Tensor]
+    factors: Mapping[str, float]
 
 
 def with_rank(
@@ -86,7 +84,7 @@ def resize_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> Resized |
     if not any(bool(value.count_nonzero()) for key, value in before.items() if ".lora_B." in key):
         return Resized(None, {})
     state: dict[str, Tensor] = {}
-    gradients: dict[str, Tensor] = {}
+    factors: dict[str, float] = {}
     lost, total, is_cut = 0.0, 0.0, False
     for first, second in layer_keys(before):
         if first not in fresh:
@@ -101,21 +99,19 @@ def resize_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> Resized |
         factor = old[layer] / new[layer]
         factor = 1.0 if math.isclose(factor, 1.0, rel_tol=1e-12) else factor
         if len(a) > len(wide):
-            made = cut(a, b, wide)
-            a, b, of_a, of_b = made.a, made.b, made.of_a, made.of_b
-            energies = made.values.square() * old[layer] ** 2
+            a, b, values = cut(a, b, wide)
+            energies = values.square() * old[layer] ** 2
             total += float(energies.sum())
             lost += float(energies[len(wide) :].sum())
             is_cut = True
         else:
             total += _energy(a, b) * old[layer] ** 2
-            of_a = of_b = torch.eye(len(wide), len(a), dtype=torch.float64, device=a.device)
             a, b = grown(a, b, wide)
+            factors |= {first: 1.0, second: factor}
         state[first], state[second] = a, b * factor
-        gradients |= {first: of_a, second: of_b / factor}
     slots.put(name, state, Path(name))
     error = math.sqrt(lost / total) if total else 0.0
-    return Resized(error if is_cut else None, gradients)
+    return Resized(error if is_cut else None, factors)
 
 
 def grown(a: Tensor, b: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,33 +128,11 @@ def grown(a: Tensor, b: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([a, fresh[len(a) :]]), torch.nn.functional.pad(b, (0, missing))
 
 
-@dataclass(frozen=True)
-class Cut:
-    """The nearest product of a smaller rank R'.
-
-    Attributes:
-        a: A (R', in).
-        b: B (out, R').
-        values: The singular values of the old B A, sorted.
-        of_a: T of A; see `Resized`.
-        of_b: T of B.
-    """
-
-    a: Tensor
-    b: Tensor
-    values: Tensor
-    of_a: Tensor
-    of_b: Tensor
-
-
-def cut(a: Tensor, b: Tensor, fresh: Tensor) -> Cut:
-    """Return the nearest product of a smaller rank.
+def cut(a: Tensor, b: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the nearest product of a smaller rank, and the singular values of B A, sorted.
 
     A rank beyond that of the product gets an initial row of A and a zero column of B: both zero
     would never learn.
-
-    The new tensors are A' = M A and B' = B N, with M = S^-1/2 U^T B and N = A V S^-1/2. Given the
-    gradient of B A, that of A' is N^T times that of A, and that of B' is that of B times M^T.
 
     Args:
         a: A (R, in).
@@ -169,20 +143,17 @@ def cut(a: Tensor, b: Tensor, fresh: Tensor) -> Cut:
     left, upper = torch.linalg.qr(b.double())
     right, lower = torch.linalg.qr(a.double().T)
     product = upper @ lower.T
-    new_a, new_b = fresh.clone(), b.new_zeros(len(b), len(fresh))
-    of_a, of_b = (product.new_zeros(len(fresh), len(a)) for _ in range(2))
     if not product.isfinite().all():  # an agent that has failed
-        values = product.new_full((1,), math.nan)
-        return Cut(new_a.fill_(math.nan), new_b.fill_(math.nan), values, of_a, of_b)
+        broken = torch.full_like(fresh, math.nan)
+        return broken, b.new_full((len(b), len(fresh)), math.nan), product.new_full((1,), math.nan)
     u, values, vh = torch.linalg.svd(product)
     values = values.clamp(min=0.0)
     rank = int((values[: len(fresh)] > _NEGLIGIBLE * values[0]).sum())
-    u, vh, root = u[:, :rank], vh[:rank], values[:rank, None].sqrt()
-    new_a[:rank] = (root * (vh @ right.T)).to(fresh.dtype)
-    new_b[:, :rank] = ((left @ u) * root.T).to(b.dtype)
-    of_a[:rank] = vh @ lower / root
-    of_b[:rank] = u.T @ upper / root
-    return Cut(new_a, new_b, values, of_a, of_b)
+    root = values[:rank].sqrt()
+    new_a, new_b = fresh.clone(), b.new_zeros(len(b), len(fresh))
+    new_a[:rank] = (root[:, None] * (vh[:rank] @ right.T)).to(fresh.dtype)
+    new_b[:, :rank] = ((left @ u[:, :rank]) * root).to(b.dtype)
+    return new_a, new_b, values
 
 
 def layer_keys(state: Mapping[str, Tensor]) -> list[tuple[str, str]]:

@@ -88,9 +88,8 @@ def resize(
 ) -> None:
     """Give an agent's adapter the rank, alpha and layers of new hyperparameters.
 
-    See `model.lora.resize`. AdamW's moments follow from the old ones as the gradients do. New
-    parameters of a rank that grows have moments of 0; a layer that is added starts afresh. The
-    reference is frozen and stays.
+    See `model.lora.resize`. If the rank grows, the new parameters have moments of 0. If it is cut,
+    or a layer is added, AdamW starts afresh there. The reference is frozen and stays.
 
     Raises:
         ConfigError: No set of layers has the name in the hyperparameters; or with engine.zero, the
@@ -111,7 +110,7 @@ def resize(
     state.optimizer = fresh_optimizer()
     if found.error is not None and math.isfinite(found.error):
         state.rank_error = found.error
-    moments = _resized(before, slots.shapes(state.adapter), found.gradients)
+    moments = _resized(before, slots.shapes(state.adapter), found.factors)
     if moments:
         groups = state.optimizer.state_dict()["param_groups"]
         state.optimizer.load_state_dict({"state": moments, "param_groups": groups})
@@ -120,20 +119,25 @@ def resize(
 def _resized(
     moments: Mapping[str, Mapping[str, Any]],
     shapes: Mapping[str, torch.Size],
-    gradients: Mapping[str, Tensor],
+    factors: Mapping[str, float],
 ) -> dict[int, dict[str, Tensor]]:
-    """Return AdamW's moments of parameters whose gradients follow linearly from the old ones.
+    """Return AdamW's moments for parameters that were multiplied by a factor, and have grown.
 
-    `moments` are by PEFT's file keys, those returned by the position of the parameter; `gradients`
-    are those of `Resized`. The squares follow as if the old gradients were independent.
+    `moments` are by PEFT's file keys, those returned by the position of the parameter. The gradient
+    of c B is that of B divided by c.
     """
     found: dict[int, dict[str, Tensor]] = {}
-    for place, key in enumerate(shapes):
-        if key not in moments or key not in gradients:
-            continue
-        own = found[place] = dict(moments[key])
-        for name, power in (("exp_avg", 1), ("exp_avg_sq", 2)):
-            value, along = own[name].double(), gradients[key].pow(power)
-            changed = along @ value if ".lora_A." in key else value @ along.T
-            own[name] = changed.to(own[name].dtype)
+    for place, (key, shape) in enumerate(shapes.items()):
+        if key in moments and key in factors:
+            powers = {"exp_avg": factors[key], "exp_avg_sq": factors[key] ** 2}
+            found[place] = {
+                name: _padded(value, shape) / powers[name] if name in powers else value
+                for name, value in moments[key].items()
+            }
     return found
+
+
+def _padded(value: Tensor, shape: torch.Size) -> Tensor:
+    out = value.new_zeros(shape)
+    out[tuple(slice(0, size) for size in value.shape)] = value
+    return out

@@ -71,8 +71,8 @@ def recombine_slots(
 def _fitted(made: Product, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return A and B of a product with as many ranks as another A (R, in)."""
     if len(made.a) > len(like):
-        nearest = cut(made.a, made.b, like)
-        return nearest.a, nearest.b
+        a, b, _ = cut(made.a, made.b, like)
+        return a, b
     return grown(made.a.to(like.dtype), made.b, like)
 
 
