@@ -15,6 +15,7 @@ from evo_grpo.record.files import (
     is_temporary,
     is_truncated,
     load_json,
+    many_objects,
     reading,
     sync_names,
     unseal,
@@ -227,6 +228,7 @@ class Parsed(NamedTuple):
     places: list[int]
 
 
+@many_objects()
 def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> Parsed:
     """Read rounds.jsonl from byte `start`, the beginning of the line of round `first`.
 

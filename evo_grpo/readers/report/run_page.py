@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
@@ -27,6 +28,9 @@ from evo_grpo.record.log import Entry, RoundDone, RunFinished, RunStarted
 from evo_grpo.record.names import REPORT, SUMMARY
 from evo_grpo.record.view import RunView, view_of
 from evo_grpo.record.wording import count
+
+MOST = 32
+"""Agents that are drawn: with more, lines hide each other, and the page needs seconds to load."""
 
 SHARE = 10
 """The next page is written after at least this many times the seconds that the last one took."""
@@ -160,18 +164,37 @@ def _legend(view: RunView) -> str:
 
 
 def _add_figures(page: Page, view: RunView) -> None:
-    with page.legend(_legend(view)):
-        _add_agents_figures(page, view)
+    few, agents = drawn(view), len({agent.agent for agent in view.played})
+    own = len({agent.agent for agent in few.played})
+    which = f"the {own} of {agents} agents that lead to the winner or are first in the leaderboard"
+    note = f" The figures show {which}." if own < agents else ""
+    with page.legend(_legend(few)):
+        _add_agents_figures(page, few, note)
 
 
-def _add_agents_figures(page: Page, view: RunView) -> None:
+def drawn(view: RunView) -> RunView:
+    """Return a run as figures show it: with the winner's lines, and at most `MOST` agents."""
+    every = {agent.agent for agent in view.played}
+    if len(every) <= MOST:
+        return view
+    first = [agent.agent for line in view.lines for agent in line]
+    others = [row["agent"] for row in view.leaderboard if row["agent"] is not None]
+    kept = {*first, *list(dict.fromkeys([*first, *others]))[:MOST]}
+    rounds = [
+        replace(record, agents=tuple(one for one in record.agents if one.agent in kept))
+        for record in view.rounds
+    ]
+    return replace(view, rounds=rounds)
+
+
+def _add_agents_figures(page: Page, view: RunView, note: str) -> None:
     page.section(
         "fitness",
         "Fitness",
         page.chart(plot_fitness(view), legend=False),
         "Mean reward on validation prompts that all agents share, with standard errors. Each line "
         "is an agent; click on agents in the legend to see them alone. Flat lines are results on "
-        "the test split.",
+        f"the test split.{note}",
     )
     goals = columns.objectives(view.rounds)
     if goals:

@@ -2,12 +2,13 @@ import re
 
 import pytest
 import shown_run
+from random_runs import make_run
 from typer.testing import CliRunner
 
 from evo_grpo.after.verifying.verify import verify
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import CheckpointError, RunFailedError, RunNotFoundError
-from evo_grpo.readers.report.run_page import report_html, write_report
+from evo_grpo.readers.report.run_page import drawn, report_html, write_report
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.view import RunView
 from evo_grpo.settings import to_yaml
@@ -54,6 +55,23 @@ def test_rounds_in_memory_have_a_page():
     ids = re.findall(r'<section id="(\w+)"', page)
     assert {"fitness", "family", "leaderboard"} <= set(ids)
     assert "settings" not in ids
+
+
+def test_figures_of_many_agents_show_those_that_matter():
+    few, many = (RunView("population", make_run(size=size, rounds=4)) for size in (32, 45))
+    assert drawn(few) is few
+    own = drawn(many)
+    shown = {agent.agent for agent in own.played}
+    leading = {agent.agent for line in many.lines for agent in line}
+    assert leading <= shown
+    assert len(shown) == 32
+    assert own.leaderboard[0]["member"] == many.leaderboard[0]["member"]
+    first = [row["agent"] for row in many.leaderboard][: 32 - len(leading)]
+    assert set(first) <= shown
+    page = visible(report_html(many))
+    assert "The figures show the 32 of 45 agents that lead to the winner or are first" in page
+    assert page.count("<tr") > 45  # the table has all
+    assert "The figures show" not in visible(report_html(few))
 
 
 def test_a_report_is_no_part_of_a_run(run):

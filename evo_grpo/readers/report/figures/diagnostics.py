@@ -219,11 +219,17 @@ def rolling(values: np.ndarray) -> np.ndarray:
 
 def thinned(curve: Curve, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Return steps and values of a curve, each the mean of as many neighbours as `width` says."""
-    import pandas as pd
-
-    frame = pd.DataFrame({"steps": curve.steps, "values": curve.values}, dtype="float64")
-    means = frame.groupby(np.arange(len(frame)) // width).mean()
-    return means["steps"].to_numpy(), means["values"].to_numpy()
+    steps, values = (np.array(own, dtype=np.float64) for own in (curve.steps, curve.values))
+    if width == 1:
+        return steps, values
+    firsts = np.arange(0, len(steps), width)
+    known = np.isfinite(values)
+    with np.errstate(invalid="ignore"):  # a mean of no values is NaN
+        means = np.add.reduceat(np.where(known, values, 0.0), firsts) / np.add.reduceat(
+            known, firsts, dtype=np.float64
+        )
+    sizes = np.diff(np.append(firsts, len(steps)))
+    return np.add.reduceat(steps, firsts) / sizes, means
 
 
 def curves(view: RunView) -> Curves:
