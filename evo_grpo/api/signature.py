@@ -207,9 +207,9 @@ class AgentSignature(ABC):
                 affects the last digits of results; the number of processes does not. null takes the
                 number of processes with which the run starts.
             overlap: Parts that the agents of a shard are dealt into, each a batch of its own: while
-                the rewards of one are computed, the others generate and learn. Use it where rewards
-                take long, as a judge's do; the number affects the last digits of results. null
-                computes all agents of a shard at once and waits for their rewards.
+                the rewards of one are computed, the others generate and learn. For reward functions
+                that wait long, for a service for instance; the number affects the last digits of
+                results. null computes all agents of a shard at once and waits for their rewards.
             base: `replicated`: each process has the whole base. `sharded`: each process has a part
                 of every layer, and each pass gathers the layers; slower, for a base larger than a
                 device.

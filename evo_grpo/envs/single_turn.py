@@ -84,6 +84,9 @@ class ReasoningGym:
         PromptTooLongError: A prompt leaves no room for a completion.
     """
 
+    #: Whether several plays may go on at once, in threads; see `engine.overlap`.
+    side_by_side = True
+
     def __init__(  # noqa: PLR0913 -- all but the first five have defaults
         self,
         train_dataset: object,

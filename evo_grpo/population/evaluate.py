@@ -19,7 +19,7 @@ from evo_grpo.envs.rewards.weights import fitness_rewards
 from evo_grpo.evolve.compare import compare
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
-from evo_grpo.population.turns import Turns, alone, played, take_turns
+from evo_grpo.population.turns import Turns, alone, check_overlap, played, take_turns
 from evo_grpo.settings import FitnessConfig
 from evo_grpo.settings.evolve import TOKENS, FitnessReward, ObjectiveConfig
 from evo_grpo.types import Objective, Score, Slot
@@ -133,7 +133,7 @@ def evaluate_here(
         )
         for part in parts
     ]
-    results = take_turns(works, overlap=cohort.settings.engine.overlap is not None)
+    results = take_turns(works, overlap=check_overlap(cohort.settings.engine, env))
     pairs = zip(parts, results, strict=True)
     return {slot: own for part, mine in pairs for slot, own in zip(part, mine, strict=True)}
 

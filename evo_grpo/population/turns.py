@@ -1,8 +1,8 @@
 """Parts of the population take turns: while one waits for its rewards, others compute.
 
 What a part does is a generator, which yields the work that needs no device, such as a call of the
-reward functions, and goes on with the result. Parts go on in a fixed cycle, whatever takes how
-long, so they compute the same in the same order as if each waited for its own rewards.
+reward functions, and goes on with the result. Parts go on in a fixed cycle, however long each
+takes, so they compute the same in the same order as if each waited for its own rewards.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
+from threading import Event
 from typing import Any, ParamSpec, TypeVar
 
-from evo_grpo.envs.protocol import Ask, Experience, Play
+from evo_grpo.envs.protocol import Ask, Environment, Experience, Play
 from evo_grpo.envs.rewards.watch import in_a_thread
+from evo_grpo.errors import ConfigError
+from evo_grpo.settings import EngineConfig
 from evo_grpo.types import CompletionGroup
 
 P = ParamSpec("P")
@@ -70,7 +73,7 @@ def take_turns(parts: Sequence[Turns[T]], *, overlap: bool) -> list[T]:
         return [to_the_end(part) for part in parts]
     found: dict[int, T] = {}
     under_way: dict[int, tuple[HostWork, Future[Any]]] = {}
-    cycle = deque(range(len(parts)))
+    cycle, stop = deque(range(len(parts))), Event()
     try:
         while cycle:
             number = cycle.popleft()
@@ -84,12 +87,32 @@ def take_turns(parts: Sequence[Turns[T]], *, overlap: bool) -> list[T]:
             except StopIteration as end:
                 found[number] = end.value
                 continue
-            under_way[number] = work, in_a_thread("rewards", work.do)
+            under_way[number] = work, in_a_thread("rewards", work.do, stop)
             cycle.append(number)
     finally:
+        stop.set()  # after an error or Ctrl-C, no further function is called
         for part in parts:
             part.close()
     return [found[number] for number in range(len(parts))]
+
+
+def check_overlap(engine: EngineConfig, env: Environment[Any]) -> bool:
+    """Return whether the parts of a population take turns.
+
+    Raises:
+        ConfigError: They should, but plays of this environment must not go on side by side, as
+            those of games, which share their environments.
+    """
+    if engine.overlap is None:
+        return False
+    if not getattr(env, "side_by_side", False):
+        raise ConfigError(
+            f"engine.overlap: expected an environment of one turn, whose rewards may be computed "
+            f"while other agents generate, got {env.name!r}; leave engine.overlap out, or give an "
+            "environment of your own the attribute side_by_side = True if several of its plays "
+            "may go on at once, in threads"
+        )
+    return True
 
 
 def to_the_end(part: Turns[T]) -> T:

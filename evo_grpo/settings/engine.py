@@ -52,9 +52,9 @@ class EngineConfig(Group):
     overlap: int | None = setting(
         None,
         "Parts that the agents of a shard are dealt into, each a batch of its own: while the "
-        "rewards of one are computed, the others generate and learn. Use it where rewards take "
-        "long, as a judge's do; the number affects the last digits of results. null computes all "
-        "agents of a shard at once and waits for their rewards.",
+        "rewards of one are computed, the others generate and learn. For reward functions that "
+        "wait long, for a service for instance; the number affects the last digits of results. "
+        "null computes all agents of a shard at once and waits for their rewards.",
         ge=2,
         le=64,
     )

@@ -1,20 +1,30 @@
 """Parts take turns; the runs of the package in which they do."""
 
+import os
+import signal
 import threading
 import time
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
 import pytest
 from small_run import Told, outcome, small, stopped_and_resumed
+from text_games import Echo
 
 from evo_grpo import GRPO, MultiTurnGym, run
+from evo_grpo.envs.rewards.functions import RewardFunction
+from evo_grpo.envs.rewards.process import RewardProcess
+from evo_grpo.envs.rewards.reward_values import CompletionBatch
+from evo_grpo.envs.rewards.scoring import score_batch
 from evo_grpo.envs.single_turn import ReasoningGym
-from evo_grpo.errors import RewardError, RunFailedError
+from evo_grpo.errors import ConfigError, RewardError, RunFailedError
 from evo_grpo.population import turns
 from evo_grpo.population.stats import Stopwatch
 from evo_grpo.population.steps import RunWriter, train
 from evo_grpo.population.turns import HostWork, alone, take_turns
+from evo_grpo.settings.env import RewardCalls
 from evo_grpo.training.assemble import prepare
 
 
@@ -107,8 +117,8 @@ def test_a_part_alone_is_a_function():
 def waiting(monkeypatch):
     """Do each work when it is asked for, in the order of the parts."""
 
-    def at_once(name, work):
-        del name
+    def at_once(name, work, stop):
+        del name, stop
         result = Future()
         result.set_result(work())
         return result
@@ -191,32 +201,45 @@ def test_parts_meet_the_prompts_that_all_agents_would_meet(changes):
     assert found[0][1] >= 6
 
 
-def test_games_whose_environments_step_beside_other_parts_equal_those_that_wait(monkeypatch):
-    class Counting:
-        def reset(self, seed=None):
-            self.left = 2 + seed % 2
-            return f"{seed % 90 + 10}+11=", {}
+def test_games_are_refused_since_parts_would_share_their_environments():
+    population = GRPO.population(size=2, model="tiny-sums", device="cpu", overlap=2)
+    tokenizer = population.cohort.base.tokenizer
+    env = MultiTurnGym(Echo, tokenizer, max_turns=3, apply_chat_template=False)
+    with pytest.raises(ConfigError, match=r"engine\.overlap: expected an environment of one turn"):
+        population.train(env, rounds=1, steps_per_round=1, fitness={"prompts": 2})
 
-        def step(self, action):
-            self.left -= 1
-            return "12+13=", float(len(action) % 3), self.left == 0, False, {}
 
-    boards = []
-    for overlaps in (True, False):
-        with monkeypatch.context() as patch:
-            if not overlaps:
-                waiting(patch)
-            population = GRPO.population(
-                size=4, model="tiny-sums", device="cpu", group_size=4, max_output_tokens=4,
-                hyperparameters={"lr": {"min": 3e-4, "max": 3e-3}}, seed=1, overlap=2,
-            )  # fmt: skip
-            env = MultiTurnGym(
-                Counting, population.cohort.base.tokenizer, max_turns=3, batch_size=4,
-                apply_chat_template=False,
-            )  # fmt: skip
-            population.train(env, rounds=2, steps_per_round=2, fitness={"prompts": 8})
-            boards.append(population.leaderboard().drop(columns="wall_seconds"))
-    assert boards[0].equals(boards[1])
+@pytest.mark.parametrize("isolate", [None, "process"])
+def test_no_function_is_called_after_an_interruption(isolate, tmp_path):
+    calls = RewardCalls(isolate=isolate, reward_timeout=None)
+    function = RewardFunction("slow", partial(slow_reward, folder=str(tmp_path)))
+    batch = CompletionBatch(["a"] * 500, [{}] * 500, ["p"] * 500, [0] * 500)
+    process = RewardProcess([function], calls) if isolate == "process" else None
+
+    def scoring():
+        yield HostWork(
+            lambda: process.score(batch) if process else score_batch([function], batch, calls)
+        )
+
+    def interrupts():
+        while not (tmp_path / "calls").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupts).start()
+    with pytest.raises(KeyboardInterrupt):
+        take_turns([scoring(), part("b", [], (0.0,))], overlap=True)
+    time.sleep(1.0)  # the process is looked at every half a second
+    made = (tmp_path / "calls").stat().st_size
+    time.sleep(0.2)
+    assert made == (tmp_path / "calls").stat().st_size < 500
+
+
+def slow_reward(completion, folder):
+    with (Path(folder) / "calls").open("a") as file:
+        file.write("x")
+    time.sleep(0.01)
+    return 0.0
 
 
 def test_a_reward_that_fails_in_one_part_ends_the_run_with_its_error(tmp_path, monkeypatch):

@@ -163,10 +163,7 @@ class MultiTurnGym:
 
     def take(self) -> TokenObservationWrapper:
         """Return an environment for one episode: an idle one, or a new one."""
-        try:
-            return self._idle.pop()
-        except IndexError:  # also where another thread took the last one
-            return self._make()
+        return self._idle.pop() if self._idle else self._make()
 
     def give_back(self, episode: TokenObservationWrapper) -> None:
         """Keep an environment for the next episode, or close it if it raised in this one."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast, final
 
-from evo_grpo.envs.rewards.watch import in_a_thread
+from evo_grpo.envs.rewards.watch import check_not_stopped, in_a_thread
 from evo_grpo.errors import ConfigError, RewardError
 from evo_grpo.printable import error_text, shorten
 from evo_grpo.settings.rewards import JudgeReward
@@ -156,6 +156,7 @@ class _Asking:
         failed: dict[str, Unanswered],
     ) -> None:
         while not self.stopped.is_set():
+            check_not_stopped()
             request = next(pending, None)
             if request is None:
                 return

@@ -23,13 +23,15 @@ from typing import Any, final
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.rewards.reward_values import CompletionBatch
 from evo_grpo.envs.rewards.scoring import Scored, calls_of, score_batch
-from evo_grpo.envs.rewards.watch import Call
+from evo_grpo.envs.rewards.watch import Call, check_not_stopped
 from evo_grpo.errors import ConfigError, EvoGrpoError, RewardAbortError
 from evo_grpo.printable import error_text
 from evo_grpo.settings.env import RewardCalls
 
 GRACE_SECONDS = 2.0
 """Seconds beyond the limit in which the process itself may report a late call."""
+
+_LOOK_SECONDS = 0.5
 
 # Not multiprocessing, which would run the user's script again. The path comes first, since names
 # may need it.
@@ -105,7 +107,7 @@ class RewardProcess:
         """Return the rewards, or an error of the process; raise for a call that is late."""
         limit = self._calls.reward_timeout
         call: Call | None = None
-        while connection.poll(None if limit is None or call is None else limit + GRACE_SECONDS):
+        while _polled(connection, None if limit is None or call is None else limit + GRACE_SECONDS):
             try:
                 message = connection.recv()
             except (EOFError, OSError):  # also in the middle of a message
@@ -132,6 +134,17 @@ class RewardProcess:
             f"{call.title()}: it ended its process {how}; expected a reward: do not exit in a "
             "reward function, return None for what cannot be scored"
         )
+
+
+def _polled(connection: Connection[Any, Any], seconds: float | None) -> bool:
+    """Wait for a message, None for without end; return whether there is one."""
+    end = None if seconds is None else time.monotonic() + seconds
+    while True:
+        check_not_stopped()
+        if connection.poll(_LOOK_SECONDS):
+            return True
+        if end is not None and time.monotonic() >= end:
+            return False
 
 
 def serve(descriptor: int, parent: int) -> None:

@@ -39,6 +39,8 @@ _exit = os._exit
 _REAL: dict[str, Callable[..., Any]] = {"_exit": _exit, "execv": os.execv, "execve": os.execve}
 """Functions that end this program without a message, and with an exit code that may be 0."""
 
+_stop: contextvars.ContextVar[threading.Event | None] = contextvars.ContextVar("stop", default=None)
+
 ResultT = TypeVar("ResultT")
 
 
@@ -87,6 +89,7 @@ class Watch:
                 folder or one of torch's modes.
             BaseException: Any exception of the function.
         """
+        check_not_stopped()
         returned = False
         self._began = time.monotonic() + allowance
         self._running = call
@@ -264,8 +267,22 @@ def watching(limit: float | None, work: Callable[[Watch], ResultT]) -> ResultT:
         return watch.in_helper_thread(lambda: work(watch))
 
 
-def in_a_thread(name: str, work: Callable[[], ResultT]) -> Future[ResultT]:
-    """Start work in a thread with this name, which does not delay the end of the process."""
+def check_not_stopped() -> None:
+    """Raise RewardAbortError in a thread of `in_a_thread` whose result nobody waits for any more.
+
+    Tested before each call of user code, and by whatever waits.
+    """
+    if (stop := _stop.get()) is not None and stop.is_set():
+        raise RewardAbortError("rewards: what asked for them has ended")
+
+
+def in_a_thread(
+    name: str, work: Callable[[], ResultT], stop: threading.Event | None = None
+) -> Future[ResultT]:
+    """Start work in a thread with this name, which does not delay the end of the process.
+
+    `stop` ends it before its next call of user code; see `check_not_stopped`.
+    """
     result: Future[ResultT] = Future()
 
     def helper() -> None:
@@ -275,6 +292,8 @@ def in_a_thread(name: str, work: Callable[[], ResultT]) -> Future[ResultT]:
             result.set_exception(error)
 
     context = contextvars.copy_context()
+    if stop is not None:
+        context.run(_stop.set, stop)
     threading.Thread(target=context.run, args=(helper,), name=name, daemon=True).start()
     return result
 
