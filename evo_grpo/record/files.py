@@ -21,8 +21,6 @@ from collections.abc import Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, final
 
-from pydantic_core import from_json
-
 from evo_grpo.errors import EvoGrpoError, RunDirError, RunFailedError
 from evo_grpo.record.plain import open_plain
 from evo_grpo.schema.hparams import Hparams
@@ -36,9 +34,6 @@ _CHECKSUM = "sha256"
 _TEMPORARY = ".tmp"
 #: How a sealed line ends, all but its line end.
 _END = re.compile(rb'"[0-9a-f]{64}"\}\s*\Z')
-#: The end of a line of `seal`.
-_LONGEST_END = 78
-_SEALED = re.compile(rb',"sha256":"([0-9a-f]{64})"\}\n?\Z')
 
 
 @contextmanager
@@ -198,29 +193,17 @@ def load_json(data: bytes) -> Any:  # noqa: ANN401 -- any JSON value
 
 
 def seal(data: Mapping[str, Any]) -> str:
-    """Return a mapping as one line of JSON with its checksum as the last key.
-
-    The other keys are sorted, so that the checksum is that of the line without it.
-    """
-    text = _canonical(plain_value(data))
-    comma = "," if data else ""
-    return f'{text[:-1]}{comma}"{_CHECKSUM}":"{_sha256(text)}"}}\n'
+    """Return a mapping as one line of JSON with its checksum as the last key."""
+    return to_line({**data, _CHECKSUM: _digest(data)}) + "\n"
 
 
 def unseal(line: bytes) -> dict[str, Any]:
     """Return the mapping in a line that `seal` wrote, or raise ValueError."""
-    if (sealed := _SEALED.search(line, max(0, len(line) - _LONGEST_END))) and (
-        hashlib.sha256(line[: sealed.start()] + b"}").hexdigest().encode() == sealed[1]
-    ):
-        data = from_json(line)
-        del data[_CHECKSUM]
-        return data
-    # A line of version 0.2, or one that another program has written again.
     data = load_json(line)
     if not isinstance(data, dict) or _CHECKSUM not in data:
         raise ValueError(f"it has no {_CHECKSUM}")
     found = data.pop(_CHECKSUM)
-    if found != _sha256(_canonical(data)):
+    if found != _digest_of_plain(data):
         raise ValueError(f"its {_CHECKSUM} does not match its contents")
     return data
 
@@ -240,14 +223,15 @@ def is_truncated(line: bytes) -> bool:
     return False
 
 
-def _canonical(plain: Mapping[str, Any]) -> str:
-    return json.dumps(
-        plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+def _digest(data: Mapping[str, Any]) -> str:
+    return _digest_of_plain(plain_value(data))
+
+
+def _digest_of_plain(data: Mapping[str, Any]) -> str:
+    canonical = json.dumps(
+        data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     )
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", errors="replace")).hexdigest()
+    return hashlib.sha256(canonical.encode("utf-8", errors="replace")).hexdigest()
 
 
 def plain_value(value: Any) -> Any:  # noqa: ANN401 -- any JSON value

@@ -226,9 +226,14 @@ def test_no_function_is_called_after_an_interruption(isolate, tmp_path):
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupts).start()
-    with pytest.raises(KeyboardInterrupt):
-        take_turns([scoring(), part("b", [], (0.0,))], overlap=True)
+    # A worker of pytest-xdist ignores the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Thread(target=interrupts).start()
+        with pytest.raises(KeyboardInterrupt):
+            take_turns([scoring(), part("b", [], (0.0,))], overlap=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
     time.sleep(1.0)  # the process is looked at every half a second
     made = (tmp_path / "calls").stat().st_size
     time.sleep(0.2)

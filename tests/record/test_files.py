@@ -1,7 +1,6 @@
 """Whole files, checked lines and the lock, one level below the run folder."""
 
 import errno
-import hashlib
 import json
 import math
 import os
@@ -231,14 +230,3 @@ def test_a_fork_writes_nothing_into_the_folder_of_its_parent(tmp_path):
     lock.release()
     assert f"expected process {os.getpid()} to write it" in outside.read_text()
     assert not inside.exists()
-
-
-def test_a_line_of_an_earlier_version_is_read_with_its_spaces_and_order():
-    data = {"round": 3, "agents": [{"text": "two\nlines", "fitness": 0.25}], "amends": None}
-    plain = json.dumps(data, sort_keys=True, separators=(",", ":"))
-    digest = hashlib.sha256(plain.encode()).hexdigest()
-    line = json.dumps({**data, "sha256": digest}) + "\n"
-    assert " " in line
-    assert unseal(line.encode()) == data
-    with pytest.raises(ValueError, match="sha256 does not match"):
-        unseal(line.replace("0.25", "0.75").encode())

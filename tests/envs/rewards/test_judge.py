@@ -303,7 +303,7 @@ def test_a_damaged_answer_is_asked_again_and_a_link_is_refused(tmp_path):
         ask(judge, ["1", "2"])
         file = tmp_path / "judge" / "a.jsonl"
         first, second = file.read_text().splitlines()
-        file.write_text(first.replace('"score":', '"score":1') + "\n" + second + "\n")
+        file.write_text(first.replace('"score": ', '"score": 1') + "\n" + second + "\n")
         again = made(server.url)
         with pytest.warns(UserWarning, match="1 answers of the judge are damaged"):
             again.record_in(tmp_path / "judge", "b")
