@@ -27,6 +27,7 @@ from evo_grpo.population.cohort.adapters import adapter_config, check_rank, resi
 from evo_grpo.population.cohort.state import AgentState, References, inherit, packed, unpack
 from evo_grpo.population.ranks.deal import batches, deal, rank_of
 from evo_grpo.population.ranks.team import Team
+from evo_grpo.population.turns import check_overlap
 from evo_grpo.population.zero.sampling import DividedSampling, LedPlay
 from evo_grpo.population.zero.turns import Turns, ZeroOptimizer, make_turns
 from evo_grpo.rollout.engine import EngineFactory, RolloutEngine, RolloutRequest
@@ -188,9 +189,10 @@ class Cohort:
 
         Raises:
             PromptTooLongError: A prompt does not fit; the error names split, row and limit.
-            ConfigError: `overlong_buffer` is above the completion length, or a prompt or reward
-                function that is searched is missing.
+            ConfigError: `overlong_buffer` is above the completion length, a prompt or reward
+                function that is searched is missing, or its plays must not overlap.
         """
+        check_overlap(self.settings.engine, env)
         check_prompts(env, self.hp_config)
         self._reward_weights = searched_weights(env, self.hp_config)
         for agent in self.agents.values():
