@@ -230,8 +230,9 @@ class AgentSignature(ABC):
             max_decode_prompts: Most prompts of each agent decoded at once; null sets no limit.
             gradient_checkpointing: Recompute activations in the backward pass; slower, but needs
                 less memory.
-            compile: Mode of torch.compile for the base's layers without adapters, for instance
-                `default`; null does not compile.
+            compile: Mode of torch.compile, for instance `default`; null does not compile. Compiles
+                the base's layers without adapters, and on a GPU also the decode step of models of
+                the Llama family.
             cuda_graphs: Generate by CUDA graphs, which launch the kernels of a decode step at once.
                 Acts on a CUDA device, with the built-in engine, on models of the Llama family.
 

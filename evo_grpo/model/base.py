@@ -89,8 +89,8 @@ class SharedBase:
         self.specialized = True
         #: Quantisation of the linear layers; None without quantisation.
         self.quantization: Quantization | None = None
-        #: Whether `compile` was called.
-        self.compiled = False
+        #: The mode given to `compile`; None if it was not called.
+        self.compiled: str | None = None
         #: Contexts of the passes of a base that is divided among processes.
         self.passes: Passes | None = None
         #: Runs the trunk with keywords and returns hidden states; an engine may replace it.
@@ -280,14 +280,14 @@ class SharedBase:
     def compile(self, mode: str) -> None:
         """Compile the layers without adapters (norms, rotary embeddings) with torch.compile.
 
-        The linear layers are not compiled: their forward depends on the layout of rows, so each
-        layout would need a new compilation.
+        The linear layers are not compiled here: their forward depends on the layout of rows, so
+        each layout would need a new compilation. The native engine compiles its decode step.
         """
         _try_compiler(mode, self.device)
         for module in self.trunk.modules():
             if type(module).__name__.endswith(("Norm", "RotaryEmbedding")):
                 module.compile(mode=mode, dynamic=True)
-        self.compiled = True
+        self.compiled = mode
 
     @property
     def bytes_here(self) -> int:

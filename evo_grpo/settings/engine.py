@@ -104,8 +104,8 @@ class EngineConfig(Group):
     )
     compile: str | None = setting(
         None,
-        "Mode of torch.compile for the base's layers without adapters, for instance `default`; "
-        "null does not compile.",
+        "Mode of torch.compile, for instance `default`; null does not compile. Compiles the base's "
+        "layers without adapters, and on a GPU also the decode step of models of the Llama family.",
         min_length=1,
     )
 

@@ -381,4 +381,4 @@ def test_a_mode_or_a_compiler_that_is_not_there_is_named_at_once(
     base = SharedBase(tiny.llama())
     with config.patch({"cpp.cxx": (None, "none")}), pytest.raises(ConfigError, match=message):
         base.compile(mode)
-    assert not base.compiled
+    assert base.compiled is None

@@ -238,7 +238,7 @@ ARRIVES = {
     "shards": lambda a: a.cohort.shards,
     "overlap": lambda a: a.cohort.settings.engine.overlap,
     "base": lambda a: "replicated" if a.cohort.base.specialized else "sharded",
-    "compile": lambda a: a.cohort.base.compiled and "default",
+    "compile": lambda a: a.cohort.base.compiled,
     "loss_type": lambda a: a.cohort.learner.loss.loss_type,
     "lr": lambda a: a.state.optimizer.param_groups[0]["initial_lr"],
     "group_size": lambda a: PopulationSampler.in_training(a.cohort, [0], stream=()).group_sizes[0],

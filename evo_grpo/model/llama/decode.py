@@ -47,7 +47,7 @@ class _Norm:
     def __init__(self, norm: Norm, *, compiled: bool) -> None:
         self.module = norm.module
         weight, own = norm.weight, self.module.weight
-        self.fused = not compiled and own.device.type != "cpu" and weight.dtype == own.dtype
+        self.fused = own.device.type != "cpu" and weight.dtype == own.dtype
         # transformers normalizes in fp32 whatever the dtype, and rounds before the weight.
         self.plain = not self.fused and (
             compiled or own.dtype != torch.float32 or own.device.type != "cpu"
@@ -150,7 +150,7 @@ class LlamaDecoder:
         self._stacks = [
             [self._stack(base, probe.dtype) for base in layer.linears()] for layer in weights.layers
         ]
-        compiled = weights.base.compiled
+        compiled = weights.base.compiled is not None
         self._layers = [
             _Layer(layer, d, number, compiled=compiled)
             for number, layer in enumerate(weights.layers)

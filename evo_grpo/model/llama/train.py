@@ -71,7 +71,7 @@ class LlamaForward:
     def hidden_at(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
         """See `TrainForward`."""
         x = self._run(ids) if prefix is None else self._run_shared(prefix)
-        norm = _by_module if self.base.compiled else normalized
+        norm = _by_module if self.base.compiled is not None else normalized
         return norm(self.weights.norm, x.index_select(0, where if prefix is None else prefix.where))
 
     def collect_gradients(self) -> None:
@@ -146,7 +146,7 @@ class LlamaForward:
     def _layer(self, layer: JoinedLayer, x: Tensor, *, attention: Attention) -> Tensor:
         product = partial(self._linear, spans=attention.spans)
         described = self.weights.description
-        if self.base.compiled:
+        if self.base.compiled is not None:
             heads = partial(heads_one_by_one, norm=_by_module)
             return run_layer(described, layer, x, attention, product, _by_module, heads)
         return run_layer(described, layer, x, attention, product, normalized, normalized_heads)

@@ -26,6 +26,7 @@ from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.model.out_of_memory import free_cached, halved, is_out_of_memory
 from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest, decoded
 from evo_grpo.rollout.native.ability import Ability, ability_of, decoder_layers, window_of
+from evo_grpo.rollout.native.compiled import CompiledStep
 from evo_grpo.rollout.native.decoder import (
     Decoder,
     EqualLengthDecoder,
@@ -70,6 +71,7 @@ class NativeEngine(RolloutEngine):
         self._window = window_of(self.base)
         wanted = settings.engine.cuda_graphs and self.base.device.type == "cuda"
         self._graphs = StepGraphs(self.base.device) if wanted else None
+        self._compiled: CompiledStep | None = None
         self._by_modules = not self.base.specialized
         self._choose_path()
 
@@ -185,6 +187,9 @@ class NativeEngine(RolloutEngine):
             for p in r.prompts
         )
         total = columns + columns_out
+        mode = self.base.compiled
+        if mode is not None and (self._compiled is None or self._compiled.mode != mode):
+            self._compiled = CompiledStep(mode)
         with population_forward(self.slots.layers, layout, frozen=True) as fused:
             decoder = self._decoder(fused, total, equal=equal)
             ids, lengths = self._pad(requests, columns)
@@ -204,9 +209,9 @@ class NativeEngine(RolloutEngine):
                 decoder,
                 rows,
                 prompt_columns=columns,
-                steps=columns_out,
                 context=self._context,
                 graphs=self._graphs if self._specialized and not equal else None,
+                compiled=self._compiled,
             )
             output = loop.run(logits, source)
         return self._groups(requests, output)

@@ -8,6 +8,7 @@ was drawn past a row's end does not count.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import final
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import FusedForward
+from evo_grpo.rollout.native.compiled import CompiledStep
 from evo_grpo.rollout.native.decoder import Decoder
 from evo_grpo.rollout.native.graphs import StepGraphs
 from evo_grpo.rollout.native.output import Output, StopConditions
@@ -39,9 +41,9 @@ class DecodeLoop:
         decoder: Its cache has the rows.
         rows: The rows.
         prompt_columns: Columns of the longest prompt.
-        steps: Tokens of the longest completion.
         context: Most tokens of prompt plus completion.
         graphs: Holds steps as CUDA graphs; None for plain steps.
+        compiled: Compiles steps that read and write the same memory; None for plain steps.
     """
 
     def __init__(
@@ -52,18 +54,19 @@ class DecodeLoop:
         rows: Rows,
         *,
         prompt_columns: int,
-        steps: int,
         context: int,
         graphs: StepGraphs | None = None,
+        compiled: CompiledStep | None = None,
     ) -> None:
         device = rows.origin.device
         self.base = base
         self.fused = fused
         self.decoder = decoder
         self.rows = rows
-        self.output = Output(steps, rows)
-        self._prompt_columns, self._steps, self._last = prompt_columns, steps, context - 1
-        self._graphs = graphs
+        self.output = Output(rows)
+        self._steps = len(rows.draws)
+        self._prompt_columns, self._last = prompt_columns, context - 1
+        self._graphs, self._compiled = graphs, compiled
         if graphs is not None:
             graphs.forget()
         self._ends = StopConditions(rows.sampling, base.eos_ids, base.vocabulary, device)
@@ -88,11 +91,14 @@ class DecodeLoop:
                     self._remove_finished()
             count = min(self._block, self._steps - done)
             memory = self.decoder.reserve(self._prompt_columns + done + count - 1)
+            step = self._step
+            if self._compiled is not None and memory is not None:
+                step = partial(self._compiled.run, step)
             if self._graphs is not None and memory is not None:
-                self._graphs.run(self._step, (len(self._tokens), memory), count)
+                self._graphs.run(step, (len(self._tokens), memory), count)
             else:
                 for _ in range(count):
-                    self._step()
+                    step()
             done += count
         return self.output
 

@@ -19,8 +19,9 @@ class Output:
         logprobs: (C, B) fp32.
     """
 
-    def __init__(self, steps: int, rows: Rows) -> None:
-        total, device = rows.origin.shape[0], rows.origin.device
+    def __init__(self, rows: Rows) -> None:
+        steps, total = rows.draws.shape
+        device = rows.origin.device
         self.tokens = torch.full((steps, total), -1, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(steps, total, dtype=torch.float32, device=device)
 

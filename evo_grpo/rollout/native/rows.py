@@ -20,7 +20,7 @@ class Rows:
 
     Attributes:
         origin: (B,) index of each row in the output.
-        draws: (steps, B) float64 in [0, 1), one per token.
+        draws: (steps, B) float64 in [0, 1), one per token of the longest completion.
         lengths: (B,) prompt lengths.
         sampling: Sampling settings per row.
         seen: (B, V) bool, tokens of prompt and completion so far; None without a penalty.

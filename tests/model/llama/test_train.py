@@ -214,7 +214,7 @@ def test_compiled_norms_are_used_as_they_are(build, norms, monkeypatch):
     for module in slots.base.trunk.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.register_forward_hook(lambda *_: calls.append(1))
-    monkeypatch.setattr(slots.base, "compiled", True)
+    monkeypatch.setattr(slots.base, "compiled", "default")
     input_ids, weights = inputs(2)
     llama_gradients(slots, RowLayout(("a0",), (2,)), input_ids, weights)
     assert len(calls) == norms
