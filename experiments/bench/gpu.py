@@ -172,6 +172,25 @@ def progress(what: str, **values: object) -> None:
     print(what, *(f"{name} {value}" for name, value in values.items()), file=sys.stderr, flush=True)
 
 
+def compiled(report: Report, shape: str, place: Place, work: Work, repeats: int) -> None:
+    """Compare both phases with `engine.compile: default`, and report the first, which compiles."""
+    sizes: dict[str, Any] = {"beta": 0.0, "max_tokens_per_microbatch": MICRO_BATCH}
+    cohort, slots = population(build(shape, place), AGENTS, work, **sizes)
+    job = Job(cohort, slots, work)
+    calls = {"generate": job.generate, "learn": job.learn}
+    plain = {phase: place.seconds(call, repeats) for phase, call in calls.items()}
+    cohort.base.compile("default")
+    for phase, call in calls.items():
+        first = place.seconds(call, 1, 0)
+        seconds = place.seconds(call, repeats)
+        found = {"plain": plain[phase], "compiled": seconds, "first": first}
+        report.add(
+            f"engine.compile, {AGENTS} agents, Qwen2.5-{shape} shape", phase=phase, **found,
+            faster=plain[phase] / seconds,
+        )  # fmt: skip
+        progress("compile", phase=phase, **found)
+
+
 #: What the CUDA runtime is asked for, by the names of the profiler's events.
 CALLS = {
     "launches": ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx"),
@@ -248,7 +267,8 @@ def arguments() -> argparse.Namespace:
     given = parser(__doc__.partition("\n")[0])
     given.add_argument("--shapes", nargs="+", choices=["0.5B", "3B"], default=["0.5B", "3B"])
     parts = ["speed", "launches", "memory"]
-    given.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    # Compiling takes minutes, so it is measured where asked for.
+    given.add_argument("--parts", nargs="+", choices=[*parts, "compile"], default=parts)
     given.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU")
     return given.parse_args()
 
@@ -279,6 +299,8 @@ def main() -> int:
     for shape in shapes:
         if "speed" in given.parts:
             speed(report, shape, place, work, reached, repeats)
+        if "compile" in given.parts:
+            compiled(report, shape, place, work, repeats)
         if "launches" in given.parts:
             launches(report, shape, place, work)
         if "memory" in given.parts:
