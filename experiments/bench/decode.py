@@ -91,7 +91,7 @@ def throughput(
     with ExitStack() as stack:
         if vllm:
             try:
-                peer = stack.enter_context(vllm_peer(ours, ids[0].tolist(), each, tokens, stack))
+                peer = stack.enter_context(vllm_peer(ours, each, stack))
                 sides["vLLM"] = lambda: float(peer.ask("generate")["seconds"])
             except PeerError as error:
                 print(f"vLLM, {shape}: not measured: {error}", file=sys.stderr)
@@ -111,7 +111,9 @@ def throughput(
         )
 
 
-def vllm_peer(job: Job, ids: list[int], each: int, tokens: int, stack: ExitStack) -> Peer:
+def vllm_peer(
+    job: Job, each: int, stack: ExitStack, *, eager: bool = True, python: Path | None = None
+) -> Peer:
     """Write the base and its adapters into a temporary folder and start vLLM over them."""
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="bench-vllm-")))
     job.cohort.base.save(folder / "base")
@@ -126,10 +128,13 @@ def vllm_peer(job: Job, ids: list[int], each: int, tokens: int, stack: ExitStack
         {
             "model": str(folder / "base"),
             "adapters": [str(folder / name) for name in adapters],
-            "ids": ids,
+            "ids": list(job.prompts[0].token_ids),
             "each": each,
-            "tokens": tokens,
+            "tokens": job.work.tokens,
+            "dtype": str(job.cohort.base.dtype).removeprefix("torch."),
+            "eager": eager,
         },
+        python,
     )
 
 

@@ -12,7 +12,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from common import Report, parser, quiet
@@ -20,6 +23,7 @@ from common import Report, parser, quiet
 THREADS = quiet()
 
 import torch  # noqa: E402 -- after the threads are fixed, as what follows
+from decode import hf_generate, vllm_peer  # noqa: E402
 from jobs import EMBEDDED, Job, Work, population  # noqa: E402
 from shapes import LARGE  # noqa: E402
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
@@ -118,7 +122,13 @@ def peaks(report: Report, place: Place, size: int, repeats: int) -> tuple[float,
 
 
 def speed(
-    report: Report, shape: str, place: Place, work: Work, reached: tuple[float, float], repeats: int
+    report: Report,
+    shape: str,
+    place: Place,
+    work: Work,
+    reached: tuple[float, float],
+    repeats: int,
+    vllm: Path | None,
 ) -> None:
     """Compare 8 agents in one batch with one by one, and both phases with the device's rates."""
     base = build(shape, place)
@@ -129,6 +139,8 @@ def speed(
     alone = [Job(cohort, [slot], work) for slot in slots]
     generate = place.pair(together.generate, lambda: [j.generate() for j in alone], repeats)
     learn = place.pair(together.learn, lambda: [j.learn() for j in alone], repeats)
+    # Which is what a round is beside rewards and evaluation.
+    whole = place.pair(together.both, lambda: [j.both() for j in alone], repeats)
     weights = base.weights()
     parameters = sum(value.numel() for value in weights.values())
     width = next(iter(weights.values())).element_size()
@@ -141,30 +153,65 @@ def speed(
     rate = 4 * parameters * tokens / learn[0]
     count = together.rows
 
-    def add(phase: str, ours: float, theirs: float | None, share: float) -> None:
+    def add(phase: str, ours: float, theirs: float | None, share: float | None) -> None:
         what = f"{AGENTS} agents at once over one by one, Qwen2.5-{shape} shape, {place.dtype}"
         progress(what, phase=phase, seconds=ours, one_by_one=theirs, share=share)
         report.add(
             what, phase=phase, rows=count, tokens=work.tokens, at_once=ours,
             one_by_one=theirs, faster=None if theirs is None else theirs / ours,
             tokens_per_second=count * work.tokens / ours, share_of_device=share,
-            of="matrix peak" if phase == "learn" else "bandwidth",
+            of=None if share is None else "matrix peak" if phase == "learn" else "bandwidth",
         )  # fmt: skip
 
     bandwidth = step_bytes * work.tokens / reached[1]
     add("generate", *generate, bandwidth / generate[0])
     add("learn", *learn, rate / reached[0])
-    fastest = generate[0]
+    add("generate and learn", *whole, None)
+    alone.clear()
+    del cohort, together
+    cohort, slots = population(build(shape, place), AGENTS, work, **sizes)
+    job = Job(cohort, slots, work)
+    fastest = against_libraries(report, shape, place, job, repeats, vllm)
     if place.device.type == "cuda":
-        del cohort, together, alone
-        cohort, slots = population(build(shape, place), AGENTS, work, **sizes)
-        job = Job(cohort, slots, work)
-        fastest = place.seconds(job.generate, repeats)
         add("generate, CUDA graphs", fastest, None, bandwidth / fastest)
     report.at_least(f"decode, 8 agents over one by one, {shape}", generate[1] / generate[0], 5.0)
     report.at_least(f"decode, share of bandwidth, {shape}", bandwidth / fastest, 0.6)
     report.at_least(f"learn, 8 agents over one by one, {shape}", learn[1] / learn[0], 1.5)
     report.at_least(f"learn, share of the matrix peak, {shape}", rate / reached[0], 0.4)
+
+
+def against_libraries(
+    report: Report, shape: str, place: Place, job: Job, repeats: int, vllm: Path | None
+) -> float:
+    """Compare generate with that of other libraries, and return its seconds.
+
+    The base without adapters through transformers' generate, and the agents through vLLM, by the
+    interpreter `vllm`; None leaves vLLM out.
+    """
+    plain = build(shape, place).model
+    ids = torch.tensor([p.token_ids for p in job.prompts], device=place.device)
+    ids = ids.repeat_interleave(job.rows // len(ids), 0)
+    generated = partial(hf_generate, plain, ids, job.work.tokens)
+
+    def add(side: str, pair: tuple[float, float]) -> None:
+        found = {"ours": pair[0], "theirs": pair[1]}
+        report.add(
+            f"Generate against other libraries, Qwen2.5-{shape} shape", side=side, **found,
+            ours_is_faster=pair[1] / pair[0],
+        )  # fmt: skip
+        progress(side, **found)
+
+    pair = place.pair(job.generate, generated, repeats)
+    add("HF, no LoRA", pair)
+    del plain, generated
+    if vllm is not None:
+        # Each prompt goes to all agents, as often as it has completions.
+        each = job.rows // len(job.slots)
+        with ExitStack() as stack:
+            eager = place.device.type == "cpu"
+            peer = stack.enter_context(vllm_peer(job, each, stack, eager=eager, python=vllm))
+            add("vLLM", place.pair(job.generate, lambda: peer.ask("generate"), repeats))
+    return pair[0]
 
 
 def progress(what: str, **values: object) -> None:
@@ -269,6 +316,7 @@ def arguments() -> argparse.Namespace:
     parts = ["speed", "launches", "memory"]
     # Compiling takes minutes, so it is measured where asked for.
     given.add_argument("--parts", nargs="+", choices=[*parts, "compile"], default=parts)
+    given.add_argument("--vllm", type=Path, metavar="PYTHON", help="an interpreter that has vLLM")
     given.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU")
     return given.parse_args()
 
@@ -298,7 +346,7 @@ def main() -> int:
     shapes = ["rehearsal"] if given.rehearse else given.shapes[:1] if small else given.shapes
     for shape in shapes:
         if "speed" in given.parts:
-            speed(report, shape, place, work, reached, repeats)
+            speed(report, shape, place, work, reached, repeats, given.vllm)
         if "compile" in given.parts:
             compiled(report, shape, place, work, repeats)
         if "launches" in given.parts:

