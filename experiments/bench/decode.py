@@ -12,7 +12,7 @@ vLLM                 one LoRARequest per row, where its environment is installed
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -91,7 +91,7 @@ def throughput(
     with ExitStack() as stack:
         if vllm:
             try:
-                peer = stack.enter_context(vllm_peer(ours, each, stack))
+                peer = stack.enter_context(vllm_peer(ours, [tokens] * rows, stack))
                 sides["vLLM"] = lambda: float(peer.ask("generate")["seconds"])
             except PeerError as error:
                 print(f"vLLM, {shape}: not measured: {error}", file=sys.stderr)
@@ -112,9 +112,24 @@ def throughput(
 
 
 def vllm_peer(
-    job: Job, each: int, stack: ExitStack, *, eager: bool = True, python: Path | None = None
+    job: Job,
+    lengths: Sequence[int],
+    stack: ExitStack,
+    *,
+    rows: int | None = None,
+    eager: bool = True,
+    python: Path | None = None,
 ) -> Peer:
-    """Write the base and its adapters into a temporary folder and start vLLM over them."""
+    """Write the base and its adapters into a temporary folder and start vLLM over them.
+
+    Args:
+        job: Its agents, and the first of its prompts.
+        lengths: Tokens of each row; all agents have equally many rows.
+        stack: Ends the process and removes the folder.
+        rows: Most rows at once; None for all.
+        eager: Whether to leave out graphs.
+        python: An interpreter that has vLLM; None for that of its environment.
+    """
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="bench-vllm-")))
     job.cohort.base.save(folder / "base")
     adapters = [job.cohort.agents[slot].adapter for slot in job.slots]
@@ -129,8 +144,8 @@ def vllm_peer(
             "model": str(folder / "base"),
             "adapters": [str(folder / name) for name in adapters],
             "ids": list(job.prompts[0].token_ids),
-            "each": each,
-            "tokens": job.work.tokens,
+            "lengths": list(lengths),
+            "rows": rows or len(lengths),
             "dtype": str(job.cohort.base.dtype).removeprefix("torch."),
             "eager": eager,
         },

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from common import Report, parser, quiet
+from peers import PeerError
 
 THREADS = quiet()
 
@@ -33,8 +34,8 @@ from evo_grpo.model.base import SharedBase  # noqa: E402
 SHAPES = {
     **LARGE,
     "rehearsal": {
-        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 512,
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "intermediate_size": 128, "vocab_size": 512,
     },
 }  # fmt: skip
 AGENTS = 8
@@ -205,12 +206,14 @@ def against_libraries(
     add("HF, no LoRA", pair)
     del plain, generated
     if vllm is not None:
-        # Each prompt goes to all agents, as often as it has completions.
-        each = job.rows // len(job.slots)
-        with ExitStack() as stack:
-            eager = place.device.type == "cpu"
-            peer = stack.enter_context(vllm_peer(job, each, stack, eager=eager, python=vllm))
-            add("vLLM", place.pair(job.generate, lambda: peer.ask("generate"), repeats))
+        lengths = [job.work.tokens] * job.rows
+        eager = place.device.type == "cpu"
+        try:
+            with ExitStack() as stack:
+                peer = stack.enter_context(vllm_peer(job, lengths, stack, eager=eager, python=vllm))
+                add("vLLM", place.pair(job.generate, lambda: peer.ask("generate"), repeats))
+        except PeerError as error:
+            progress("vLLM", not_measured=error)
     return pair[0]
 
 

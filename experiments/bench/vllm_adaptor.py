@@ -1,9 +1,9 @@
 """vLLM's offline engine, one batch at a time; runs in its own virtual environment.
 
-Argument: a JSON job {model, adapters, ids, each, tokens, dtype, eager}: a folder with the base, one
-folder per adapter, the prompt, rows per adapter, T, the dtype, and whether to leave out graphs. It
-answers once when the engine stands, then once for each line `generate` it reads: all rows in one
-call, one LoRARequest per row, in `seconds`.
+Argument: a JSON job {model, adapters, ids, lengths, rows, dtype, eager}: a folder with the base,
+one folder per adapter, the prompt, the tokens of each row, by adapter, how many rows at once, the
+dtype, and whether to leave out graphs. It answers once when the engine stands, then once for each
+line `generate` it reads: all rows in one call, one LoRARequest per row, in `seconds`.
 """
 
 import importlib.metadata
@@ -29,7 +29,8 @@ from vllm.lora.request import LoRARequest
 def main() -> None:
     """Build the engine, then generate whenever asked."""
     job = json.loads(sys.argv[1])
-    rows = len(job["adapters"]) * job["each"]
+    lengths = job["lengths"]
+    each = len(lengths) // len(job["adapters"])
     engine = LLM(
         model=job["model"],
         skip_tokenizer_init=True,
@@ -40,23 +41,22 @@ def main() -> None:
         enable_lora=True,
         max_loras=len(job["adapters"]),
         max_lora_rank=8,
-        max_num_seqs=rows,
-        max_model_len=len(job["ids"]) + job["tokens"] + 8,
+        max_num_seqs=job["rows"],
+        max_model_len=len(job["ids"]) + max(lengths) + 8,
         seed=0,
     )
-    sampling = SamplingParams(
-        temperature=1.0,
-        max_tokens=job["tokens"],
-        min_tokens=job["tokens"],
-        ignore_eos=True,
-        detokenize=False,
-    )
+    sampling = [
+        SamplingParams(
+            temperature=1.0, max_tokens=n, min_tokens=n, ignore_eos=True, detokenize=False
+        )
+        for n in lengths
+    ]
     requests = [
         LoRARequest(f"a{i}", i + 1, folder)
         for i, folder in enumerate(job["adapters"])
-        for _ in range(job["each"])
+        for _ in range(each)
     ]
-    prompts = [TokensPrompt(prompt_token_ids=job["ids"])] * rows
+    prompts = [TokensPrompt(prompt_token_ids=job["ids"])] * len(lengths)
     # The build for a CPU is a package of another name.
     own = next(iter(importlib.metadata.packages_distributions()["vllm"]))
     packages = {"vllm": own, "torch": "torch", "transformers": "transformers"}
@@ -67,8 +67,8 @@ def main() -> None:
             prompts, sampling_params=sampling, lora_request=requests, use_tqdm=False
         )
         seconds = time.perf_counter() - start
-        lengths = {len(output.outputs[0].token_ids) for output in done}
-        assert lengths == {job["tokens"]}, f"{lengths} tokens, expected {job['tokens']}"
+        found = [len(output.outputs[0].token_ids) for output in done]
+        assert found == lengths, f"{found} tokens, expected {lengths}"
         tell({"seconds": seconds})
 
 

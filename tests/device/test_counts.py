@@ -111,7 +111,7 @@ def test_a_wait_in_the_loop_is_counted(monkeypatch):
 
     def waits(self):
         step(self)
-        self._finished.sum().item()
+        self.batch.finished.sum().item()
 
     monkeypatch.setattr(DecodeLoop, "_step", waits)
     with pytest.raises(AssertionError, match=r"decode step, syncs in steps: 0 in .*, now \d"):

@@ -271,7 +271,7 @@ def test_a_step_that_cannot_be_captured_runs_in_plain(device, monkeypatch):
 
     def waits(self):
         step(self)
-        self._finished.sum().item()
+        self.batch.finished.sum().item()
 
     expected = sampled("cpu")
     monkeypatch.setattr(DecodeLoop, "_step", waits)

@@ -13,6 +13,7 @@ from tiny_cohort import PLAIN, build_cohort, build_model, learn, make_rows
 
 from evo_grpo.model.llama.cache import FixedCache
 from evo_grpo.rollout.engine import RolloutRequest
+from evo_grpo.rollout.native.batch import Batch
 from evo_grpo.rollout.native.engine import NativeEngine
 from evo_grpo.rollout.native.loop import DecodeLoop
 from evo_grpo.rollout.sampling import Sampling
@@ -28,16 +29,16 @@ class Watch:
 
     def __init__(self, monkeypatch):
         self.blocks, self.draws = [], []
-        step, draw, reserve = DecodeLoop._step, DecodeLoop._draw, FixedCache.reserve
+        step, draw, reserve = DecodeLoop._step, Batch.draw, FixedCache.reserve
 
         def watched_step(loop):
             with rehearsal.counting() as counts:
                 step(loop)
             self.blocks[-1].append(counts)
 
-        def watched_draw(loop, logits):
+        def watched_draw(batch, *given):
             with rehearsal.counting() as counts:
-                draw(loop, logits)
+                draw(batch, *given)
             self.draws.append(counts)
 
         def watched_reserve(cache, columns):
@@ -45,7 +46,7 @@ class Watch:
             reserve(cache, columns)
 
         monkeypatch.setattr(DecodeLoop, "_step", watched_step)
-        monkeypatch.setattr(DecodeLoop, "_draw", watched_draw)
+        monkeypatch.setattr(Batch, "draw", watched_draw)
         monkeypatch.setattr(FixedCache, "reserve", watched_reserve)
 
     @property

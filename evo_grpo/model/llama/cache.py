@@ -7,6 +7,7 @@ a step needs nothing from the host and a CUDA graph can hold it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol, final
 
 import torch
@@ -17,6 +18,61 @@ _BLOCK = 16
 
 #: Least columns that a fixed cache attends to. Masks are read fastest in aligned rows.
 _LEAST = 64
+
+
+@dataclass(frozen=True)
+class Refill:
+    """Rows that stay in a cache, and rows that join it.
+
+    Attributes:
+        stay: (K,) positions of the rows that stay.
+        stay_to: (K,) their positions then.
+        source: (M,) row of a prompt in the other cache, for each row that joins.
+        join_to: (M,) positions of the rows that join.
+        lengths: (M,) lengths of their prompts.
+    """
+
+    stay: Tensor
+    stay_to: Tensor
+    source: Tensor
+    join_to: Tensor
+    lengths: Tensor
+
+    def masks(self, before: Tensor, joining: int, room: int) -> tuple[Tensor, slice, slice, int]:
+        """Return how columns move, given those that each row attends to, (B, 1, 1, used) bool.
+
+        The rows that stay lose the columns that none of them attends to. The prompts that join,
+        of up to `joining` columns, end where these rows end.
+
+        Returns:
+            The mask (K + M, 1, 1, room), True at columns that are not used yet; the columns before
+            that stay; the columns where they are then; and the number of columns used then.
+        """
+        mask = before.index_select(0, self.stay)
+        used = mask.shape[-1]
+        first = int(mask.any(0).flatten().int().argmax()) if len(mask) else used
+        end = max(used - first, joining)
+        out = mask.new_zeros(len(self.stay) + len(self.source), 1, 1, room)
+        out[..., end:] = True
+        out[..., end - (used - first) : end].index_copy_(0, self.stay_to, mask[..., first:])
+        if len(self.source):
+            column = torch.arange(joining, device=mask.device)
+            own = (column < self.lengths[:, None])[:, None, None]
+            out[..., end - joining : end].index_copy_(0, self.join_to, own)
+        return out, slice(first, used), slice(end - (used - first), end), end
+
+    def moved(
+        self, before: Tensor, joining: Tensor | None, room: int, old: slice, new: slice
+    ) -> Tensor:
+        """Return keys or values (B, heads, room, D) and (M, heads, T, D) in new places."""
+        count = len(self.stay) + len(self.source)
+        # Zeros: columns that are not used yet are multiplied by a weight of 0.
+        out = before.new_zeros(count, before.shape[1], room, before.shape[3])
+        out[:, :, new].index_copy_(0, self.stay_to, before[:, :, old].index_select(0, self.stay))
+        if joining is not None:
+            block = slice(new.stop - joining.shape[2], new.stop)
+            out[:, :, block].index_copy_(0, self.join_to, joining.index_select(0, self.source))
+        return out
 
 
 class KeyValues(Protocol):
@@ -40,6 +96,16 @@ class KeyValues(Protocol):
 
     def keep(self, rows: Tensor) -> None:
         """Remove all rows but those at the positions `rows`."""
+        ...
+
+    def refill(self, arrived: KeyValues | None, moves: Refill) -> int:
+        """Remove some rows and columns and place the prompts of another cache in their stead.
+
+        `arrived` is None if no row joins.
+
+        Returns:
+            The number of columns that are used then.
+        """
         ...
 
     def reserve(self, columns: int) -> None:
@@ -89,8 +155,7 @@ class GrowingCache:
     def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:
         """See `KeyValues`."""
         self._mask = mask[:, 0]
-        if self._windows:
-            self._padding = int((~self._mask[..., : self.used]).sum(-1).max())
+        self._count_padding()
         self._move(source, -(-columns // _BLOCK) * _BLOCK)
 
     def keep(self, rows: Tensor) -> None:
@@ -98,6 +163,23 @@ class GrowingCache:
         assert self._mask is not None
         self._mask = self._mask.index_select(0, rows)
         self._move(rows, self.keys[0].shape[-1])
+
+    def refill(self, arrived: KeyValues | None, moves: Refill) -> int:
+        """See `KeyValues`."""
+        assert arrived is None or isinstance(arrived, GrowingCache)
+        assert self._mask is not None
+        room = self.keys[0].shape[-1]
+        before = self._mask[:, None, :, : self.used]
+        mask, old, new, end = moves.masks(before, arrived.used if arrived else 0, room)
+        for i, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            turned = keys.transpose(2, 3)
+            joining = arrived.keys[i].transpose(2, 3) if arrived else None
+            self.keys[i] = moves.moved(turned, joining, room, old, new).transpose(2, 3).contiguous()
+            joining = arrived.values[i] if arrived else None
+            self.values[i] = moves.moved(values, joining, room, old, new)
+        self._mask, self._bias, self.used = mask[:, 0], None, end
+        self._count_padding()
+        return end
 
     def reserve(self, columns: int) -> None:
         """Do nothing: there is room for all columns."""
@@ -151,6 +233,11 @@ class GrowingCache:
         mixed = torch.bmm(torch.softmax(scores, dim=-1), values.flatten(0, 1)[:, first:width])
         return mixed.view(rows, -1)
 
+    def _count_padding(self) -> None:
+        if self._windows:
+            assert self._mask is not None
+            self._padding = int((~self._mask[..., : self.used]).sum(-1).max())
+
     def _move(self, rows: Tensor, columns: int) -> None:
         """Copy rows (with repeats) into buffers of `columns` columns, one layer at a time."""
         used = self.used
@@ -199,11 +286,15 @@ class FixedCache:
                 new = piece.new_zeros(source.shape[0], piece.shape[1], room, piece.shape[3])
                 new[:, :, :used] = piece.index_select(0, source)
                 pieces[i] = new
+        self._start(mask, used)
+
+    def _start(self, mask: Tensor, used: int) -> None:
+        """Attend to the columns of a mask, of which `used` are used."""
         like = self.keys[0]
-        self._bias = like.new_full((source.shape[0], 1, 1, room), float("-inf"))
+        self._bias = like.new_full((*mask.shape[:-1], like.shape[2]), float("-inf"))
         self._bias[..., :used].masked_fill_(mask[..., :used], 0.0)
         if self._windows:
-            self._places = _places(mask, room)
+            self._places = _places(mask, like.shape[2])
         self.column = torch.full((1,), used - 1, device=like.device)
         self.width = None
         self.reserve(used + 1)
@@ -216,6 +307,20 @@ class FixedCache:
         self._bias = self._bias.index_select(0, rows)
         if self._windows:
             self._places = self._places.index_select(0, rows)
+
+    def refill(self, arrived: KeyValues | None, moves: Refill) -> int:
+        """See `KeyValues`."""
+        assert arrived is None or isinstance(arrived, FixedCache)
+        room, used = self._bias.shape[-1], int(self.column) + 1
+        before = self._bias[..., :used] == 0
+        mask, old, new, end = moves.masks(before, arrived._used if arrived else 0, room)
+        for i, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            joining = arrived.keys[i] if arrived else None
+            self.keys[i] = moves.moved(keys, joining, room, old, new)
+            joining = arrived.values[i] if arrived else None
+            self.values[i] = moves.moved(values, joining, room, old, new)
+        self._start(mask, end)
+        return end
 
     def reserve(self, columns: int) -> None:
         """See `KeyValues`."""

@@ -9,6 +9,7 @@ agree with the modules' own forward to rounding.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import final
@@ -21,7 +22,7 @@ from evo_grpo.model.forward.fused import FusedForward
 from evo_grpo.model.forward.stacks import build_stack
 from evo_grpo.model.llama.attention import causal
 from evo_grpo.model.llama.blocks import Block, JoinedStack
-from evo_grpo.model.llama.cache import KeyValues, cache_for
+from evo_grpo.model.llama.cache import KeyValues, Refill, cache_for
 from evo_grpo.model.llama.families import Description
 from evo_grpo.model.llama.kernels import rotate
 from evo_grpo.model.llama.weights import JoinedLayer, JoinedLinear, LlamaWeights, Norm
@@ -216,6 +217,19 @@ class LlamaDecoder:
         """Drop rows; see `Decoder`."""
         self.cache.keep(rows)
         self._chunks = None
+
+    def beside(self) -> LlamaDecoder:
+        """Return a decoder with an empty cache; see `RefillDecoder`."""
+        other = copy(self)
+        other.cache = cache_for(
+            self.weights.base.device, self._described.scale, self._described.windows
+        )
+        return other
+
+    def refill(self, arrived: LlamaDecoder | None, moves: Refill) -> int:
+        """Exchange rows; see `RefillDecoder`."""
+        self._chunks = None
+        return self.cache.refill(arrived and arrived.cache, moves)
 
     def reserve(self, columns: int) -> int | None:
         """Prepare the next steps; see `Decoder`."""

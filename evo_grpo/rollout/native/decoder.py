@@ -8,7 +8,7 @@ with a third of the operations. One test suite covers all three.
 
 from __future__ import annotations
 
-from typing import Protocol, cast, final
+from typing import Protocol, Self, cast, final
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from evo_grpo.errors import ModelError
 from evo_grpo.model.base import SharedBase
+from evo_grpo.model.llama.cache import Refill
 from evo_grpo.rollout.native.cache import RowCache
 
 
@@ -56,6 +57,24 @@ class Decoder(Protocol):
 
         Returns:
             (B, H) final hidden states.
+        """
+        ...
+
+
+class RefillDecoder(Decoder, Protocol):
+    """A decoder in which rows that have ended hand their places to the rows of other prompts."""
+
+    def beside(self) -> Self:
+        """Return a decoder over the same adapters with an empty cache, for prompts that join."""
+        ...
+
+    def refill(self, arrived: Self | None, moves: Refill) -> int:
+        """Remove the rows that do not stay, and place prompts from `beside` in their stead.
+
+        `arrived` is None if no row joins.
+
+        Returns:
+            The number of columns of the cache that are used then.
         """
         ...
 

@@ -34,9 +34,9 @@ from evo_grpo.rollout.native.decoder import (
     check_attention,
 )
 from evo_grpo.rollout.native.graphs import StepGraphs
-from evo_grpo.rollout.native.loop import DecodeLoop
+from evo_grpo.rollout.native.loop import DecodeLoop, hands_on_places
 from evo_grpo.rollout.native.output import Output
-from evo_grpo.rollout.native.rows import expand_rows
+from evo_grpo.rollout.native.queue import RowQueue
 from evo_grpo.settings import AgentSettings
 from evo_grpo.types import Completion, CompletionGroup
 
@@ -125,7 +125,9 @@ class NativeEngine(RolloutEngine):
     def _sampled(
         self, requests: Sequence[RolloutRequest], *, equal: bool = False
     ) -> list[list[CompletionGroup]]:
+        """Sample in pieces of all agents, or in one where rows can hand on their places."""
         groups: list[list[CompletionGroup]] = [[] for _ in requests]
+        refills = self._specialized and not self.max_prompts and hands_on_places(self.base.device)
         per_prompt = sum(r.samples for r in requests)
         longest = max((len(r.prompts) for r in requests), default=0)
         start = 0
@@ -133,19 +135,22 @@ class NativeEngine(RolloutEngine):
             step = max(
                 1, min(self.max_rows // max(1, per_prompt), self.max_prompts or self.max_rows)
             )
+            stop = longest if refills else start + step
             part = {
-                number: request.part(range(start, min(start + step, len(request.prompts))))
+                number: request.part(range(start, min(stop, len(request.prompts))))
                 for number, request in enumerate(requests)
                 if start < len(request.prompts)
             }
             try:
-                sampled = self._rollout(list(part.values()), equal=equal)
+                places = step * per_prompt if refills else None
+                sampled = self._rollout(list(part.values()), places, equal=equal)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                self._decode_fewer(per_prompt, max(len(r.prompts) for r in part.values()), error)
+                most = max(len(r.prompts) for r in part.values())
+                self._decode_fewer(per_prompt, min(step, most), error)
             else:
-                start += step
+                start = stop
                 for number, done in zip(part, sampled, strict=True):
                     groups[number] += done
                 continue
@@ -174,7 +179,7 @@ class NativeEngine(RolloutEngine):
         return self.max_rows if self.max_rows < self._wanted_rows else None
 
     def _rollout(
-        self, requests: Sequence[RolloutRequest], *, equal: bool
+        self, requests: Sequence[RolloutRequest], places: int | None, *, equal: bool
     ) -> list[list[CompletionGroup]]:
         layout = RowLayout(
             tuple(r.adapter for r in requests), tuple(len(r.prompts) for r in requests)
@@ -193,27 +198,25 @@ class NativeEngine(RolloutEngine):
         with population_forward(self.slots.layers, layout, frozen=True) as fused:
             decoder = self._decoder(fused, total, equal=equal)
             ids, lengths = self._pad(requests, columns)
-            logits = self.base.logits(decoder.prefill(ids, lengths))
-            rows, source, mask = expand_rows(
+            queue = RowQueue(
                 requests,
-                lengths,
                 ids,
-                total,
+                lengths,
+                places=places,
+                steps=columns_out,
                 vocabulary=self.base.vocabulary,
                 context=self._context,
             )
-            decoder.expand(source, total, mask)
             loop = DecodeLoop(
                 self.base,
                 fused,
                 decoder,
-                rows,
-                prompt_columns=columns,
+                queue,
                 context=self._context,
                 graphs=self._graphs if self._specialized and not equal else None,
                 compiled=self._compiled,
             )
-            output = loop.run(logits, source)
+            output = loop.run()
         return self._groups(requests, output)
 
     def _decoder(self, fused: FusedForward, columns: int, *, equal: bool) -> Decoder:

@@ -2,27 +2,30 @@
 
 A step keeps everything that it changes in tensors on the device and asks nothing of the host, so
 that a CUDA graph can hold it. Between blocks of steps the host looks which rows have ended; what
-was drawn past a row's end does not count.
+was drawn past a row's end does not count. Where rows wait, they take the places of those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import final
+from typing import cast, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import FusedForward
+from evo_grpo.model.forward.sending import send
+from evo_grpo.model.llama.cache import Refill
+from evo_grpo.rollout.native.batch import Batch
 from evo_grpo.rollout.native.compiled import CompiledStep
-from evo_grpo.rollout.native.decoder import Decoder
+from evo_grpo.rollout.native.decoder import Decoder, RefillDecoder
 from evo_grpo.rollout.native.graphs import StepGraphs
 from evo_grpo.rollout.native.output import Output, StopConditions
-from evo_grpo.rollout.native.rows import Rows
-from evo_grpo.rollout.sampling import sample_tokens
-from evo_grpo.settings.engines.native import DRAWN_LOGITS
+from evo_grpo.rollout.native.queue import Prompts, RowQueue
+from evo_grpo.rollout.native.rows import Rows, prompt_mask
+from evo_grpo.settings.engines.native import SPARE_COLUMNS
 
 #: Share of the rows at which finished rows are removed; copying the cache costs about one step.
 _LEAVE_SHARE = 0.2
@@ -30,17 +33,20 @@ _LEAVE_SHARE = 0.2
 #: The same where a step is a graph, which is captured again then; that costs about ten steps.
 _LEAVE_SHARE_OF_GRAPHS = 0.5
 
+#: Share of the rows at which finished rows hand their places to rows that wait, which costs two
+#: steps, or with a capture about eight. Until then, an empty place costs its share of each step.
+_REFILL_SHARE, _REFILL_SHARE_OF_GRAPHS = 0.125, 0.25
+
 
 @final
 class DecodeLoop:
-    """The rows that are decoded; made after `Decoder.expand`.
+    """The rows that are decoded.
 
     Args:
         base: The base.
         fused: The active population forward.
-        decoder: Its cache has the rows.
-        rows: The rows.
-        prompt_columns: Columns of the longest prompt.
+        decoder: With an empty cache; it exchanges rows if not all of the queue are decoded at once.
+        queue: The rows.
         context: Most tokens of prompt plus completion.
         graphs: Holds steps as CUDA graphs; None for plain steps.
         compiled: Compiles steps that read and write the same memory; None for plain steps.
@@ -51,111 +57,148 @@ class DecodeLoop:
         base: SharedBase,
         fused: FusedForward,
         decoder: Decoder,
-        rows: Rows,
+        queue: RowQueue,
         *,
-        prompt_columns: int,
         context: int,
         graphs: StepGraphs | None = None,
         compiled: CompiledStep | None = None,
     ) -> None:
-        device = rows.origin.device
         self.base = base
         self.fused = fused
         self.decoder = decoder
-        self.rows = rows
-        self.output = Output(rows)
-        self._steps = len(rows.draws)
-        self._prompt_columns, self._last = prompt_columns, context - 1
+        self.queue = queue
+        self.output = Output(queue.rows)
+        self._last = context - 1
         self._graphs, self._compiled = graphs, compiled
-        if graphs is not None:
-            graphs.forget()
-        self._ends = StopConditions(rows.sampling, base.eos_ids, base.vocabulary, device)
+        device = queue.rows.origin.device
+        self._ends = StopConditions(queue.rows.sampling, base.eos_ids, base.vocabulary, device)
         self._block = block_of(device)
-        #: (1,) number of tokens that each row has drawn.
-        self._drawn = torch.zeros(1, dtype=torch.long, device=device)
-        self._arrange()
+        self._alike = queue.places is None
+        self._columns = queue.columns + queue.steps + (0 if self._alike else SPARE_COLUMNS)
 
-    def run(self, logits: Tensor, source: Tensor) -> Output:
-        """Decode all rows: row b continues prompt `source[b]`, which ends with `logits[source[b]]`.
-
-        The logits are (NP, V), and the source is (B,).
-        """
-        self._draw(lambda part: logits.index_select(0, source[part]))
-        done = 1
-        while done < self._steps:
-            if self._ends.possible(done):
-                ended = int(self._finished.sum())  # waits for the device
-                if ended == len(self._finished):
+    def run(self) -> Output:
+        """Decode all rows."""
+        self._begin()
+        done, steps = 1, self.queue.steps
+        while not self._alike or done < steps:
+            if not self._alike or self._ends.possible(done):
+                rows = len(self.batch.finished)
+                ended = int(self.batch.finished.sum())  # waits for the device
+                if ended == rows and not self.queue.waiting:
                     break
-                if ended >= self._leave_share * len(self._finished):
-                    self._remove_finished()
-            count = min(self._block, self._steps - done)
-            memory = self.decoder.reserve(self._prompt_columns + done + count - 1)
-            step = self._step
-            if self._compiled is not None and memory is not None:
-                step = partial(self._compiled.run, step)
-            if self._graphs is not None and memory is not None:
-                self._graphs.run(step, (len(self._tokens), memory), count)
-            else:
-                for _ in range(count):
-                    step()
+                if ended >= self._leave_share * rows:
+                    self._refill() if self.queue.waiting else self._remove_finished()
+            count = min(self._block, steps - done) if self._alike else self._block
+            if self._used + count > self._columns:
+                self._refill()
+            self._run_steps(count)
             done += count
         return self.output
+
+    def _begin(self) -> None:
+        """Prefill the first prompts, and draw the first tokens of their rows."""
+        queue = self.queue
+        prompts, rows = queue.begin()
+        logits = self._prefilled(self.decoder, prompts)
+        self._used = prompts.ids.shape[1]
+        mask = prompt_mask(rows.lengths, self._used, self._columns)
+        self.decoder.expand(prompts.source, self._columns, mask)
+        self._go_on(self._begun(rows, logits, prompts.source))
+
+    def _run_steps(self, count: int) -> None:
+        memory = self.decoder.reserve(self._used + count)
+        step = self._step
+        if self._compiled is not None and memory is not None:
+            step = partial(self._compiled.run, step)
+        if self._graphs is not None and memory is not None:
+            self._graphs.run(step, (len(self.batch.tokens), memory), count)
+        else:
+            for _ in range(count):
+                step()
+        self._used += count
+
+    def _step(self) -> None:
+        """Run the last tokens, and draw the next ones."""
+        batch = self.batch
+        # A finished row that is still in the batch may be at the model's last position.
+        positions = (batch.rows.lengths + (batch.drawn - 1)).clamp_(max=self._last)
+        hidden = self.decoder.step(batch.tokens, positions)
+        batch.draw(lambda part: self.base.logits(hidden[part]), self._ends, self.output)
 
     @property
     def _leave_share(self) -> float:
         graphs = self._graphs is not None and self._graphs.work
+        if self.queue.waiting:
+            return _REFILL_SHARE_OF_GRAPHS if graphs else _REFILL_SHARE
         return _LEAVE_SHARE_OF_GRAPHS if graphs else _LEAVE_SHARE
 
-    def _step(self) -> None:
-        """Run the last tokens, and draw the next ones."""
-        # A finished row that is still in the batch may be at the model's last position.
-        positions = (self.rows.lengths + (self._drawn - 1)).clamp_(max=self._last)
-        hidden = self.decoder.step(self._tokens, positions)
-        self._draw(lambda part: self.base.logits(hidden[part]))
-
-    def _draw(self, logits: Callable[[slice], Tensor]) -> None:
-        """Draw a token of each row, from the logits of some rows at a time."""
-        rows, drawn = self.rows, self._drawn
-        draws = rows.draws.index_select(0, drawn)[0]
-        found = [
-            sample_tokens(
-                logits(part),
-                draws[part],
-                sampling,
-                seen=None if rows.seen is None else rows.seen[part],
-                forbidden=self._ends.forbidden(drawn, sampling),
-            )
-            for part, sampling in self._parts
-        ]
-        tokens, logprobs = (
-            column[0] if len(column) == 1 else torch.cat(column)
-            for column in zip(*found, strict=True)
-        )
-        if rows.seen is not None:
-            rows.seen.scatter_(1, tokens[:, None], True)
-        self.output.write(drawn, rows, tokens, logprobs, self._finished)
-        self._finished.logical_or_(self._ends.met(drawn, tokens, rows.sampling))
-        self._tokens.copy_(tokens)
-        drawn.add_(1)
-
     def _remove_finished(self) -> None:
-        stay = (~self._finished).nonzero()[:, 0]
-        tokens = self._tokens.index_select(0, stay)
-        self.rows = self.rows.select(stay)
+        old = self.batch
+        stay = (~old.finished).nonzero()[:, 0]
         self.decoder.keep(stay)
-        self._arrange()
-        self._tokens.copy_(tokens)
+        drawn = old.drawn if self._alike else old.drawn.index_select(0, stay)
+        batch = Batch(old.rows.select(stay), drawn, self.base.vocabulary, alike=self._alike)
+        batch.tokens.copy_(old.tokens.index_select(0, stay))
+        self._go_on(batch)
 
-    def _arrange(self) -> None:
-        """Make what belongs to the rows, which have changed."""
-        rows = self.rows
-        self.fused.set_layout(rows.layout)
-        self._tokens = torch.zeros_like(rows.origin)
-        self._finished = torch.zeros_like(rows.origin, dtype=torch.bool)
-        size = max(1, DRAWN_LOGITS // self.base.vocabulary)
-        slices = [slice(start, start + size) for start in range(0, len(rows.origin), size)]
-        self._parts = [(part, rows.sampling.part(part)) for part in slices]
+    def _refill(self) -> None:
+        """Remove the finished rows, give their places to rows that wait, and free columns."""
+        old, queue, decoder = self.batch, self.queue, cast("RefillDecoder", self.decoder)
+        stay = (~old.finished).nonzero()[:, 0]
+        staying = old.rows.origin.index_select(0, stay).cpu().numpy()
+        joining = queue.take(len(old.tokens) - len(staying))
+        now = np.union1d(staying, joining)
+        stay_to, join_to = send(
+            [np.searchsorted(now, staying), np.searchsorted(now, joining)], self.base.device
+        )
+        queue.remember(old.rows)
+        if len(joining):
+            arrived, prompts, rows = decoder.beside(), queue.prompts(joining), queue.select(joining)
+            logits = self._prefilled(arrived, prompts)
+            joined = self._begun(rows, logits, prompts.source)
+            queue.remember(joined.rows)
+            moves = Refill(stay, stay_to, prompts.source, join_to, joined.rows.lengths)
+        else:
+            arrived = joined = None
+            moves = Refill(stay, stay_to, join_to, join_to, join_to)
+        self._used = decoder.refill(arrived, moves)
+        batch = self._undrawn(queue.select(now))
+        batch.put(old, stay, stay_to)
+        if joined is not None:
+            batch.put(joined, torch.arange(len(joining), device=stay.device), join_to)
+        if self._graphs is not None:
+            self._graphs.forget()
+        self._go_on(batch)
+
+    def _prefilled(self, decoder: Decoder, prompts: Prompts) -> Tensor:
+        """Run prompts; return the logits (NP, V) of the tokens after them."""
+        self.fused.set_layout(prompts.layout)
+        return self.base.logits(decoder.prefill(prompts.ids, prompts.lengths))
+
+    def _begun(self, rows: Rows, logits: Tensor, source: Tensor) -> Batch:
+        """Return rows with their first tokens; row b continues the prompt `source[b]`."""
+        batch = self._undrawn(rows)
+        batch.draw(lambda part: logits.index_select(0, source[part]), self._ends, self.output)
+        return batch
+
+    def _undrawn(self, rows: Rows) -> Batch:
+        count = 1 if self._alike else len(rows.origin)
+        drawn = torch.zeros(count, dtype=torch.long, device=rows.origin.device)
+        return Batch(rows, drawn, self.base.vocabulary, alike=self._alike)
+
+    def _go_on(self, batch: Batch) -> None:
+        """Decode other rows from now on."""
+        self.batch = batch
+        self.fused.set_layout(batch.rows.layout)
+
+
+def hands_on_places(device: torch.device) -> bool:
+    """Return whether rows that wait take the places of rows that have ended.
+
+    On a CPU, whose steps take as long as they have rows, few rows at the end of a piece cost
+    little: refilling took 1.14 times as long as whole pieces (`experiments/bench/tail.py`).
+    """
+    return device.type != "cpu"
 
 
 def block_of(device: torch.device) -> int:

@@ -55,24 +55,23 @@ def expand_rows(
     requests: Sequence[RolloutRequest],
     lengths: Tensor,
     ids: Tensor,
-    columns: int,
     *,
+    steps: int,
     vocabulary: int,
     context: int,
-) -> tuple[Rows, Tensor, Tensor]:
+) -> tuple[Rows, Tensor]:
     """Expand (agent, prompt) rows to (agent, prompt, completion) rows.
 
     Args:
         requests: One per agent, each with prompts.
         lengths: (NP,) prompt lengths.
         ids: (NP, longest prompt) prompt ids, padded on the right.
-        columns: Columns of the cache, the longest prompt plus the longest completion.
+        steps: Tokens to draw of the longest completion.
         vocabulary: V.
         context: Most tokens of prompt plus completion in one row.
 
     Returns:
-        The rows, the (agent, prompt) row of each (B,), and the columns (B, 1, 1, columns) bool that
-        it may attend to.
+        The rows, and the (agent, prompt) row of each (B,).
     """
     device = lengths.device
     repeats = torch.tensor([r.samples for r in requests for _ in r.prompts])
@@ -86,9 +85,6 @@ def expand_rows(
         limit=torch.minimum(sampling.limit, context - row_lengths),
         shortest=min(sampling.shortest, context - ids.shape[1]),
     )
-    column = torch.arange(columns, device=device)
-    # Decoded columns start after the longest prompt; the padding of shorter prompts is masked.
-    mask = (column < row_lengths[:, None]) | (column >= ids.shape[1])
     seen = None
     if sampling.penalty is not None:
         real = torch.arange(ids.shape[1], device=device) < lengths[:, None]
@@ -97,10 +93,20 @@ def expand_rows(
         seen = marks[:, :-1].index_select(0, source)
     rows = Rows(
         origin=torch.arange(len(keys), device=device),
-        draws=uniform(key_tensor(keys, device), 0, columns - ids.shape[1]),
+        draws=uniform(key_tensor(keys, device), 0, steps),
         lengths=row_lengths,
         sampling=sampling,
         seen=seen,
         layout=RowLayout(tuple(r.adapter for r in requests), counts),
     )
-    return rows, source, mask[:, None, None, :]
+    return rows, source
+
+
+def prompt_mask(lengths: Tensor, prompt: int, columns: int) -> Tensor:
+    """Return the columns (B, 1, 1, columns) bool that rows with prompts of `lengths` attend to.
+
+    Decoded columns start after the longest prompt, of `prompt` tokens; the padding of shorter ones
+    is masked.
+    """
+    column = torch.arange(columns, device=lengths.device)
+    return ((column < lengths[:, None]) | (column >= prompt))[:, None, None, :]

@@ -9,6 +9,9 @@ from evo_grpo.settings.engines.memory import EngineLoad, Part
 
 DRAWN_LOGITS = 1 << 25
 """Logits from which tokens are drawn at once: so many or those of one row, if these are more."""
+SPARE_COLUMNS = 64
+"""Columns of the cache beyond the longest prompt and completion where rows hand on their places:
+rows begin at different columns, and all move to the front when the columns are used up."""
 _DRAW_TENSORS = 4
 """float32 tensors of that size that exist then: logits, log-probs, probabilities and one more."""
 _SORT_TENSORS = 5
@@ -29,9 +32,12 @@ class NativeSettings(RolloutSettings):
         """Return the keys and values, the logits of a draw and the joined adapters."""
         shape, work, rows, element = load.shape, load.work, load.rows, load.element
         columns = work.prompt_tokens + work.output_tokens
+        waiting = max(work.rows, work.evaluation_rows) - rows
+        if waiting > 0 and work.specialised and load.device != "cpu":
+            columns += SPARE_COLUMNS
         layer = rows * columns * 2 * shape.kv_width * element
-        # One layer is copied while finished rows are removed. The modules' attention also repeats
-        # the keys and values of a layer for every query head.
+        # One layer is copied while finished rows are removed or replaced. The modules' attention
+        # also repeats the keys and values of a layer for every query head.
         more = layer
         if not work.specialised:
             more = max(layer, rows * columns * 2 * shape.query_width * element)

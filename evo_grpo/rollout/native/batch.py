@@ -1,0 +1,74 @@
+"""The rows that are decoded at once, and the draw of their next tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+import torch
+from torch import Tensor
+
+from evo_grpo.rollout.native.output import Output, StopConditions
+from evo_grpo.rollout.native.rows import Rows
+from evo_grpo.rollout.sampling import sample_tokens
+from evo_grpo.settings.engines.native import DRAWN_LOGITS
+
+
+@final
+class Batch:
+    """Rows with their last tokens.
+
+    Args:
+        rows: The rows.
+        drawn: int64, the number of tokens that rows have drawn: (1,) of all rows if they are
+            `alike`, else (B,).
+        vocabulary: V.
+
+    Attributes:
+        tokens: (B,) int64, the last ones.
+        finished: (B,) bool.
+    """
+
+    def __init__(self, rows: Rows, drawn: Tensor, vocabulary: int, *, alike: bool) -> None:
+        self.rows, self.drawn, self._alike = rows, drawn, alike
+        self.tokens = torch.zeros_like(rows.origin)
+        self.finished = torch.zeros_like(rows.origin, dtype=torch.bool)
+        size = max(1, DRAWN_LOGITS // vocabulary)
+        slices = [slice(start, start + size) for start in range(0, len(rows.origin), size)]
+        self._parts = [(part, rows.sampling.part(part)) for part in slices]
+
+    def draw(self, logits: Callable[[slice], Tensor], ends: StopConditions, output: Output) -> None:
+        """Draw a token of each row, from the logits of some rows at a time."""
+        rows, drawn = self.rows, self.drawn
+        draws = (
+            rows.draws.index_select(0, drawn) if self._alike else rows.draws.gather(0, drawn[None])
+        )[0]
+        found = [
+            sample_tokens(
+                logits(part),
+                draws[part],
+                sampling,
+                seen=None if rows.seen is None else rows.seen[part],
+                forbidden=ends.forbidden(drawn if self._alike else drawn[part], sampling),
+            )
+            for part, sampling in self._parts
+        ]
+        tokens, logprobs = (
+            column[0] if len(column) == 1 else torch.cat(column)
+            for column in zip(*found, strict=True)
+        )
+        if rows.seen is not None:
+            rows.seen.scatter_(1, tokens[:, None], True)
+        output.write(drawn, rows, tokens, logprobs, self.finished)
+        self.finished.logical_or_(ends.met(drawn, tokens, rows.sampling))
+        self.tokens.copy_(tokens)
+        drawn.add_(1)
+        if not self._alike:
+            # Rows that have ended stay at the place behind the last token.
+            drawn.clamp_(max=len(rows.draws) - 1)
+
+    def put(self, other: Batch, rows: Tensor, places: Tensor) -> None:
+        """Copy the state of some rows of another batch to places of this one."""
+        self.tokens.index_copy_(0, places, other.tokens.index_select(0, rows))
+        self.finished.index_copy_(0, places, other.finished.index_select(0, rows))
+        self.drawn.index_copy_(0, places, other.drawn.index_select(0, rows))
