@@ -447,7 +447,7 @@ class Agent(AgentSignature, ABC):
         return tuple(moved(value, self.cohort.base.device) for value in experiences)
 
     def recompile(self) -> None:
-        """Compile the base's layers without adapters, with the mode of the setting `compile`."""
+        """Compile as the setting `compile` does, with its mode, or `default` if it is null."""
         self.cohort.base.compile(self.settings.engine.compile or "default")
 
     def _role(self, name: str) -> str:

@@ -22,37 +22,34 @@ _LEAST = 64
 
 @dataclass(frozen=True)
 class Refill:
-    """Rows that stay in a cache, and rows that join it.
+    """Rows that join those of a cache.
 
     Attributes:
-        stay: (K,) positions of the rows that stay.
-        stay_to: (K,) their positions then.
-        source: (M,) row of a prompt in the other cache, for each row that joins.
+        stay_to: (K,) positions then of the rows of the cache.
         join_to: (M,) positions of the rows that join.
+        source: (M,) row of the prompt in the other cache, for each row that joins.
         lengths: (M,) lengths of their prompts.
     """
 
-    stay: Tensor
     stay_to: Tensor
-    source: Tensor
     join_to: Tensor
+    source: Tensor
     lengths: Tensor
 
-    def masks(self, before: Tensor, joining: int, room: int) -> tuple[Tensor, slice, slice, int]:
-        """Return how columns move, given those that each row attends to, (B, 1, 1, used) bool.
+    def masks(self, mask: Tensor, joining: int, room: int) -> tuple[Tensor, slice, slice, int]:
+        """Return how columns move, given those that each row attends to, (K, 1, 1, used) bool.
 
-        The rows that stay lose the columns that none of them attends to. The prompts that join,
-        of up to `joining` columns, end where these rows end.
+        The rows lose the first columns, to which none of them attends. The prompts that join, in
+        a block of `joining` columns, end where these rows end.
 
         Returns:
             The mask (K + M, 1, 1, room), True at columns that are not used yet; the columns before
             that stay; the columns where they are then; and the number of columns used then.
         """
-        mask = before.index_select(0, self.stay)
         used = mask.shape[-1]
-        first = int(mask.any(0).flatten().int().argmax()) if len(mask) else used
+        first = int(mask.any(0).flatten().int().argmax())  # waits for the device
         end = max(used - first, joining)
-        out = mask.new_zeros(len(self.stay) + len(self.source), 1, 1, room)
+        out = mask.new_zeros(len(mask) + len(self.source), 1, 1, room)
         out[..., end:] = True
         out[..., end - (used - first) : end].index_copy_(0, self.stay_to, mask[..., first:])
         if len(self.source):
@@ -64,11 +61,11 @@ class Refill:
     def moved(
         self, before: Tensor, joining: Tensor | None, room: int, old: slice, new: slice
     ) -> Tensor:
-        """Return keys or values (B, heads, room, D) and (M, heads, T, D) in new places."""
-        count = len(self.stay) + len(self.source)
+        """Return keys or values (K, heads, room, D) and (NP, heads, T, D) in new places."""
+        count = len(before) + len(self.source)
         # Zeros: columns that are not used yet are multiplied by a weight of 0.
         out = before.new_zeros(count, before.shape[1], room, before.shape[3])
-        out[:, :, new].index_copy_(0, self.stay_to, before[:, :, old].index_select(0, self.stay))
+        out[:, :, new].index_copy_(0, self.stay_to, before[:, :, old])
         if joining is not None:
             block = slice(new.stop - joining.shape[2], new.stop)
             out[:, :, block].index_copy_(0, self.join_to, joining.index_select(0, self.source))
@@ -99,9 +96,9 @@ class KeyValues(Protocol):
         ...
 
     def refill(self, arrived: KeyValues | None, moves: Refill) -> int:
-        """Remove some rows and columns and place the prompts of another cache in their stead.
+        """Remove the columns that no row attends to, and add the prompts of another cache.
 
-        `arrived` is None if no row joins.
+        `arrived` is None if no row joins; otherwise it is used up.
 
         Returns:
             The number of columns that are used then.
@@ -177,6 +174,8 @@ class GrowingCache:
             self.keys[i] = moves.moved(turned, joining, room, old, new).transpose(2, 3).contiguous()
             joining = arrived.values[i] if arrived else None
             self.values[i] = moves.moved(values, joining, room, old, new)
+            if arrived:
+                arrived.keys[i] = arrived.values[i] = keys.new_zeros(0)  # frees them
         self._mask, self._bias, self.used = mask[:, 0], None, end
         self._count_padding()
         return end
@@ -319,6 +318,8 @@ class FixedCache:
             self.keys[i] = moves.moved(keys, joining, room, old, new)
             joining = arrived.values[i] if arrived else None
             self.values[i] = moves.moved(values, joining, room, old, new)
+            if arrived:
+                arrived.keys[i] = arrived.values[i] = keys.new_zeros(0)  # frees them
         self._start(mask, end)
         return end
 

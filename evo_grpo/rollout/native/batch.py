@@ -67,8 +67,10 @@ class Batch:
             # Rows that have ended stay at the place behind the last token.
             drawn.clamp_(max=len(rows.draws) - 1)
 
-    def put(self, other: Batch, rows: Tensor, places: Tensor) -> None:
-        """Copy the state of some rows of another batch to places of this one."""
-        self.tokens.index_copy_(0, places, other.tokens.index_select(0, rows))
-        self.finished.index_copy_(0, places, other.finished.index_select(0, rows))
-        self.drawn.index_copy_(0, places, other.drawn.index_select(0, rows))
+    def put(self, other: Batch, places: Tensor) -> None:
+        """Copy the state of the rows of another batch to places of this one."""
+        self.tokens.index_copy_(0, places, other.tokens)
+        self.finished.index_copy_(0, places, other.finished)
+        self.drawn.index_copy_(0, places, other.drawn)
+        if self.rows.seen is not None and other.rows.seen is not None:
+            self.rows.seen.index_copy_(0, places, other.rows.seen)

@@ -8,6 +8,8 @@ from typing import final
 
 import torch
 
+from evo_grpo.model.out_of_memory import is_out_of_memory
+
 #: Most compilations of the step. Numbers of rows and widths are compiled once more, as variables,
 #: when they first change; what else differs (filters of sampling, unequal rows of agents) is a
 #: step of its own.
@@ -40,10 +42,11 @@ class CompiledStep:
             try:
                 return self._compiled(step)
             except Exception as error:
-                if not type(error).__module__.startswith(_COMPILER):
-                    raise
+                cause = getattr(error, "inner_exception", error)
+                if is_out_of_memory(cause) or not type(error).__module__.startswith(_COMPILER):
+                    raise cause from error
                 self._work = False
-                reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+                reason = next(iter(str(cause).splitlines()), "") or type(cause).__name__
                 warnings.warn(
                     "engine.compile: the decode step cannot be compiled, and runs uncompiled from "
                     f"now on ({reason[:200]}); leave engine.compile out to spare the attempt",

@@ -62,16 +62,16 @@ class Decoder(Protocol):
 
 
 class RefillDecoder(Decoder, Protocol):
-    """A decoder in which rows that have ended hand their places to the rows of other prompts."""
+    """A decoder that rows of other prompts can join."""
 
     def beside(self) -> Self:
         """Return a decoder over the same adapters with an empty cache, for prompts that join."""
         ...
 
     def refill(self, arrived: Self | None, moves: Refill) -> int:
-        """Remove the rows that do not stay, and place prompts from `beside` in their stead.
+        """Add the rows of prompts from `beside`, and remove columns to which no row attends.
 
-        `arrived` is None if no row joins.
+        `arrived` is None if no row joins; otherwise it is used up.
 
         Returns:
             The number of columns of the cache that are used then.

@@ -40,6 +40,10 @@ from evo_grpo.rollout.native.queue import RowQueue
 from evo_grpo.settings import AgentSettings
 from evo_grpo.types import Completion, CompletionGroup
 
+#: Most rows in one call of the decode loop over those at once, where rows wait: all have draws and
+#: output, and those that are done are lost if memory runs out.
+_WAVES = 8
+
 
 @final
 class NativeEngine(RolloutEngine):
@@ -135,7 +139,7 @@ class NativeEngine(RolloutEngine):
             step = max(
                 1, min(self.max_rows // max(1, per_prompt), self.max_prompts or self.max_rows)
             )
-            stop = longest if refills else start + step
+            stop = start + step * (_WAVES if refills else 1)
             part = {
                 number: request.part(range(start, min(stop, len(request.prompts))))
                 for number, request in enumerate(requests)

@@ -30,11 +30,13 @@ from evo_grpo.settings.engines.native import SPARE_COLUMNS
 #: Share of the rows at which finished rows are removed; copying the cache costs about one step.
 _LEAVE_SHARE = 0.2
 
-#: The same where a step is a graph, which is captured again then; that costs about ten steps.
+#: The same where a step is a graph, which is captured again then: that takes as long as two to ten
+#: replayed steps.
 _LEAVE_SHARE_OF_GRAPHS = 0.5
 
 #: Share of the rows at which finished rows hand their places to rows that wait, which costs two
-#: steps, or with a capture about eight. Until then, an empty place costs its share of each step.
+#: steps, or with a capture up to a dozen replayed ones. Until then, an empty place costs its
+#: share of each step.
 _REFILL_SHARE, _REFILL_SHARE_OF_GRAPHS = 0.125, 0.25
 
 
@@ -45,7 +47,7 @@ class DecodeLoop:
     Args:
         base: The base.
         fused: The active population forward.
-        decoder: With an empty cache; it exchanges rows if not all of the queue are decoded at once.
+        decoder: With an empty cache; a `RefillDecoder` if not all rows are decoded at once.
         queue: The rows.
         context: Most tokens of prompt plus completion.
         graphs: Holds steps as CUDA graphs; None for plain steps.
@@ -75,32 +77,41 @@ class DecodeLoop:
         self._block = block_of(device)
         self._alike = queue.places is None
         self._columns = queue.columns + queue.steps + (0 if self._alike else SPARE_COLUMNS)
+        #: Columns of the cache that are used, and most tokens that a row has left to draw.
+        self._used = self._left = 0
 
     def run(self) -> Output:
         """Decode all rows."""
+        queue = self.queue
         self._begin()
-        done, steps = 1, self.queue.steps
-        while not self._alike or done < steps:
-            if not self._alike or self._ends.possible(done):
+        while self._left or queue.waiting:
+            if not self._alike or self._ends.possible(queue.steps - self._left):
                 rows = len(self.batch.finished)
                 ended = int(self.batch.finished.sum())  # waits for the device
-                if ended == rows and not self.queue.waiting:
+                if ended == rows and not queue.waiting:
                     break
                 if ended >= self._leave_share * rows:
-                    self._refill() if self.queue.waiting else self._remove_finished()
-            count = min(self._block, steps - done) if self._alike else self._block
+                    if queue.waiting:
+                        if ended < rows:
+                            self._refill()
+                        else:
+                            self.decoder = cast("RefillDecoder", self.decoder).beside()
+                            self._begin()
+                        continue  # rows may have ended with their first tokens
+                    self._remove_finished()
+            count = min(self._block, self._left)
             if self._used + count > self._columns:
                 self._refill()
             self._run_steps(count)
-            done += count
         return self.output
 
     def _begin(self) -> None:
-        """Prefill the first prompts, and draw the first tokens of their rows."""
+        """Prefill the next prompts in an empty cache, and draw the first tokens of their rows."""
         queue = self.queue
         prompts, rows = queue.begin()
         logits = self._prefilled(self.decoder, prompts)
-        self._used = prompts.ids.shape[1]
+        rows.seen = queue.seen(prompts)
+        self._used, self._left = prompts.ids.shape[1], queue.steps - 1
         mask = prompt_mask(rows.lengths, self._used, self._columns)
         self.decoder.expand(prompts.source, self._columns, mask)
         self._go_on(self._begun(rows, logits, prompts.source))
@@ -116,6 +127,7 @@ class DecodeLoop:
             for _ in range(count):
                 step()
         self._used += count
+        self._left -= count
 
     def _step(self) -> None:
         """Run the last tokens, and draw the next ones."""
@@ -143,31 +155,37 @@ class DecodeLoop:
 
     def _refill(self) -> None:
         """Remove the finished rows, give their places to rows that wait, and free columns."""
-        old, queue, decoder = self.batch, self.queue, cast("RefillDecoder", self.decoder)
-        stay = (~old.finished).nonzero()[:, 0]
-        staying = old.rows.origin.index_select(0, stay).cpu().numpy()
-        joining = queue.take(len(old.tokens) - len(staying))
+        places, queue, decoder = (
+            len(self.batch.tokens),
+            self.queue,
+            cast("RefillDecoder", self.decoder),
+        )
+        # First, so that the prompts that join have the memory of the rows that leave.
+        self._remove_finished()
+        old = self.batch
+        staying = old.rows.origin.cpu().numpy()
+        joining = queue.take(places - len(staying))
         now = np.union1d(staying, joining)
         stay_to, join_to = send(
             [np.searchsorted(now, staying), np.searchsorted(now, joining)], self.base.device
         )
-        queue.remember(old.rows)
+        arrived = joined = None
+        source = lengths = join_to
         if len(joining):
             arrived, prompts, rows = decoder.beside(), queue.prompts(joining), queue.select(joining)
             logits = self._prefilled(arrived, prompts)
+            rows.seen = queue.seen(prompts)
             joined = self._begun(rows, logits, prompts.source)
-            queue.remember(joined.rows)
-            moves = Refill(stay, stay_to, prompts.source, join_to, joined.rows.lengths)
-        else:
-            arrived = joined = None
-            moves = Refill(stay, stay_to, join_to, join_to, join_to)
-        self._used = decoder.refill(arrived, moves)
-        batch = self._undrawn(queue.select(now))
-        batch.put(old, stay, stay_to)
+            source, lengths = prompts.source, rows.lengths
+            self._left = queue.steps - 1
+        self._used = decoder.refill(arrived, Refill(stay_to, join_to, source, lengths))
+        rows = queue.select(now)
+        if old.rows.seen is not None:
+            rows.seen = old.rows.seen.new_empty(len(now), old.rows.seen.shape[1])
+        batch = self._undrawn(rows)
+        batch.put(old, stay_to)
         if joined is not None:
-            batch.put(joined, torch.arange(len(joining), device=stay.device), join_to)
-        if self._graphs is not None:
-            self._graphs.forget()
+            batch.put(joined, join_to)
         self._go_on(batch)
 
     def _prefilled(self, decoder: Decoder, prompts: Prompts) -> Tensor:
@@ -189,6 +207,8 @@ class DecodeLoop:
     def _go_on(self, batch: Batch) -> None:
         """Decode other rows from now on."""
         self.batch = batch
+        if self._graphs is not None:
+            self._graphs.forget()  # it reads the memory of other rows
         self.fused.set_layout(batch.rows.layout)
 
 
@@ -196,7 +216,7 @@ def hands_on_places(device: torch.device) -> bool:
     """Return whether rows that wait take the places of rows that have ended.
 
     On a CPU, whose steps take as long as they have rows, few rows at the end of a piece cost
-    little: refilling took 1.14 times as long as whole pieces (`experiments/bench/tail.py`).
+    little: refilling takes 1.15 to 1.19 times as long as pieces (`experiments/bench/tail.py`).
     """
     return device.type != "cpu"
 

@@ -28,7 +28,7 @@ class Output:
     def write(
         self, drawn: Tensor, rows: Rows, tokens: Tensor, logprobs: Tensor, finished: Tensor
     ) -> None:
-        """Write the token number `drawn` (1,) of the rows in the batch that are not finished."""
+        """Write the tokens number `drawn` (1,) or (B,) of the rows that are not finished."""
         places = torch.add(rows.origin, drawn, alpha=self.tokens.shape[1])
         self.tokens.view(-1).index_copy_(0, places, tokens.masked_fill(finished, -1))
         self.logprobs.view(-1).index_copy_(0, places, logprobs)
@@ -53,7 +53,7 @@ class StopConditions:
         return drawn > self._least or drawn >= self._shortest
 
     def forbidden(self, drawn: Tensor, sampling: RowSampling) -> Tensor | None:
-        """Return the tokens that some rows cannot draw after `drawn` (1,) others.
+        """Return the tokens that some rows cannot draw after `drawn` (1,) or (B,) others.
 
         It is bool (1, V) for all rows or (B, V); None if no row has a least length.
         """

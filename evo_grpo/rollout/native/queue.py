@@ -75,7 +75,7 @@ class RowQueue:
         self.rows, self._source = expand_rows(
             requests, lengths, ids, steps=drawn, vocabulary=vocabulary, context=context
         )
-        self._ids, self._lengths = ids, lengths
+        self._ids, self._lengths, self._vocabulary = ids, lengths, vocabulary
         if self.places is not None:
             prompt = [i for r in requests for i in range(len(r.prompts)) for _ in range(r.samples)]
             self._order = np.argsort(np.array(prompt), kind="stable")
@@ -91,7 +91,7 @@ class RowQueue:
         return taken
 
     def begin(self) -> tuple[Prompts, Rows]:
-        """Return the first rows and their prompts."""
+        """Return the next rows, as many as there are places, and their prompts."""
         if self.places is None:
             self.waiting = 0
             layout = RowLayout(self._adapters, self._prompts)
@@ -100,13 +100,18 @@ class RowQueue:
         return self.prompts(first), self.select(first)
 
     def select(self, rows: NDArray[np.int64]) -> Rows:
-        """Return some rows, given in ascending order."""
+        """Return some rows, given in ascending order, without `seen`."""
         return self.rows.select(torch.from_numpy(rows).to(self._ids.device))
 
-    def remember(self, rows: Rows) -> None:
-        """Keep which tokens some rows have seen, for `select`."""
-        if self.rows.seen is not None and rows.seen is not None:
-            self.rows.seen.index_copy_(0, rows.origin, rows.seen)
+    def seen(self, prompts: Prompts) -> Tensor | None:
+        """Return the tokens (B, V) bool of each row's prompt; None if no row has a penalty."""
+        if self.rows.sampling.penalty is None:
+            return None
+        ids, size = prompts.ids, self._vocabulary
+        real = torch.arange(ids.shape[1], device=ids.device) < prompts.lengths[:, None]
+        marks = torch.zeros(len(ids), size + 1, dtype=torch.bool, device=ids.device)
+        marks.scatter_(1, torch.where(real, ids, size), True)
+        return marks[:, :-1].index_select(0, prompts.source)
 
     def prompts(self, rows: NDArray[np.int64]) -> Prompts:
         """Return the prompts of some rows, each once."""

@@ -20,7 +20,8 @@ class Rows:
 
     Attributes:
         origin: (B,) index of each row in the output.
-        draws: (steps, B) float64 in [0, 1), one per token of the longest completion.
+        draws: (steps, B) float64 in [0, 1), one per token of the longest completion; one more
+            where rows wait.
         lengths: (B,) prompt lengths.
         sampling: Sampling settings per row.
         seen: (B, V) bool, tokens of prompt and completion so far; None without a penalty.
@@ -71,7 +72,7 @@ def expand_rows(
         context: Most tokens of prompt plus completion in one row.
 
     Returns:
-        The rows, and the (agent, prompt) row of each (B,).
+        The rows, without `seen`, and the (agent, prompt) row of each (B,).
     """
     device = lengths.device
     repeats = torch.tensor([r.samples for r in requests for _ in r.prompts])
@@ -85,18 +86,12 @@ def expand_rows(
         limit=torch.minimum(sampling.limit, context - row_lengths),
         shortest=min(sampling.shortest, context - ids.shape[1]),
     )
-    seen = None
-    if sampling.penalty is not None:
-        real = torch.arange(ids.shape[1], device=device) < lengths[:, None]
-        marks = torch.zeros(len(repeats), vocabulary + 1, dtype=torch.bool, device=device)
-        marks.scatter_(1, torch.where(real, ids, vocabulary), True)
-        seen = marks[:, :-1].index_select(0, source)
     rows = Rows(
         origin=torch.arange(len(keys), device=device),
         draws=uniform(key_tensor(keys, device), 0, steps),
         lengths=row_lengths,
         sampling=sampling,
-        seen=seen,
+        seen=None,
         layout=RowLayout(tuple(r.adapter for r in requests), counts),
     )
     return rows, source
