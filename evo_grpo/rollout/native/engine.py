@@ -200,7 +200,6 @@ class NativeEngine(RolloutEngine):
         if mode is not None and (self._compiled is None or self._compiled.mode != mode):
             self._compiled = CompiledStep(mode)
         with population_forward(self.slots.layers, layout, frozen=True) as fused:
-            decoder = self._decoder(fused, total, equal=equal)
             ids, lengths = self._pad(requests, columns)
             queue = RowQueue(
                 requests,
@@ -214,7 +213,7 @@ class NativeEngine(RolloutEngine):
             loop = DecodeLoop(
                 self.base,
                 fused,
-                decoder,
+                self._decoder(fused, total, equal=equal),
                 queue,
                 context=self._context,
                 graphs=self._graphs if self._specialized and not equal else None,

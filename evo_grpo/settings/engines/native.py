@@ -9,7 +9,7 @@ from evo_grpo.settings.engines.memory import EngineLoad, Part
 
 DRAWN_LOGITS = 1 << 25
 """Logits from which tokens are drawn at once: so many or those of one row, if these are more."""
-SPARE_COLUMNS = 64
+SPARE_COLUMNS = 16
 """Columns of the cache beyond the longest prompt and completion where rows hand on their places:
 rows begin at different columns, and all move to the front when the columns are used up."""
 _DRAW_TENSORS = 4

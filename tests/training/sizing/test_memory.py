@@ -57,7 +57,7 @@ def test_keys_and_values_are_those_of_the_rows_decoded_at_once():
     evaluated = replace(WORK, evaluation_rows=700)
     assert part(plan(evaluated), "keys and values") == 31 * 700 * each
     # On a GPU, rows that wait join at later columns.
-    each += 64 * 2 * 3 * 64 * 4
+    each += 16 * 2 * 3 * 64 * 4
     assert part(plan(max_decode_rows=100, device="cuda"), "keys and values") == 31 * 100 * each
 
 
