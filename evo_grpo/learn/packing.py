@@ -92,13 +92,30 @@ def pack(
     """Split (position of its agent, row) pairs into micro-batches.
 
     Micro-batches have about equally many tokens and, if possible, equally many rows of each agent,
-    which then run as plain batched matmuls. Rows of a micro-batch are sorted by agent. The budget
-    counts padded tokens per micro-batch, a shared prefix once. A row above the budget gets a
-    micro-batch of its own.
+    which then run as plain batched matmuls; of many agents, each has a part of them. Rows of a
+    micro-batch are sorted by agent. The budget counts padded tokens per micro-batch, a shared
+    prefix once. A row above the budget gets a micro-batch of its own.
     """
     sized = [_SizedRow.of(position, row) for position, row in rows]
     if not sized:
         return []
+    best = _packed(sized, token_budget, max_rows)
+    groups = Counter(position for position, _ in {row.prefix for row in sized})
+    if len(best) > max(groups.values()):
+        # A group of each agent is more than a micro-batch: few agents at a time need fewer and
+        # larger products with their adapters.
+        apart = _by_agents(sized, len(best))
+        found = [bucket for part in apart for bucket in _packed(part, token_budget, max_rows)]
+        if len(found) <= len(best) and _tokens(found) <= _tokens(best):
+            best = found
+    return [
+        [(row.position, row.row) for row in sorted(bucket.rows, key=lambda row: row.position)]
+        for bucket in best
+    ]
+
+
+def _packed(sized: Sequence[_SizedRow], token_budget: int, max_rows: int | None) -> list[_Bucket]:
+    """Return micro-batches of some rows, in the order with the fewest tokens."""
     candidates = [_fill(_by_length(sized), token_budget, max_rows)]
     if len({row.prefix for row in sized}) < len(sized):
         tiers = _by_prefix(sized)
@@ -106,11 +123,22 @@ def pack(
         single_rows = [[[row] for block in tier for row in block] for tier in tiers]
         split = _fill(single_rows, token_budget, max_rows)
         candidates.append(split if len(split) <= MAX_SPLIT_SHARE * len(whole) else whole)
-    best = min(candidates, key=lambda buckets: sum(bucket.tokens() for bucket in buckets))
-    return [
-        [(row.position, row.row) for row in sorted(bucket.rows, key=lambda row: row.position)]
-        for bucket in best
-    ]
+    return min(candidates, key=_tokens)
+
+
+def _tokens(buckets: Sequence[_Bucket]) -> int:
+    return sum(bucket.tokens() for bucket in buckets)
+
+
+def _by_agents(rows: Sequence[_SizedRow], parts: int) -> list[list[_SizedRow]]:
+    """Deal the agents into at most so many parts of equally many agents; return their rows."""
+    positions = sorted({row.position for row in rows})
+    size = -(-len(positions) // parts)
+    part_of = {position: number // size for number, position in enumerate(positions)}
+    found: list[list[_SizedRow]] = [[] for _ in range(-(-len(positions) // size))]
+    for row in rows:
+        found[part_of[row.position]].append(row)
+    return found
 
 
 def _by_length(rows: Sequence[_SizedRow]) -> list[_Tier]:

@@ -94,6 +94,15 @@ def test_every_bucket_holds_all_agents_alike_where_rows_allow_it():
         assert len(set(counts)) == 1
 
 
+def test_of_many_agents_a_bucket_holds_few_with_all_their_rows():
+    """A group of each of 8 agents is twice the budget: four buckets of two agents, not of four."""
+    buckets = pack(groups((4,) * 8, 2), 4 * (6 + 4 * 32))
+    assert [collate(bucket, 0, CPU).counts for bucket in buckets] == [(8, 8)] * 4
+    assert [sorted({position for position, _ in bucket}) for bucket in buckets] == [
+        [0, 1], [2, 3], [4, 5], [6, 7]
+    ]  # fmt: skip
+
+
 def test_groups_of_different_sizes_stay_whole_and_a_bucket_holds_one_of_every_agent():
     sizes = (4, 4, 6, 8, 16)
     tokens = len(sizes) * 6 + sum(sizes) * 32
