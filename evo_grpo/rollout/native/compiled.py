@@ -43,8 +43,10 @@ class CompiledStep:
                 return self._compiled(step)
             except Exception as error:
                 cause = getattr(error, "inner_exception", error)
-                if is_out_of_memory(cause) or not type(error).__module__.startswith(_COMPILER):
-                    raise cause from error
+                if not type(error).__module__.startswith(_COMPILER):
+                    raise
+                if is_out_of_memory(cause):
+                    raise cause from error  # fewer rows may compile
                 self._work = False
                 reason = next(iter(str(cause).splitlines()), "") or type(cause).__name__
                 warnings.warn(

@@ -140,6 +140,27 @@ def test_a_step_of_too_many_kinds_runs_as_it_is_and_says_why_once(eager, monkeyp
     assert_warns_once(slots, monkeypatch, drawn(slots, NativeEngine(slots)))
 
 
+def test_a_compilation_without_memory_is_repeated_with_fewer_rows(monkeypatch):
+    left = [torch.OutOfMemoryError("no memory for the kernels")]
+
+    def traced(call, *, options, **how):
+        def backend(graph, inputs):
+            if left:
+                raise left.pop()
+            return graph.forward
+
+        return torch.compile(call, backend=backend, **how)
+
+    monkeypatch.setattr(compiled, "torch", _Torch(traced))
+    slots = tiny.population(tiny.llama(), (4, 2))
+    expected = drawn(slots, NativeEngine(slots))
+    steps = count_steps(monkeypatch)
+    engine = compiled_engine(slots, monkeypatch)
+    with pytest.warns(UserWarning, match=r"out of memory: engine\.max_decode_rows is"):
+        assert drawn(slots, engine) == expected
+    assert set(steps) == {"compiled"}
+
+
 def assert_warns_once(slots, monkeypatch, expected):
     engine = compiled_engine(slots, monkeypatch)
     with pytest.warns(UserWarning, match=r"engine\.compile: .* runs uncompiled .*leave") as found:
