@@ -10,6 +10,7 @@ from evo_grpo import run
 from evo_grpo.errors import RunFailedError
 from evo_grpo.learn.learner import Learner
 from evo_grpo.model.out_of_memory import halved, is_out_of_memory
+from evo_grpo.rollout.native import engine
 from evo_grpo.rollout.native.engine import NativeEngine
 
 
@@ -74,14 +75,18 @@ def test_a_step_is_repeated_with_smaller_micro_batches(tmp_path, monkeypatch, dr
 
 
 @pytest.mark.slow
-def test_completions_are_decoded_again_in_smaller_parts(tmp_path, monkeypatch):
+@pytest.mark.parametrize("refills", [False, True], ids=["in pieces", "refilled"])
+def test_completions_are_decoded_again_in_smaller_parts(refills, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "hands_on_places", lambda device: refills)
     scores, losses, norms, _ = outcomes(run(settings(), out=tmp_path / "whole"))
     failures = short_of_memory(
         monkeypatch,
         NativeEngine,
         "_rollout",
         15,
-        lambda requests: sum(r.samples * len(r.prompts) for r in requests),
+        lambda requests, places: min(
+            sum(r.samples * len(r.prompts) for r in requests), places or 1024
+        ),
     )
     with pytest.warns(
         UserWarning, match=r"engine.max_decode_rows is \d+ from now on \(it was 1024"
