@@ -90,11 +90,7 @@ def throughput(
     peft.eval()
     with ExitStack() as stack:
         if vllm:
-            try:
-                peer = stack.enter_context(vllm_peer(ours, [tokens] * rows, stack))
-                sides["vLLM"] = lambda: float(peer.ask("generate")["seconds"])
-            except PeerError as error:
-                print(f"vLLM, {shape}: not measured: {error}", file=sys.stderr)
+            sides |= vllm_side(ours, [tokens] * rows, stack)
         samples = interleaved(sides, repeats)
     for name in sides:
         report.add(
@@ -109,6 +105,18 @@ def throughput(
             ratio(samples, "HF, no LoRA", "ours"),
             TARGETS[shape],
         )
+
+
+def vllm_side(
+    job: Job, lengths: Sequence[int], stack: ExitStack, rows: int | None = None
+) -> dict[str, Callable[[], object]]:
+    """Return vLLM as a side of `interleaved`, if it starts; the arguments are of `vllm_peer`."""
+    try:
+        peer = stack.enter_context(vllm_peer(job, lengths, stack, rows=rows))
+    except PeerError as error:
+        print(f"vLLM, {job.cohort.base.name}: not measured: {error}", file=sys.stderr)
+        return {}
+    return {"vLLM": lambda: float(peer.ask("generate")["seconds"])}
 
 
 def vllm_peer(

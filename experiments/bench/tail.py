@@ -26,9 +26,8 @@ from common import HERE, Report, interleaved, median, parser, quiet, ratio
 THREADS = quiet()
 
 import torch  # noqa: E402 -- after the threads are fixed, as what follows
-from decode import vllm_peer  # noqa: E402
+from decode import vllm_side  # noqa: E402
 from jobs import Job, Work, load_base, population, random_model  # noqa: E402
-from peers import PeerError  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 
 from evo_grpo.model.llama import decode  # noqa: E402
@@ -99,11 +98,7 @@ def compare(
     sides |= continuous(shape, job, lengths) if peers else {}
     with ExitStack() as stack:
         if peers and (HERE / ".venvs" / "vllm").is_dir():
-            try:
-                peer = stack.enter_context(vllm_peer(job, lengths, stack, rows=PLACES))
-                sides["vLLM"] = lambda: float(peer.ask("generate")["seconds"])
-            except PeerError as error:
-                print(f"vLLM, {shape}: not measured: {error}", file=sys.stderr)
+            sides |= vllm_side(job, lengths, stack, PLACES)
         samples = interleaved(sides, repeats)
     for name in sides:
         report.add(

@@ -155,11 +155,8 @@ class DecodeLoop:
 
     def _refill(self) -> None:
         """Remove the finished rows, give their places to rows that wait, and free columns."""
-        places, queue, decoder = (
-            len(self.batch.tokens),
-            self.queue,
-            cast("RefillDecoder", self.decoder),
-        )
+        queue, places = self.queue, len(self.batch.tokens)
+        decoder = cast("RefillDecoder", self.decoder)
         # First, so that the prompts that join have the memory of the rows that leave.
         self._remove_finished()
         old = self.batch
