@@ -408,7 +408,8 @@ class Learner:
         per_row = torch.tensor([agents[p].hparams.temperature for p in batch.owners])
         lengths = torch.tensor([row.generated for row in batch.rows])
         temperature = per_row.repeat_interleave(lengths).to(picked.device)
-        return self.base.token_logprobs(picked, batch.targets, temperature)
+        rewarded = any(agents[p].hparams.entropy_coef > 0 for p in batch.present)
+        return self.base.token_logprobs(picked, batch.targets, temperature, of_entropies=rewarded)
 
     @torch.no_grad()
     def _fill_old_logprobs(self, call: _Call, pairs: list[tuple[int, Row]]) -> None:

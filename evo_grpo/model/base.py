@@ -390,7 +390,12 @@ class SharedBase:
         return self.softcap * torch.tanh(out / self.softcap) if self.softcap else out
 
     def token_logprobs(
-        self, hidden: Tensor, targets: Tensor, temperature: Tensor
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        *,
+        of_entropies: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies (M,) of targets (M,) from hidden states (M, H).
 
@@ -407,6 +412,7 @@ class SharedBase:
             bias=self.head.bias,
             scale=self.logit_scale,
             softcap=self.softcap,
+            of_entropies=of_entropies,
         )
 
     def _check_forward(self) -> dict[str, str]:

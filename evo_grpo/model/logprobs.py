@@ -4,19 +4,21 @@
 
 Blocks are cut along rows and vocabulary, so that on a CPU one stays in the cache while it is
 normalized; the maximum and the sums are carried from block to block (Milakov and Gimelshein 2018,
-arXiv:1805.02867). The head is frozen, so its backward needs the slopes in z alone. With
+arXiv:1805.02867). The head W is frozen, so its backward needs the slopes in h alone. With
 p = softmax(z) and its entropy H:
 
     d lp / d z = onehot(y) - p        d H / d z = -p (log p + H)
 
-Recomputing z block by block there costs one more head matmul and saves the logits. The slope of H
-is computed only if a loss reads the entropies.
+Both are linear in the gradient that the loss sends back, one number per token, and so the products
+with W are computed in the forward, from logits that are there: nothing is computed again. A token's
+own part is kept apart, since 1 - p[y] would be the difference of close numbers. The slope of H is
+computed only where it is asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -35,6 +37,14 @@ LEAST_LOGPROB = -200.0
 LEAST_LOGIT = -1e30
 
 
+class _Head(NamedTuple):
+    """A head: weight (V, H), bias (V,) or None, and the tanh cap of its logits, 0 for none."""
+
+    weight: Tensor
+    bias: Tensor | None
+    cap: float
+
+
 class _LinearLogprobs(torch.autograd.Function):
     """Autograd of the log-probs in blocks; see the module docstring."""
 
@@ -42,149 +52,135 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any,  # noqa: ANN401 -- autograd's own, to which any attribute may be added
         hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        head: _Head,
         targets: Tensor,
         inverse: Tensor,
-        cap: float,
+        count: int,
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probs (M,) fp32 and entropies (M,) fp32."""
-        ctx.cap = cap
+        """Return log-probs (M,) fp32 and entropies (M,) fp32; keep the slopes of `count` of them.
+
+        `needs_input_grad` does not tell whether there will be a backward: it is true in `no_grad`.
+        """
         ctx.set_materialize_grads(False)
-        if _whole_rows(weight, bias, cap):
-            picked, entropies = _forward_of_whole_rows(hidden, weight, targets, inverse)
-            ctx.save_for_backward(hidden, weight, bias, targets, inverse, picked, entropies)
-            return picked, entropies
-        norms = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        picked, entropies = torch.zeros_like(norms), torch.empty_like(norms)
-        rows, columns = _block(weight)
-        for part in _slices(hidden.shape[0], rows):
-            top = total = mean = None
-            for span in _slices(weight.shape[0], columns):
-                z = _logits(hidden[part], weight, bias, span, cap).mul_(inverse[part, None])
-                if bias is not None:
-                    z.clamp_(min=LEAST_LOGIT)  # a bias of -inf keeps a token from being sampled
-                inside, place = _places(targets[part], span)
-                found = z.gather(1, place)[:, 0]
-                picked[part] = torch.where(inside, found, picked[part])
-                here = z.amax(-1)
-                higher = here if top is None else torch.maximum(top, here)
-                z.sub_(higher[:, None])
-                weights = z.exp()
-                share = weights.sum(-1)
-                moment = weights.mul_(z).sum(-1)
-                if top is not None and total is not None and mean is not None:
-                    # Rescale the sums that are relative to a lower maximum.
-                    shift = top - higher
-                    scale = shift.exp()
-                    moment += scale * (mean + shift * total)
-                    share += scale * total
-                top, total, mean = higher, share, moment
-            assert top is not None
-            assert total is not None
-            assert mean is not None
-            logarithm = total.log()
-            norms[part] = top + logarithm
-            # H = log sum exp(z - top) - sum softmax(z) (z - top).
-            entropies[part] = logarithm - mean / total
-        ctx.save_for_backward(hidden, weight, bias, targets, inverse, norms, entropies)
-        return picked.sub_(norms), entropies
+        values = torch.empty(2, len(hidden), dtype=torch.float32, device=hidden.device)
+        slopes = hidden.new_empty(count, *hidden.shape)
+        rows, columns = _block(head.weight)
+        for part in _slices(len(hidden), rows):
+            given = hidden[part], head, targets[part], inverse[part]
+            found, own = (
+                _of_whole_rows(*given, count)
+                if _whole_rows(head)
+                else _by_columns(*given, count, columns)
+            )
+            values[:, part] = torch.stack(found)
+            for slope, one in zip(slopes, own, strict=True):
+                slope[part] = one
+        logprobs, entropies = values
+        if count < 2:
+            ctx.mark_non_differentiable(entropies)
+        ctx.save_for_backward(slopes)
+        return logprobs, entropies
 
     @staticmethod
     def backward(
         ctx: Any,  # noqa: ANN401 -- as in forward
         *grads: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        """Recompute the logits block by block; only the hidden states get a gradient."""
-        hidden, weight, bias, targets, inverse, norms, entropies = ctx.saved_tensors
-        out = torch.empty_like(hidden)
-        by_logprob, by_entropy = grads
-        grad = torch.zeros_like(norms) if by_logprob is None else by_logprob * inverse
-        if by_entropy is not None:
-            by_entropy = by_entropy * inverse
-            # 0 times NaN would be NaN, in rows whose loss does not read their entropy.
-            entropies = torch.where(by_entropy == 0, 0, entropies)
-        if _whole_rows(weight, bias, ctx.cap):
-            slopes = grad, by_entropy, entropies
-            out = _backward_of_whole_rows(hidden, weight, targets, inverse, *slopes)
-            return out, None, None, None, None, None
-        rows, columns = _block(weight)
-        for part in _slices(hidden.shape[0], rows):
-            total: Tensor | None = None
-            for span in _slices(weight.shape[0], columns):
-                z = _logits(hidden[part], weight, bias, span, ctx.cap)
-                slope = 1 - (z / ctx.cap) ** 2 if ctx.cap else None
-                dz = z.mul_(inverse[part, None]).sub_(norms[part, None])
-                factor = -grad[part, None]
-                if by_entropy is not None:
-                    above = dz.clamp(min=LEAST_LOGPROB).add_(entropies[part, None])
-                    factor = above.mul_(-by_entropy[part, None]).add_(factor)
-                dz.exp_().mul_(factor)
-                inside, place = _places(targets[part], span)
-                dz.scatter_add_(1, place, torch.where(inside, grad[part], 0.0)[:, None])
-                if slope is not None:
-                    dz.mul_(slope)
-                if total is None:
-                    total = (dz.to(weight.dtype) @ weight[span]).float()
-                elif weight.dtype == torch.float32:
-                    total.addmm_(dz, weight[span])
-                else:
-                    total += dz.to(weight.dtype) @ weight[span]
-            assert total is not None
-            out[part] = total.to(hidden.dtype)
-        return out, None, None, None, None, None
+        """Multiply the slopes by the gradients; only the hidden states get one."""
+        (slopes,) = ctx.saved_tensors
+        out: Tensor | None = None
+        for slope, grad in zip(slopes, grads, strict=False):
+            if grad is not None:
+                # 0 times NaN would be NaN, in rows whose loss does not read their entropy.
+                own = torch.where(grad[:, None] == 0, 0.0, grad[:, None] * slope)
+                out = own if out is None else out + own
+        return None if out is None else out.to(slopes.dtype), None, None, None, None
 
 
-def _whole_rows(weight: Tensor, bias: Tensor | None, cap: float) -> bool:
+def _whole_rows(head: _Head) -> bool:
     """Return whether blocks are whole rows of plain logits, for which torch has fused kernels."""
-    return weight.device.type != "cpu" and bias is None and not cap
+    return head.weight.device.type != "cpu" and head.bias is None and not head.cap
 
 
-def _forward_of_whole_rows(
-    hidden: Tensor, weight: Tensor, targets: Tensor, inverse: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return log-probs (M,) and entropies (M,) with few passes over the logits."""
-    picked = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-    entropies = torch.empty_like(picked)
-    for part in _slices(hidden.shape[0], _block(weight)[0]):
-        table = _table(hidden[part], weight, inverse[part])
-        picked[part] = table.gather(1, targets[part, None])[:, 0]
-        entropies[part] = table.exp().mul_(table).sum(-1).neg_()
-    return picked, entropies
-
-
-def _backward_of_whole_rows(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    inverse: Tensor,
-    grad: Tensor,
-    by_entropy: Tensor | None,
-    entropies: Tensor,
-) -> Tensor:
-    """Return the gradient (M, H); the slopes (M,) are those in the tempered logits."""
-    out = torch.empty_like(hidden)
-    for part in _slices(hidden.shape[0], _block(weight)[0]):
-        table = _table(hidden[part], weight, inverse[part])
-        probs = table.exp()
-        factor = -grad[part, None]
-        if by_entropy is not None:
-            above = table.clamp_(min=LEAST_LOGPROB).add_(entropies[part, None])
-            factor = above.mul_(-by_entropy[part, None]).add_(factor)
-        dz = torch.empty_like(probs, dtype=weight.dtype)
-        place = targets[part, None]
-        # The target's slope in the precision of the probabilities, before it is rounded.
-        own = probs.gather(1, place).mul_(factor if by_entropy is None else factor.gather(1, place))
-        torch.mul(probs, factor, out=dz)
-        dz.scatter_(1, place, (own + grad[part, None]).to(dz.dtype))
-        out[part] = dz @ weight
-    return out
-
-
-def _table(hidden: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
-    """Return log-probs (M, V) fp32."""
+def _of_whole_rows(
+    hidden: Tensor, head: _Head, targets: Tensor, inverse: Tensor, count: int
+) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
+    """Return log-probs and entropies (M,), and `count` slopes (M, H), in few passes over logits."""
+    weight, place = head.weight, targets[:, None]
     logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight)
-    return torch.log_softmax(logits.float().mul_(inverse[:, None]), dim=-1)
+    table = torch.log_softmax(logits.float().mul_(inverse[:, None]), dim=-1)
+    picked = table.gather(1, place)
+    probs = table.exp()
+    entropies = (probs * table).sum(-1).neg_()
+    slopes: list[Tensor] = []
+    if count:
+        others = probs.to(weight.dtype, copy=True).scatter_(1, place, 0.0) @ weight
+        own = -torch.expm1(picked) * weight[targets]
+        slopes.append(inverse[:, None] * (own - others))
+    if count > 1:
+        above = table.clamp_(min=LEAST_LOGPROB).add_(entropies[:, None]).mul_(probs)
+        slopes.append(-inverse[:, None] * (above.to(weight.dtype) @ weight))
+    return (picked[:, 0], entropies), slopes
+
+
+def _by_columns(
+    hidden: Tensor, head: _Head, targets: Tensor, inverse: Tensor, count: int, columns: int
+) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
+    """Return what `_of_whole_rows` does, one block of the vocabulary at a time.
+
+    Sums over the vocabulary leave the targets out, and are relative to the greatest logit so far.
+    """
+    weight, cap, per_row = head.weight, head.cap, inverse[:, None]
+    own, own_slope = torch.zeros_like(per_row), torch.ones_like(per_row)
+    top: Tensor | None = None
+    # Sums of exp(z) and of exp(z) z: of these themselves, and of their products with the weight.
+    plain, timed = list[Tensor](), list[Tensor]()
+    for span in _slices(weight.shape[0], columns):
+        z = _logits(hidden, head, span)
+        inside, place = _places(targets, span)
+        slope = 1 - (z / cap) ** 2 if cap and count else None
+        if slope is not None:
+            own_slope = torch.where(inside, slope.gather(1, place), own_slope)
+        z.mul_(per_row)
+        if head.bias is not None:
+            z.clamp_(min=LEAST_LOGIT)  # a bias of -inf keeps a token from being sampled
+        own = torch.where(inside, z.gather(1, place), own)
+        here = z.amax(-1, keepdim=True)
+        higher = here if top is None else torch.maximum(top, here)
+        e = z.sub_(higher).exp()
+        e.scatter_(1, place, torch.where(inside, 0.0, e.gather(1, place)))
+        before = plain, timed
+        plain = [e.sum(-1, keepdim=True), *_products(e, slope, weight[span], count > 0)]
+        e.mul_(z)
+        timed = [e.sum(-1, keepdim=True), *_products(e, slope, weight[span], count > 1)]
+        if top is not None:
+            shift = top - higher  # the sums so far are relative to a lower maximum
+            scale = shift.exp()
+            for sums, old in zip(plain, before[0], strict=True):
+                sums.add_(scale * old)
+            for sums, old, of in zip(timed, before[1], before[0], strict=False):
+                sums.add_(scale * (old + shift * of))
+        top = higher
+    assert top is not None, "a vocabulary has tokens"
+    own = own - top
+    mine = own.exp()
+    total = plain[0] + mine
+    logarithm, mean = total.log(), (timed[0] + mine * own) / total
+    slopes: list[Tensor] = []
+    row = own_slope * weight[targets] if count else own_slope
+    if count:
+        slopes.append(per_row * (plain[0] * row - plain[1]) / total)
+    if count > 1:
+        slopes.append(-per_row * (timed[1] - mean * plain[1] + mine * (own - mean) * row) / total)
+    # H = log sum exp(z - top) - sum softmax(z) (z - top).
+    return ((own - logarithm)[:, 0], (logarithm - mean)[:, 0]), slopes
+
+
+def _products(e: Tensor, slope: Tensor | None, weight: Tensor, wanted: bool) -> list[Tensor]:
+    """Return the product (M, H) fp32 of a block (M, V) with the head, if it is wanted."""
+    if not wanted:
+        return []
+    return [((e if slope is None else e * slope).to(weight.dtype) @ weight).float()]
 
 
 def linear_logprobs(
@@ -196,6 +192,7 @@ def linear_logprobs(
     bias: Tensor | None = None,
     scale: float = 1.0,
     softcap: float = 0.0,
+    of_entropies: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Compute log-probs and entropies of target tokens straight from hidden states.
 
@@ -207,16 +204,21 @@ def linear_logprobs(
         bias: (V,) or None.
         scale: The model's own multiplier of its logits (Granite, Cohere), 1 for most.
         softcap: The model's own tanh cap of its logits (Gemma), 0 for none.
+        of_entropies: Whether the entropies are differentiable too, which costs another product
+            with the head.
 
     Returns:
         (M,) fp32 log-probs in nats and (M,) fp32 entropies in nats, of the whole vocabulary at the
-        temperature; both are differentiable in `hidden`.
+        temperature; differentiable in `hidden`.
     """
     scaled = hidden if scale == 1.0 else hidden * scale
     inverse = temperature.float().reciprocal()
+    learned = torch.is_grad_enabled() and scaled.requires_grad
+    count = 1 + of_entropies if learned else 0
+    head = _Head(weight, bias, softcap)
     return cast(
         "tuple[Tensor, Tensor]",
-        _LinearLogprobs.apply(scaled, weight, bias, targets, inverse, softcap),
+        _LinearLogprobs.apply(scaled, head, targets, inverse, count),
     )
 
 
@@ -281,13 +283,14 @@ def _slices(size: int, step: int) -> Iterator[slice]:
 
 
 def _places(targets: Tensor, span: slice) -> tuple[Tensor, Tensor]:
-    """Return whether targets (M,) lie in a span of the vocabulary, and their columns (M, 1)."""
-    place = targets - span.start
+    """Return whether targets (M,) lie in a span of the vocabulary, and their columns, (M, 1)."""
+    place = targets[:, None] - span.start
     inside = (place >= 0) & (place < span.stop - span.start)
-    return inside, place.clamp_(0, span.stop - span.start - 1)[:, None]
+    return inside, place.clamp_(0, span.stop - span.start - 1)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, span: slice, cap: float) -> Tensor:
-    part = None if bias is None else bias[span]
-    logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight[span], part).float()
+def _logits(hidden: Tensor, head: _Head, span: slice) -> Tensor:
+    part = None if head.bias is None else head.bias[span]
+    weight, cap = head.weight[span], head.cap
+    logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight, part).float()
     return cap * torch.tanh(logits / cap) if cap else logits
