@@ -92,7 +92,11 @@ class AgentSignature(ABC):
         quantization: Literal["int8", "nf4"] | None = None,
         threads: int | None = None,
         shards: int | None = None,
-        overlap: int | None = None,
+        overlap: Annotated[
+            int, FieldInfo(annotation=None, required=True, metadata=[Ge(ge=2), Le(le=64)])
+        ]
+        | Literal["auto"]
+        | None = None,
         base: Literal["replicated", "sharded"] = "replicated",
         zero: Literal[2, 3] | None = None,
         rollout: Literal["native", "vllm"] = "native",
@@ -208,8 +212,10 @@ class AgentSignature(ABC):
                 number of processes with which the run starts.
             overlap: Parts that the agents of a shard are dealt into, each a batch of its own: while
                 the rewards of one are computed, the others generate and learn. For reward functions
-                that wait long, for a service for instance; the number affects the last digits of
-                results. null computes all agents of a shard at once and waits for their rewards.
+                and games that wait long, for a service for instance; the number affects the last
+                digits of results. `auto` chooses none, 2 or 4 by the seconds of the first round, so
+                equal runs may then differ. null computes all agents of a shard at once and waits
+                for their rewards.
             base: `replicated`: each process has the whole base. `sharded`: each process has a part
                 of every layer, and each pass gathers the layers; slower, for a base larger than a
                 device.
@@ -318,7 +324,11 @@ class AgentSignature(ABC):
         quantization: Literal["int8", "nf4"] | None = None,
         threads: int | None = None,
         shards: int | None = None,
-        overlap: int | None = None,
+        overlap: Annotated[
+            int, FieldInfo(annotation=None, required=True, metadata=[Ge(ge=2), Le(le=64)])
+        ]
+        | Literal["auto"]
+        | None = None,
         base: Literal["replicated", "sharded"] = "replicated",
         zero: Literal[2, 3] | None = None,
         rollout: Literal["native", "vllm"] = "native",

@@ -174,7 +174,7 @@ class ReasoningGym:
             task.splits, Template.of_task(task), tokenizer
         )
         self._set_aside = SetAside(task.calls.reward_failures)
-        #: Held where threads share a model, a process or counts.
+        #: Held where threads share a process or counts.
         self._shared = Lock()
         self._functions = [one for one in task.rewards if not isinstance(one.fn, Scorer)]
         isolated = task.calls.isolate == "process" and bool(self._functions)
@@ -374,8 +374,7 @@ class ReasoningGym:
         else:
             scored = score_batch(self._functions, batch, self.task.calls)
         if len(self._functions) < len(self.task.rewards):
-            with self._shared:
-                scored = with_scorers(self.task.rewards, scored, batch, self.task.calls)
+            scored = with_scorers(self.task.rewards, scored, batch, self.task.calls)
         warn_of_silence(self.task.rewards, scored)
         return scored
 

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from evo_grpo.envs.rewards.weights import fitness_rewards
 from evo_grpo.evolve.compare import compare
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
-from evo_grpo.population.turns import Turns, alone, check_overlap, played, take_turns
+from evo_grpo.population.turns import Turns, alone, began, played, take_turns
 from evo_grpo.settings import FitnessConfig
 from evo_grpo.settings.evolve import TOKENS, FitnessReward, ObjectiveConfig
 from evo_grpo.types import Objective, Score, Slot
@@ -76,7 +77,7 @@ def evaluating(  # noqa: PLR0913 -- what is measured, and how, one argument each
     )
     named = (None if slot is None else cohort.agents[Slot(slot)].hparams.prompt for slot in slots)
     own = [starts_under(env, name, prompts) for name in named]
-    play = cohort.begin(env, own, sampler.group_sizes)
+    play = yield from began(env, partial(cohort.begin, env, own, sampler.group_sizes))
     results: list[Evaluation] = []
     for experience in (yield from played(play, sampler.sample)):
         rewards = weighted(*fitness_rewards(env, experience.rewards, reward))
@@ -133,7 +134,7 @@ def evaluate_here(
         )
         for part in parts
     ]
-    results = take_turns(works, overlap=check_overlap(cohort.settings.engine, env))
+    results = take_turns(works, overlap=cohort.overlap.takes_turns(env))
     pairs = zip(parts, results, strict=True)
     return {slot: own for part, mine in pairs for slot, own in zip(part, mine, strict=True)}
 

@@ -33,7 +33,7 @@ from evo_grpo.learn.objective.overlong import (
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.stats import Stopwatch
-from evo_grpo.population.turns import Turns, played
+from evo_grpo.population.turns import Turns, began, played
 from evo_grpo.record.vocabulary import over_steps
 from evo_grpo.types import CompletionGroup, Slot
 
@@ -232,7 +232,8 @@ def _played(
             starts_under(env, cohort.agents[slot].hparams.prompt, its_starts)
             for slot, its_starts in zip(slots, starts, strict=True)
         ]
-        play = cohort.begin(env, own, sampler.group_sizes)
+    begin = partial(cohort.begin, env, own, sampler.group_sizes)
+    play = yield from began(env, begin, partial(watch.phase, "reward"))
 
     def sampled(ask: Ask) -> list[list[CompletionGroup]]:
         with watch.phase("generate"):

@@ -315,6 +315,10 @@ def carry_out(this: Round, plan: RoundPlan) -> None:
         state.rank_error = None  # recorded with this round
     if evolve.archive:
         _archive_best(cohort, scores)
+    if note := cohort.overlap.settle(record.seconds, this.env):
+        this.observer.note(note)
+        if cohort.team.rank == 0:
+            this.writer.note(note)
     generation = recorded_generation(cohort, this.slots, record)
     apply(cohort, this.slots, generation, evolve, free=not plan.last)
 

@@ -17,7 +17,7 @@ from evo_grpo.population.evaluate import weighted
 from evo_grpo.population.rollouts import play_step, starts_from
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.stats import Stopwatch, Tally, reward_metrics
-from evo_grpo.population.turns import Turns, alone, check_overlap, take_turns
+from evo_grpo.population.turns import Turns, alone, take_turns
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.types import Score, Slot
@@ -97,6 +97,9 @@ class RunWriter:
     def amend(self, record: RoundRecord) -> None:
         """Update the record of a written round with requests that came later."""
 
+    def note(self, text: str) -> None:
+        """Write, on the first rank, a sentence about an event that belongs to no round."""
+
     def round_over(self) -> None:
         """Drop the copies of a round; called on every rank after the round is committed."""
 
@@ -127,7 +130,7 @@ def train(  # noqa: PLR0913 -- a round meets all parts of a run
     # All steps take their starts from one sequence without gaps.
     starts = past[-1].starts if past else round * sum(map(max, counts))
     tallies = {slot: Tally() for slot in slots if cohort.is_local(slot)}
-    parts, overlap = cohort.parts_here(slots), check_overlap(cohort.settings.engine, env)
+    parts, overlap = cohort.parts_here(slots), cohort.overlap.takes_turns(env)
     resamples = cohort.settings.algorithm.dynamic_sampling_tokens is not None
     finished = Counter[int]()
 

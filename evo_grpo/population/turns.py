@@ -8,19 +8,26 @@ takes, so they compute the same in the same order as if each waited for its own 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from threading import Event
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, final
 
+from evo_grpo.envs.episodes.gym import MultiTurnGym
 from evo_grpo.envs.protocol import Ask, Environment, Experience, Play
 from evo_grpo.envs.rewards.watch import in_a_thread
 from evo_grpo.errors import ConfigError
-from evo_grpo.settings import EngineConfig
 from evo_grpo.types import CompletionGroup
+
+AUTO_SHARES = 1 / 3, 1.0
+"""Least seconds of rewards over those of generate and learn for which `auto` takes 2, and 4 parts.
+
+With 8 agents on a CPU, two parts compute for 1.14 to 1.23 times as long as all agents at once, and
+four for 1.41 to 1.57 times (experiments/bench/overlap.py).
+"""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,6 +47,18 @@ class HostWork:
 
 
 Turns = Generator[HostWork, Any, T]
+
+
+def began(
+    env: Environment[Any],
+    begin: Callable[[], Play],
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Turns[Play]:
+    """Begin a play; where its environments are reset, as those of games, this is work too."""
+    if hasattr(env, "max_turns"):
+        return (yield HostWork(begin, waiting))
+    with waiting():
+        return begin()
 
 
 def played(
@@ -96,23 +115,66 @@ def take_turns(parts: Sequence[Turns[T]], *, overlap: bool) -> list[T]:
     return [found[number] for number in range(len(parts))]
 
 
-def check_overlap(engine: EngineConfig, env: Environment[Any]) -> bool:
-    """Return whether the parts of a population take turns.
+@final
+class Overlap:
+    """How many parts the agents of a shard are dealt into; see `engine.overlap`.
 
-    Raises:
-        ConfigError: They should, but plays of this environment must not go on side by side, as
-            those of games, which share their environments.
+    Args:
+        setting: The setting; `auto` is one part until `settle` decides.
+        shards: Number of shards.
+
+    Attributes:
+        parts: Parts of a shard, >= 1.
     """
-    if engine.overlap is None:
-        return False
-    if not getattr(env, "side_by_side", False):
-        raise ConfigError(
-            f"engine.overlap: expected an environment of one turn, whose rewards may be computed "
-            f"while other agents generate, got {env.name!r}; leave engine.overlap out, or give an "
-            "environment of your own the attribute side_by_side = True if several of its plays "
-            "may go on at once, in threads"
+
+    def __init__(self, setting: int | Literal["auto"] | None, shards: int = 1) -> None:
+        self._setting = setting
+        self._shards = shards
+        self.parts = setting if isinstance(setting, int) else 1
+
+    def takes_turns(self, env: Environment[Any]) -> bool:
+        """Return whether the parts take turns in an environment.
+
+        Raises:
+            ConfigError: They should, but plays of this environment must not go on side by side,
+                or it has fewer environments than parts.
+        """
+        turns = self._setting not in (None, "auto")
+        if turns and not _side_by_side(env):
+            raise ConfigError(
+                f"engine.overlap: expected an environment of which several plays may go on at "
+                f"once, in threads, got {env.name!r}, which has no side_by_side = True; leave "
+                "engine.overlap out, or give your own environment this attribute; a game takes "
+                "part as a MultiTurnGym that makes its environments"
+            )
+        if isinstance(env, MultiTurnGym):
+            env.divide(self._shards * self.parts if turns else 1)
+        return turns
+
+    def settle(self, seconds: Mapping[str, float], env: Environment[Any]) -> str:
+        """Decide `auto`, once, by the seconds of a round in which all agents waited for rewards.
+
+        Returns:
+            A sentence about the decision; empty where there is none to make.
+        """
+        if self._setting != "auto" or not _side_by_side(env):
+            return ""
+        rewards = seconds.get("reward", 0.0)
+        computing = seconds.get("generate", 0.0) + seconds.get("learn", 0.0)
+        few, many = AUTO_SHARES
+        parts = 1 if rewards < few * computing else 2 if rewards < many * computing else 4
+        if isinstance(env, MultiTurnGym) and env.max_environments is not None:
+            parts = max(1, min(parts, env.max_environments // self._shards))
+        self._setting, self.parts = parts if parts > 1 else None, parts
+        how = f"{parts} parts take turns" if parts > 1 else "all agents are computed at once"
+        return (
+            f"engine.overlap auto: rewards took {rewards:.3g} s in the first round, generate and "
+            f"learn {computing:.3g} s: {how} from the next round on"
         )
-    return True
+
+
+def _side_by_side(env: Environment[Any]) -> bool:
+    return bool(getattr(env, "side_by_side", False))
 
 
 def to_the_end(part: Turns[T]) -> T:

@@ -214,7 +214,7 @@ def outline(record: RoundRecord) -> RoundRecord:
         )
         for agent in record.agents
     )
-    return replace(record, agents=agents, decisions=(), files={}, seconds={})
+    return replace(record, agents=agents, decisions=(), files={})
 
 
 def _without_prompts(score: Score) -> Score:

@@ -3,7 +3,9 @@
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import Field
 
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.settings.engines.declaration import RolloutSettings
@@ -49,14 +51,13 @@ class EngineConfig(Group):
         "processes with which the run starts.",
         ge=1,
     )
-    overlap: int | None = setting(
+    overlap: Annotated[int, Field(ge=2, le=64)] | Literal["auto"] | None = setting(
         None,
         "Parts that the agents of a shard are dealt into, each a batch of its own: while the "
-        "rewards of one are computed, the others generate and learn. For reward functions that "
-        "wait long, for a service for instance; the number affects the last digits of results. "
-        "null computes all agents of a shard at once and waits for their rewards.",
-        ge=2,
-        le=64,
+        "rewards of one are computed, the others generate and learn. For reward functions and "
+        "games that wait long, for a service for instance; the number affects the last digits of "
+        "results. `auto` chooses none, 2 or 4 by the seconds of the first round, so equal runs may "
+        "then differ. null computes all agents of a shard at once and waits for their rewards.",
     )
     base: Literal["replicated", "sharded"] = setting(
         "replicated",

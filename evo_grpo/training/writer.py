@@ -114,6 +114,10 @@ class FolderWriter(RunWriter):
         self._raise_errors()
         self._pending.append(self._submit(lambda: self._amend_round(record)))
 
+    def note(self, text: str) -> None:
+        """See `RunWriter.note`."""
+        self.folder.note(text)
+
     def follow_up(self, rounds: Sequence[RoundRecord]) -> None:
         """Update all files that are derived from finished rounds; a second call changes nothing.
 

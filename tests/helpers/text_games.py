@@ -1,5 +1,7 @@
 """Small games of several turns, and policies that say what a test wants."""
 
+import time
+
 from evo_grpo.types import Completion, CompletionGroup
 
 
@@ -23,6 +25,19 @@ class Echo:
 
     def close(self):
         self.closed += 1
+
+
+class Longer(Echo):
+    """A reward for each character; the number of turns and how long they take follow the seed."""
+
+    def reset(self, seed=None):
+        self.turns, self.seconds = 1 + seed % 3, seed % 5 / 100
+        return super().reset(seed)
+
+    def step(self, action):
+        time.sleep(self.seconds)
+        text, _, terminated, truncated, info = super().step(action)
+        return text, float(len(action)), terminated, truncated, info
 
 
 class Endless(Echo):

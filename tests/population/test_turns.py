@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from small_run import Told, outcome, small, stopped_and_resumed
-from text_games import Echo
+from text_games import Broken, Longer
 
 from evo_grpo import GRPO, MultiTurnGym, run
+from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.rewards.process import RewardProcess
 from evo_grpo.envs.rewards.reward_values import CompletionBatch
@@ -23,7 +24,7 @@ from evo_grpo.errors import ConfigError, RewardError, RunFailedError
 from evo_grpo.population import turns
 from evo_grpo.population.stats import Stopwatch
 from evo_grpo.population.steps import RunWriter, train
-from evo_grpo.population.turns import HostWork, alone, take_turns
+from evo_grpo.population.turns import HostWork, Overlap, alone, take_turns
 from evo_grpo.settings.env import RewardCalls
 from evo_grpo.training.assemble import prepare
 
@@ -201,12 +202,115 @@ def test_parts_meet_the_prompts_that_all_agents_would_meet(changes):
     assert found[0][1] >= 6
 
 
-def test_games_are_refused_since_parts_would_share_their_environments():
-    population = GRPO.population(size=2, model="tiny-sums", device="cpu", overlap=2)
+GAME = {
+    "env": {"kind": "python:text_games:Longer", "max_turns": 3},
+    "model": "tiny-sums",
+    "algorithm__max_output_tokens": 3,
+}
+
+
+@pytest.mark.parametrize("changes", [{}, {"engine__shards": 2}, {"engine__overlap": 3}])
+def test_games_step_while_others_decode_as_if_all_waited(changes, tmp_path, monkeypatch):
+    config = small(**STEPS | GAME | changes)
+    overlapping = outcome(run(config, out=tmp_path / "overlapping"))
+    with monkeypatch.context() as patch:
+        waiting(patch)
+        assert outcome(run(config, out=tmp_path / "waiting")) == overlapping
+    assert sum(row["tokens"] for row in overlapping["leaderboard"]) > 100
+
+
+def gym_for(population, factory=Longer, **settings):
     tokenizer = population.cohort.base.tokenizer
-    env = MultiTurnGym(Echo, tokenizer, max_turns=3, apply_chat_template=False)
-    with pytest.raises(ConfigError, match=r"engine\.overlap: expected an environment of one turn"):
-        population.train(env, rounds=1, steps_per_round=1, fitness={"prompts": 2})
+    return MultiTurnGym(
+        factory, tokenizer, max_turns=3, max_output_tokens=3, apply_chat_template=False, **settings
+    )
+
+
+def two_agents(**settings):
+    small = {"group_size": 2, "prompts_per_step": 2, **settings}
+    return GRPO.population(size=2, model="tiny-sums", device="cpu", **small)
+
+
+ROUND = {"rounds": 1, "steps_per_round": 2, "fitness": {"prompts": 4}}
+
+
+def test_parts_share_the_environments_that_a_gym_may_have():
+    there, most = [], []
+
+    class Counted(Longer):
+        def reset(self, seed=None):
+            there.append(self)
+            most.append(len(there))
+            return super().reset(seed)
+
+        def step(self, action):
+            step = super().step(action)
+            if step[2]:
+                there.remove(self)
+            return step
+
+    population = two_agents(overlap=2)
+    population.train(gym_for(population, Counted, max_environments=5), **ROUND)
+    assert max(most) == 4
+
+
+def test_an_environment_that_raises_in_one_of_64_games_loses_that_game_alone():
+    population = two_agents(overlap=2, group_size=8, prompts_per_step=4)
+    gym = gym_for(population, lambda: Broken(lambda seed: seed == first))
+    first = gym.batch(0, 4)[0]
+    with pytest.warns(UserWarning, match="nothing to learn from"):
+        (record,) = population.train(gym, **ROUND | {"steps_per_round": 1})
+    assert [agent.metrics["dropped"] for agent in record.agents] == [8.0, 8.0]
+
+
+@pytest.mark.parametrize("overlap", [2, "auto"])
+def test_a_game_in_one_wrapper_is_refused_or_waits(overlap):
+    population = two_agents(overlap=overlap)
+    wrapper = TokenObservationWrapper(
+        Longer(), population.cohort.base.tokenizer, 3, max_output_tokens=3,
+        conversation_template="{observation}",
+    )  # fmt: skip
+    if overlap == "auto":
+        population.train(wrapper, **ROUND)
+        return
+    with pytest.raises(ConfigError, match=r"engine\.overlap: expected an environment of which"):
+        population.train(wrapper, **ROUND)
+
+
+def test_fewer_environments_than_parts_are_refused():
+    population = two_agents(overlap=2)
+    with pytest.raises(ConfigError, match=r"max_environments: expected at least .* = 2 for parts"):
+        population.train(gym_for(population, max_environments=1), **ROUND)
+
+
+@pytest.mark.parametrize(
+    ("reward", "parts"), [(0.0, 1), (0.9, 1), (1.1, 2), (2.9, 2), (3.1, 4), (30.0, 4)]
+)
+def test_auto_decides_by_the_seconds_of_the_first_round(reward, parts):
+    env = prepare(small()).env
+    overlap = Overlap("auto")
+    assert (overlap.parts, overlap.takes_turns(env)) == (1, False)
+    text = overlap.settle({"generate": 1.0, "learn": 2.0, "reward": reward, "evaluate": 9.0}, env)
+    assert text.startswith(f"engine.overlap auto: rewards took {reward:.3g} s")
+    assert (overlap.parts, overlap.takes_turns(env)) == (parts, parts > 1)
+    assert overlap.settle({"reward": 99.0, "learn": 1.0}, env) == ""
+    assert overlap.parts == parts
+
+
+def test_a_run_that_is_resumed_keeps_what_auto_has_decided(tmp_path, monkeypatch):
+    judge, batches = ReasoningGym.judge, []
+
+    def noted(self, groups):
+        batches.append(len({group.agent for group in groups}))
+        return judge(self, groups)
+
+    monkeypatch.setattr(ReasoningGym, "judge", noted)
+    monkeypatch.setattr(turns, "AUTO_SHARES", (0.0, 0.0))
+    config = small(**STEPS | {"engine__overlap": "auto"})
+    folder = stopped_and_resumed(config, tmp_path / "run", ("learn", 1))
+    assert set(batches[:3]) == {3}
+    assert set(batches[-7:-1]) == {1}  # four parts for three agents, then the final test
+    assert "engine.overlap auto: rewards took" in (folder / "notes.jsonl").read_text()
 
 
 @pytest.mark.parametrize("isolate", [None, "process"])

@@ -10,12 +10,13 @@ import logging
 import pkgutil
 import random
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import numpy as np
 
@@ -61,16 +62,36 @@ def entry_point(kind: str, spec: Any, package: str) -> Callable[..., Any]:  # no
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Keep another package's prints, warnings and logging set-up away from the user's terminal."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        try:
+    """Keep another package's prints, warnings and logging set-up away from the user's terminal.
+
+    In a thread beside the main one these are prints alone: filters of warnings and handlers belong
+    to the process, whose other threads may change them meanwhile.
+    """
+    with contextlib.redirect_stdout(cast("TextIO", _Muted())):
+        if threading.current_thread() is not threading.main_thread():
             yield
-        finally:
-            root.handlers[:] = handlers
-            root.setLevel(level)
+            return
+        root = logging.getLogger()
+        handlers, level = list(root.handlers), root.level
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                yield
+            finally:
+                root.handlers[:] = handlers
+                root.setLevel(level)
+
+
+class _Muted:
+    """Standard output that drops what this thread prints, and passes on what others do."""
+
+    def __init__(self) -> None:
+        self._thread, self._dropped = threading.get_ident(), io.StringIO()
+        self._real = sys.stdout or self._dropped  # None after `>&-`
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 -- an attribute of a stream
+        own = threading.get_ident() == self._thread
+        return getattr(self._dropped if own else self._real, name)
 
 
 def check_name(kind: str, package: str, name: str, names: Iterable[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
@@ -103,6 +104,7 @@ class MultiTurnGym:
         self._evaluation_size = evaluation_size
         self._context = max_model_len
         self._renews = True
+        self._plays = 1
         self._failed_seeds = 0
         self.batch_size = batch_size
         self.seed = seed
@@ -115,6 +117,9 @@ class MultiTurnGym:
         self.max_turns = first.max_turns
         self.name = name or first.name
         self._idle = [first]
+        #: Environments that play an episode, and a lock for threads that play side by side.
+        self._lent: list[TokenObservationWrapper] = []
+        self._shared = Lock()
 
     @classmethod
     def of(cls, episode: TokenObservationWrapper) -> MultiTurnGym:
@@ -122,6 +127,31 @@ class MultiTurnGym:
         gym = cls(lambda: episode, max_environments=1)
         gym._renews = False
         return gym
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether several plays may go on at once, in threads: each episode has an environment."""
+        return self._renews
+
+    def divide(self, plays: int) -> None:
+        """Divide `max_environments` among plays that go on at once.
+
+        Raises:
+            ConfigError: There are fewer environments than plays.
+        """
+        most = self.max_environments
+        if plays > 1 and most is not None and most < plays:
+            raise ConfigError(
+                f"max_environments: expected at least engine.shards times engine.overlap = {plays} "
+                f"for parts that play side by side, got {most}; raise it, or lower engine.overlap"
+            )
+        self._plays = plays
+
+    @property
+    def width(self) -> int | None:
+        """Greatest number of environments of one play; None for one per episode."""
+        most = self.max_environments
+        return None if most is None else most // self._plays
 
     @property
     def weights(self) -> Floats:
@@ -162,16 +192,31 @@ class MultiTurnGym:
         return EpisodePlay(self, starts, group_sizes)
 
     def take(self) -> TokenObservationWrapper:
-        """Return an environment for one episode: an idle one, or a new one."""
-        return self._idle.pop() if self._idle else self._make()
+        """Return an environment for one episode: an idle one, or a new one.
+
+        Raises:
+            ConfigError: The factory has returned an environment that plays another episode.
+        """
+        with self._shared:
+            episode = self._idle.pop() if self._idle else self._make()
+            if any(other.env is episode.env for other in self._lent):
+                raise ConfigError(
+                    "env_factory: expected a new environment at each call, got the same "
+                    f"{self.name} twice; episodes played side by side would mix"
+                )
+            if self._renews:
+                self._lent.append(episode)
+            return episode
 
     def give_back(self, episode: TokenObservationWrapper) -> None:
         """Keep an environment for the next episode, or close it if it raised in this one."""
-        # The state of an environment that raised is unknown.
-        if episode.error and self._renews:
-            episode.close()
-        else:
-            self._idle.append(episode)
+        with self._shared:
+            self._lent = [other for other in self._lent if other is not episode]
+            # The state of an environment that raised is unknown.
+            if episode.error and self._renews:
+                episode.close()
+            else:
+                self._idle.append(episode)
 
     def count_failures(self, episodes: Sequence[Trajectory], seeds: int) -> None:
         """Count the consecutive seeds in which every episode failed.
@@ -186,7 +231,8 @@ class MultiTurnGym:
             RunFailedError: Every episode of the last `MAX_FAILED_SEEDS` seeds or more failed.
         """
         reasons = Counter(t.error for t in episodes)
-        self._failed_seeds = 0 if reasons[""] else self._failed_seeds + seeds
+        with self._shared:
+            self._failed_seeds = 0 if reasons[""] else self._failed_seeds + seeds
         if episodes and self._failed_seeds >= MAX_FAILED_SEEDS:
             reason, times = reasons.most_common(1)[0]
             raise RunFailedError(
@@ -294,7 +340,7 @@ class EpisodePlay:
             for position, seed in enumerate(mine)
             for number in range(size)
         ]
-        width = gym.max_environments or max(1, len(planned))
+        width = gym.width or max(1, len(planned))
         self._waves = [planned[i : i + width] for i in range(0, len(planned), width)]
         self._running: list[_Running] = []
         self._turn = 0
@@ -371,11 +417,6 @@ class EpisodePlay:
         """Reset the environments of the next wave; skip a wave whose resets all fail."""
         while self._waves:
             self._running = [_Running(*one, self._gym.take()) for one in self._waves.pop(0)]
-            if len({id(r.episode.env) for r in self._running}) < len(self._running):
-                raise ConfigError(
-                    "env_factory: expected a new environment at each call, got the same "
-                    f"{self._gym.name} twice; episodes played side by side would mix"
-                )
             watching(self._gym.reward_timeout, self._reset)
             self._turn = 0
             if any(self._live()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, final
@@ -12,14 +13,17 @@ from typing import Any, cast, final
 from evo_grpo.envs.messages import excerpt
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.rewards.judge_answers import Answer, Answers
-from evo_grpo.envs.rewards.judge_client import Client, Unanswered
+from evo_grpo.envs.rewards.judge_client import Body, Client, Unanswered
 from evo_grpo.envs.rewards.reward_values import UnusableRewardError
 from evo_grpo.envs.rewards.scorer import Scorer, needed_columns, template_rows
+from evo_grpo.envs.rewards.watch import check_not_stopped
 from evo_grpo.errors import RewardError
 from evo_grpo.settings.rewards import JudgeReward
 
 LIKELIEST = 20
 """Number of the likeliest first tokens that `score: logprob` asks for; the API allows no more."""
+WAIT_SECONDS = 0.5
+"""Seconds after which a thread that waits for another one looks whether it is still needed."""
 LEAST_PROBABILITY = 0.5
 """Least probability of all `answers` together; below it, the judge answers something else."""
 
@@ -29,7 +33,8 @@ class Judge(Scorer):
     """Scores completions with the model that `settings` name; see `JudgeReward`.
 
     A question is asked once: equal questions of a run, also of a run that was resumed, get the same
-    answer. A failure of the API is not an answer and is not kept.
+    answer. A failure of the API is not an answer and is not kept. Several threads may ask at once;
+    together they send `concurrency` requests at a time.
 
     Raises:
         ConfigError: A template is malformed.
@@ -47,6 +52,9 @@ class Judge(Scorer):
         self.columns = needed_columns(found)
         self._answers = Answers()
         self._client = Client(settings)
+        #: Questions that a thread is asking, and the condition that they are answered.
+        self._asked = set[str]()
+        self._change = threading.Condition()
 
     def prepare(self, device: str) -> None:
         """Check that the environment has the key; see `Scorer.prepare`."""
@@ -81,16 +89,30 @@ class Judge(Scorer):
         rows = template_rows(completions, prompts, columns)
         bodies = [self._body(row) for row in rows]
         keys = [self._key(body) for body in bodies]
-        missing = {
-            key: body for key, body in zip(keys, bodies, strict=True) if key not in self._answers
-        }
-        failed: Mapping[str, Unanswered] = {}
-        if missing:
-            failed = self._client.ask(missing, self._keep)
-            self._answers.sync()
+        failed = self._settle(dict(zip(keys, bodies, strict=True)))
         return [
             self._reward(key, text, failed) for key, text in zip(keys, completions, strict=True)
         ]
+
+    def _settle(self, questions: Mapping[str, Body]) -> Mapping[str, Unanswered]:
+        """Ask what has no answer; wait for what another thread is asking; return what failed."""
+        failed: dict[str, Unanswered] = {}
+        while missing := [k for k in questions if k not in self._answers and k not in failed]:
+            with self._change:
+                mine = {key: questions[key] for key in missing if key not in self._asked}
+                self._asked |= mine.keys()
+                if not mine:
+                    self._change.wait(WAIT_SECONDS)
+                    check_not_stopped()
+                    continue
+            try:
+                failed |= self._client.ask(mine, self._keep)
+                self._answers.sync()
+            finally:
+                with self._change:
+                    self._asked -= mine.keys()
+                    self._change.notify_all()
+        return failed
 
     def _keep(self, key: str, reply: Mapping[str, Any]) -> None:
         """Keep the answer in a reply, also if it has no score: it has been paid for."""
@@ -98,7 +120,8 @@ class Judge(Scorer):
         usage = reply.get("usage")
         counts = cast("Mapping[str, object]", usage) if isinstance(usage, Mapping) else {}
         tokens = [_count(counts.get(name)) for name in ("prompt_tokens", "completion_tokens")]
-        self._answers.add(key, Answer(score, text, *tokens))
+        with self._change:
+            self._answers.add(key, Answer(score, text, *tokens))
 
     def _reward(
         self, key: str, completion: str, failed: Mapping[str, Unanswered]

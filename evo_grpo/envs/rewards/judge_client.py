@@ -7,7 +7,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast, final
 
@@ -23,6 +24,8 @@ MOST_BYTES = 1 << 22
 """Largest reply: 4 MiB."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 """Seconds before the first retry, which double with each further one, and most of them."""
+PLACE_SECONDS = 0.01
+"""Seconds between two looks for a place among the requests of all threads."""
 LONGEST_WAIT = 300.0
 """Most seconds that a server may ask to wait in Retry-After."""
 _AGAIN = frozenset({408, 409, 425, 429})
@@ -55,6 +58,7 @@ class Client:
     def __init__(self, settings: JudgeReward) -> None:
         self.settings = settings
         self._url = settings.url.rstrip("/") + "/chat/completions"
+        self._places = threading.Semaphore(settings.concurrency)
 
     def check_key(self) -> None:
         """Check that the environment has a key that can be sent, if the settings name one.
@@ -82,7 +86,7 @@ class Client:
         return key
 
     def ask(self, bodies: Mapping[str, Body], keep: Keep) -> dict[str, Unanswered]:
-        """Send requests, `concurrency` at a time.
+        """Send requests, `concurrency` at a time, together with those of other threads.
 
         Works inside a running event loop, as in a notebook, from another thread.
 
@@ -97,7 +101,7 @@ class Client:
         Raises:
             RewardError: The API refuses the key, or does not know the URL or the model.
         """
-        asking = _Asking(self._url, self._key(), self.settings, keep)
+        asking = _Asking(self._url, self._key(), self.settings, keep, self._places)
         work = asking.all(bodies)
         try:
             asyncio.get_running_loop()
@@ -110,10 +114,18 @@ class Client:
 
 
 class _Asking:
-    """The requests of one batch."""
+    """The requests of one batch; `places` are shared with the batches of other threads."""
 
-    def __init__(self, url: str, key: str | None, settings: JudgeReward, keep: Keep) -> None:
+    def __init__(
+        self,
+        url: str,
+        key: str | None,
+        settings: JudgeReward,
+        keep: Keep,
+        places: threading.Semaphore,
+    ) -> None:
         self.url = url
+        self._places = places
         self.settings = settings
         self.keep = keep
         self.stopped = threading.Event()
@@ -163,7 +175,8 @@ class _Asking:
             key, body = request
             before = self._replies
             try:
-                reply = await self._reply(client, key, body)
+                async with self._place():
+                    reply = await self._reply(client, key, body)
             except _Trouble as trouble:
                 failed[key] = Unanswered(trouble.why)
                 if trouble.again and self._replies == before:
@@ -171,6 +184,19 @@ class _Asking:
                 continue
             self._replies += 1
             self.keep(key, reply)
+
+    @asynccontextmanager
+    async def _place(self) -> AsyncGenerator[None]:
+        """Hold one of the places of all threads, which an event loop must not wait for in sleep."""
+        while not self._places.acquire(blocking=False):
+            if self.stopped.is_set():
+                raise _Trouble("it was not asked")
+            check_not_stopped()
+            await asyncio.sleep(PLACE_SECONDS)
+        try:
+            yield
+        finally:
+            self._places.release()
 
     async def _reply(self, client: httpx2.AsyncClient, key: str, body: Body) -> Mapping[str, Any]:
         """Send a request until there is a reply, with pauses in between."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from threading import Lock
 from typing import TYPE_CHECKING, Any, final
 
 from evo_grpo.envs.prompts import Template
@@ -39,6 +40,8 @@ class RewardModel(Scorer):
         self.columns = needed_columns(found)
         self._classifier: Classifier | None = None
         self._warned = False
+        #: The device computes for one thread at a time.
+        self._serving = Lock()
 
     def prepare(self, device: str) -> None:
         """Load the classifier to a device; see `Scorer.prepare`.
@@ -65,6 +68,15 @@ class RewardModel(Scorer):
         self, *, completions: Sequence[str], prompts: Sequence[str], **columns: Sequence[Any]
     ) -> list[float | RewardError]:
         """Score completions in batches of `batch_size`; see `Scorer`."""
+        with self._serving:
+            return self._scores(completions, prompts, columns)
+
+    def _scores(
+        self,
+        completions: Sequence[str],
+        prompts: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> list[float | RewardError]:
         self.prepare("auto")
         classifier, settings = self._classifier, self.settings
         assert classifier is not None, "it is prepared"

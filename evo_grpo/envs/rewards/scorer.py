@@ -14,7 +14,7 @@ class Scorer(ABC):
     """A reward function of this package, which scores completions with a model.
 
     It is called once per batch, in the process of the run: `env.reward_timeout` and `env.isolate`,
-    which guard against code of the user, do not apply to it.
+    which guard against code of the user, do not apply to it. Several threads may call it at once.
 
     Attributes:
         columns: Names of the columns that its templates need.

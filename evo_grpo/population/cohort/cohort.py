@@ -27,7 +27,7 @@ from evo_grpo.population.cohort.adapters import adapter_config, check_rank, resi
 from evo_grpo.population.cohort.state import AgentState, References, inherit, packed, unpack
 from evo_grpo.population.ranks.deal import batches, deal, rank_of
 from evo_grpo.population.ranks.team import Team
-from evo_grpo.population.turns import check_overlap
+from evo_grpo.population.turns import Overlap
 from evo_grpo.population.zero.sampling import DividedSampling, LedPlay
 from evo_grpo.population.zero.turns import Turns, ZeroOptimizer, make_turns
 from evo_grpo.rollout.engine import EngineFactory, RolloutEngine, RolloutRequest
@@ -70,11 +70,11 @@ class Cohort:
         self.objects = tuple(objects)
         self.hp_config = settings.search_space()
         self.seed = settings.seed
-        seed, sets = derive(settings.seed, "lora"), settings.lora.target_sets
-        self.slots = AdapterSlots(base, lora, seed, sets)
+        self.slots = AdapterSlots(base, lora, derive(self.seed, "lora"), settings.lora.target_sets)
         self.references = References(self.slots)
         self.learner = Learner(self.slots, settings.algorithm, settings.engine)
         self.team = team or Team()
+        self.overlap = Overlap(settings.engine.overlap, self.shards)
         self.accelerator = accelerator
         self._turns: Turns | None = None
         self.agents: dict[int, AgentState] = {}
@@ -116,7 +116,7 @@ class Cohort:
     def parts_here(self, slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
         """Return those of `slots` that this rank has, by shard and part; each is one batch."""
         shards = {slot: self.agents[slot].shard for slot in slots if self.is_local(slot)}
-        return batches(shards, self.settings.engine.overlap or 1)
+        return batches(shards, self.overlap.parts)
 
     def place(self, slots: Sequence[Slot], *, weights: bool = True) -> None:
         """Distribute the agents of the next round among shards, and move each to its rank.
@@ -172,8 +172,8 @@ class Cohort:
     def reduced(self) -> dict[str, int]:
         """Return the bounds that were lowered to save memory, with their present values."""
         decoded: int | None = getattr(self._engine, "reduced", None)
-        found = {"max_tokens_per_microbatch": self.learner.reduced, "max_decode_rows": decoded}
-        return {name: value for name, value in found.items() if value is not None}
+        found = ("max_tokens_per_microbatch", self.learner.reduced), ("max_decode_rows", decoded)
+        return {name: value for name, value in found if value is not None}
 
     @property
     def context_length(self) -> int | None:
@@ -192,7 +192,7 @@ class Cohort:
             ConfigError: `overlong_buffer` is above the completion length, a prompt or reward
                 function that is searched is missing, or its plays must not overlap.
         """
-        check_overlap(self.settings.engine, env)
+        self.overlap.takes_turns(env)
         check_prompts(env, self.hp_config)
         self._reward_weights = searched_weights(env, self.hp_config)
         for agent in self.agents.values():
@@ -464,7 +464,7 @@ class Cohort:
             reference = self.references.of(s)
             learning.append(AgentTraining(s.adapter, reference, s.hparams, s.optimizer))
             s.prepare_step(self.settings.algorithm.lr_schedule)
-        several = self.shards > 1 or self.settings.engine.overlap is not None
+        several = self.shards > 1 or self.overlap.parts > 1
         self.slots.together = tuple(s.adapter for s in states) if several else ()
         if self._engine is not None:
             self._engine.sleep()

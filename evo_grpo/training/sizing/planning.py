@@ -75,7 +75,8 @@ def plan_memory(
     divided = config.engine.base == "sharded" or config.engine.zero == 3
     # The agents of a shard, or of a part of it, generate and learn in one batch.
     shards = max(dealt, config.engine.shards or 1)
-    together = -(-population.size // (shards * (config.engine.overlap or 1)))
+    parts = config.engine.overlap if isinstance(config.engine.overlap, int) else 1
+    together = -(-population.size // (shards * parts))
     prompts = algorithm.prompts_per_step or DEFAULT_PROMPTS
     rows = together * prompts * algorithm.group_size
     context = algorithm.max_model_len or min(size.context or 1 << 30, PROMPT_TOKENS + output)

@@ -1,10 +1,11 @@
 import random
 import threading
+import warnings
 
 import numpy as np
 import pytest
 
-from evo_grpo.envs.adapters.helpers import PrivateGenerators
+from evo_grpo.envs.adapters.helpers import PrivateGenerators, quiet
 from evo_grpo.envs.registry import (
     build_multi_turn,
     build_task,
@@ -93,3 +94,31 @@ def test_unseeded_episodes_follow_from_the_run():
     ] * 2
     private = PrivateGenerators(3)
     assert private.start(None) != private.start(None)
+
+
+def test_what_another_thread_prints_while_a_package_is_quiet_is_shown(capsys):
+    with quiet():
+        print("the package")
+        other = threading.Thread(target=print, args=("the terminal",))
+        other.start()
+        other.join()
+    print("afterwards")
+    assert capsys.readouterr().out == "the terminal\nafterwards\n"
+
+
+def test_a_package_that_is_quiet_in_a_thread_leaves_filters_of_warnings_alone():
+    filters, inside, over = list(warnings.filters), threading.Event(), threading.Event()
+
+    def plays():
+        with quiet():
+            inside.set()
+            over.wait(20)
+
+    thread = threading.Thread(target=plays)
+    thread.start()
+    inside.wait(20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BytesWarning)
+        over.set()
+        thread.join()
+    assert warnings.filters == filters
