@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, final
 
+from pydantic_core import from_json
+
 from evo_grpo.errors import EvoGrpoError, RunDirError, RunFailedError
 from evo_grpo.record.plain import open_plain
 from evo_grpo.schema.hparams import Hparams
@@ -34,6 +36,10 @@ _CHECKSUM = "sha256"
 _TEMPORARY = ".tmp"
 #: How a sealed line ends, all but its line end.
 _END = re.compile(rb'"[0-9a-f]{64}"\}\s*\Z')
+#: Bytes of that end that the checksum does not cover: itself, a quote and a brace.
+_UNCOVERED = 66
+#: Bytes that hold the first two keys of a sealed line.
+_HEAD = 64
 
 
 @contextmanager
@@ -193,8 +199,12 @@ def load_json(data: bytes) -> Any:  # noqa: ANN401 -- any JSON value
 
 
 def seal(data: Mapping[str, Any]) -> str:
-    """Return a mapping as one line of JSON with its checksum as the last key."""
-    return to_line({**data, _CHECKSUM: _digest(data)}) + "\n"
+    """Return a mapping as one line of JSON with its checksum as the last key.
+
+    The checksum is that of all bytes before it, so that a reader need not parse the line.
+    """
+    before = to_line({**data, _CHECKSUM: ""}).removesuffix('"}')
+    return f'{before}{_sha256(before)}"}}\n'
 
 
 def unseal(line: bytes) -> dict[str, Any]:
@@ -203,9 +213,26 @@ def unseal(line: bytes) -> dict[str, Any]:
     if not isinstance(data, dict) or _CHECKSUM not in data:
         raise ValueError(f"it has no {_CHECKSUM}")
     found = data.pop(_CHECKSUM)
-    if found != _digest_of_plain(data):
+    if not _is_as_written(line) and found != _sha256(_canonical(data)):
         raise ValueError(f"its {_CHECKSUM} does not match its contents")
     return data
+
+
+def unsealed_head(line: bytes) -> Mapping[str, Any]:
+    """Return at least the first keys of a line that `seal` wrote, or raise ValueError.
+
+    The line is as it was written, but the values behind these keys may be missing.
+    """
+    if _is_as_written(line):
+        return from_json(line[:_HEAD], allow_partial=True)
+    return unseal(line)
+
+
+def _is_as_written(line: bytes) -> bool:
+    """Return whether the checksum of a line is that of the bytes before it."""
+    line = line.rstrip()
+    digest = hashlib.sha256(memoryview(line)[:-_UNCOVERED]).hexdigest()
+    return line.endswith(f'"{_CHECKSUM}": "{digest}"}}'.encode())
 
 
 def is_truncated(line: bytes) -> bool:
@@ -223,15 +250,15 @@ def is_truncated(line: bytes) -> bool:
     return False
 
 
-def _digest(data: Mapping[str, Any]) -> str:
-    return _digest_of_plain(plain_value(data))
-
-
-def _digest_of_plain(data: Mapping[str, Any]) -> str:
-    canonical = json.dumps(
+def _canonical(data: Mapping[str, Any]) -> str:
+    """Return the text whose checksum earlier versions wrote."""
+    return json.dumps(
         data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     )
-    return hashlib.sha256(canonical.encode("utf-8", errors="replace")).hexdigest()
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", errors="replace")).hexdigest()
 
 
 def plain_value(value: Any) -> Any:  # noqa: ANN401 -- any JSON value

@@ -18,7 +18,7 @@ from evo_grpo.record.files import (
     many_objects,
     reading,
     sync_names,
-    unseal,
+    unsealed_head,
     writing,
 )
 from evo_grpo.record.names import (
@@ -53,6 +53,7 @@ from evo_grpo.record.plain import (
     is_folder,
     is_plain,
     open_plain,
+    opened_plain,
     read_plain,
     refuse_links,
     refuse_oversized,
@@ -239,31 +240,32 @@ def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> Parsed:
     records: list[RoundRecord] = []
     places: list[int] = []
     length = 0
-    lines = read_plain(path, MAX_LOG_BYTES)[start:].splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        try:
-            data = unseal(line)
-            # Its RunDirError is no ValueError and passes: a whole line of another version.
-            check_format(data, f"{path}, line {first + number}")
-            if "amends" in data:
-                _amend(records, amendment_from_json(data), first)
-                length += len(line)
-                continue
-            record = round_from_json(line)
-            if record.round != first + len(records):
-                raise ValueError(
-                    f"it is round {record.round + 1}, expected {first + len(records) + 1}"
-                )
-        except ValueError as error:
-            if number == len(lines) and is_truncated(line):
-                break
-            raise CheckpointError(
-                f"{path}, line {first + number}: expected round {first + len(records) + 1} as it "
-                f"was written, but {error}; put the file back as it was, from a copy"
-            ) from error
-        records.append(record)
-        places.append(start + length)
-        length += len(line)
+    with opened_plain(path, MAX_LOG_BYTES) as file:
+        file.seek(start)
+        for number, line in enumerate(file, start=1):
+            try:
+                head = unsealed_head(line)
+                # Its RunDirError is no ValueError and passes: a whole line of another version.
+                check_format(head, f"{path}, line {first + number}")
+                if "amends" in head:
+                    _amend(records, amendment_from_json(line), first)
+                    length += len(line)
+                    continue
+                record = round_from_json(line)
+                if record.round != first + len(records):
+                    raise ValueError(
+                        f"it is round {record.round + 1}, expected {first + len(records) + 1}"
+                    )
+            except ValueError as error:
+                if is_truncated(line):  # the last one: others have their line end
+                    break
+                raise CheckpointError(
+                    f"{path}, line {first + number}: expected round {first + len(records) + 1} as "
+                    f"it was written, but {error}; put the file back as it was, from a copy"
+                ) from error
+            records.append(record)
+            places.append(start + length)
+            length += len(line)
     return Parsed(records, length, places)
 
 

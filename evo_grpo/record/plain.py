@@ -10,14 +10,17 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 from pydantic import AfterValidator
 
 from evo_grpo.errors import RunDirError
 from evo_grpo.record.names import CHECKPOINTS
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 #: Without O_NONBLOCK, opening a pipe waits for its other end.
 _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -82,10 +85,17 @@ def read_plain(path: Path, most: int = MAX_JSON_BYTES) -> bytes:
         RunDirError: It is a link, no regular file, or larger than `most`.
         OSError: As `open` raises it, FileNotFoundError if there is none.
     """
-    with os.fdopen(open_plain(path, os.O_RDONLY), "rb") as file:
-        refuse_oversized(path, most)
+    with opened_plain(path, most) as file:
         # The present size, even if the file grows: `read(most)` would allocate `most` bytes.
         return file.read(os.fstat(file.fileno()).st_size)
+
+
+@contextmanager
+def opened_plain(path: Path, most: int) -> Generator[BinaryIO]:
+    """Open a regular file for reading, as `read_plain` does."""
+    with os.fdopen(open_plain(path, os.O_RDONLY), "rb") as file:
+        refuse_oversized(path, most)
+        yield file
 
 
 def refuse_oversized(path: Path, most: int = MAX_LOG_BYTES) -> None:

@@ -253,8 +253,11 @@ def round_from_json(data: Mapping[str, Any] | bytes) -> RoundRecord:
     return record
 
 
-def amendment_from_json(data: Mapping[str, Any]) -> Amendment:
-    """Build an Amendment from the output of `to_json`; a ValueError names an invalid field."""
+def amendment_from_json(data: Mapping[str, Any] | bytes) -> Amendment:
+    """Build an Amendment from the output of `to_json`, or a line of it.
+
+    A ValueError names an invalid field.
+    """
     amendment = validated(_AMENDMENT, data)
     _check_changes(amendment.members)
     return amendment

@@ -1,6 +1,7 @@
 """Whole files, checked lines and the lock, one level below the run folder."""
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from evo_grpo.record.files import (
     sync_tree,
     to_line,
     unseal,
+    unsealed_head,
 )
 
 PROPERTY = settings(max_examples=60)
@@ -230,3 +232,23 @@ def test_a_fork_writes_nothing_into_the_folder_of_its_parent(tmp_path):
     lock.release()
     assert f"expected process {os.getpid()} to write it" in outside.read_text()
     assert not inside.exists()
+
+
+def test_a_line_of_an_earlier_version_is_read_with_its_spaces_and_order():
+    data = {"round": 3, "agents": [{"text": "two\nlines", "fitness": 0.25}], "amends": None}
+    plain = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(plain.encode()).hexdigest()
+    line = json.dumps({**data, "sha256": digest}) + "\n"
+    assert list(unseal(line.encode())) == list(data)
+    assert unseal(line.encode()) == unsealed_head(line.encode()) == data
+    for read in (unseal, unsealed_head):
+        with pytest.raises(ValueError, match="sha256 does not match"):
+            read(line.replace("0.25", "0.75").encode())
+
+
+def test_the_head_of_a_line_is_read_once_the_whole_line_is_found_as_it_was_written():
+    line = seal({"format": 4, "amends": 17, "members": [{"text": "ä" * 99}]}).encode()
+    head = unsealed_head(line)
+    assert (head["format"], head["amends"]) == (4, 17)
+    with pytest.raises(ValueError, match="sha256 does not match"):
+        unsealed_head(line.replace("ä".encode(), b"a ", 1))
