@@ -46,7 +46,8 @@ _HEAD = 64
 def many_objects() -> Generator[None]:
     """Pause the search for cycles while many objects are made, which takes as long as making them.
 
-    Python searches all objects again whenever their number has grown by a quarter.
+    Python searches all objects again whenever their number has grown by a quarter. Afterwards they
+    are old: young objects are searched soon, three times before they are old.
     """
     searches = gc.isenabled()
     gc.disable()
@@ -54,6 +55,8 @@ def many_objects() -> Generator[None]:
         yield
     finally:
         if searches:
+            gc.freeze()
+            gc.unfreeze()  # into the oldest generation
             gc.enable()
 
 

@@ -164,7 +164,7 @@ def refuse_links(path: Path, most: int | None = None, *, deep: bool = True) -> N
 
 def check_relative(path: str) -> str:
     """Return a recorded path, or raise ValueError if it leads out of its folder."""
-    parts = PurePosixPath(path).parts
+    parts = {*path.split("/")} - {".", ""}
     if not parts or path.startswith("/") or ".." in parts or "\0" in path or "\\" in path:
         raise ValueError(f"expected a path below the folder, got {path!r}")
     return path

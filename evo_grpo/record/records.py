@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, TypeAdapter
+from pydantic import AfterValidator, BeforeValidator, TypeAdapter
 
-from evo_grpo.errors import RunDirError
+from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.record.files import plain_value
 from evo_grpo.record.plain import CheckpointPath, RelativePath
 from evo_grpo.schema.hparams import Hparams, is_mutable
@@ -25,6 +26,20 @@ def _check_hyperparameter(name: str) -> str:
 
 HyperparameterName = Annotated[str, AfterValidator(_check_hyperparameter)]
 """Name of a hyperparameter, or `clip_low` or `clip_high`."""
+
+_built = lru_cache(maxsize=4096, typed=True)(Hparams)
+
+
+def _shared(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
+    """Return hyperparameters as one object where they are equal: they are slow to build."""
+    try:
+        return _built(**value)
+    except (TypeError, ConfigError):  # a pair or weights, which have no hash; or wrong
+        return value
+
+
+SharedHparams = Annotated[Hparams, BeforeValidator(_shared)]
+"""Hyperparameters of an agent; most agents have those that it had in the round before."""
 
 #: Version of the format of rounds.jsonl. A line without one is of evo-grpo 0.1: version 1.
 FORMAT = 4
@@ -76,7 +91,7 @@ class AgentRecord:
     parent: int | None
     round: int
     state: str
-    hparams: Hparams
+    hparams: SharedHparams
     score: Score | None
     metrics: Mapping[str, Number]
     tokens: int
@@ -125,7 +140,7 @@ class RoundRecord:
     agents: tuple[AgentRecord, ...]
     seconds: Mapping[str, float]
     members: tuple[Member, ...] = ()
-    next_hparams: tuple[Hparams, ...] = ()
+    next_hparams: tuple[SharedHparams, ...] = ()
     mutable: tuple[HyperparameterName, ...] = ()
     decisions: tuple[Decision, ...] = ()
     starts: int = 0
@@ -181,7 +196,7 @@ class Amendment:
 
     amends: int
     members: tuple[Member, ...]
-    next_hparams: tuple[Hparams, ...]
+    next_hparams: tuple[SharedHparams, ...]
     decisions: tuple[Decision, ...]
     steering: tuple[RequestOutcome, ...]
     next_member: int

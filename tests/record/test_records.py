@@ -159,3 +159,14 @@ def test_tuples_are_lists_in_json_and_tuples_again(agent):
 
 def test_defaults_are_those_of_a_first_member():
     assert Member(4, 4) == Member(id=4, agent=4, parent=None, born=0, mutation=Mutation("init", {}))
+
+
+def test_equal_hyperparameters_of_agents_are_one_object_and_unequal_types_are_refused(make_run):
+    (record,) = make_run(size=2, rounds=1)
+    data = to_json(replace(record, next_hparams=tuple(one.hparams for one in record.agents)))
+    read = round_from_json(data)
+    assert read.next_hparams[1] is read.agents[1].hparams
+    data["next_hparams"][1]["kl_shaping"] = 1
+    data["agents"][1]["hparams"]["kl_shaping"] = True
+    with pytest.raises(ValueError, match=r"next_hparams\[1\].*kl_shaping"):
+        round_from_json(data)

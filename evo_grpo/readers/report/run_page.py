@@ -21,7 +21,7 @@ from evo_grpo.readers.report.page.build import Page, cards, sortable, text
 from evo_grpo.readers.report.side_by_side import add_arms
 from evo_grpo.readers.report.tables import completions_table, headline, leaderboard_table
 from evo_grpo.record import columns
-from evo_grpo.record.files import atomic_write
+from evo_grpo.record.files import atomic_write, many_objects
 from evo_grpo.record.folder import expect_run
 from evo_grpo.record.leaderboard import order_text
 from evo_grpo.record.log import Entry, RoundDone, RunFinished, RunStarted
@@ -36,6 +36,7 @@ SHARE = 10
 """The next page is written after at least this many times the seconds that the last one took."""
 
 
+@many_objects()
 def write_report(run: str | Path, out: str | Path | None = None) -> Path:
     """Write a run as a page that a browser opens without a network.
 
