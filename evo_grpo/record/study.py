@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from evo_grpo.errors import ConfigError, EvoGrpoError
-from evo_grpo.record.files import writing
+from evo_grpo.record.files import many_objects, writing
 from evo_grpo.record.folder import remove, remove_journal_locks
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.names import JOURNAL, STUDY, STUDY_ASIDES
@@ -82,6 +82,7 @@ class FolderStudy:
         with _written(self.file):
             self._lineage.record_mean(member, last, score)
 
+    @many_objects()
     def _read(self, rounds: Sequence[RoundRecord]) -> Lineage | None:
         """Return the study, or None if it has to be created again."""
         with writing(self.file):

@@ -66,10 +66,9 @@ def planned(
     that an exploration learns from; None means all rounds before the last one.
     """
     *earlier, last = rounds
-    members = members_of(rounds)
+    members, histories = members_of(rounds), histories_of(rounds)
     standings = [
-        Standing(a.agent, members[a.member], a.hparams, history_of(rounds, a.member))
-        for a in last.agents
+        Standing(a.agent, members[a.member], a.hparams, histories[a.member]) for a in last.agents
     ]
     scores = [a.score for a in last.agents]
     # A round selects before its best agent replaces the archive.
@@ -115,13 +114,13 @@ def members_of(rounds: Sequence[RoundRecord]) -> dict[int, Member]:
     return first | {member.id: member for record in rounds for member in record.members}
 
 
-def history_of(rounds: Sequence[RoundRecord], member: int) -> list[Score]:
-    """Return a member's scores since its last failure, which cleared its history."""
-    history: list[Score] = []
+def histories_of(rounds: Sequence[RoundRecord]) -> dict[int, list[Score]]:
+    """Return the scores of all members by id since their last failure, which cleared them."""
+    histories: dict[int, list[Score]] = {}
     for record in (agent for played in rounds for agent in played.agents):
-        if record.member == member:
-            if record.score is None:
-                history.clear()
-            else:
-                history.append(record.score)
-    return history
+        history = histories.setdefault(record.member, [])
+        if record.score is None:
+            history.clear()
+        else:
+            history.append(record.score)
+    return histories

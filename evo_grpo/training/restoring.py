@@ -21,7 +21,7 @@ from evo_grpo.record.names import BEST
 from evo_grpo.record.plain import inside
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.training.assemble import Prepared
-from evo_grpo.training.extending import history_of, members_of
+from evo_grpo.training.extending import histories_of, members_of
 from evo_grpo.training.writer import sees_folder
 from evo_grpo.types import Slot
 
@@ -64,7 +64,7 @@ def restore(
         cohort.remove(slot)
     if cohort.references.start and cohort.team.rank == 0:
         _warn_of_reference(prepared, last, folder)
-    members = members_of(rounds)
+    members, histories = members_of(rounds), histories_of(rounds)
     checkpoints = {record.agent: _checkpoint(folder, record, last) for record in last.agents}
     best = best_ever(rounds) if prepared.round_settings.evolve.archive else None
     if best is not None and best.score is not None:
@@ -74,7 +74,7 @@ def restore(
     _load(cohort, checkpoints)
     for record in last.agents:
         state = cohort.agents[record.agent]
-        saved, recorded = list(state.history), history_of(rounds, record.member)
+        saved, recorded = list(state.history), histories[record.member]
         # Set the member before the history: a new member clears the history.
         cohort.set_member(record.agent, members[record.member])
         # Only a checkpoint has the scores of an agent from before the run.

@@ -30,7 +30,7 @@ from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.steps import Limit, RunWriter
 from evo_grpo.record.config import read_config
 from evo_grpo.record.earlier import with_start
-from evo_grpo.record.files import reading, sync_into, writing
+from evo_grpo.record.files import many_objects, reading, sync_into, writing
 from evo_grpo.record.folder import (
     clear_run,
     config_text,
@@ -296,7 +296,8 @@ def play_and_judge(
     if rounds:
         with reading(place):
             slots = restore(prepared, rounds, place)
-        rounds[:-1] = map(outline, rounds[:-1])
+        with many_objects():
+            rounds[:-1] = map(outline, rounds[:-1])
     writer, study = _writer(config, place, folder, prepared)
     team.wait_for_all()  # unfinished files are removed before any rank writes
     total = prepared.round_settings.population.rounds
