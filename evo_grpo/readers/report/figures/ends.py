@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from evo_grpo.readers.report.figures.axes import Span
 
@@ -66,13 +66,22 @@ def name_ends(
 
     low, high = (position(end) for end in span)
     heights = [(position(end.y) - low) / (high - low) * pixels for end in known]
-    for end, before, after in zip(known, heights, apart(heights), strict=True):
-        figure.add_annotation(
+    axes: dict[str, str] = {}
+    if row is not None:
+        place: Any = figure.get_subplot(row, col)
+        axes = {"xref": place.yaxis.anchor, "yref": place.xaxis.anchor}
+    names = [
+        dict(
             x=end.x, y=position(end.y), text=end.name, showarrow=False,
             xanchor="left", yanchor="middle", xshift=9, yshift=after - before,
             font={"size": SIZE}, name="end" if end.agent is None else f"agent {end.agent}",
-            row=row, col=col,
-        )  # fmt: skip
+            **axes,
+        )
+        for end, before, after in zip(known, heights, apart(heights), strict=True)
+    ]  # fmt: skip
+    # All at once: plotly copies those that a figure has for each that is added.
+    layout: Any = figure.layout
+    layout.annotations = (*layout.annotations, *names)
 
 
 def apart(heights: Sequence[float], least: float = APART) -> list[float]:
