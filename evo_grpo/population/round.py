@@ -8,7 +8,7 @@ report, the first rank plans and records the round, and all ranks carry out the 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -40,6 +40,7 @@ from evo_grpo.population.plan import (
     next_round,
     timed,
 )
+from evo_grpo.population.ranks.deal import side_by_side
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.stats import Stopwatch, Tally, completion_rows
 from evo_grpo.population.steps import Limit, RunWriter, report_steps, train
@@ -368,7 +369,7 @@ def apply(
     """
     with passing_slots(cohort):
         others = second_parents(cohort, slots, generation.members)  # before they are overwritten
-        for parent, slot in copies_in_order(generation):
+        for parent, slot in copies_in_order(generation, lambda one: cohort.agents[one].rank):
             cohort.copy(parent, slot, inherit_optimizer=evolve.inherit_optimizer)
         change_weights(cohort, slots, generation.members, others, evolve)
     cohort.reserve_members(generation.next_id)
@@ -384,8 +385,12 @@ def apply(
         cohort.remove(slot)
 
 
-def copies_in_order(generation: Generation) -> Iterator[tuple[Slot, Slot]]:
+def copies_in_order(
+    generation: Generation, rank: Callable[[Slot], int]
+) -> Iterator[tuple[Slot, Slot]]:
     """Yield the source and target of each copy, in an order that never overwrites a source first.
+
+    `rank` returns the rank of a slot; copies between different ranks run at the same time.
 
     Raises:
         ShapeError: The copies form a cycle.
@@ -400,7 +405,7 @@ def copies_in_order(generation: Generation) -> Iterator[tuple[Slot, Slot]]:
                 f"generation: expected copies that can be made one after another, got {waiting}, "
                 "each of which overwrites what the next one copies"
             )
-        yield from free
+        yield from side_by_side(free, lambda pair: (rank(pair[0]), rank(pair[1])))
         waiting = [pair for pair in waiting if pair[1] in sources]
 
 

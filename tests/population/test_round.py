@@ -503,8 +503,18 @@ def plan_of(parents):
 
 
 def test_a_slot_that_is_copied_and_overwritten_is_copied_first():
-    assert list(copies_in_order(plan_of((1, 1, 0)))) == [(0, 2), (1, 0)]
-    assert list(copies_in_order(plan_of((1, 2, 3, 3)))) == [(1, 0), (2, 1), (3, 2)]
-    assert list(copies_in_order(plan_of((0, 0, 0)))) == [(0, 1), (0, 2)]
+    def copies(*parents):
+        # Ranks of which some have several agents, and none has all.
+        return list(copies_in_order(plan_of(parents), [0, 1, 1, 2].__getitem__))
+
+    assert copies(1, 1, 0) == [(0, 2), (1, 0)]
+    assert copies(1, 2, 3, 3) == [(1, 0), (2, 1), (3, 2)]
+    assert copies(0, 0, 0) == [(0, 1), (0, 2)]
     with pytest.raises(ShapeError, match="each of which overwrites what the next one copies"):
-        list(copies_in_order(plan_of((1, 0))))
+        copies(1, 0)
+
+
+def test_copies_between_different_ranks_are_made_side_by_side():
+    # Agents 0 to 3 on as many ranks, and their children on the same: each rank waits twice at most.
+    plan = plan_of((0, 1, 2, 3, 1, 2, 3, 0))
+    assert list(copies_in_order(plan, lambda slot: slot % 4)) == [(1, 4), (3, 6), (2, 5), (0, 7)]

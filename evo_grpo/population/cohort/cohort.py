@@ -25,7 +25,7 @@ from evo_grpo.model.lora.load import copy_slot
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.population.cohort.adapters import adapter_config, check_rank, resize, with_choices
 from evo_grpo.population.cohort.state import AgentState, References, inherit, packed, unpack
-from evo_grpo.population.ranks.deal import batches, deal, rank_of
+from evo_grpo.population.ranks.deal import batches, deal, rank_of, side_by_side
 from evo_grpo.population.ranks.team import Team
 from evo_grpo.population.turns import Overlap
 from evo_grpo.population.zero.sampling import DividedSampling, LedPlay
@@ -367,7 +367,7 @@ class Cohort:
         for agents that are overwritten next.
         """
         left: list[AgentState] = []
-        for slot, rank in ranks.items():
+        for slot, rank in side_by_side(ranks.items(), lambda m: (self.agents[m[0]].rank, m[1])):
             state = self.agents[slot]
             if state.rank == rank:
                 continue

@@ -8,7 +8,7 @@ shard is dealt into several batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
@@ -40,3 +40,25 @@ def batches(shards: Mapping[T, int], parts: int) -> list[tuple[T, ...]]:
         by_shard.setdefault(shard, []).append(agent)
     dealt = (deal(by_shard[shard], parts) for shard in sorted(by_shard))
     return [part for own in dealt for part in own if part]
+
+
+def side_by_side(transfers: Iterable[T], ends: Callable[[T], tuple[int, int]]) -> list[T]:
+    """Return transfers between ranks in an order in which many run at the same time.
+
+    All ranks go through the transfers in this order, and each waits in its own for the other rank.
+    So they are dealt into groups in which no rank has two, first to the earliest group with room;
+    the groups follow one another. `ends` returns the two ranks of a transfer. A transfer within a
+    rank waits for nothing.
+    """
+    groups: list[set[int]] = []
+    dealt: list[tuple[int, T]] = []
+    for transfer in transfers:
+        busy = set(ends(transfer))
+        if len(busy) == 1:
+            busy = set[int]()
+        number = next((n for n, group in enumerate(groups) if not group & busy), len(groups))
+        if number == len(groups):
+            groups.append(set())
+        groups[number] |= busy
+        dealt.append((number, transfer))
+    return [transfer for _, transfer in sorted(dealt, key=lambda one: one[0])]

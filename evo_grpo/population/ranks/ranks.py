@@ -11,7 +11,7 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
@@ -31,6 +31,7 @@ from evo_grpo.population.ranks.heartbeat import (
     positive_from_environment,
 )
 from evo_grpo.population.ranks.lockstep import Lockstep
+from evo_grpo.population.ranks.pickled import put_together, taken_apart
 from evo_grpo.population.ranks.team import Team, is_one_of_several
 from evo_grpo.printable import error_text
 
@@ -103,16 +104,27 @@ class Ranks(Team):
 
     def send(self, values: object, to: int) -> None:
         """See `Team`."""
-        self._meet("send", lambda: dist.send_object_list([values], to, group=self._group), other=to)
+
+        def transfer() -> None:
+            pickled, tensors = taken_apart(values)
+            shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+            dist.send_object_list([pickled, shapes], to, group=self._group)
+            _wait(dist.isend(tensor, to, group=self._group) for tensor in tensors)
+
+        self._meet("send", transfer, other=to)
 
     def receive(self, source: int) -> Any:  # noqa: ANN401 -- what was sent
         """See `Team`."""
-        found: list[Any] = [None]
-        self._meet(
-            "receive",
-            lambda: dist.recv_object_list(found, source, group=self._group),
-            other=source,
-        )
+        found: list[Any] = []
+
+        def transfer() -> None:
+            parts: list[Any] = [None, None]
+            dist.recv_object_list(parts, source, group=self._group)
+            tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in parts[1]]
+            _wait(dist.irecv(tensor, source, group=self._group) for tensor in tensors)
+            found.append(put_together(parts[0], tensors))
+
+        self._meet("receive", transfer, other=source)
         return found[0]
 
     def in_lockstep(
@@ -268,6 +280,13 @@ class Ranks(Team):
             f"rank {self.rank} of {self.size} ends, since {why}; finished rounds are in the run "
             "folder; continue with: evo-grpo resume RUN"
         )
+
+
+def _wait(begun: Iterable[dist.Work | None]) -> None:
+    """Wait for transfers once all have begun: one at a time, each costs a round trip."""
+    for work in list(begun):
+        if work is not None:
+            work.wait()
 
 
 def _of_exchange(error: BaseException) -> bool:

@@ -74,7 +74,10 @@ class Team:
         return nullcontext()
 
     def send(self, values: object, to: int) -> None:
-        """Send a value, pickled and with tensors on the CPU, to a rank that calls `receive`."""
+        """Send a value to a rank that calls `receive`; it is pickled, except for its tensors.
+
+        Tensors are on the CPU.
+        """
         raise AssertionError(f"rank {to} is not the only one of this run")
 
     def receive(self, source: int) -> Any:  # noqa: ANN401 -- what was sent

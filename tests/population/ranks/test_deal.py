@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evo_grpo.population.ranks.deal import deal, rank_of
+from evo_grpo.population.ranks.deal import deal, rank_of, side_by_side
 
 COUNTS = st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
 
@@ -38,3 +38,20 @@ def test_one_shard_is_everybody():
 @pytest.mark.parametrize(("ranks", "places"), [(1, [0, 0, 0]), (2, [0, 0, 1]), (3, [0, 1, 2])])
 def test_a_rank_with_several_shards_has_neighbours(ranks, places):
     assert [rank_of(shard, 3, ranks) for shard in range(3)] == places
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=30))
+def test_transfers_of_a_rank_wait_for_no_more_than_those_of_the_two_ranks(transfers):
+    ordered = side_by_side(enumerate(transfers), lambda one: one[1])
+    assert sorted(ordered) == list(enumerate(transfers))
+    busy = [rank for ends in transfers for rank in set(ends) if len(set(ends)) == 2]
+    done = dict.fromkeys(range(7), 0)
+    for _, (source, target) in ordered:
+        if source != target:
+            done[source] = done[target] = 1 + max(done[source], done[target])
+            assert done[source] < max(1, busy.count(source)) + max(1, busy.count(target))
+
+
+def test_a_chain_of_transfers_is_cut_into_two_halves():
+    chain = [(rank, rank + 1) for rank in range(6)]
+    assert side_by_side(chain, lambda ends: ends) == [*chain[::2], *chain[1::2]]
