@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from rank_runs import POPULATION, evo, slow_reward, wait_for, written
+from rank_runs import POPULATION, equal, evo, slow_reward, together, wait_for, written
 from ranks import finish, start
 
 pytestmark = pytest.mark.distributed
@@ -58,18 +58,19 @@ def test_a_rank_that_is_killed_is_named_by_every_other_one(tmp_path):
         assert "Exception raised from" not in said
 
 
-def test_a_rank_that_is_slow_does_not_end_the_run(tmp_path):
+def test_a_rank_that_is_slow_is_waited_for_and_changes_nothing(tmp_path):
     reward = slow_reward(tmp_path)
     code = (tmp_path / "my_reward.py").read_text()
-    slow = "time.sleep(9 if os.environ['RANK'] == '1' and not done else 0); done.append(1)"
+    slow = "time.sleep(9 if os.environ.get('RANK') == '1' and not done else 0); done.append(1)"
     (tmp_path / "my_reward.py").write_text("done = []\n" + code.replace("time.sleep(0.15)", slow))
     file = written(tmp_path, **reward, population={**POPULATION["population"], "rounds": 2})
     env = {
         "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
         "EVO_GRPO_RANK_TIMEOUT": "4",
     }
-    for out, said, code in finish(start(2, *evo("run", file, "--out", tmp_path / "run"), env=env)):
-        assert code == 0, out + said
+    together(2, "run", file, "--out", tmp_path / "uneven", env=env)
+    together(1, "run", file, "--out", tmp_path / "even", env=env)
+    equal(tmp_path / "even", tmp_path / "uneven")
 
 
 def test_ranks_that_part_ways_end_and_say_where():

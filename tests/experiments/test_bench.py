@@ -27,6 +27,16 @@ TABLES = {
     },
     "trackers": {"The default run (seconds)"},
     "engines": {"Two engines: 8 adapters"},
+    "wire": {
+        "Seconds in transfers, the first of which begins late",
+        "On paper, 8 agents a card, 40 M parameters each: seconds",
+        "Against the kernel's counters of the loopback",
+        "An agent that is sent",
+    },
+    "processes": {
+        "Two shards, default (seconds, medians of 1)",
+        "Where the seconds go, default",
+    },
     "longrun": {
         "8 rounds of 2 agents, checkpoints: last",
         "What grows, per 100 rounds",
@@ -53,6 +63,8 @@ ENVIRONMENT = {
         ("evolve", ("--no-peers",)),
         ("longrun", ("--rounds", "8")),
         ("trackers", ("--kinds", "tensorboard")),
+        ("wire", ()),
+        ("processes", ("--cases", "default")),
         ("engines", ("--python", sys.executable)),
     ],
 )
