@@ -6,7 +6,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -59,6 +59,8 @@ def type_text(annotation: object) -> str:
     if get_origin(annotation) is None:
         return "Any" if annotation is Any else getattr(annotation, "__name__", str(annotation))
     text = str(annotation).replace("typing.", "").replace("NoneType", "None")
+    if get_origin(annotation) is Annotated:
+        return type_text(get_args(annotation)[0])
     origin = getattr(get_origin(annotation), "__name__", "")
     if origin in ("Union", "UnionType"):
         return " | ".join(type_text(a) for a in get_args(annotation))

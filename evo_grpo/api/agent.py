@@ -382,6 +382,7 @@ class Agent(AgentSignature, ABC):
         Raises:
             ConfigError: The agent has no such adapter.
         """
+        self.cohort.bring([self.slot])
         self.cohort.slots.activate(self._role(adapter_name))
 
     @contextmanager

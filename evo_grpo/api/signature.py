@@ -92,11 +92,8 @@ class AgentSignature(ABC):
         quantization: Literal["int8", "nf4"] | None = None,
         threads: int | None = None,
         shards: int | None = None,
-        overlap: Annotated[
-            int, FieldInfo(annotation=None, required=True, metadata=[Ge(ge=2), Le(le=64)])
-        ]
-        | Literal["auto"]
-        | None = None,
+        overlap: int | Literal["auto"] | None = None,
+        offload_adapters: bool = False,
         base: Literal["replicated", "sharded"] = "replicated",
         zero: Literal[2, 3] | None = None,
         rollout: Literal["native", "vllm"] = "native",
@@ -216,6 +213,9 @@ class AgentSignature(ABC):
                 digits of results. `auto` chooses none, 2 or 4 by the seconds of the first round, so
                 equal runs may then differ. null computes all agents of a shard at once and waits
                 for their rewards.
+            offload_adapters: Keep the adapters and AdamW's moments of agents that do not compute in
+                host memory. The part that computes and the next one are on the device, so it takes
+                three parts or more: `shards` times `overlap`. For more agents than a device holds.
             base: `replicated`: each process has the whole base. `sharded`: each process has a part
                 of every layer, and each pass gathers the layers; slower, for a base larger than a
                 device.
@@ -324,11 +324,8 @@ class AgentSignature(ABC):
         quantization: Literal["int8", "nf4"] | None = None,
         threads: int | None = None,
         shards: int | None = None,
-        overlap: Annotated[
-            int, FieldInfo(annotation=None, required=True, metadata=[Ge(ge=2), Le(le=64)])
-        ]
-        | Literal["auto"]
-        | None = None,
+        overlap: int | Literal["auto"] | None = None,
+        offload_adapters: bool = False,
         base: Literal["replicated", "sharded"] = "replicated",
         zero: Literal[2, 3] | None = None,
         rollout: Literal["native", "vllm"] = "native",

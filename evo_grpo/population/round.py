@@ -26,6 +26,7 @@ from evo_grpo.population.cohort.recombine import (
     passing_slots,
     second_parents,
 )
+from evo_grpo.population.cohort.spares import put_into_archive
 from evo_grpo.population.evaluate import Evaluation, evaluate_here, merged, without_texts
 from evo_grpo.population.no_signal import warn_without_signal
 from evo_grpo.population.plan import (
@@ -419,7 +420,7 @@ def _archive_best(cohort: Cohort, scores: Mapping[Slot, Score | None]) -> None:
     ranked = [(slot, score) for slot, score in scores.items() if score is not None]
     for slot, score in sorted(ranked, key=lambda pair: best_first(pair[1]))[:1]:
         if cohort.archive is None or best_first(score) < best_first(cohort.archive.history[-1]):
-            cohort.put_into_archive(slot, score)
+            put_into_archive(cohort, slot, score)
 
 
 def recorded_parents(

@@ -18,7 +18,8 @@ from evo_grpo.schema.problems import MOST_PROBLEMS, Path, Problem
 from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig, RLParameter
 from evo_grpo.settings.adapters import adapter_problems, begins_outside
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
-from evo_grpo.settings.engine import ENGINES, EngineConfig
+from evo_grpo.settings.engine import EngineConfig
+from evo_grpo.settings.engine_checks import engine_problems
 from evo_grpo.settings.env import EnvConfig
 from evo_grpo.settings.evolve import (
     FITNESS,
@@ -245,7 +246,7 @@ def agent_problems(
         own_lora: Whether Python may supply another adapter than `model.lora`.
         above: The path of `ranges`.
     """
-    yield from _below(_zero(engine), "engine")
+    yield from _below(engine_problems(engine), "engine")
     space = HyperparameterConfig(**(ranges or {}))
     yield from _lengths(algorithm, space, above)
     yield from _levels(algorithm, ranges or {}, above)
@@ -329,48 +330,6 @@ def divides_quantized(engine: EngineConfig) -> str:
         f"divides only floating-point weights, got {engine.quantization}; leave it out, or "
         "leave the base whole on each process"
     )
-
-
-def _zero(engine: EngineConfig) -> Iterator[Problem]:
-    """Yield settings that cannot be combined with DeepSpeed."""
-    if engine.zero is None:
-        return
-    if engine.dtype == "float16":
-        yield Problem(
-            ("dtype",),
-            f"expected auto, bfloat16 or float32 with zero {engine.zero}, got float16, whose "
-            "gradients need a loss scale, which is not supported with DeepSpeed; use bfloat16",
-        )
-    if engine.base == "sharded":
-        yield Problem(
-            ("base",),
-            f"expected replicated with zero {engine.zero}, got sharded; zero 3 divides the base "
-            "too, or set zero to null",
-        )
-    if (engine.shards or 1) > 1:
-        yield Problem(
-            ("shards",),
-            f"expected null or 1 with zero {engine.zero}, where all processes train each agent "
-            f"together, got {engine.shards}; leave it out, or set zero to null",
-        )
-    if engine.overlap is not None:
-        yield Problem(
-            ("overlap",),
-            f"expected null with zero {engine.zero}, which trains one agent after the other, got "
-            f"{engine.overlap}; leave it out, or set zero to null",
-        )
-    if not engine.rollout_settings.shares_base:
-        fitting = " or ".join(name for name, kind in ENGINES.items() if kind.shares_base)
-        yield Problem(
-            ("rollout",),
-            f"expected {fitting} with zero {engine.zero}, got {engine.rollout}; set zero to null",
-        )
-    if engine.compile is not None:
-        yield Problem(
-            ("compile",),
-            f"expected null with zero {engine.zero}, whose hooks are not compiled, got "
-            f"{engine.compile!r}; leave it out",
-        )
 
 
 def _env(env: EnvConfig) -> Iterator[Problem]:

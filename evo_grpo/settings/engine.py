@@ -59,6 +59,12 @@ class EngineConfig(Group):
         "results. `auto` chooses none, 2 or 4 by the seconds of the first round, so equal runs may "
         "then differ. null computes all agents of a shard at once and waits for their rewards.",
     )
+    offload_adapters: bool = setting(
+        False,
+        "Keep the adapters and AdamW's moments of agents that do not compute in host memory. The "
+        "part that computes and the next one are on the device, so it takes three parts or more: "
+        "`shards` times `overlap`. For more agents than a device holds.",
+    )
     base: Literal["replicated", "sharded"] = setting(
         "replicated",
         "`replicated`: each process has the whole base. `sharded`: each process has a part of "
@@ -115,6 +121,11 @@ class EngineConfig(Group):
         "Generate by CUDA graphs, which launch the kernels of a decode step at once. Acts on a "
         "CUDA device, with the built-in engine, on models of the Llama family.",
     )
+
+    @property
+    def parts(self) -> int:
+        """Parts of a shard as the run begins: `auto` begins with one."""
+        return self.overlap if isinstance(self.overlap, int) else 1
 
     @property
     def decode_rows(self) -> int:

@@ -330,6 +330,12 @@ def _engine(seen: Seen) -> Iterator[Finding]:
             yield Finding(
                 f"engine.{name}", f"has no effect with engine.rollout {engine.rollout}, {why}"
             )
+    if engine.offload_adapters and engine.device in ("cpu", "mps"):
+        yield Finding(
+            "engine.offload_adapters",
+            f"has no effect with engine.device {engine.device}, whose memory is the host's; leave "
+            "it out",
+        )
 
 
 def _exploration(seen: Seen) -> Iterator[Finding]:

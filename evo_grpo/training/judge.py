@@ -11,6 +11,7 @@ from evo_grpo.errors import RunFailedError
 from evo_grpo.evolve.compare import compare
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.mean import may_mix, mix_agents
+from evo_grpo.population.cohort.spares import add_spare_like
 from evo_grpo.population.cohort.state import AgentState
 from evo_grpo.population.evaluate import Evaluation, evaluate, pass_at
 from evo_grpo.record.family import best_agent, best_ever, founder_of
@@ -80,7 +81,7 @@ def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
     if pair is not None:
         first, second = pair
         born, mutation = last.round + 1, Mutation("mean")
-        slot = cohort.add_spare_like(first.agent)
+        slot = add_spare_like(cohort, first.agent)
         member = Member(cohort.next_member, slot, first.member, born, mutation, second.member)
         # Do not reserve the id: an extension of the run uses the same ids with or without a mean.
         cohort.agents[slot].member = member

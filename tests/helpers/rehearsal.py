@@ -7,6 +7,7 @@ host for the device, and copies. Graphs, streams, rounding and the limits of a m
 rehearsed. A copy to the device is counted apart, though one that blocks waits on CUDA too.
 """
 
+import gc
 import sys
 from collections import Counter
 from contextlib import contextmanager
@@ -148,6 +149,9 @@ class OnDevice(torch.Tensor):
 
     @data.setter
     def data(self, value):
+        if not isinstance(value, OnDevice):
+            _move(self, value)
+            return
         torch.Tensor.data.__set__(self, value)
         self.held = value.held
 
@@ -159,6 +163,27 @@ class OnDevice(torch.Tensor):
 
     def tolist(self):
         return self.cpu().tolist()
+
+
+def _move(parameter, value):
+    """Set the `data` of a parameter to a tensor of another device, as torch does for CUDA."""
+    moved = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, moved)
+
+
+def _set_data(parameter, value):
+    if isinstance(value, OnDevice):
+        _move(parameter, value)
+    else:
+        torch.Tensor.data.__set__(parameter, value)
+
+
+def bytes_in_use():
+    """Bytes of the storages of all tensors of the device."""
+    gc.collect()
+    alive = [x.held for x in gc.get_objects() if type(x) is OnDevice]
+    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in alive}
+    return sum(storages.values())
 
 
 def held_by(x):
@@ -344,6 +369,8 @@ def known():
     with pytest.MonkeyPatch.context() as patch:
         # The layers of the Llama family are joined where their weights are plain parameters.
         patch.setattr(departures, "type", _type, raising=False)
+        data = property(torch.Tensor.data.__get__, _set_data)
+        patch.setattr(nn.Parameter, "data", data, raising=False)
         groups = (EngineConfig, AgentSettings, RunConfig)
         try:
             patch.setattr(EngineConfig.model_fields["device"], "metadata", [])

@@ -23,6 +23,7 @@ from evo_grpo.learn.rows import AgentBatch
 from evo_grpo.model.lora.target_sets import TargetSets
 from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.checkpoints.write import save_agent
+from evo_grpo.population.cohort.spares import add_spare_like
 from evo_grpo.settings.keywords import agent_settings
 from evo_grpo.training.assemble import Objects, build_cohort
 from evo_grpo.types import Prompt
@@ -173,7 +174,7 @@ def birth_and_death(pair, folder):
     del folder
     for cohort in (pair.zero, pair.own):
         born = cohort.add(HPARAMS[0]).slot
-        kept = cohort.add_spare_like(1)
+        kept = add_spare_like(cohort, 1)
         cohort.remove(0)
         assert (born, kept) == (3, 4)
     pair.compare()

@@ -82,10 +82,13 @@ AGENT = {
     "max_decode_prompts": 7,
     "shards": 2,
     "overlap": 2,
+    "offload_adapters": True,
     "gradient_checkpointing": True,
     "compile": "default",
     "cuda_graphs": False,
 }
+# What a setting needs beside it.
+BESIDE = {"offload_adapters": {"shards": 3}}
 TRAIN = {
     "name": "mine",
     "rounds": 2,
@@ -147,7 +150,8 @@ def test_every_setting_has_a_value_here_that_is_not_its_default():
     assert set(TRAIN) == set(TRAIN_KEYWORDS)
     default = AgentSettings(model="tiny-sums")
     for name in set(AGENT) - {"device"}:
-        assert agent_settings({"model": "tiny-sums", name: AGENT[name]}, kind="grpo") != default
+        given = {"model": "tiny-sums", **BESIDE.get(name, {}), name: AGENT[name]}
+        assert agent_settings(given, kind="grpo") != default
 
 
 def test_the_last_part_of_every_path_is_unique():
@@ -167,9 +171,14 @@ def test_the_last_part_of_every_path_is_unique():
 
 @pytest.mark.parametrize("name", AGENT)
 def test_both_doors_give_equal_settings(name):
-    python = {"model": "tiny-sums", name: AGENT[name]}
+    beside = BESIDE.get(name, {})
+    python = {"model": "tiny-sums", **beside, name: AGENT[name]}
     settings, _ = separated(python, "grpo")
-    assert from_dict(at(yaml_path(name), plain(AGENT[name]))).agents() == settings
+    data = at(yaml_path(name), plain(AGENT[name]))
+    if beside:
+        data["engine"].update(beside)
+        data["population"] = {"size": 3, "sizes": "constant"}
+    assert from_dict(data).agents() == settings
 
 
 @pytest.mark.slow
@@ -295,9 +304,11 @@ def test_a_setting_arrives_at_the_object_that_uses_it(name, monkeypatch):
 
 
 def test_the_rest_arrives_while_the_base_is_loaded(tmp_path, monkeypatch):
-    # DeepSpeed tests its stage, tests/device the graphs; a memory decides the limits of a run, and
-    # nothing here.
-    elsewhere = {"trust_remote_code", "adapter", "zero", "memory", "cuda_graphs"}
+    # DeepSpeed tests its stage, tests/device the graphs and agents in host memory; a memory decides
+    # the limits of a run, and nothing here.
+    elsewhere = {
+        "trust_remote_code", "adapter", "zero", "memory", "cuda_graphs", "offload_adapters",
+    }  # fmt: skip
     assert set(AGENT) - set(ARRIVES) == elsewhere
     first = GRPO(model="tiny-sums")
     with torch.no_grad():

@@ -1,7 +1,7 @@
 """LoRA slots through PEFT: add, copy, activate, remove, rebuild, read and overwrite.
 
 PEFT owns the modules, so saved adapters are ordinary PEFT folders. A slot is an adapter name in one
-PeftModel; copying a slot copies its tensors on the device.
+PeftModel; copying a slot copies its tensors where they are: on the device, or in host memory.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class AdapterSlots:
         self.reserved: set[str] = set()
         #: Caches derived from the slots' tensors, by name; emptied when slots are added or removed.
         self.derived: dict[str, Any] = {}
+        #: Whether new parameters begin in host memory instead of the device of the base.
+        self.begin_on_host = False
 
     @property
     def peft(self) -> PeftModel:
@@ -109,6 +111,8 @@ class AdapterSlots:
         self.derived.clear()
         for parameter in self._params[name].values():
             parameter.requires_grad_(self._trainable[name])
+            if self.begin_on_host:
+                parameter.data = parameter.data.cpu()
 
     def _settled(self, config: LoraConfig) -> LoraConfig:
         """Return a copy of a configuration that a slot may have."""

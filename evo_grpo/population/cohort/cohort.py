@@ -6,7 +6,7 @@ Population) are thin handles on a cohort; the round loop uses the cohort directl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.load import copy_slot
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.population.cohort.adapters import adapter_config, check_rank, resize, with_choices
+from evo_grpo.population.cohort.offload import offload_of
 from evo_grpo.population.cohort.state import AgentState, References, inherit, packed, unpack
 from evo_grpo.population.ranks.deal import batches, deal, rank_of, side_by_side
 from evo_grpo.population.ranks.team import Team
@@ -37,7 +38,7 @@ from evo_grpo.schema.hparams import Hparams
 from evo_grpo.seeding import derive
 from evo_grpo.settings import AgentSettings
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
-from evo_grpo.types import CompletionGroup, Member, Prompt, Score, Slot
+from evo_grpo.types import CompletionGroup, Member, Prompt, Slot
 
 
 class Cohort:
@@ -78,6 +79,8 @@ class Cohort:
         self.accelerator = accelerator
         self._turns: Turns | None = None
         self.agents: dict[int, AgentState] = {}
+        offloads = settings.engine.offload_adapters
+        self.offload = offload_of(self.slots, self.references, self.agents) if offloads else None
         self.archive: AgentState | None = None
         #: Selections that were skipped after the last rounds of calls; see `api.left_out`.
         self.left_out: list[object] = []
@@ -116,7 +119,10 @@ class Cohort:
     def parts_here(self, slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
         """Return those of `slots` that this rank has, by shard and part; each is one batch."""
         shards = {slot: self.agents[slot].shard for slot in slots if self.is_local(slot)}
-        return batches(shards, self.overlap.parts)
+        parts = batches(shards, self.overlap.parts)
+        if self.offload is not None:
+            self.offload.order = parts
+        return parts
 
     def place(self, slots: Sequence[Slot], *, weights: bool = True) -> None:
         """Distribute the agents of the next round among shards, and move each to its rank.
@@ -236,25 +242,6 @@ class Cohort:
         if self.settings.algorithm.separate_reference:
             self.add_reference(slot)
         return self.agents[slot]
-
-    def add_spare_like(self, slot: int) -> Slot:
-        """Add a slot that plays no rounds, as a copy of an agent; return the slot."""
-        state = self.agents[slot]
-        spare = self.add_spare(state.member, state.hparams, state.rank)
-        self.copy(slot, spare.slot)
-        spare.hparams = state.hparams
-        return spare.slot
-
-    def put_into_archive(self, slot: int, score: Score) -> None:
-        """Copy an agent, with its fitness, into the slot of the best agent so far."""
-        state = self.agents[slot]
-        if self.archive is None:
-            self.archive = self.add_spare(state.member, state.hparams, state.rank)
-        self.move({self.archive.slot: state.rank}, weights=False)
-        self.copy(slot, self.archive.slot)
-        self.archive.member = state.member
-        self.archive.hparams = state.hparams
-        self.archive.history = [score]
 
     def remove(self, slot: int) -> None:
         """Drop an agent and free its slot's memory.
@@ -421,12 +408,19 @@ class Cohort:
         Returns:
             Per agent, one group per prompt.
         """
-        return self.engine.rollout(
-            [
-                replace(self.request(slot, stream, samples, sampling), prompts=prompts)
-                for slot in slots
-            ]
-        )
+        requests = [self.request(slot, stream, samples, sampling) for slot in slots]
+        return self.rollout([replace(request, prompts=prompts) for request in requests])
+
+    def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
+        """Sample the completions of all requests, with their agents on the device."""
+        if self.settings.engine.rollout_settings.shares_base:
+            self.bring(request.agent for request in requests)
+        return self.engine.rollout(requests)
+
+    def bring(self, slots: Iterable[int]) -> None:
+        """Bring agents to the device; with `engine.offload_adapters`, others leave it."""
+        if self.offload is not None:
+            self.offload.bring(slots)
 
     def request(
         self,
@@ -459,6 +453,7 @@ class Cohort:
     ) -> list[dict[str, float]]:
         """Take one GRPO step for the agents with a batch, in one forward and one backward."""
         states = [self.agents[batch.agent] for batch in batches]
+        self.bring(state.slot for state in states)
         learning: list[AgentTraining] = []
         for s in states:
             reference = self.references.of(s)

@@ -13,6 +13,7 @@ from evo_grpo.model.lora.recombine.apply import recombine_slots
 from evo_grpo.model.lora.recombine.registry import OPERATORS
 from evo_grpo.model.lora.recombine.svd_noise import SVDNoise
 from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.population.cohort.spares import add_spare_like
 from evo_grpo.seeding import generator
 from evo_grpo.settings import EvolveConfig
 from evo_grpo.types import Member, Slot
@@ -58,7 +59,7 @@ def add_child(cohort: Cohort, first: Slot, second: Slot, operator: str, born: in
     Returns:
         The slot.
     """
-    child = cohort.add_spare_like(first)
+    child = add_spare_like(cohort, first)
     _recombine(cohort, child, _copy_beside(cohort, second, child), operator, born)
     return child
 

@@ -8,7 +8,7 @@ from typing import final
 
 from evo_grpo.envs.protocol import Ask
 from evo_grpo.population.cohort.cohort import Cohort
-from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
+from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.seeding import derive
 from evo_grpo.types import CompletionGroup
@@ -21,8 +21,8 @@ class PopulationSampler:
     Its requests, one per policy, have no prompts.
     """
 
-    def __init__(self, engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> None:
-        self._engine = engine
+    def __init__(self, cohort: Cohort, requests: Sequence[RolloutRequest]) -> None:
+        self._cohort = cohort
         self._requests = list(requests)
 
     @classmethod
@@ -33,7 +33,7 @@ class PopulationSampler:
 
         The slot is appended to `stream`, the path of the random stream.
         """
-        return cls(cohort.engine, [cohort.request(slot, stream) for slot in slots])
+        return cls(cohort, [cohort.request(slot, stream) for slot in slots])
 
     @classmethod
     def compared(
@@ -63,7 +63,7 @@ class PopulationSampler:
 
         seed = derive(cohort.seed, *stream)
         return cls(
-            cohort.engine,
+            cohort,
             [
                 RolloutRequest(
                     -1 if slot is None else slot,
@@ -103,7 +103,7 @@ class PopulationSampler:
         ]
         asking = [position for position, request in enumerate(requests) if request.prompts]
         groups: list[list[CompletionGroup]] = [[] for _ in requests]
-        sampled = self._engine.rollout([requests[position] for position in asking])
+        sampled = self._cohort.rollout([requests[position] for position in asking])
         for position, mine in zip(asking, sampled, strict=True):
             groups[position] = mine
         return groups

@@ -52,6 +52,7 @@ class Work:
         least_rows: Completions that cannot be decoded in several parts: those of one prompt of
             every agent.
         head_norms: Whether queries and keys have norms of their own.
+        resident: Agents that are on the device at once; None if all are, and the archive too.
     """
 
     agents: int
@@ -70,6 +71,7 @@ class Work:
     group: int = 1
     least_rows: int = 1
     head_norms: bool = False
+    resident: int | None = None
 
 
 @dataclass(frozen=True)

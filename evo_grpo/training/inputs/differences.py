@@ -35,6 +35,7 @@ from evo_grpo.training.inputs.recorded_inputs import (
 _HONOURED = (
     *("record.completions", "record.metrics", "record.checkpoints"),
     *("record.optuna", "record.storage", "record.trackers", "engine.memory"),
+    "engine.offload_adapters",
     *(f"engine.{name}.{own}" for name, kind in ENGINES.items() for own in kind.adjustable),
     *("env.reward_timeout", "env.reward_failures", "env.reward_errors", "env.isolate"),
     *(f"population.stop.{rule}" for rule in StopConfig.model_fields),

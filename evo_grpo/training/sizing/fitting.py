@@ -25,6 +25,8 @@ FEW_ROWS, FEW_TOKENS = 128, 1024
 #: An engine with a memory of its own decodes as many as fit there. Its tensors of logits grow with
 #: the number, so a GPU below this size gets a lower one.
 SMALL_GPU, FEW_OF_ENGINE = 70 * 10**9, 256
+#: Shards that are proposed for agents in host memory: two of them are on the device at once.
+_SHARDS = 4
 _STEPS = sorted({2**n for n in range(15)} | {3 * 2**n for n in range(13)})
 
 
@@ -196,6 +198,9 @@ def _states(config: RunConfig, setup: Setup) -> Iterator[dict[str, object]]:
     if config.engine.dtype == "float32" and setup.device == "cuda":
         changes["engine.dtype"] = "bfloat16"
         yield dict(changes)
+    if offloading := _offloading(config, setup):
+        changes |= offloading
+        yield dict(changes)
     for quantization in _quantizations(config, setup):
         changes["engine.quantization"] = quantization
         yield dict(changes)
@@ -209,6 +214,25 @@ def _states(config: RunConfig, setup: Setup) -> Iterator[dict[str, object]]:
         size = (size + 1) // 2
         changes["population.size"] = size
         yield dict(changes)
+
+
+def _offloading(config: RunConfig, setup: Setup) -> Mapping[str, object]:
+    """Return changes with which agents that do not compute leave the device; none if they cannot.
+
+    More shards need as many agents in every round. More overlap does as well, but only with an
+    environment of one turn, which the settings do not tell.
+    """
+    engine = config.engine
+    if setup.device != "cuda" or engine.offload_adapters or not engine.each_alone:
+        return {}
+    for parts in ({}, {"engine.shards": _SHARDS}):
+        changes = {**parts, "engine.offload_adapters": True}
+        try:
+            changed(config, changes)
+        except EvoGrpoError:
+            continue
+        return changes
+    return {}
 
 
 def _quantizations(config: RunConfig, setup: Setup) -> Sequence[str]:

@@ -4,7 +4,9 @@
 
 The memory of the agents is exact: 16 bytes per parameter of an adapter (weight, gradient and the
 two moments of AdamW, in float32), 4 more for a reference, 12 for the archive, and 4 for an adapter
-from which all agents start, which is then their reference. Sampling and learning count the tensors
+from which all agents start, which is then their reference. With `engine.offload_adapters`, the
+agents of two parts count: 12 bytes of those of the next part are there, and stacking the weights of
+the present one takes 4 more for a moment. Sampling and learning count the tensors
 that exist at once. experiments/bench/plan.py compares the prediction with measured peaks; they
 agree within 7%, of memory in use: glibc keeps freed memory in gaps, up to 15% more on a CPU.
 """
@@ -180,6 +182,9 @@ def _held(
     largest = max(inputs * outputs for inputs, outputs in size.linears.values())
     sharded = (linears * each) // work.shards + (base - linears * each) if work.shards > 1 else base
     stored = stored_bytes(work.parameters, reference=work.references)
+    lowers = "population.size, model.lora.r"
+    if device == "cuda" and engine.zero is None and work.resident is None:
+        lowers += ", or set engine.offload_adapters with three parts or more"
     return [
         Part("Python and libraries", PROCESS_BYTES[device], ""),
         Part(
@@ -189,12 +194,17 @@ def _held(
         ),
         Part(
             "agents",
-            work.agents * trained_bytes(work.parameters, reference=work.references)
-            + (stored if work.archive else 0)
+            _resident(work) * trained_bytes(work.parameters, reference=work.references)
+            + (stored if work.archive and work.resident is None else 0)
             + (work.parameters * _REFERENCE_BYTES if work.start else 0),
-            "population.size, model.lora.r",
+            lowers,
         ),
     ]
+
+
+def _resident(work: Work) -> int:
+    """Return the agents that are on the device at once."""
+    return work.agents if work.resident is None else work.resident
 
 
 @dataclass(frozen=True)
@@ -308,7 +318,7 @@ def _learning(
     ]
     if not work.specialised:
         # A step stacks the adapters of a layer and keeps the stacks for the backward pass.
-        stacks = work.agents * work.parameters * each
+        stacks = _resident(work) * work.parameters * each
         if engine.gradient_checkpointing:
             stacks //= shape.layers
         parts.append(Part("adapters side by side", stacks, "population.size"))

@@ -75,8 +75,8 @@ def plan_memory(
     divided = config.engine.base == "sharded" or config.engine.zero == 3
     # The agents of a shard, or of a part of it, generate and learn in one batch.
     shards = max(dealt, config.engine.shards or 1)
-    parts = config.engine.overlap if isinstance(config.engine.overlap, int) else 1
-    together = -(-population.size // (shards * parts))
+    together = -(-population.size // (shards * config.engine.parts))
+    offloads = config.engine.offload_adapters and device == "cuda"
     prompts = algorithm.prompts_per_step or DEFAULT_PROMPTS
     rows = together * prompts * algorithm.group_size
     context = algorithm.max_model_len or min(size.context or 1 << 30, PROMPT_TOKENS + output)
@@ -102,6 +102,8 @@ def plan_memory(
         group=algorithm.group_size,
         least_rows=together * algorithm.group_size,
         head_norms=size.architecture in _HEAD_NORMS,
+        # The part that computes, and the next one.
+        resident=min(agents, 2 * together) if offloads else None,
     )
     return predict(
         size,

@@ -20,6 +20,7 @@ from evo_grpo.learn.rows import AgentBatch
 from evo_grpo.model.llama.choice import departure_of
 from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.checkpoints.write import save_agent
+from evo_grpo.population.cohort.spares import put_into_archive
 from evo_grpo.population.cohort.whole_rounds import WholeRound
 from evo_grpo.types import Prompt, Score
 
@@ -117,7 +118,7 @@ def test_agents_of_unequal_ranks_learn_in_one_batch_as_each_alone(family):
 
 def test_copies_and_the_archive_take_the_rank_of_their_source():
     cohort = trained([UNCLIPPED, UNCLIPPED.replace(lora_r=7)], size=2)
-    cohort.put_into_archive(1, Score(0.5, 0.1, 4))
+    put_into_archive(cohort, 1, Score(0.5, 0.1, 4))
     archive = cohort.archive.slot
     assert rank(cohort, archive) == cohort.archive.hparams.lora_r == 7
     assert same(weights(cohort, archive), weights(cohort, 1))
@@ -276,7 +277,7 @@ def test_an_agent_that_loses_layers_keeps_the_others_with_their_moments():
 
 def test_copies_the_archive_checkpoints_and_an_interrupted_round_keep_layers(tmp_path):
     cohort = trained([having("attention"), having("up", lora_r=8)], size=2, target_sets=SETS)
-    cohort.put_into_archive(1, Score(0.5, 0.1, 4))
+    put_into_archive(cohort, 1, Score(0.5, 0.1, 4))
     archive = cohort.archive.slot
     assert layers(cohort, archive) == {"up_proj"}
     assert same(weights(cohort, archive), weights(cohort, 1))

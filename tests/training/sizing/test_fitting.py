@@ -63,6 +63,24 @@ def test_what_is_proposed_fits_and_nothing_of_it_can_be_left_out(engine, capacit
         assert not setup.fits(filled), name
 
 
+def test_agents_in_host_memory_are_proposed_before_fewer_agents():
+    given = from_dict(
+        {
+            "model": {"name": "tiny-sums", "lora": {"r": 64}},
+            "env": "sums",
+            "population": {"size": 32, "sizes": "constant"},
+            "algorithm": {"max_output_tokens": 512, "max_model_len": 1024},
+        }
+    )
+    setup = CARD._replace(capacity=48 * 10**9)
+    found = propose(given, setup)
+    assert found is not None
+    assert found.changes["engine.offload_adapters"] is True
+    assert found.changes["engine.shards"] == 4
+    assert "population.size" not in found.changes
+    assert setup.fits(fill_limits(changed(given, found.changes), setup))
+
+
 def test_a_small_card_gets_less_of_what_takes_most():
     wide, narrow = (
         fill_limits(config(), CARD._replace(capacity=capacity)).engine

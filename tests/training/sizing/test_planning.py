@@ -99,6 +99,26 @@ def test_the_agents_of_a_shard_are_in_one_batch_and_a_sharded_base_has_as_many_p
     assert sum(p.bytes for p in apart.sampling) < sum(p.bytes for p in together.sampling)
 
 
+def test_agents_in_host_memory_are_not_on_the_device():
+    size = read_model_size("tiny-sums")
+
+    def agents(device, on=True, **changes):
+        config = small(population__size=8, engine={"shards": 4, "offload_adapters": on}, **changes)
+        found = planning.plan_memory(config, size, 32, dtype="float32", device=device)
+        assert found is not None
+        (part,) = (part for part in found.held if part.name == "agents")
+        return part
+
+    on, off = agents("cuda"), agents("cuda", on=False)
+    assert on.bytes * 2 == off.bytes  # two parts of two agents each, of eight
+    assert "engine.offload_adapters" in off.settings
+    assert "engine.offload_adapters" not in on.settings
+    assert agents("cpu").bytes == off.bytes
+    # The archive is in host memory too.
+    assert agents("cuda", evolve__archive=True).bytes == on.bytes
+    assert agents("cuda", on=False, evolve__archive=True).bytes > off.bytes
+
+
 def test_a_containers_limit_counts(tmp_path, monkeypatch):
     there = planning.machine_memory()
     assert there is not None

@@ -1,0 +1,252 @@
+"""Keeps agents that do not compute in host memory, with `engine.offload_adapters`.
+
+Agents compute part by part (see `ranks.deal`). The weights, references and AdamW's moments of the
+part that computes are on the device, and those of the next part are copied there meanwhile. All
+others are in host memory, which is pinned on CUDA.
+
+A slot is in one place as a whole. Its parameters stay the same objects, and only their `data`
+changes, so copies, checkpoints and changes of rank work wherever it is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from evo_grpo.errors import RunFailedError
+from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.model.out_of_memory import is_out_of_memory
+from evo_grpo.population.cohort.state import AgentState, References
+from evo_grpo.types import Slot
+
+#: Bytes to whose multiples the tensors of a slot are aligned in host memory.
+_ALIGNED = 16
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A slot of the next part, which was copied to the device while it stays in host memory.
+
+    Attributes:
+        version: Version of its weights when they were copied.
+        moments: Its moments in host memory that were copied.
+        tensors: The copies of weights and moments.
+    """
+
+    version: int
+    moments: Sequence[Tensor]
+    tensors: Sequence[Tensor]
+
+
+@final
+class Offload:
+    """Moves agents between a device and host memory; new slots begin in host memory.
+
+    Args:
+        slots: The slots of the agents.
+        references: Their references.
+        agents: The agents, also those that are added later.
+
+    Attributes:
+        order: The parts of the agents of this process, in the order in which they compute.
+    """
+
+    def __init__(
+        self, slots: AdapterSlots, references: References, agents: Mapping[int, AgentState]
+    ) -> None:
+        self.slots = slots
+        self.order: Sequence[Sequence[Slot]] = ()
+        self._references = references
+        self._agents = agents
+        self._ahead: dict[str, _Ahead] = {}
+        self._device = slots.base.device
+        self._on_cuda = self._pins = self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if self._on_cuda else None
+        slots.begin_on_host = True
+
+    def bring(self, agents: Iterable[int]) -> None:
+        """Bring agents to the device, put all others back, and begin to fetch the next part.
+
+        The rest of an agent's part comes too. A slot of -1, the base without an adapter, needs
+        nothing.
+
+        Raises:
+            RunFailedError: The device or the host has no memory left. No agent has changed.
+        """
+        asked = set(agents)
+        numbers = [i for i, part in enumerate(self.order) if not asked.isdisjoint(part)]
+        following = self.order[(numbers[-1] + 1) % len(self.order)] if numbers else ()
+        wanted = self._names(asked.union(*(self.order[i] for i in numbers)))
+        soon = self._names(following)
+        leaving = [n for n in self.slots.names if n not in wanted and self._device in self._at(n)]
+        coming = [name for name in wanted if self._at(name) != {self._device}]
+        if not (leaving or coming):
+            return  # the next part is on its way
+        self._wait()  # before the memory of copies that are dropped has another use
+        known = self._ahead.items()
+        self._ahead = {n: copied for n, copied in known if n in wanted or n in soon}
+        self.slots.derived.clear()  # stacked weights of agents that leave
+        with _told("the host", "use a machine with more memory, or lower population.size"):
+            for name in leaving:
+                self._install(name, self._on_host(name))
+        if self._on_cuda:  # what reads host memory does not wait for copies by itself
+            torch.cuda.current_stream(self._device).synchronize()
+        with _told("the device", "raise engine.shards or engine.overlap, or lower model.lora.r"):
+            for name in coming:
+                self._install(name, self._fetched(name))
+        self._wait()
+        self._fetch_ahead([name for name in soon if name not in wanted])
+
+    def _fetch_ahead(self, names: Sequence[str]) -> None:
+        """Begin to copy slots to the device, as far as it has memory for them."""
+        try:
+            for name in names:
+                if not self._is_fresh(name):
+                    self._ahead.pop(name, None)  # free it first
+                    version, moments = self.slots.versions[name], self._moments(name)
+                    self._ahead[name] = _Ahead(version, moments, self._to_device(name))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+
+    def _fetched(self, name: str) -> Sequence[Tensor]:
+        """Return the tensors of a slot on the device."""
+        fresh = self._is_fresh(name)
+        ahead = self._ahead.pop(name, None)
+        return ahead.tensors if fresh and ahead is not None else self._to_device(name)
+
+    def _is_fresh(self, name: str) -> bool:
+        """Return whether a slot was fetched ahead, and has not changed since."""
+        ahead = self._ahead.get(name)
+        if ahead is None or ahead.version != self.slots.versions[name]:
+            return False
+        now = self._moments(name)
+        return len(now) == len(ahead.moments) and all(map(_same, now, ahead.moments))
+
+    def _to_device(self, name: str) -> list[Tensor]:
+        """Begin to copy the tensors of a slot from host memory to the device."""
+        found = self._tensors(name)
+        # Memory of the stream that computes: it is free as soon as what computed with it ends.
+        made = [torch.empty(x.shape, dtype=x.dtype, device=self._device) for x in found]
+        with self._beside():
+            for copied, own in zip(made, found, strict=True):
+                copied.copy_(own, non_blocking=self._on_cuda)
+        return made
+
+    def _on_host(self, name: str) -> list[Tensor]:
+        """Begin to copy the tensors of a slot from the device to host memory."""
+        found = self._tensors(name)
+        sizes = [-(-x.nbytes // _ALIGNED) * _ALIGNED for x in found]
+        # One allocation for all: pinning takes long, and the system limits the number of areas.
+        parts = self._host_bytes(sum(sizes)).split(sizes)
+        made = [
+            part[: x.nbytes].view(x.dtype).view(x.shape)
+            for part, x in zip(parts, found, strict=True)
+        ]
+        for copied, own in zip(made, found, strict=True):
+            copied.copy_(own, non_blocking=self._on_cuda)
+        return made
+
+    def _host_bytes(self, count: int) -> Tensor:
+        """Return host memory, pinned if it can be; torch keeps that of agents that left."""
+        if self._pins:
+            try:
+                return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                self._pins = False
+                warnings.warn(
+                    f"engine.offload_adapters: the system pins no further {count:,} bytes of host "
+                    f"memory ({_first_line(error)}); other agents are kept in memory that is not "
+                    "pinned, and copying them takes longer. Raise the limit of locked memory "
+                    "(ulimit -l), or lower population.size",
+                    UserWarning,
+                    stacklevel=2,
+                )
+        return torch.empty(count, dtype=torch.uint8)
+
+    def _install(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Let a slot have other tensors, in the order of `_tensors`."""
+        found = iter(tensors)
+        for parameter in self.slots.parameters(name):
+            parameter.data = next(found)
+        for values in self._states(name):
+            for key in values:
+                values[key] = next(found)
+
+    def _tensors(self, name: str) -> list[Tensor]:
+        """Return the weights and the moments of a slot."""
+        return [p.detach() for p in self.slots.parameters(name)] + self._moments(name)
+
+    def _moments(self, name: str) -> list[Tensor]:
+        return [value for values in self._states(name) for value in values.values()]
+
+    def _states(self, name: str) -> list[dict[str, Any]]:
+        """Return AdamW's state of each parameter of a slot that has one."""
+        for agent in self._agents.values():
+            if agent.adapter == name:
+                state = agent.optimizer.state
+                return [state[p] for p in self.slots.parameters(name) if p in state]
+        return []
+
+    def _names(self, agents: Iterable[int]) -> dict[str, None]:
+        """Return the slots of agents of this process, and those of their references."""
+        states = [self._agents[slot] for slot in sorted(agents) if slot in self._agents]
+        here = [state for state in states if state.adapter in self.slots.names]
+        names = [name for s in here for name in (s.adapter, self._references.of(s)) if name]
+        return dict.fromkeys(names)
+
+    def _at(self, name: str) -> set[torch.device]:
+        """Return the device of a slot; both if Ctrl-C came while it was moved."""
+        return {parameter.device for parameter in self.slots.parameters(name)}
+
+    @contextmanager
+    def _beside(self) -> Generator[None]:
+        """Copy beside what computes, on CUDA; see `_wait`."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _wait(self) -> None:
+        """Let what computes from now on wait for the copies that have begun."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+def offload_of(
+    slots: AdapterSlots, references: References, agents: Mapping[int, AgentState]
+) -> Offload | None:
+    """Return what moves agents; None on a device whose memory is the host's."""
+    if slots.base.device.type in ("cpu", "mps"):
+        return None
+    return Offload(slots, references, agents)
+
+
+@contextmanager
+def _told(where: str, remedy: str) -> Generator[None]:
+    """Turn an error of an allocator into one that names the setting and the remedy."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RunFailedError(
+            f"engine.offload_adapters: {where} ran out of memory while agents were copied to it "
+            f"({_first_line(error)}); {remedy}, and resume the run"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:200] or type(error).__name__
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    return first is second
