@@ -14,7 +14,8 @@ from evo_grpo.population.cohort.offload import Offload
 pytestmark = pytest.mark.device
 
 EVOLVES = {
-    "population__size": 6,
+    "population__size": 5,
+    "population__rounds": 2,
     "population__steps_per_round": 2,
     "engine__overlap": 3,
     "algorithm__beta": 0.02,

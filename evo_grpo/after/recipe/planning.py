@@ -338,5 +338,5 @@ def _engine(engine: EngineConfig, agents: int, *, moved: bool) -> EngineConfig:
     if moved:
         changes |= {"max_decode_rows": None, "max_tokens_per_microbatch": None}
     if (engine.shards or 1) > agents:
-        changes["shards"] = None
+        changes |= {"shards": None, "offload_adapters": False}  # which needs several parts
     return engine.replace(**changes) if changes else engine

@@ -71,3 +71,39 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
             f"checkpoint {folder / WEIGHTS}: not a whole safetensors file (truncated, or a pickle "
             f"under that name): {error}"
         ) from error
+
+
+def check_adapter_state(
+    state: dict[str, Tensor], current: Mapping[str, Tensor], folder: Path, base: str
+) -> None:
+    """Compare the tensors of a file with those of a slot.
+
+    The first key or shape that differs raises CheckpointError, with the likely reason.
+    """
+    missing, extra = sorted(set(current) - set(state)), sorted(set(state) - set(current))
+    if missing or extra:
+        raise CheckpointError(
+            f"checkpoint {folder}: its layers are not those of {base!r}: {len(missing)} missing "
+            f"({missing[:1]}), {len(extra)} unknown ({extra[:1]}); expected an adapter of the same "
+            "base model and target_modules"
+        )
+    for key, value in state.items():
+        want = current[key].shape
+        if not value.is_floating_point():
+            raise CheckpointError(
+                f"checkpoint {folder}: {key} has dtype {value.dtype}, expected floating-point "
+                "numbers; save the adapter again with PEFT or save_checkpoint"
+            )
+        if value.shape != want:
+            rank_only = ("lora_A" in key and value.shape[1:] == want[1:]) or (
+                "lora_B" in key and value.shape[:1] == want[:1]
+            )
+            what = (
+                "another rank r"
+                if rank_only
+                else "another hidden size: an adapter of another base model"
+            )
+            raise CheckpointError(
+                f"checkpoint {folder}: {key} has shape {tuple(value.shape)}, expected "
+                f"{tuple(want)} for {base!r} ({what})"
+            )

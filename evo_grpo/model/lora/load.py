@@ -29,9 +29,9 @@ from evo_grpo.model.lora.configs import (
     rank_of,
     read_config,
 )
-from evo_grpo.model.lora.files import CONFIG, AdapterCopy, read_adapter
+from evo_grpo.model.lora.files import CONFIG, AdapterCopy, check_adapter_state, read_adapter
 from evo_grpo.model.lora.from_peft import trainable
-from evo_grpo.model.lora.slots import AdapterSlots, check_adapter_state
+from evo_grpo.model.lora.slots import AdapterSlots
 
 
 @dataclass(frozen=True)

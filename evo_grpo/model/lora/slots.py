@@ -22,7 +22,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import set_peft_model_state_dict
 from torch import Tensor, nn
 
-from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.errors import ConfigError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import INPUT_KIND, lora_layers
 from evo_grpo.model.lora.configs import (
@@ -32,7 +32,7 @@ from evo_grpo.model.lora.configs import (
     differences,
     module_of,
 )
-from evo_grpo.model.lora.files import AdapterCopy
+from evo_grpo.model.lora.files import AdapterCopy, check_adapter_state
 from evo_grpo.model.lora.target_sets import TargetSets
 from evo_grpo.model.lora.targets import check_targets, settle_targets
 
@@ -407,42 +407,6 @@ def _of_one_rank(settings: LoraConfig, other: LoraConfig) -> LoraConfig:
 
 def _same_rank(settings: LoraConfig, other: LoraConfig) -> bool:
     return (settings.r, settings.lora_alpha) == (other.r, other.lora_alpha)
-
-
-def check_adapter_state(
-    state: dict[str, Tensor], current: Mapping[str, Tensor], folder: Path, base: str
-) -> None:
-    """Compare the tensors of a file with those of a slot.
-
-    The first key or shape that differs raises CheckpointError, with the likely reason.
-    """
-    missing, extra = sorted(set(current) - set(state)), sorted(set(state) - set(current))
-    if missing or extra:
-        raise CheckpointError(
-            f"checkpoint {folder}: its layers are not those of {base!r}: {len(missing)} missing "
-            f"({missing[:1]}), {len(extra)} unknown ({extra[:1]}); expected an adapter of the same "
-            "base model and target_modules"
-        )
-    for key, value in state.items():
-        want = current[key].shape
-        if not value.is_floating_point():
-            raise CheckpointError(
-                f"checkpoint {folder}: {key} has dtype {value.dtype}, expected floating-point "
-                "numbers; save the adapter again with PEFT or save_checkpoint"
-            )
-        if value.shape != want:
-            rank_only = ("lora_A" in key and value.shape[1:] == want[1:]) or (
-                "lora_B" in key and value.shape[:1] == want[:1]
-            )
-            what = (
-                "another rank r"
-                if rank_only
-                else "another hidden size: an adapter of another base model"
-            )
-            raise CheckpointError(
-                f"checkpoint {folder}: {key} has shape {tuple(value.shape)}, expected "
-                f"{tuple(want)} for {base!r} ({what})"
-            )
 
 
 def _add_adapter(model: Any, config: LoraConfig, name: str) -> PeftModel:  # noqa: ANN401 -- of any architecture
