@@ -47,17 +47,25 @@ def seen(folder):
     return found["leaderboard"], found["completions"], tensors
 
 
-def test_a_run_that_evolves_is_the_same_with_agents_in_host_memory(device, tmp_path):
-    off, on = (run(placed(device, on, **EVOLVES), out=tmp_path / f"{on}") for on in (False, True))
-    assert seen(off) == seen(on)
-    parts = tmp_path / "parts"
+@pytest.fixture(scope="module")
+def evolved(device, tmp_path_factory):
+    """What a run without agents in host memory leaves."""
+    return seen(run(placed(device, False, **EVOLVES), out=tmp_path_factory.mktemp("off") / "run"))
+
+
+def test_a_run_that_evolves_is_the_same_with_agents_in_host_memory(evolved, device, tmp_path):
+    assert seen(run(placed(device, True, **EVOLVES), out=tmp_path / "on")) == evolved
+
+
+def test_a_run_is_resumed_with_agents_in_host_memory(evolved, device, tmp_path):
+    folder = tmp_path / "parts"
     with pytest.raises(KeyboardInterrupt):
-        run(placed(device, False, **EVOLVES), out=parts, observer=Told(("evaluate", 1)))
-    settings = parts / "population.yaml"
+        run(placed(device, False, **EVOLVES), out=folder, observer=Told(("evaluate", 1)))
+    settings = folder / "population.yaml"
     text = settings.read_text()
     settings.write_text(text.replace("offload_adapters: false", "offload_adapters: true"))
     assert settings.read_text() != text
-    assert seen(resume(parts)) == seen(on)
+    assert seen(resume(folder)) == evolved
 
 
 @pytest.mark.parametrize(
