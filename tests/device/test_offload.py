@@ -1,5 +1,7 @@
 """Agents in host memory: what is on the device, and the runs that follow from it."""
 
+from contextlib import contextmanager
+
 import pytest
 import rehearsal
 import torch
@@ -181,3 +183,41 @@ def test_memory_that_cannot_be_pinned_is_reported_once_and_used(parted, monkeypa
     parted.bring([2])
     assert on_host(parted, 0)
     assert all(torch.equal(v, before[k]) for k, v in parted.slots.state("actor_0").items())
+
+
+class Stream:
+    """A stream that notes what is asked of it; see `test_copies_run_beside_what_computes`."""
+
+    def __init__(self, name, noted):
+        self.name, self.noted = name, noted
+
+    def wait_stream(self, other):
+        self.noted.append(f"{self.name} waits for {other.name}")
+
+    def synchronize(self):
+        self.noted.append(f"the host waits for {self.name}")
+
+
+def test_copies_run_beside_what_computes(parted, monkeypatch):
+    noted = []
+    main, side = Stream("main", noted), Stream("side", noted)
+
+    @contextmanager
+    def entered(stream):
+        noted.append(f"copies on {stream.name}")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(parted.offload, "_stream", side)
+    monkeypatch.setattr(parted.offload, "_on_cuda", True)
+    slot = ["side waits for main", "copies on side"]
+    arrives = ["main waits for side", "the host waits for main", "main waits for side"]
+    parted.bring([1])  # it was fetched before; an actor and a reference are fetched next
+    assert noted == [*arrives, *slot, *slot]
+    noted.clear()
+    parted.bring([1])  # what computes next does not wait for the next part
+    assert noted == []
+    parted.copy(0, 2)  # what was fetched of it is not used
+    parted.bring([2])
+    assert noted == [*arrives[:2], *slot, *slot, arrives[2], *slot, *slot]
