@@ -55,8 +55,9 @@ def many_objects() -> Generator[None]:
         yield
     finally:
         if searches:
-            gc.freeze()
-            gc.unfreeze()  # into the oldest generation
+            if not gc.get_freeze_count():  # else a user's program has frozen its own objects
+                gc.freeze()
+                gc.unfreeze()  # into the oldest generation
             gc.enable()
 
 

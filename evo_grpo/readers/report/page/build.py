@@ -68,10 +68,10 @@ class Page:
         if not legend:
             figure.update_layout(showlegend=False)
         self._figures.append(str(figure.to_json()))
-        height = figure.layout.height
+        layout: Any = figure.layout
         return (
             f'<div class="chart" data-figure="{len(self._figures) - 1}" '
-            f'style="min-height: {height}px"></div>'
+            f'style="min-height: {layout.height}px"></div>'
         )
 
     def data(self, name: str, values: Any) -> None:  # noqa: ANN401 -- anything JSON can hold
