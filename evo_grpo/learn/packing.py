@@ -7,8 +7,9 @@ lengths of prompts and completions, so both are tried and the one with fewer tok
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -17,6 +18,8 @@ from evo_grpo.learn.rows import Row
 #: Groups are split only if that leaves at most this share of the micro-batches: each micro-batch
 #: costs a few thousand operations, but equal row counts run as plain batched matmuls.
 MAX_SPLIT_SHARE = 2 / 3
+#: What a micro-batch costs beside its tokens, as a share of the token budget.
+BUCKET_SHARE = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,20 @@ class _Bucket:
     prefix_length: int = 0
     rest_length: int = 0
 
+    @classmethod
+    def of(cls, rows: Iterable[_SizedRow]) -> _Bucket:
+        bucket = cls()
+        for row in rows:
+            bucket.add(row)
+        return bucket
+
+    def merge(self, other: _Bucket) -> None:
+        self.rows += other.rows
+        self.prefixes |= other.prefixes
+        self.length = max(self.length, other.length)
+        self.prefix_length = max(self.prefix_length, other.prefix_length)
+        self.rest_length = max(self.rest_length, other.rest_length)
+
     def add(self, row: _SizedRow) -> None:
         self.rows.append(row)
         self.prefixes.add(row.prefix)
@@ -91,9 +108,9 @@ def pack(
 ) -> list[list[tuple[int, Row]]]:
     """Split (position of its agent, row) pairs into micro-batches.
 
-    Micro-batches have about equally many tokens and, if possible, equally many rows of each agent,
-    which then run as plain batched matmuls; of many agents, each has a part of them. Rows of a
-    micro-batch are sorted by agent. The budget counts padded tokens per micro-batch, a shared
+    Micro-batches have little padding and, if possible, equally many rows of each agent, which then
+    run as plain batched matmuls; of many agents, each has a part of them. Rows of a micro-batch are
+    sorted by agent. The budget counts padded tokens per micro-batch, a shared
     prefix once. A row above the budget gets a micro-batch of its own.
     """
     sized = [_SizedRow.of(position, row) for position, row in rows]
@@ -166,33 +183,43 @@ def _by_prefix(rows: Sequence[_SizedRow]) -> list[_Tier]:
 
 
 def _fill(tiers: Sequence[_Tier], token_budget: int, max_rows: int | None) -> list[_Bucket]:
-    """Put the same number of whole tiers into each bucket.
+    """Cut tiers into buckets where that leaves the fewest tokens, counting `BUCKET_SHARE` for each.
 
     A tier above the budget is split between blocks, a block above the budget between rows.
     """
-    total = _Bucket()
-    unpadded = 0
-    for row in (row for tier in tiers for block in tier for row in block):
-        total.add(row)
-        unpadded += row.length
-    # The smaller count applies: sorted rows need little padding, and prefixes may be shared.
-    buckets_needed = max(1, -(-min(unpadded, total.tokens()) // token_budget))
-    per_bucket = -(-len(tiers) // buckets_needed)
-    if per_bucket * total.tokens() > token_budget * len(tiers):
-        per_bucket = max(1, per_bucket - 1)
     buckets: list[_Bucket] = []
-    tiers_left = 0
-    for tier in tiers:
-        if not tiers_left:
-            buckets.append(_Bucket())
-            tiers_left = per_bucket
-        tiers_left -= 1
-        for block in tier:
+    for run in _cut(tiers, token_budget, max_rows):
+        buckets.append(_Bucket())
+        for block in (block for tier in run for block in tier):
             if not buckets[-1].fits(block, token_budget, max_rows):
                 buckets.append(_Bucket())
-                tiers_left = per_bucket - 1
             for row in block:
                 if not buckets[-1].fits([row], token_budget, max_rows):
                     buckets.append(_Bucket())
                 buckets[-1].add(row)
     return buckets
+
+
+def _cut(
+    tiers: Sequence[_Tier], token_budget: int, max_rows: int | None
+) -> Iterator[Sequence[_Tier]]:
+    """Yield the runs of neighbouring tiers that are buckets; one above the budget is alone."""
+    each = token_budget * BUCKET_SHARE
+    whole = [_Bucket.of(row for block in tier for row in block) for tier in tiers]
+    # For the tiers from each one on: the least cost, with the smallest largest bucket; and the end
+    # of its run.
+    least, ends = [(0.0, 0)] * (len(tiers) + 1), [0] * len(tiers)
+    for first in range(len(tiers) - 1, -1, -1):
+        bucket, least[first] = _Bucket(), (math.inf, 0)
+        for last in range(first, len(tiers)):
+            bucket.merge(whole[last])
+            tokens, too_many = bucket.tokens(), max_rows is not None and len(bucket.rows) > max_rows
+            if last > first and (tokens > token_budget or too_many):
+                break
+            cost, largest = least[last + 1]
+            if (found := (tokens + each + cost, max(tokens, largest))) < least[first]:
+                least[first], ends[first] = found, last + 1
+    first = 0
+    while first < len(tiers):
+        yield tiers[first : ends[first]]
+        first = ends[first]

@@ -11,23 +11,33 @@ forward pass.
 
 The second runs the embedded model on prompts of 256 tokens, G=8, T=16, with the prompts shared and
 with every row carrying its own.
+
+The third counts the tokens that micro-batches compute, padding included and a group's prompt once,
+over those of their rows, for completions of unequal length: 1 in 20 is eight times the median, or
+the lengths are geometric.
 """
 
 import sys
+from itertools import product
 from unittest import mock
 
 from common import Report, interleaved, median, parser, quiet, ratio
 
 THREADS = quiet()
 
-import torch  # noqa: E402 -- after the threads are fixed, as what follows
+import numpy as np  # noqa: E402 -- after the threads are fixed, as what follows
+import torch  # noqa: E402
 from jobs import Job, Work, load_base, population, too_large  # noqa: E402
 from shapes import LARGE, SHAPES  # noqa: E402
 
 from evo_grpo.learn import rows as batch  # noqa: E402
+from evo_grpo.learn.packing import pack  # noqa: E402
+from evo_grpo.learn.rows import Row  # noqa: E402
 
 TURNS = 4
 """Large matmuls per sample."""
+PADDED = (8, 6, 8, 8192), (8, 32, 64, 16384), (8, 64, 256, 8192), (32, 32, 64, 16384)
+"""Agents, tokens of a prompt, median tokens of a completion, and the token budget."""
 
 
 def shared_prompts(report: Report, repeats: int, *, prompt: int) -> None:
@@ -46,6 +56,35 @@ def shared_prompts(report: Report, repeats: int, *, prompt: int) -> None:
         prompt_tokens=prompt, shared=median(samples, "shared"),
         every_row=median(samples, "every row"), faster=ratio(samples, "every row", "shared"),
     )  # fmt: skip
+
+
+def padding(report: Report, agents: int, prompt: int, middle: int, budget: int) -> None:
+    """Count padding for 4 prompts and groups of 8."""
+    for kind in ("tail", "geometric"):
+        draw, pairs = np.random.default_rng(0), list[tuple[int, Row]]()
+        for agent, start in product(range(agents), range(4)):
+            for number in range(8):
+                long = kind == "tail" and draw.random() < 1 / 20
+                body = draw.integers(middle // 2, 3 * middle // 2 + 1)
+                own = min(draw.geometric(1 / middle), 8 * middle) if kind != "tail" else body
+                ids = np.full(prompt + (8 * middle if long else int(own)), start)
+                mask = np.arange(len(ids)) >= prompt
+                pairs.append((agent, Row(ids, mask, number=8 * start + number)))
+        buckets = pack(pairs, budget)
+        report.add(
+            f"Padding of micro-batches, {kind}", agents=agents, prompt_tokens=prompt, median=middle,
+            budget=budget, micro_batches=len(buckets),
+            share=sum(map(computed, buckets)) / sum(len(row.token_ids) for _, row in pairs) - 1,
+        )  # fmt: skip
+
+
+def computed(bucket: list[tuple[int, Row]]) -> int:
+    """Return the tokens that a micro-batch computes, by the cheaper of its two plans."""
+    rows = [row for _, row in bucket]
+    prompts = {(agent, row.token_ids[~row.mask].tobytes()) for agent, row in bucket}
+    before, after = (max(int((side ^ row.mask).sum()) for row in rows) for side in (True, False))
+    return min(len(rows) * max(len(r.token_ids) for r in rows),
+               len(prompts) * before + len(rows) * after)  # fmt: skip
 
 
 def main() -> int:
@@ -90,6 +129,8 @@ def main() -> int:
     )  # fmt: skip
     report.at_least(f"learn FLOP rate over a large matmul's, {shape}", rate, 0.5)
     shared_prompts(report, given.repeats or (2 if quick else 5), prompt=32 if quick else 256)
+    for some, prompt, middle, budget in PADDED:
+        padding(report, some, prompt, middle, budget)
     return report.finish()
 
 

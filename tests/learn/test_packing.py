@@ -67,6 +67,23 @@ def test_rows_of_like_length_stand_together():
     assert [[len(r.token_ids) for _, r in b] for b in pack(pairs, 40)] == [[20, 19], [4, 3]]
 
 
+def test_few_long_rows_get_a_micro_batch_of_their_own_where_padding_costs_more():
+    pairs = [
+        (agent, row(1, 63 if i < 2 else 7, start=100 * i, number=i))
+        for agent in range(2)
+        for i in range(16)
+    ]
+    lengths = [{len(r.token_ids) for _, r in bucket} for bucket in pack(pairs, 10_000)]
+    assert lengths == [{64}, {8}]
+    # A sixteenth of the budget is more than the padding of 28 rows.
+    assert len(pack(pairs, 100_000)) == 1
+
+
+def test_rows_of_one_length_are_divided_evenly():
+    pairs = [(0, row(9, 1, start=100 * i, number=i)) for i in range(10)]
+    assert [len(bucket) for bucket in pack(pairs, 85)] == [5, 5]
+
+
 def test_rows_of_one_long_prompt_stand_together():
     pairs = [
         (0, row(30, lengths, start=prompt, number=4 * prompt + i))
