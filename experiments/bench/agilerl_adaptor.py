@@ -19,7 +19,6 @@ and use_separate_reference_adapter, because the base alone is the reference here
 """
 
 import contextlib
-import gc
 import json
 import logging
 import math
@@ -32,7 +31,7 @@ from importlib.metadata import version
 from typing import Any
 
 import agilerl
-from common import tell
+from common import Collections, tell
 from shapes import BETA, COMMON, EMBEDDED, LORA, LR, QUESTIONS, SHAPES
 
 # First workaround: liger-kernel has to be installed, and its Triton kernels, which need a GPU,
@@ -54,23 +53,6 @@ from transformers import (  # noqa: E402
     LlamaConfig,
     LlamaForCausalLM,
 )
-
-
-class Collections:
-    """Counts the seconds in gc.collect()."""
-
-    def __init__(self) -> None:
-        """Take the place of gc.collect."""
-        self.seconds = 0.0
-        self._collect = gc.collect
-        gc.collect = self  # type: ignore[assignment]
-
-    def __call__(self, *generation: int) -> int:
-        """Collect, timed."""
-        start = time.perf_counter()
-        found = self._collect(*generation)
-        self.seconds += time.perf_counter() - start
-        return found
 
 
 class Population:

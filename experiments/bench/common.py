@@ -33,6 +33,9 @@ os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
 os.environ.setdefault("MKL_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# An installed package is compiled; with this variable set, ours would be compiled at every start of
+# a child process.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 Samples = dict[str, list[float]]
 """Seconds by name, one per repeat; the i-th samples of all names were taken side by side."""
@@ -118,6 +121,23 @@ def median(samples: Samples, name: str) -> float:
     return statistics.median(samples[name])
 
 
+class Collections:
+    """Counts the seconds in gc.collect()."""
+
+    def __init__(self) -> None:
+        """Take the place of gc.collect."""
+        self.seconds = 0.0
+        self._collect = gc.collect
+        gc.collect = self  # type: ignore[assignment]
+
+    def __call__(self, *generation: int) -> int:
+        """Collect, timed."""
+        start = time.perf_counter()
+        found = self._collect(*generation)
+        self.seconds += time.perf_counter() - start
+        return found
+
+
 @dataclass
 class Check:
     """One line of the issue's table.
@@ -158,12 +178,14 @@ class Report:
         arguments: Its command line.
         rows: Numbers by table, one mapping per line.
         checks: Lines held against a target.
+        runs: What the numbers come from, where a benchmark keeps it; not printed.
     """
 
     name: str
     arguments: argparse.Namespace
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)
+    runs: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, table: str, **values: Any) -> None:
         """Add a line to a table."""
@@ -183,10 +205,14 @@ class Report:
         A missed target is a finding, not an error.
         """
         self._print()
+        self.write()
+        return 0
+
+    def write(self) -> None:
+        """Write the JSON file, if one is asked for."""
         if self.arguments.out is not None:
             self.arguments.out.parent.mkdir(parents=True, exist_ok=True)
             self.arguments.out.write_text(json.dumps(self.as_json(), indent=1) + "\n")
-        return 0
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, ready to be written."""
@@ -200,6 +226,7 @@ class Report:
             "versions": versions(),
             "rows": self.rows,
             "checks": [{**asdict(c), "verdict": c.verdict} for c in self.checks],
+            **({"runs": self.runs} if self.runs else {}),
         }
 
     def _print(self) -> None:
@@ -298,6 +325,11 @@ def child(script: Path, job: Mapping[str, Any]) -> dict[str, Any]:
 def tell(values: Mapping[str, Any]) -> None:
     """Answer the parent process."""
     print(MARK + json.dumps(values), flush=True)
+
+
+def elapsed(started: float) -> dict[str, float]:
+    """Return wall seconds since a time.time(), and processor seconds of this process."""
+    return {"seconds": time.time() - started, "cpu_seconds": time.process_time()}
 
 
 def share(values: Sequence[float]) -> list[float]:

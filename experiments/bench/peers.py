@@ -67,12 +67,19 @@ class Peer:
         name: agilerl, trl or vllm.
         job: What its adaptor is to do; see the adaptor.
         python: An interpreter that has the peer's packages; None for that of its own environment.
+        script: What it runs, in this folder; None for its adaptor.
 
     Raises:
         PeerError: When it cannot be installed or does not start.
     """
 
-    def __init__(self, name: str, job: Mapping[str, Any], python: Path | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        job: Mapping[str, Any],
+        python: Path | None = None,
+        script: str | None = None,
+    ) -> None:
         """Start the process and wait until it is ready."""
         self.name = name
         environment = {**os.environ, "PYTHONWARNINGS": "ignore", "WANDB_MODE": "disabled"}
@@ -86,7 +93,7 @@ class Peer:
         self._log = Path(self._folder.name) / "stderr"
         with self._log.open("w") as errors:
             self._process = subprocess.Popen(
-                [str(python), str(HERE / f"{name}_adaptor.py"), json.dumps(job)],
+                [str(python), str(HERE / (script or f"{name}_adaptor.py")), json.dumps(job)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=None if os.environ.get("BENCH_PEER_STDERR") else errors,

@@ -12,7 +12,6 @@ import argparse
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ BEGIN, END = "<!-- {} begin -->", "<!-- {} end -->"
 LARGEST_DEVIATION = 0.02
 UNTOUCHED = range(8, 16)
 """Seeds that nobody looked at while the defaults were designed."""
-LEVEL = 0.8
-"""Validation accuracy that AgileRL and the package are timed to."""
 LEFT_OUT = ("median", "best on", "failed runs", "optimism", "s per 10k tokens", "ahead")
 """Columns that a terminal has no room for."""
 WEIGHTS = ("weights-equal", "weights-exact", "weights-random")
@@ -281,47 +278,6 @@ def task_text(name: str, lines: Sequence[Line]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def agilerl_text(theirs: Sequence[Line], ours: Sequence[Line], arm: str = "new") -> str:
-    """Return AgileRL's runs on sums beside those of an arm with the same seeds.
-
-    Args:
-        theirs: Lines of agilerl-sums.jsonl.
-        ours: Lines of sums.jsonl.
-        arm: Of ours.
-    """
-    mine = {line["seed"]: line for line in ours if line["arm"] == arm and line["state"] == "ok"}
-    reach = f"s to {number(LEVEL)}"
-    table = [["seed", "AgileRL test", "tokens", reach, "s in all",
-              f"{arm} test", "tokens", reach, "s in all", "sooner"]]  # fmt: skip
-    for line in sorted(theirs, key=lambda line: line["seed"]):
-        seconds = [played["seconds"] for played in line["rounds"]]
-        theirs_at = reached([played["validation"] for played in line["rounds"]], seconds)
-        row = [str(line["seed"]), number(line["test"]["mean"]), f"{line['tokens']:,}",
-               _seconds(theirs_at), _seconds(line["seconds"])]  # fmt: skip
-        other = mine.get(line["seed"])
-        if other is None:
-            table.append([*row, "", "", "", "", ""])
-            continue
-        seconds = list(accumulate(other["seconds_per_round"]))
-        ours_at = reached(other["curve"], seconds)
-        ratio = None if ours_at is None else (theirs_at or line["seconds"]) / ours_at
-        sooner = "" if ratio is None else f"{'' if theirs_at else '> '}{ratio:.0f} ×"
-        table.append([*row, number(other["test"]["mean"]), f"{tokens(other):,}",
-                      _seconds(ours_at), _seconds(seconds[-1]), sooner])  # fmt: skip
-    dates = sorted({line["date"] for line in theirs})
-    versions = ", ".join(f"{name} {v}" for name, v in theirs[-1]["peer"].items())
-    return f"{', '.join(dates)}; {versions}; one thread each.\n\n{markdown(table)}"
-
-
-def reached(curve: Sequence[float], seconds: Sequence[float]) -> float | None:
-    """Return the seconds at the end of the first round whose best fitness is `LEVEL`, or None."""
-    return next((s for value, s in zip(curve, seconds, strict=True) if value >= LEVEL), None)
-
-
-def _seconds(value: float | None) -> str:
-    return "not reached" if value is None else f"{value:.1f}"
-
-
 def circumstances_text(results: Results) -> str:
     """Return when, where and with what the lines were measured, and which arms are off budget."""
     lines = results.lines()
@@ -397,12 +353,6 @@ def main(given: Sequence[str] | None = None) -> int:
         sections.append(section)
     text = options.readme.read_text(encoding="utf-8")
     text = put(text, "arms", arms_text())
-    peers = read(options.results / "agilerl-sums.jsonl")
-    text = put(
-        text,
-        "agilerl",
-        agilerl_text(peers, tasks["sums"]) if peers else "No run is finished yet.",
-    )
     text = put(text, "results", "\n\n".join(sections) or "No run is finished yet.")
     options.readme.write_text(text, encoding="utf-8")
     print(f"{options.readme}: {sum(map(len, tasks.values()))} runs of {len(sections)} tasks")

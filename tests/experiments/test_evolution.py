@@ -393,8 +393,7 @@ def results(lines, tmp_path):
         more = 0.1 + float(rng.normal(0, 0.01))
         lines.append(tmp_path / "sums.jsonl", fixture_line("new", seed, level + more))
     text = "# T\n\nmine\n<!-- results begin -->\nold\n<!-- results end -->\nafter\n"
-    for name in ("arms", "agilerl"):
-        text += f"<!-- {name} begin -->\n<!-- {name} end -->\n"
+    text += "<!-- arms begin -->\n<!-- arms end -->\n"
     (tmp_path / "README.md").write_text(text)
     return tmp_path
 
@@ -471,19 +470,6 @@ def test_what_is_worth_searching_has_a_table_with_its_ranges(report):
     assert nothing[header.index("ranges")] == "–"
     assert beta[header.index("ranges")] == "beta 0 to 0.1"
     assert beta[header.index("− nothing")].startswith("**−.100")
-
-
-def test_agilerl_stands_beside_ours(report):
-    rounds = [
-        {"seconds": 60.0 * (r + 1), "validation": v, "test": v} for r, v in enumerate((0.4, 0.7))
-    ]
-    theirs = {
-        "seed": 0, "test": {"mean": 0.7, "se": 0.01}, "tokens": 61000, "seconds": 120.0,
-        "rounds": rounds, "date": "2026-11-21", "peer": {"agilerl": "2.58.0"},
-    }  # fmt: skip
-    text = report.agilerl_text([theirs], [fixture_line("new", 0, 0.9)])
-    row = text.splitlines()[-1]
-    assert "| not reached | 120.0 | .900 | 61,000 | 3.0 | 3.0 | > 40 × |" in row
 
 
 @pytest.mark.slow
