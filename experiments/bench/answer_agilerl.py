@@ -73,7 +73,7 @@ class Population:
 
     def step(self, rows: Rows) -> None:
         """Sample with every agent and let it learn, one after another."""
-        prompts = self.questions.ids(rows)
+        prompts, _ = self.questions.ids(rows)
         length = prompts.shape[1]
         for agent in self.agents:
             out = agent.get_action([{"input_ids": each[None]} for each in prompts], training=True)

@@ -35,6 +35,7 @@ def train(config: dict[str, Any], job: dict[str, Any]) -> None:
     from answer_trl import Rounds, trainer_of
     from transformers import logging
 
+    imports = time.process_time()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -74,6 +75,7 @@ def train(config: dict[str, Any], job: dict[str, Any]) -> None:
                     "lr": config["lr"],
                     "round": first + number,
                     "process": os.getpid(),
+                    "imports": imports,
                     "trainer_stands": stands,
                 },
                 checkpoint=tune.Checkpoint.from_directory(folder),
@@ -116,7 +118,8 @@ class Reports(tune.Callback):
     def on_trial_result(self, *given: Any, result: dict[str, Any], **more: Any) -> None:
         """Answer, then wait."""
         del given, more
-        told = {name: result[name] for name in ("best", "lr", "round", "process", "trainer_stands")}
+        names = ("best", "lr", "round", "process", "imports", "trainer_stands")
+        told = {name: result[name] for name in names}
         tell({**self.clock.elapsed(), **told})
         wait()
 

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from answer_side import Questions, exact, wait
+from answer_side import Questions, wait
 from common import elapsed, tell
 from datasets import Dataset
 from peft import LoraConfig
@@ -66,7 +66,7 @@ def trainer_of(questions: Questions, job: dict[str, Any], lr: float, first: int)
         report_to=[], logging_strategy="no", disable_tqdm=True, seed=job["seed"],
     )  # fmt: skip
     return GRPOTrainer(
-        questions.load(), exact, args=settings, train_dataset=Dataset.from_list(rows),
+        questions.load(), questions.score, args=settings, train_dataset=Dataset.from_list(rows),
         processing_class=questions.tokenizer, peft_config=LoraConfig(**LORA),
     )  # fmt: skip
 
