@@ -147,8 +147,7 @@ def play(task: Task, side: str, seed: int) -> Run:
             evaluations = task.rounds * (task.size if alone else 1)
             while len(rounds) < evaluations and best_of(rounds) < LEVELS[task.name][-1]:
                 rounds.append(peer.ask("round"))
-    versions = about["versions"] | peer.facts["versions"]
-    run = {**about, **peer.facts, "versions": versions, "rounds": rounds}
+    run = {**about, **peer.facts, "rounds": rounds}
     if side == "pbt":
         # Its trials import in processes of their own, all at once. A process that trains a second
         # trial says more than its imports then.

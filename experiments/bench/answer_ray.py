@@ -92,7 +92,8 @@ class Clock:
     def __init__(self, started: float) -> None:
         """Nothing is spent yet."""
         self.started = started
-        self.spent: dict[psutil.Process, float] = {}
+        # By process id: Tune pickles its callbacks, and what they hold.
+        self.spent: dict[int, float] = {}
 
     def elapsed(self) -> dict[str, float]:
         """Return both; of a process that has ended, what it had spent when this was last called."""
@@ -100,7 +101,7 @@ class Clock:
         for process in (here, *here.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
-                self.spent[process] = times.user + times.system
+                self.spent[process.pid] = times.user + times.system
         return {"seconds": time.time() - self.started, "cpu_seconds": sum(self.spent.values())}
 
 
