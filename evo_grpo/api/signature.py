@@ -210,9 +210,9 @@ class AgentSignature(ABC):
             overlap: Parts that the agents of a shard are dealt into, each a batch of its own: while
                 the rewards of one are computed, the others generate and learn. For reward functions
                 and games that wait long, for a service for instance; the number affects the last
-                digits of results. `auto` chooses none, 2 or 4 by the seconds of the first round, so
-                equal runs may then differ. null computes all agents of a shard at once and waits
-                for their rewards.
+                digits of results. `auto` chooses none, 2 or 4 by the seconds of the first round, or
+                fewer where a game has fewer environments; equal runs may then differ. null computes
+                all agents of a shard at once and waits for their rewards.
             offload_adapters: Keep the adapters and AdamW's moments of agents that do not compute in
                 host memory. The part that computes and the next one are on the device, so it takes
                 three parts or more: `shards` times `overlap`. For more agents than a device holds.

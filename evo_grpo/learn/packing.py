@@ -20,6 +20,8 @@ from evo_grpo.learn.rows import Row
 MAX_SPLIT_SHARE = 2 / 3
 #: What a micro-batch costs beside its tokens, as a share of the token budget.
 BUCKET_SHARE = 1 / 16
+#: Most places where rows are cut into micro-batches.
+MOST_CUTS = 128
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class _Bucket:
     """A micro-batch under construction; lengths are the largest of its rows."""
 
     rows: list[_SizedRow] = field(default_factory=list[_SizedRow])
+    count: int = 0
     prefixes: set[tuple[int, bytes]] = field(default_factory=set[tuple[int, bytes]])
     length: int = 0
     prefix_length: int = 0
@@ -71,7 +74,8 @@ class _Bucket:
         return bucket
 
     def merge(self, other: _Bucket) -> None:
-        self.rows += other.rows
+        """Grow by the rows of another one, without listing them."""
+        self.count += other.count
         self.prefixes |= other.prefixes
         self.length = max(self.length, other.length)
         self.prefix_length = max(self.prefix_length, other.prefix_length)
@@ -79,6 +83,7 @@ class _Bucket:
 
     def add(self, row: _SizedRow) -> None:
         self.rows.append(row)
+        self.count += 1
         self.prefixes.add(row.prefix)
         self.length = max(self.length, row.length)
         self.prefix_length = max(self.prefix_length, row.prefix_length)
@@ -86,7 +91,7 @@ class _Bucket:
 
     def tokens(self, more: Sequence[_SizedRow] = ()) -> int:
         """Return the padded tokens with `more` rows, prefixes shared if that is cheaper."""
-        rows, prefixes = len(self.rows) + len(more), len(self.prefixes)
+        rows, prefixes = self.count + len(more), len(self.prefixes)
         length, before, after = self.length, self.prefix_length, self.rest_length
         if more:
             prefixes += len({row.prefix for row in more} - self.prefixes)
@@ -205,6 +210,9 @@ def _cut(
 ) -> Iterator[Sequence[_Tier]]:
     """Yield the runs of neighbouring tiers that are buckets; one above the budget is alone."""
     each = token_budget * BUCKET_SHARE
+    # All pairs of ends are tried: of many tiers, some neighbours stay together.
+    size = -(-len(tiers) // MOST_CUTS)
+    tiers = [[b for tier in tiers[i : i + size] for b in tier] for i in range(0, len(tiers), size)]
     whole = [_Bucket.of(row for block in tier for row in block) for tier in tiers]
     # For the tiers from each one on: the least cost, with the smallest largest bucket; and the end
     # of its run.
@@ -213,7 +221,7 @@ def _cut(
         bucket, least[first] = _Bucket(), (math.inf, 0)
         for last in range(first, len(tiers)):
             bucket.merge(whole[last])
-            tokens, too_many = bucket.tokens(), max_rows is not None and len(bucket.rows) > max_rows
+            tokens, too_many = bucket.tokens(), max_rows is not None and bucket.count > max_rows
             if last > first and (tokens > token_budget or too_many):
                 break
             cost, largest = least[last + 1]

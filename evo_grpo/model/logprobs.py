@@ -12,7 +12,7 @@ p = softmax(z) and its entropy H:
 Both are linear in the gradient that the loss sends back, one number per token, and so the products
 with W are computed in the forward, from logits that are there: nothing is computed again. A token's
 own part is kept apart, since 1 - p[y] would be the difference of close numbers. The slope of H is
-computed only where it is asked for.
+computed only where a backward may ask for it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 #: Logits held at once, in fp32 elements: 2 MiB on a CPU, about its second cache; 128 MiB elsewhere.
@@ -63,7 +64,9 @@ class _LinearLogprobs(torch.autograd.Function):
         """
         ctx.set_materialize_grads(False)
         values = torch.empty(2, len(hidden), dtype=torch.float32, device=hidden.device)
-        slopes = hidden.new_empty(count, *hidden.shape)
+        # The loss scale of float16 comes with the gradient, too late for what is rounded here.
+        wide = hidden.dtype == torch.float16
+        slopes = hidden.new_empty(count, *hidden.shape, dtype=torch.float32 if wide else None)
         rows, columns = _block(head.weight)
         for part in _slices(len(hidden), rows):
             given = hidden[part], head, targets[part], inverse[part]
@@ -78,11 +81,13 @@ class _LinearLogprobs(torch.autograd.Function):
         logprobs, entropies = values
         if count < 2:
             ctx.mark_non_differentiable(entropies)
+        ctx.dtype = hidden.dtype
         ctx.save_for_backward(slopes)
         return logprobs, entropies
 
     @staticmethod
-    def backward(
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] -- by the decorator
         ctx: Any,  # noqa: ANN401 -- as in forward
         *grads: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
@@ -94,7 +99,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 # 0 times NaN would be NaN, in rows whose loss does not read their entropy.
                 own = torch.where(grad[:, None] == 0, 0.0, grad[:, None] * slope)
                 out = own if out is None else out + own
-        return None if out is None else out.to(slopes.dtype), None, None, None, None
+        return None if out is None else out.to(ctx.dtype), None, None, None, None
 
 
 def _whole_rows(head: _Head) -> bool:
@@ -107,20 +112,27 @@ def _of_whole_rows(
 ) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
     """Return log-probs and entropies (M,), and `count` slopes (M, H), in few passes over logits."""
     weight, place = head.weight, targets[:, None]
-    logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight)
-    table = torch.log_softmax(logits.float().mul_(inverse[:, None]), dim=-1)
+    table = _table(hidden, weight, inverse)
     picked = table.gather(1, place)
     probs = table.exp()
-    entropies = (probs * table).sum(-1).neg_()
     slopes: list[Tensor] = []
     if count:
-        others = probs.to(weight.dtype, copy=True).scatter_(1, place, 0.0) @ weight
-        own = -torch.expm1(picked) * weight[targets]
-        slopes.append(inverse[:, None] * (own - others))
-    if count > 1:
-        above = table.clamp_(min=LEAST_LOGPROB).add_(entropies[:, None]).mul_(probs)
-        slopes.append(-inverse[:, None] * (above.to(weight.dtype) @ weight))
+        mine = picked.exp()
+        others = probs.scatter_(1, place, 0.0).to(weight.dtype) @ weight
+        probs.scatter_(1, place, mine)
+        slopes.append(inverse[:, None] * (-torch.expm1(picked) * weight[targets] - others))
+    if count < 2:  # no further block: at a large vocabulary these are the peak
+        return (picked[:, 0], probs.mul_(table).sum(-1).neg_()), slopes
+    entropies = (probs * table).sum(-1).neg_()
+    above = table.clamp_(min=LEAST_LOGPROB).add_(entropies[:, None]).mul_(probs)
+    slopes.append(-inverse[:, None] * (above.to(weight.dtype) @ weight))
     return (picked[:, 0], entropies), slopes
+
+
+def _table(hidden: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
+    """Return log-probs (M, V) fp32."""
+    logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight)
+    return torch.log_softmax(logits.float().mul_(inverse[:, None]), dim=-1)
 
 
 def _by_columns(

@@ -119,6 +119,7 @@ def evaluate_here(
     stream: Sequence[str | int],
 ) -> dict[Slot, Evaluation]:
     """Evaluate the agents in `slots` that this rank has, with one call per part."""
+    overlap = cohort.overlap.takes_turns(env)
     parts = cohort.parts_here(slots)
     works = [
         evaluating(
@@ -134,7 +135,7 @@ def evaluate_here(
         )
         for part in parts
     ]
-    results = take_turns(works, overlap=cohort.overlap.takes_turns(env))
+    results = take_turns(works, overlap=overlap)
     pairs = zip(parts, results, strict=True)
     return {slot: own for part, mine in pairs for slot, own in zip(part, mine, strict=True)}
 

@@ -130,7 +130,8 @@ def train(  # noqa: PLR0913 -- a round meets all parts of a run
     # All steps take their starts from one sequence without gaps.
     starts = past[-1].starts if past else round * sum(map(max, counts))
     tallies = {slot: Tally() for slot in slots if cohort.is_local(slot)}
-    parts, overlap = cohort.parts_here(slots), cohort.overlap.takes_turns(env)
+    overlap = cohort.overlap.takes_turns(env)
+    parts = cohort.parts_here(slots)
     resamples = cohort.settings.algorithm.dynamic_sampling_tokens is not None
     finished = Counter[int]()
 

@@ -130,42 +130,51 @@ class Overlap:
     def __init__(self, setting: int | Literal["auto"] | None, shards: int = 1) -> None:
         self._setting = setting
         self._shards = shards
+        self._decided: int | None = None
         self.parts = setting if isinstance(setting, int) else 1
 
     def takes_turns(self, env: Environment[Any]) -> bool:
-        """Return whether the parts take turns in an environment.
+        """Return whether the parts take turns in an environment; sets `parts`.
 
         Raises:
             ConfigError: They should, but plays of this environment must not go on side by side,
                 or it has fewer environments than parts.
         """
-        turns = self._setting not in (None, "auto")
-        if turns and not _side_by_side(env):
+        gym = env if isinstance(env, MultiTurnGym) else None
+        most = None if gym is None else gym.max_environments
+        if self._setting == "auto":
+            room = 1 if not _side_by_side(env) else 64 if most is None else most // self._shards
+            self.parts = max(1, min(self._decided or 1, room))
+        elif self._setting is not None and not _side_by_side(env):
             raise ConfigError(
                 f"engine.overlap: expected an environment of which several plays may go on at "
                 f"once, in threads, got {env.name!r}, which has no side_by_side = True; leave "
                 "engine.overlap out, or give your own environment this attribute; a game takes "
                 "part as a MultiTurnGym that makes its environments"
             )
-        if isinstance(env, MultiTurnGym):
-            env.divide(self._shards * self.parts if turns else 1)
-        return turns
+        if gym is not None:
+            gym.divide(self._shards * self.parts if self.parts > 1 else 1)
+        return self.parts > 1
 
-    def settle(self, seconds: Mapping[str, float], env: Environment[Any]) -> str:
+    def settle(self, seconds: Mapping[str, float], env: Environment[Any] | None = None) -> str:
         """Decide `auto`, once, by the seconds of a round in which all agents waited for rewards.
+
+        Args:
+            seconds: Phase -> seconds of the round.
+            env: Its environment; nothing is decided by one that parts cannot share. None if it is
+                not known, as in a population that was saved.
 
         Returns:
             A sentence about the decision; empty where there is none to make.
         """
-        if self._setting != "auto" or not _side_by_side(env):
+        left = env is not None and not _side_by_side(env)
+        if self._setting != "auto" or self._decided is not None or left:
             return ""
         rewards = seconds.get("reward", 0.0)
         computing = seconds.get("generate", 0.0) + seconds.get("learn", 0.0)
         few, many = AUTO_SHARES
-        parts = 1 if rewards < few * computing else 2 if rewards < many * computing else 4
-        if isinstance(env, MultiTurnGym) and env.max_environments is not None:
-            parts = max(1, min(parts, env.max_environments // self._shards))
-        self._setting, self.parts = parts if parts > 1 else None, parts
+        share = rewards / computing if computing else 0.0
+        self._decided = parts = 1 if share < few else 2 if share < many else 4
         how = f"{parts} parts take turns" if parts > 1 else "all agents are computed at once"
         return (
             f"engine.overlap auto: rewards took {rewards:.3g} s in the first round, generate and "

@@ -224,6 +224,23 @@ def test_half_precision_goes_in_and_float32_comes_out(pieces, dtype):
     assert hidden.grad.dtype == dtype
 
 
+def test_a_loss_scale_keeps_float16_gradients_of_confident_tokens_exact():
+    """Slopes of 1 - p = 2e-5 are below the numbers that float16 holds well."""
+    weight = tiny.noise((V, H), 2)
+    targets = torch.arange(M) % V
+    hidden = 11 * torch.nn.functional.normalize(weight[targets]) / weight.norm(dim=1)[targets, None]
+    for _ in range(3):  # nearer to certainty
+        hidden = (
+            hidden * (1 + 0.1 * (slow(hidden, weight, targets, torch.ones(M))[0] < -2e-5))[:, None]
+        )
+    hidden, weight = hidden.half(), weight.half()
+    leaf, exact = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
+    (linear_logprobs(leaf, weight, targets, torch.ones(M))[0].sum() * 2.0**14).backward()
+    (slow(exact, weight, targets, torch.ones(M))[0].sum() * 2.0**14).backward()
+    error = (leaf.grad.double() - exact.grad).norm() / exact.grad.norm()
+    assert error < 0.01
+
+
 def test_no_tokens(pieces):
     hidden = torch.zeros(0, H, requires_grad=True)
     empty = torch.zeros(0)

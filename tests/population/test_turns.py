@@ -13,7 +13,7 @@ import pytest
 from small_run import Told, outcome, small, stopped_and_resumed
 from text_games import Broken, Longer
 
-from evo_grpo import GRPO, MultiTurnGym, run
+from evo_grpo import GRPO, MultiTurnGym, Population, run
 from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.rewards.process import RewardProcess
@@ -292,9 +292,41 @@ def test_auto_decides_by_the_seconds_of_the_first_round(reward, parts):
     assert (overlap.parts, overlap.takes_turns(env)) == (1, False)
     text = overlap.settle({"generate": 1.0, "learn": 2.0, "reward": reward, "evaluate": 9.0}, env)
     assert text.startswith(f"engine.overlap auto: rewards took {reward:.3g} s")
-    assert (overlap.parts, overlap.takes_turns(env)) == (parts, parts > 1)
+    assert (overlap.takes_turns(env), overlap.parts) == (parts > 1, parts)
     assert overlap.settle({"reward": 99.0, "learn": 1.0}, env) == ""
-    assert overlap.parts == parts
+    assert (overlap.takes_turns(env), overlap.parts) == (parts > 1, parts)
+
+
+def test_what_auto_has_decided_holds_where_an_environment_allows_it():
+    population = two_agents(overlap="auto")
+    cohort = population.cohort
+    assert "4 parts take turns" in cohort.overlap.settle({"reward": 9.0, "learn": 1.0})
+    wrapper = TokenObservationWrapper(
+        Longer(), cohort.base.tokenizer, 3, max_output_tokens=3,
+        conversation_template="{observation}",
+    )  # fmt: skip
+    gyms = [gym_for(population), MultiTurnGym.of(wrapper), gym_for(population, max_environments=3)]
+    assert [(cohort.overlap.takes_turns(gym), cohort.overlap.parts) for gym in gyms] == [
+        (True, 4), (False, 1), (True, 3),
+    ]  # fmt: skip
+
+
+def test_a_population_that_is_saved_and_loaded_keeps_what_auto_has_decided(tmp_path, monkeypatch):
+    monkeypatch.setattr(turns, "AUTO_SHARES", (0.0, 0.0))
+    population = two_agents(overlap="auto")
+    population.train(gym_for(population), **ROUND)
+    population.save(tmp_path / "saved")
+    loaded = Population.load(tmp_path / "saved", device="cpu")
+    assert loaded.cohort.overlap.takes_turns(gym_for(loaded))
+
+
+def test_a_step_in_which_all_games_fail_counts_its_seeds_once():
+    population = two_agents(overlap=2, prompts_per_step=8)
+    seeds = set(gym_for(population).batch(0, 8))
+    gym = gym_for(population, lambda: Broken(lambda seed: seed in seeds, turn=0))
+    with pytest.warns(UserWarning, match="nothing to learn from"):
+        (record,) = population.train(gym, **ROUND)
+    assert [agent.metrics["empty_steps"] for agent in record.agents] == [1.0, 1.0]
 
 
 def test_a_run_that_is_resumed_keeps_what_auto_has_decided(tmp_path, monkeypatch):

@@ -52,6 +52,8 @@ class GemEnv:
     episodes of two environments do not affect each other.
     """
 
+    draws_globally = True
+
     def __init__(self, make: Callable[[], Any], kind: str, seed: int) -> None:
         self._kind = kind
         self._make = make

@@ -114,6 +114,8 @@ class TextArenaEnv:
         seed: Seed of the episodes that are begun without a seed.
     """
 
+    draws_globally = True
+
     def __init__(
         self,
         make: Callable[[], Any],

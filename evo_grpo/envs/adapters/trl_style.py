@@ -93,6 +93,8 @@ class TrlStyleEnv:
         seed: Seed of the episodes that are begun without a seed.
     """
 
+    draws_globally = True
+
     def __init__(
         self,
         make: Callable[[], Any],

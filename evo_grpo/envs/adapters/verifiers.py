@@ -97,6 +97,8 @@ def check(name: str, env: EnvConfig, seed: int) -> None:
 class VerifiersEnv:
     """Plays one task of an `Env` per episode, chosen by the episode's seed, with one agent."""
 
+    draws_globally = True
+
     def __init__(
         self,
         source: Any,  # noqa: ANN401 -- an extra

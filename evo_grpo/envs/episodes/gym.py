@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, final
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -105,7 +107,7 @@ class MultiTurnGym:
         self._context = max_model_len
         self._renews = True
         self._plays = 1
-        self._failed_seeds = 0
+        self._failed_seeds = 0.0
         self.batch_size = batch_size
         self.seed = seed
         self.tokenizer: Any = tokenizer
@@ -117,9 +119,14 @@ class MultiTurnGym:
         self.max_turns = first.max_turns
         self.name = name or first.name
         self._idle = [first]
-        #: Environments that play an episode, and a lock for threads that play side by side.
-        self._lent: list[TokenObservationWrapper] = []
+        #: Episodes that are played, by the identity of their environments.
+        self._lent = WeakValueDictionary[int, TokenObservationWrapper]()
+        #: Held by threads that play side by side.
         self._shared = Lock()
+        #: Held by the part that resets or steps, where environments draw from the generators of
+        #: the process. Outside of a call, whose time is limited.
+        alone = getattr(first.env, "draws_globally", False)
+        self.stepping = Lock() if alone else nullcontext()
 
     @classmethod
     def of(cls, episode: TokenObservationWrapper) -> MultiTurnGym:
@@ -199,19 +206,18 @@ class MultiTurnGym:
         """
         with self._shared:
             episode = self._idle.pop() if self._idle else self._make()
-            if any(other.env is episode.env for other in self._lent):
+            if self._renews and id(episode.env) in self._lent:
                 raise ConfigError(
                     "env_factory: expected a new environment at each call, got the same "
                     f"{self.name} twice; episodes played side by side would mix"
                 )
-            if self._renews:
-                self._lent.append(episode)
+            self._lent[id(episode.env)] = episode
             return episode
 
     def give_back(self, episode: TokenObservationWrapper) -> None:
         """Keep an environment for the next episode, or close it if it raised in this one."""
         with self._shared:
-            self._lent = [other for other in self._lent if other is not episode]
+            self._lent.pop(id(episode.env), None)
             # The state of an environment that raised is unknown.
             if episode.error and self._renews:
                 episode.close()
@@ -232,12 +238,14 @@ class MultiTurnGym:
         """
         reasons = Counter(t.error for t in episodes)
         with self._shared:
-            self._failed_seeds = 0 if reasons[""] else self._failed_seeds + seeds
-        if episodes and self._failed_seeds >= MAX_FAILED_SEEDS:
+            # Plays that go on at once have the same seeds.
+            failed = 0.0 if reasons[""] else self._failed_seeds + seeds / self._plays
+            self._failed_seeds = failed
+        if episodes and failed >= MAX_FAILED_SEEDS:
             reason, times = reasons.most_common(1)[0]
             raise RunFailedError(
                 f"environment {self.name!r}: all {len(episodes)} episodes were dropped, and so "
-                f"were all of the last {self._failed_seeds} seeds, so there is nothing to learn "
+                f"were all of the last {failed:.0f} seeds, so there is nothing to learn "
                 f"from; the commonest reason, {times} times: {reason}"
             )
 
@@ -362,7 +370,8 @@ class EpisodePlay:
 
     def tell(self, groups: Sequence[Sequence[CompletionGroup]]) -> None:
         """Step the environments; see `Play.tell`."""
-        watching(self._gym.reward_timeout, lambda watch: self._step(watch, groups))
+        with self._gym.stepping:
+            watching(self._gym.reward_timeout, lambda watch: self._step(watch, groups))
         self._turn += 1
         if not any(self._live()):
             self._end_wave()
@@ -417,7 +426,8 @@ class EpisodePlay:
         """Reset the environments of the next wave; skip a wave whose resets all fail."""
         while self._waves:
             self._running = [_Running(*one, self._gym.take()) for one in self._waves.pop(0)]
-            watching(self._gym.reward_timeout, self._reset)
+            with self._gym.stepping:
+                watching(self._gym.reward_timeout, self._reset)
             self._turn = 0
             if any(self._live()):
                 return

@@ -97,10 +97,14 @@ class Judge(Scorer):
     def _settle(self, questions: Mapping[str, Body]) -> Mapping[str, Unanswered]:
         """Ask what has no answer; wait for what another thread is asking; return what failed."""
         failed: dict[str, Unanswered] = {}
-        while missing := [k for k in questions if k not in self._answers and k not in failed]:
+        while True:
             with self._change:
+                known = self._answers
+                missing = [key for key in questions if key not in known and key not in failed]
                 mine = {key: questions[key] for key in missing if key not in self._asked}
                 self._asked |= mine.keys()
+                if not missing:
+                    return failed
                 if not mine:
                     self._change.wait(WAIT_SECONDS)
                     check_not_stopped()
@@ -112,7 +116,6 @@ class Judge(Scorer):
                 with self._change:
                     self._asked -= mine.keys()
                     self._change.notify_all()
-        return failed
 
     def _keep(self, key: str, reply: Mapping[str, Any]) -> None:
         """Keep the answer in a reply, also if it has no score: it has been paid for."""

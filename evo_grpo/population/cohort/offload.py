@@ -77,7 +77,7 @@ class Offload:
         nothing.
 
         Raises:
-            RunFailedError: The device or the host has no memory left. No agent has changed.
+            RunFailedError: The device or the host has no memory left. No value has changed.
         """
         asked = set(agents)
         numbers = [i for i, part in enumerate(self.order) if not asked.isdisjoint(part)]
@@ -203,7 +203,7 @@ class Offload:
 
     def _at(self, name: str) -> set[torch.device]:
         """Return the device of a slot; both if Ctrl-C came while it was moved."""
-        return {parameter.device for parameter in self.slots.parameters(name)}
+        return {tensor.device for tensor in self._tensors(name)}
 
     @contextmanager
     def _beside(self) -> Generator[None]:

@@ -219,8 +219,8 @@ def _states(config: RunConfig, setup: Setup) -> Iterator[dict[str, object]]:
 def _offloading(config: RunConfig, setup: Setup) -> Mapping[str, object]:
     """Return changes with which agents that do not compute leave the device; none if they cannot.
 
-    More shards need as many agents in every round. More overlap does as well, but only with an
-    environment of one turn, which the settings do not tell.
+    More shards need as many agents in every round. More overlap does not, but is for rewards that
+    wait, which the settings do not tell.
     """
     engine = config.engine
     if setup.device != "cuda" or engine.offload_adapters or not engine.each_alone:
