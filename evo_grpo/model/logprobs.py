@@ -118,14 +118,14 @@ def _of_whole_rows(
     slopes: list[Tensor] = []
     if count:
         mine = picked.exp()
-        others = probs.scatter_(1, place, 0.0).to(weight.dtype) @ weight
+        others = _product(probs.scatter_(1, place, 0.0), weight)
         probs.scatter_(1, place, mine)
         slopes.append(inverse[:, None] * (-torch.expm1(picked) * weight[targets] - others))
     if count < 2:  # no further block: at a large vocabulary these are the peak
         return (picked[:, 0], probs.mul_(table).sum(-1).neg_()), slopes
     entropies = (probs * table).sum(-1).neg_()
     above = table.clamp_(min=LEAST_LOGPROB).add_(entropies[:, None]).mul_(probs)
-    slopes.append(-inverse[:, None] * (above.to(weight.dtype) @ weight))
+    slopes.append(-inverse[:, None] * _product(above, weight))
     return (picked[:, 0], entropies), slopes
 
 
@@ -190,9 +190,16 @@ def _by_columns(
 
 def _products(e: Tensor, slope: Tensor | None, weight: Tensor, wanted: bool) -> list[Tensor]:
     """Return the product (M, H) fp32 of a block (M, V) with the head, if it is wanted."""
-    if not wanted:
-        return []
-    return [((e if slope is None else e * slope).to(weight.dtype) @ weight).float()]
+    return [_product(e if slope is None else e * slope, weight)] if wanted else []
+
+
+def _product(block: Tensor, weight: Tensor) -> Tensor:
+    """Return the product (M, H) fp32 of a block (M, V) fp32 with the head (V, H)."""
+    if weight.dtype != torch.float16:
+        return (block.to(weight.dtype) @ weight).float()
+    # The parts of unlikely tokens are below the least number of float16.
+    most = block.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    return ((block / most).half() @ weight).float().mul_(most)
 
 
 def linear_logprobs(
