@@ -63,26 +63,25 @@ class _LinearLogprobs(torch.autograd.Function):
         `needs_input_grad` does not tell whether there will be a backward: it is true in `no_grad`.
         """
         ctx.set_materialize_grads(False)
-        values = torch.empty(2, len(hidden), dtype=torch.float32, device=hidden.device)
         # The loss scale of float16 comes with the gradient, too late for what is rounded here.
-        wide = hidden.dtype == torch.float16
-        slopes = hidden.new_empty(count, *hidden.shape, dtype=torch.float32 if wide else None)
+        kept = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
         rows, columns = _block(head.weight)
-        for part in _slices(len(hidden), rows):
+        parts: list[list[Tensor]] = []
+        for part in _slices(max(1, len(hidden)), rows):
             given = hidden[part], head, targets[part], inverse[part]
-            found, own = (
+            found, slopes = (
                 _of_whole_rows(*given, count)
                 if _whole_rows(head)
                 else _by_columns(*given, count, columns)
             )
-            values[:, part] = torch.stack(found)
-            for slope, one in zip(slopes, own, strict=True):
-                slope[part] = one
-        logprobs, entropies = values
+            parts.append([*found, *(slope.to(kept) for slope in slopes)])
+        logprobs, entropies, *slopes = (
+            own[0] if len(own) == 1 else torch.cat(own) for own in zip(*parts, strict=True)
+        )
         if count < 2:
             ctx.mark_non_differentiable(entropies)
         ctx.dtype = hidden.dtype
-        ctx.save_for_backward(slopes)
+        ctx.save_for_backward(*slopes)
         return logprobs, entropies
 
     @staticmethod
@@ -92,13 +91,15 @@ class _LinearLogprobs(torch.autograd.Function):
         *grads: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         """Multiply the slopes by the gradients; only the hidden states get one."""
-        (slopes,) = ctx.saved_tensors
+        by_logprob, by_entropy = grads
         out: Tensor | None = None
-        for slope, grad in zip(slopes, grads, strict=False):
-            if grad is not None:
-                # 0 times NaN would be NaN, in rows whose loss does not read their entropy.
-                own = torch.where(grad[:, None] == 0, 0.0, grad[:, None] * slope)
-                out = own if out is None else out + own
+        if by_logprob is not None:
+            out = by_logprob[:, None] * ctx.saved_tensors[0]
+        if by_entropy is not None:
+            more = by_entropy[:, None] * ctx.saved_tensors[1]
+            # 0 times NaN would be NaN, in rows whose loss does not read their entropy.
+            more = more.masked_fill_(by_entropy[:, None] == 0, 0.0)
+            out = more if out is None else out.add_(more)
         return None if out is None else out.to(ctx.dtype), None, None, None, None
 
 
@@ -179,11 +180,13 @@ def _by_columns(
     total = plain[0] + mine
     logarithm, mean = total.log(), (timed[0] + mine * own) / total
     slopes: list[Tensor] = []
-    row = own_slope * weight[targets] if count else own_slope
     if count:
-        slopes.append(per_row * (plain[0] * row - plain[1]) / total)
-    if count > 1:
-        slopes.append(-per_row * (timed[1] - mean * plain[1] + mine * (own - mean) * row) / total)
+        row, scale = weight[targets].float(), per_row / total
+        others = plain[1] if count == 1 else plain[1].clone()
+        slopes.append(others.mul_(-scale).addcmul_(row, own_slope * plain[0] * scale))
+        if count > 1:
+            above = plain[1].mul_(mean).sub_(timed[1]).mul_(scale)
+            slopes.append(above.addcmul_(row, own_slope * mine * (mean - own) * scale))
     # H = log sum exp(z - top) - sum softmax(z) (z - top).
     return ((own - logarithm)[:, 0], (logarithm - mean)[:, 0]), slopes
 
