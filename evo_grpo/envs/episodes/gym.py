@@ -121,12 +121,9 @@ class MultiTurnGym:
         self._idle = [first]
         #: Episodes that are played, by the identity of their environments.
         self._lent = WeakValueDictionary[int, TokenObservationWrapper]()
-        #: Held by threads that play side by side.
-        self._shared = Lock()
-        #: Held by the part that resets or steps, where environments draw from the generators of
-        #: the process. Outside of a call, whose time is limited.
-        alone = getattr(first.env, "draws_globally", False)
-        self.stepping = Lock() if alone else nullcontext()
+        self._shared = Lock()  # for threads that play side by side
+        # Held by the play that resets or steps, but not while the time of a call is limited.
+        self.stepping = Lock() if getattr(first.env, "draws_globally", False) else nullcontext()
 
     @classmethod
     def of(cls, episode: TokenObservationWrapper) -> MultiTurnGym:
