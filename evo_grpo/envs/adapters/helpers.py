@@ -170,6 +170,9 @@ def global_generators_kept() -> Generator[None]:
 class PrivateGenerators:
     """Global generators of one environment, swapped in while it runs.
 
+    Only one environment of the process runs at a time. A class that uses them says so by
+    `draws_globally = True`, so that a gym does not count the wait for others as a part of a call.
+
     Args:
         seed: Seed of the draws before the first reset, and of the episodes without a seed; any int.
     """
