@@ -242,7 +242,7 @@ def adapted_modules(model: nn.Module, config: LoraConfig) -> set[str]:
 def matched_modules(model: nn.Module, config: LoraConfig) -> set[str]:
     """Return the full names of all modules that `target_modules` match, linear or not."""
     check_ends(model, config)
-    return {name for name in _own_modules(model) if check_target_module_exists(config, name)}
+    return {name for name in own_modules(model) if check_target_module_exists(config, name)}
 
 
 def linear_modules(model: Any) -> set[str]:  # noqa: ANN401 -- of any transformers architecture
@@ -261,23 +261,32 @@ def width_of(module: Any) -> int:  # noqa: ANN401 -- a linear layer, wrapped or 
 def _linear(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
-        for name, module in _own_modules(model).items()
+        for name, module in own_modules(model).items()
         if isinstance(module, nn.Linear | Conv1D | BaseTunerLayer)
     }
 
 
 def check_ends(model: nn.Module, config: LoraConfig) -> None:
     """Raise ConfigError for an invalid regular expression, or one that PEFT would match forever."""
-    check_patterns(module_patterns(config), _own_modules(model), type(model).__name__)
+    check_patterns(module_patterns(config), own_modules(model), type(model).__name__)
 
 
-def _own_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return a model's modules by name, without those that PEFT puts inside of a layer."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if ".base_layer" not in name and ".lora_" not in name
-    }
+def own_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return a model's modules by name, without those that PEFT puts inside of a layer.
+
+    The walk leaves out the insides of wrapped layers: they have modules of every adapter.
+    """
+    found = {"": model}
+    waiting = [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        if isinstance(module, BaseTunerLayer):
+            continue
+        for name, child in module.named_children():
+            below = f"{path}.{name}" if path else name
+            found[below] = child
+            waiting.append((below, child))
+    return found
 
 
 def merged_config(

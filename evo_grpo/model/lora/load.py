@@ -26,6 +26,7 @@ from evo_grpo.model.lora.configs import (
     merged_config,
     module_of,
     only_names_modules,
+    own_modules,
     rank_of,
     read_config,
 )
@@ -188,7 +189,7 @@ def check_base(
     state: dict[str, Tensor], live: dict[str, Tensor], folder: Path, base: SharedBase
 ) -> None:
     """Compare the module names and the feature sizes, which depend on the base model only."""
-    modules = {name for name, _ in base.model.named_modules()}
+    modules = own_modules(base.model)
     for key, value in state.items():
         if ".lora_" in key and module_of(key) not in modules:
             raise CheckpointError(

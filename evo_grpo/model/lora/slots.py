@@ -19,7 +19,6 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import set_peft_model_state_dict
 from torch import Tensor, nn
 
 from evo_grpo.errors import ConfigError
@@ -294,13 +293,14 @@ class AdapterSlots:
         if name in self.peft.active_adapters:
             # Otherwise PEFT activates another adapter and warns.
             self.activate(next(other for other in self._params if other != name))
-        self.peft.delete_adapter(name)
-        del self._params[name]
+        # Layer by layer: PEFT's `delete_adapter` walks over the modules of all adapters for each.
+        for layer in self.layers.values():
+            layer.delete_adapter(name)
+        del self.peft.peft_config[name], self._params[name]
         self._forget_kind(name)
         self._trainable.pop(name)
         self._versions.pop(name)
         self.derived.clear()
-        self.restore_trainable()
 
     def _forget_kind(self, name: str) -> None:
         for kind in self._kinds:
@@ -349,9 +349,11 @@ class AdapterSlots:
         """Overwrite a slot with tensors of equal shapes, by PEFT's file keys."""
         own = self._params[self._known(name)]
         check_adapter_state(state, own, origin, self.base.name)
-        set_peft_model_state_dict(self.peft, state, adapter_name=name)
+        # Not by PEFT, which walks over the modules of all adapters for each that it loads.
+        with torch.no_grad():
+            for key, parameter in own.items():
+                parameter.copy_(state[key])
         self.mark_changed(name)
-        self.restore_trainable()
 
     def restore_trainable(self) -> None:
         """Restore `requires_grad` of all slots after calls of PEFT that change it."""

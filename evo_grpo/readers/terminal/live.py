@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import final
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleDimensions, Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.segment import SegmentLines
 from rich.table import Table
 from rich.text import Text
 
@@ -22,7 +23,7 @@ from evo_grpo.readers.terminal.formatting import (
 )
 from evo_grpo.readers.terminal.pace import Completions, Pace
 from evo_grpo.record import columns
-from evo_grpo.record.family import best_agent
+from evo_grpo.record.family import best_agent, order
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.wording import hyperparameter, number
 from evo_grpo.schema.shown import short_name
@@ -35,6 +36,8 @@ OPTIONAL = (STANDARD_ERROR, "zero-var", "KL", "reward", "member")
 LEAST_BAR, MOST_BAR = 6, 32
 BESIDE_BAR = 66
 """Greatest width of the text beside the bar: 80 columns hold both in one line."""
+BESIDE_TABLE = 6
+"""Lines that the bar, the header and the line below the rows take, and two that stay free."""
 UNLIMITED = 10_000
 """Width to measure a table in, greater than that of any table."""
 ARROWS = {"up": " ↑", "down": " ↓"}
@@ -53,7 +56,8 @@ class LiveTable:
         self.rounds = 0
         self.names: list[str] = []
         self.last: RoundRecord | None = None
-        self.drawn: tuple[int, int, Table] | None = None  # round, width of the terminal, table
+        # Round, size of the terminal, table.
+        self.drawn: tuple[int, ConsoleDimensions, RenderableType] | None = None
         self.pace = Pace()
         self.line = BarColumn(complete_style=GOOD, finished_style=GOOD)
         self.bar = Progress(
@@ -119,14 +123,17 @@ class LiveTable:
             description=self._title(min(record.round + 1, self.rounds - 1)),
             stage="",
         )
-        say(self.console, round_line(record, self.rounds), wrap=True)
-        for decision in record.decisions:
-            show(self.console, Padding(safe(decision.sentence, "dim"), (0, 0, 0, 2)))
+        lines: list[RenderableType] = [
+            safe(round_line(record, self.rounds)),
+            *(Padding(safe(one.sentence, "dim"), (0, 0, 0, 2)) for one in record.decisions),
+        ]
         changes = Table.grid(padding=(0, 1))
         for name, details in evolution(record, "→").items():
             changes.add_row(safe(f"  {name}", "dim"), safe(details, "dim"))
         if changes.rows:
-            show(self.console, changes)
+            lines.append(changes)
+        # All in one call: each call draws the display again.
+        show(self.console, Group(*lines))
 
     def close(self) -> None:
         """Stop drawing and restore the terminal: the table disappears, the lines above stay."""
@@ -156,29 +163,40 @@ class LiveTable:
             parts.append(f"{speed:,.0f} tok/s")
         return " ".join(parts)
 
-    def _table(self, record: RoundRecord) -> Table:
-        """Return the agents of a round, with as many columns as fit the terminal."""
-        width = self.console.width
-        if self.drawn is None or self.drawn[:2] != (record.round, width):
-            self.drawn = (record.round, width, self._fitting_table(record, width))
+    def _table(self, record: RoundRecord) -> RenderableType:
+        """Return the agents of a round, with as many rows and columns as fit the terminal."""
+        size = self.console.size
+        if self.drawn is None or self.drawn[:2] != (record.round, size):
+            table = self._fitting_table(record, size)
+            # The lines: the display is drawn 8 times a second.
+            lines = self.console.render_lines(table, pad=False)
+            self.drawn = (record.round, size, SegmentLines(lines, new_lines=True))
         return self.drawn[2]
 
-    def _fitting_table(self, record: RoundRecord, width: int) -> Table:
+    def _fitting_table(self, record: RoundRecord, size: ConsoleDimensions) -> RenderableType:
+        agents, room = record.agents, max(1, size.height - BESIDE_TABLE)
+        if more := len(agents) - room if len(agents) > room else 0:
+            agents = sorted(agents, key=order)[:room]
         unlimited = self.console.options.update_width(UNLIMITED)
+        table = self._table_without(record, agents, OPTIONAL)
         for count in range(len(OPTIONAL)):
-            table = self._table_without(record, OPTIONAL[:count])
-            if self.console.measure(table, options=unlimited).maximum <= width:
-                return table
-        return self._table_without(record, OPTIONAL)
+            wider = self._table_without(record, agents, OPTIONAL[:count])
+            if self.console.measure(wider, options=unlimited).maximum <= size.width:
+                table = wider
+                break
+        rest = safe(f"and {more} more agents, which are not better", "dim")
+        return Group(table, rest) if more else table
 
-    def _table_without(self, record: RoundRecord, hidden: Sequence[str]) -> Table:
+    def _table_without(
+        self, record: RoundRecord, agents: Sequence[AgentRecord], hidden: Sequence[str]
+    ) -> Table:
         best = best_agent(record)
-        rows = [self._cells(agent, STANDARD_ERROR not in hidden) for agent in record.agents]
+        rows = [self._cells(agent, STANDARD_ERROR not in hidden) for agent in agents]
         titles = [title for title in rows[0] if title not in hidden]
         table = new_table()
         for title in titles:
             table.add_column(title, justify="right", no_wrap=True)
-        for agent, cells in zip(record.agents, rows, strict=True):
+        for agent, cells in zip(agents, rows, strict=True):
             style = f"bold {GOOD}" if best is not None and agent.agent == best.agent else None
             style = BAD if agent.score is None else style
             table.add_row(*(cells[title] for title in titles), style=style)

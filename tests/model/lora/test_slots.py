@@ -1,3 +1,4 @@
+import cProfile
 import json
 import math
 import shutil
@@ -45,6 +46,22 @@ def slots():
     out.add("reference", trainable=False)
     tiny.stir(out, "reference", 9)
     return out
+
+
+@pytest.mark.parametrize("work", ["load", "remove"])
+def test_an_agent_costs_the_same_beside_many_others(work, tmp_path):
+    def calls(others):
+        slots = tiny.population(tiny.llama(), (4,) * (others + 2))
+        tiny.save(slots, "a0", tmp_path)
+        profile = cProfile.Profile()
+        if work == "load":
+            profile.runcall(tiny.load, slots, "a0", tmp_path)
+        else:
+            profile.runcall(slots.remove, "a1")
+        return sum(one.callcount for one in profile.getstats())
+
+    calls(1)  # fills caches
+    assert calls(16) < 1.1 * calls(1)
 
 
 def logits(slots, name, input_ids):

@@ -96,6 +96,37 @@ def test_a_narrow_terminal_leaves_out_columns_and_cuts_none(
     assert not any(title in text for title in hidden)
 
 
+def many_agents(count: int) -> RoundRecord:
+    agents = tuple(agent(slot, slot, 0, slot / count) for slot in range(count))
+    told = tuple(Decision("kept", slot, 0, 0.0, 0.1, 8, f"kept {slot}") for slot in range(count))
+    return RoundRecord(0, agents, {"learn": 2.0}, decisions=told)
+
+
+def test_more_agents_than_lines_leave_the_best_and_the_bar():
+    view = LiveTable(terminal())  # 40 lines
+    view.rounds, view.names = 2, ["lr"]
+    view.round_done(many_agents(100))
+    lines = drawn(view).splitlines()
+    assert len(lines) < 40
+    shown = [int(line.split()[0]) for line in lines if line.split()[0].isdecimal()]
+    assert shown == list(range(99, 99 - len(shown), -1))
+    assert f"and {100 - len(shown)} more agents" in lines[-2]
+    assert "round 2/2" in lines[-1]
+
+
+def test_the_display_is_drawn_once_for_all_lines_of_a_round():
+    console = terminal(120, None)
+    view = LiveTable(console)
+    view.live.auto_refresh = False
+    view.start("mine", 2, 0, ["lr"])
+    before = len(console.file.getvalue())
+    view.round_done(many_agents(30))
+    printed = console.file.getvalue()[before:]
+    view.close()
+    assert all(f"kept {slot}" in printed for slot in range(30))
+    assert printed.count("round 2/2") == 1
+
+
 def test_the_first_step_of_a_long_run_is_printed_with_what_is_left():
     now = [0.0]
     view = PlainLines(console := Console(file=io.StringIO(), width=200))
