@@ -9,7 +9,6 @@ reads the run in a process of its own.
 """
 
 import argparse
-import io
 import json
 import os
 import statistics
@@ -24,7 +23,7 @@ from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from common import ROOT, Report, child, parser, quiet, tell
+from common import ROOT, Report, child, memory, parser, quiet, tell
 
 SCRIPT = Path(__file__)
 AGENTS, ROUNDS = 256, 200
@@ -117,11 +116,12 @@ def play(job: Mapping[str, Any]) -> dict[str, Any]:
                 raise KeyboardInterrupt
 
     found: Seconds = {label: [] for *_, label in WATCHED}
-    screen = Console(
-        file=io.StringIO(), force_terminal=True, color_system="truecolor", width=160, height=50
-    )
     start = time.perf_counter()
     with ExitStack() as stack:
+        nowhere = stack.enter_context(open(os.devnull, "w"))
+        screen = Console(
+            file=nowhere, force_terminal=True, color_system="truecolor", width=160, height=50
+        )
         for module, name, label in WATCHED:
             stack.enter_context(timing(module, name, found[label], now))
         progress = stack.enter_context(RunProgress(LiveTable(screen)))
@@ -129,7 +129,7 @@ def play(job: Mapping[str, Any]) -> dict[str, Any]:
         config = settings(job["agents"], job["rounds"] + 1)
         with suppress(KeyboardInterrupt):
             run(config, out=Path(job["folder"]), observer=ObserverList((progress, Count())))
-    return {"calls": found, "whole": time.perf_counter() - start}
+    return {"calls": found, "whole": time.perf_counter() - start, "peak_mib": memory("VmHWM")}
 
 
 def per_round(calls: Sequence[Sequence[float]], rounds: Sequence[int], what: int) -> float:
@@ -155,6 +155,7 @@ def show_calls(report: Report, told: Mapping[str, Any], agents: int, rounds: int
             whole_run_seconds=sum(call[1] for call in calls),
         )  # fmt: skip
     report.add(title, what="everything, with training", whole_run_seconds=told["whole"])
+    report.add("Peak memory (MiB)", whole_run=told["peak_mib"])
 
 
 def command(*arguments: str) -> float:
