@@ -43,7 +43,7 @@ WATCHED = (
     ("evo_grpo.record.run_dir", "RunDir.drop_checkpoints", "old checkpoints (writer)"),
     ("evo_grpo.readers.terminal.progress", "RunProgress.step_done", "terminal: a step"),
     ("evo_grpo.readers.terminal.progress", "RunProgress.round_done", "terminal: a round"),
-    ("evo_grpo.readers.terminal.live", "LiveTable.render", "terminal: the table, 8 times a second"),
+    ("rich.live", "Live.refresh", "terminal: the display, 8 times a second"),
 )
 Seconds = dict[str, list[tuple[int, float, float]]]
 """Round, wall and processor seconds of each call, by name."""
@@ -120,8 +120,9 @@ def play(job: Mapping[str, Any]) -> dict[str, Any]:
     with ExitStack() as stack:
         nowhere = stack.enter_context(open(os.devnull, "w"))
         screen = Console(
-            file=nowhere, force_terminal=True, color_system="truecolor", width=160, height=50
-        )
+            file=nowhere, force_terminal=True, force_interactive=True, color_system="truecolor",
+            width=160, height=50,
+        )  # fmt: skip
         for module, name, label in WATCHED:
             stack.enter_context(timing(module, name, found[label], now))
         progress = stack.enter_context(RunProgress(LiveTable(screen)))

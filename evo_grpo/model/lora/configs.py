@@ -274,18 +274,21 @@ def check_ends(model: nn.Module, config: LoraConfig) -> None:
 def own_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return a model's modules by name, without those that PEFT puts inside of a layer.
 
-    The walk leaves out the insides of wrapped layers: they have modules of every adapter.
+    As in `named_modules`, a module in two places has its first name. The walk leaves out the
+    insides of wrapped layers: they have modules of every adapter.
     """
-    found = {"": model}
+    found: dict[str, nn.Module] = {}
+    seen: set[nn.Module] = set()
     waiting = [("", model)]
     while waiting:
         path, module = waiting.pop()
-        if isinstance(module, BaseTunerLayer):
+        if module in seen:
             continue
-        for name, child in module.named_children():
-            below = f"{path}.{name}" if path else name
-            found[below] = child
-            waiting.append((below, child))
+        seen.add(module)
+        found[path] = module
+        if not isinstance(module, BaseTunerLayer):
+            below = [(f"{path}.{name}" if path else name, c) for name, c in module.named_children()]
+            waiting += reversed(below)
     return found
 
 

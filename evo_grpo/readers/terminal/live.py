@@ -25,7 +25,7 @@ from evo_grpo.readers.terminal.pace import Completions, Pace
 from evo_grpo.record import columns
 from evo_grpo.record.family import best_agent, order
 from evo_grpo.record.records import AgentRecord, RoundRecord
-from evo_grpo.record.wording import hyperparameter, number
+from evo_grpo.record.wording import count, hyperparameter, number
 from evo_grpo.schema.shown import short_name
 from evo_grpo.types import Slot
 
@@ -36,8 +36,8 @@ OPTIONAL = (STANDARD_ERROR, "zero-var", "KL", "reward", "member")
 LEAST_BAR, MOST_BAR = 6, 32
 BESIDE_BAR = 66
 """Greatest width of the text beside the bar: 80 columns hold both in one line."""
-BESIDE_TABLE = 6
-"""Lines that the bar, the header and the line below the rows take, and two that stay free."""
+BESIDE_ROWS = 3
+"""Lines of a terminal that the header and the bar take, and one that stays free."""
 UNLIMITED = 10_000
 """Width to measure a table in, greater than that of any table."""
 ARROWS = {"up": " ↑", "down": " ↓"}
@@ -174,18 +174,19 @@ class LiveTable:
         return self.drawn[2]
 
     def _fitting_table(self, record: RoundRecord, size: ConsoleDimensions) -> RenderableType:
-        agents, room = record.agents, max(1, size.height - BESIDE_TABLE)
-        if more := len(agents) - room if len(agents) > room else 0:
-            agents = sorted(agents, key=order)[:room]
+        agents, room = record.agents, size.height - BESIDE_ROWS
+        if len(agents) > room and not self.console.is_jupyter:  # a notebook scrolls
+            agents = sorted(agents, key=order)[: max(1, room - 1)]
         unlimited = self.console.options.update_width(UNLIMITED)
         table = self._table_without(record, agents, OPTIONAL)
-        for count in range(len(OPTIONAL)):
-            wider = self._table_without(record, agents, OPTIONAL[:count])
+        for hidden in range(len(OPTIONAL)):
+            wider = self._table_without(record, agents, OPTIONAL[:hidden])
             if self.console.measure(wider, options=unlimited).maximum <= size.width:
                 table = wider
                 break
-        rest = safe(f"and {more} more agents, which are not better", "dim")
-        return Group(table, rest) if more else table
+        if not (more := len(record.agents) - len(agents)):
+            return table
+        return Group(table, safe(f"and {count(more, 'more agent')}", "dim"))
 
     def _table_without(
         self, record: RoundRecord, agents: Sequence[AgentRecord], hidden: Sequence[str]

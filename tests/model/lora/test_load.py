@@ -48,6 +48,23 @@ def assert_same(first, second):
         assert all(torch.equal(value, second[name][key]) for key, value in state.items())
 
 
+def test_layers_that_two_blocks_share_have_one_name(tmp_path):
+    def sharing(targets):
+        model = tiny.llama()
+        model.model.layers[1].mlp = model.model.layers[0].mlp
+        made = AdapterSlots(SharedBase(model), tiny.lora(target_modules=targets))
+        made.add("actor_0")
+        return made
+
+    other = sharing(".*up_proj")
+    tiny.stir(other, "actor_0", 7)
+    tiny.save(other, "actor_0", tmp_path)
+    made = sharing(["up_proj"])
+    load_adapter(made, "actor_0", tmp_path)
+    assert made.modules("actor_0") == {"model.layers.0.mlp.up_proj"}
+    assert_same({"a": other.state("actor_0")}, {"a": made.state("actor_0")})
+
+
 def refuse(made, folder, message, merge=False):
     before, config = states(made), made.lora_config("actor_0")
     parameters, names = made.parameters("actor_0"), made.names

@@ -16,6 +16,7 @@ from evo_grpo.errors import CheckpointError, ConfigError, ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import RowLayout, population_forward
 from evo_grpo.model.lora.files import CONFIG, WEIGHTS, read_adapter
+from evo_grpo.model.lora.load import plan_adapter
 from evo_grpo.model.lora.slots import AdapterSlots
 
 
@@ -55,7 +56,7 @@ def test_an_agent_costs_the_same_beside_many_others(work, tmp_path):
         tiny.save(slots, "a0", tmp_path)
         profile = cProfile.Profile()
         if work == "load":
-            profile.runcall(tiny.load, slots, "a0", tmp_path)
+            profile.runcall(lambda: plan_adapter(slots, "a0", tmp_path).apply())
         else:
             profile.runcall(slots.remove, "a1")
         return sum(one.callcount for one in profile.getstats())

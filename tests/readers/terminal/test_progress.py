@@ -102,16 +102,24 @@ def many_agents(count: int) -> RoundRecord:
     return RoundRecord(0, agents, {"learn": 2.0}, decisions=told)
 
 
-def test_more_agents_than_lines_leave_the_best_and_the_bar():
-    view = LiveTable(terminal())  # 40 lines
+@pytest.mark.parametrize(("count", "cut"), [(37, False), (38, True), (100, True)])
+def test_a_terminal_of_40_lines_shows_the_best_agents_and_the_bar(count: int, cut: bool):
+    view = LiveTable(terminal())
     view.rounds, view.names = 2, ["lr"]
-    view.round_done(many_agents(100))
+    view.round_done(many_agents(count))
     lines = drawn(view).splitlines()
     assert len(lines) < 40
-    shown = [int(line.split()[0]) for line in lines if line.split()[0].isdecimal()]
-    assert shown == list(range(99, 99 - len(shown), -1))
-    assert f"and {100 - len(shown)} more agents" in lines[-2]
     assert "round 2/2" in lines[-1]
+    shown = [int(line.split()[0]) for line in lines if line.split()[0].isdecimal()]
+    assert shown == (list(range(count - 1, count - 37, -1)) if cut else list(range(count)))
+    assert (f"and {count - 36} more agent" in lines[-2]) == cut
+
+
+def test_a_notebook_scrolls_through_all_agents():
+    view = LiveTable(Console(force_jupyter=True, highlight=False, file=io.StringIO()))
+    view.rounds, view.names = 2, ["lr"]
+    view.round_done(many_agents(150))
+    assert len(drawn(view).splitlines()) > 150
 
 
 def test_the_display_is_drawn_once_for_all_lines_of_a_round():
