@@ -4,10 +4,9 @@
 
 The first is its FLOP rate over that of a large fp32 matmul. Counted are 4 FLOPs per base parameter
 and token: 2 forward and 2 for the gradient of the activations; the base's weights have none. Not
-counted, though done: the adapters (2% of it), the attention, and the head once more in the
-backward, which recomputes its logits chunk by chunk. The head is counted for generated tokens
-alone, the last token of a row, which predicts nothing, not at all. beta = 0: a KL term would add a
-forward pass.
+counted, though done: the adapters (2% of it) and the attention. The head is counted for generated
+tokens alone, the last token of a row, which predicts nothing, not at all. beta = 0: a KL term would
+add a forward pass.
 
 The second runs the embedded model on prompts of 256 tokens, G=8, T=16, with the prompts shared and
 with every row carrying its own.

@@ -130,6 +130,13 @@ def test_groups_of_different_sizes_stay_whole_and_a_bucket_holds_one_of_every_ag
             assert collate(bucket, 0, CPU).counts == tuple(tiers * size for size in sizes)
 
 
+def test_groups_of_different_sizes_are_divided_evenly_where_no_order_saves_tokens():
+    sizes = (4, 4, 6, 6, 8, 8, 12, 16)
+    buckets = pack(groups(sizes, 4), 8192)
+    halves = tuple(2 * size for size in sizes)
+    assert [collate(bucket, 0, CPU).counts for bucket in buckets] == [halves, halves]
+
+
 def test_a_tier_over_the_budget_is_split_between_groups():
     buckets = pack(groups((8, 8), 2), 6 + 8 * 32)
     assert [collate(bucket, 0, CPU).counts for bucket in buckets] == [(8,)] * 4
