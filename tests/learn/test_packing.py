@@ -132,7 +132,13 @@ def test_groups_of_different_sizes_stay_whole_and_a_bucket_holds_one_of_every_ag
 
 def test_groups_of_different_sizes_are_divided_evenly_where_no_order_saves_tokens():
     sizes = (4, 4, 6, 6, 8, 8, 12, 16)
-    buckets = pack(groups(sizes, 4), 8192)
+    pairs = [
+        (agent, row(6, 32, start=10 * prompt, number=size * prompt + i))
+        for agent, size in enumerate(sizes)
+        for prompt in range(4)
+        for i in range(size)
+    ]
+    buckets = pack(pairs, 8192)
     halves = tuple(2 * size for size in sizes)
     assert [collate(bucket, 0, CPU).counts for bucket in buckets] == [halves, halves]
 
