@@ -145,8 +145,10 @@ def _packed(sized: Sequence[_SizedRow], token_budget: int, max_rows: int | None)
         single_rows = [[[row] for block in tier for row in block] for tier in tiers]
         split = _fill(single_rows, token_budget, max_rows)
         candidates.append(split if len(split) <= MAX_SPLIT_SHARE * len(whole) else whole)
-    # Of equally many tokens, those of the more equal micro-batches.
-    return min(candidates, key=lambda found: (_tokens(found), max(one.tokens() for one in found)))
+    first = min(candidates, key=_tokens)
+    # Of equally many tokens and micro-batches, those whose largest one is smaller.
+    equal = (found for found in candidates if len(found) == len(first))
+    return min(equal, key=lambda found: (_tokens(found), max(one.tokens() for one in found)))
 
 
 def _tokens(buckets: Sequence[_Bucket]) -> int:

@@ -143,6 +143,11 @@ def test_groups_of_different_sizes_are_divided_evenly_where_no_order_saves_token
     assert [collate(bucket, 0, CPU).counts for bucket in buckets] == [halves, halves]
 
 
+def test_even_micro_batches_are_no_reason_for_more_of_them():
+    for size, prompts, budget, count in ((6, 2, 1024, 3), (5, 4, 1024, 5), (12, 3, 2048, 4)):
+        assert len(pack(groups((size,), prompts, 100, 200), budget)) == count
+
+
 def test_a_tier_over_the_budget_is_split_between_groups():
     buckets = pack(groups((8, 8), 2), 6 + 8 * 32)
     assert [collate(bucket, 0, CPU).counts for bucket in buckets] == [(8,)] * 4

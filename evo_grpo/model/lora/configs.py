@@ -286,7 +286,9 @@ def own_modules(model: nn.Module) -> dict[str, nn.Module]:
             continue
         seen.add(module)
         found[path] = module
-        if not isinstance(module, BaseTunerLayer):
+        if isinstance(module, BaseTunerLayer):
+            seen.add(module.get_base_layer())  # PEFT wraps a layer in two places once
+        else:
             below = [(f"{path}.{name}" if path else name, c) for name, c in module.named_children()]
             waiting += reversed(below)
     return found

@@ -186,7 +186,9 @@ class LiveTable:
                 break
         if not (more := len(record.agents) - len(agents)):
             return table
-        return Group(table, safe(f"and {count(more, 'more agent')}", "dim"))
+        rest = safe(f"and {count(more, 'more agent')}", "dim")
+        rest.no_wrap = True
+        return Group(table, rest)
 
     def _table_without(
         self, record: RoundRecord, agents: Sequence[AgentRecord], hidden: Sequence[str]

@@ -48,10 +48,15 @@ def assert_same(first, second):
         assert all(torch.equal(value, second[name][key]) for key, value in state.items())
 
 
-def test_layers_that_two_blocks_share_have_one_name(tmp_path):
+@pytest.mark.parametrize("shared", ["mlp", "up_proj"])
+def test_layers_that_two_blocks_share_have_one_name(shared, tmp_path):
     def sharing(targets):
         model = tiny.llama()
-        model.model.layers[1].mlp = model.model.layers[0].mlp
+        first, second = model.model.layers
+        if shared == "mlp":
+            second.mlp = first.mlp
+        else:
+            second.mlp.up_proj = first.mlp.up_proj
         made = AdapterSlots(SharedBase(model), tiny.lora(target_modules=targets))
         made.add("actor_0")
         return made
