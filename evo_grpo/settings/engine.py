@@ -5,7 +5,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.settings.engines.declaration import RolloutSettings
@@ -22,6 +22,18 @@ else:
 DECODE_ROWS = 1024
 """Completions decoded at once where nothing says how many fit."""
 _UNITS = {"MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30}
+
+
+def _parts(value: object) -> object:
+    """Accept a number, "auto" or null; one message instead of one per branch of the union."""
+    if value in (None, "auto") or (type(value) is int and 2 <= value <= 64):
+        return value
+    raise ValueError("a number of parts in [2, 64], 'auto' or null")
+
+
+AnnotatedOverlap = Annotated[
+    Annotated[int, Field(ge=2, le=64)] | Literal["auto"] | None, BeforeValidator(_parts)
+]
 
 
 class EngineConfig(Group):
@@ -51,7 +63,7 @@ class EngineConfig(Group):
         "processes with which the run starts.",
         ge=1,
     )
-    overlap: Annotated[int, Field(ge=2, le=64)] | Literal["auto"] | None = setting(
+    overlap: AnnotatedOverlap = setting(
         None,
         "Parts that the agents of a shard are dealt into, each a batch of its own: while the "
         "rewards of one are computed, the others generate and learn. For reward functions and "

@@ -35,3 +35,11 @@ def test_a_device_whose_memory_is_the_hosts_gains_nothing():
     assert not any(
         "offload" in line for line in warnings(small(engine={"device": "auto", **engine}))
     )
+
+
+@pytest.mark.parametrize("parts", [1, 65, 2.5, True, "many"])
+def test_a_wrong_number_of_parts_is_one_problem(parts):
+    expected = r"engine\.overlap: expected a number of parts in \[2, 64\], 'auto' or null, got "
+    with pytest.raises(ConfigError, match=expected) as caught:
+        small(engine={"overlap": parts})
+    assert len(str(caught.value).splitlines()) == 1
