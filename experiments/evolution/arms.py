@@ -87,11 +87,9 @@ class Task:
         steps: GRPO steps per round of the reference arm.
         prompts: P, prompts of a step of one of N agents.
         group: G, completions per prompt.
-        validation: Fewest validation prompts behind a fitness, one completion each; fewer with
-            children.
+        validation: Fewest validation prompts behind a fitness, one completion each.
         settings: The rest of the run's settings, by dotted path.
         arms: The arms, or groups of them, that run when none are named.
-        children: Children that a run with recombination evaluates, by a pilot.
     """
 
     name: str
@@ -103,7 +101,6 @@ class Task:
     validation: int
     settings: Mapping[str, Any]
     arms: tuple[str, ...] = ("main", "ablations")
-    children: int = 0
 
     def quick(self) -> Task:
         """Return the task at a size that shows whether everything works, and nothing else."""
@@ -160,11 +157,11 @@ _ASKED = {
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        Task("sums", 8, 6, 8, 4, 8, 64, _SUMS, children=4),
+        Task("sums", 8, 6, 8, 4, 8, 64, _SUMS),
         Task("sums-long", 8, 12, 8, 4, 8, 64, _SUMS, arms=("main",)),
         Task("sums-shaped", 8, 6, 8, 4, 8, 64, _SUMS, arms=("weights",)),
         Task("sums-narrow", 8, 6, 8, 4, 8, 64, _NARROW, arms=("ranks",)),
-        Task("foods", 8, 6, 1, 2, 8, 64, _FOODS, children=3),
+        Task("foods", 8, 6, 1, 2, 8, 64, _FOODS),
         # The reference of foods spends four fifths of its rows on evaluations, here half of them.
         Task("foods-16", 8, 6, 1, 2, 8, 16, _FOODS, arms=("main",)),
         Task("smollm2", 8, 6, 8, 2, 8, 32, _SMOLLM2, arms=("random", "new", "one-third")),
@@ -477,21 +474,6 @@ WHERE = (
         once=True,
     ),
 )
-#: `new` was measured when the greatest score won the final comparison, so it is run again.
-RECOMBINED = (
-    _new("new-none", "the defaults, without children or noise", evolve__recombine="none"),
-    *(
-        _new(
-            f"new-{operator}",
-            f"the defaults, with children of survivors that tie: {operator}",
-            evolve__recombine=operator,
-        )
-        for operator in ("average", "svd_subspace", "layer_wise")
-    ),
-    _new(
-        "new-svd_noise", "the defaults, with noise on the weights of copies", evolve__svd_noise=0.2
-    ),
-)
 
 
 def _asking(*names: str) -> dict[str, Any]:
@@ -539,11 +521,10 @@ GROUPS: dict[str, tuple[Arm, ...]] = {
     "weights": WEIGHTS,
     "ranks": RANKS,
     "layers": WHERE,
-    "recombined": RECOMBINED,
     "prompts": ASKING,
 }
 ARMS: dict[str, Arm] = {
-    arm.name: arm for arm in (*GROUPS["all"], *WEIGHTS, *RANKS, *WHERE, *RECOMBINED, *ASKING)
+    arm.name: arm for arm in (*GROUPS["all"], *WEIGHTS, *RANKS, *WHERE, *ASKING)
 }
 QUICK_ARMS = ("random", REFERENCE, "new")
 
@@ -599,9 +580,7 @@ def budget(task: Task, arm: Arm | None = None) -> int:
 def plan(task: Task, arm: Arm) -> Plan:
     """Spend the budget: as many whole steps per round as leave enough for the evaluations.
 
-    What no whole step is left for goes into more validation prompts. Children leave all evaluations
-    fewer prompts, and the steps as they are: a step less in each round would cost several times
-    as much as they do.
+    What no whole step is left for goes into more validation prompts.
 
     Raises:
         ValueError: The evaluations alone cost more than the budget.
@@ -610,8 +589,6 @@ def plan(task: Task, arm: Arm) -> Plan:
     rounds = 1 if arm.once else task.rounds
     places = _places(agents, rounds, arm.places)
     evaluations = sum(places) + arm.candidates
-    recombines = arm.overrides.get("evolve.recombine", "none") != "none"
-    children = task.children if recombines else 0
     rows = budget(task, arm)
     if arm.driver == "tpe":
         # As many trials as the reference has agents, were none pruned.
@@ -620,7 +597,6 @@ def plan(task: Task, arm: Arm) -> Plan:
     step = agents * prompts * task.group
     steps = (rows - evaluations * task.validation) // (rounds * step)
     training = rounds * steps * step
-    evaluations += children
     validation = (rows - training) // evaluations
     if steps < 1:
         raise ValueError(f"{task.name}, {arm.name}: {rows} rows leave none for training")

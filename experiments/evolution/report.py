@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from arms import ARMS, BEYOND_LR, NAMES, PROMPTS, RECOMBINED, REFERENCE, TASKS, Arm, plan
+from arms import ARMS, BEYOND_LR, NAMES, PROMPTS, REFERENCE, TASKS, Arm, plan
 from lines import Line, read
 from rich.console import Console
 from rich.table import Table
@@ -33,14 +33,15 @@ FIXED_RANKS = ("rank-1", "rank-4", "rank-16", "rank-random")
 FIXED_PROMPTS = (*(f"prompt-{name}" for name in PROMPTS), "prompt-random")
 REFERENCES = ("random", REFERENCE, "one", *WEIGHTS, *FIXED_RANKS, *FIXED_PROMPTS)
 """Arms that the others are held against."""
-RECOMBINES = {arm.name for arm in RECOMBINED}
+RECOMBINED = ("new-none", "new-average", "new-svd_subspace", "new-layer_wise", "new-svd_noise")
+"""Arms of settings that were removed, with `new-none` beside them: no run can repeat them."""
 BEYOND = {arm.name for arm in (*BEYOND_LR, *NAMES)}
 
 Rows = list[list[str]]
 
 
 class Results:
-    """The lines of one task, by arm in the order of `ARMS`.
+    """The lines of one task, by arm in the order of `ARMS`, then `RECOMBINED`.
 
     Args:
         lines: Of the results file.
@@ -50,7 +51,7 @@ class Results:
         """Sort; of two lines for one run the later counts."""
         latest = {(line["arm"], line["seed"]): line for line in lines}
         self.by_arm: dict[str, list[Line]] = {}
-        for name in ARMS:
+        for name in (*ARMS, *RECOMBINED):
             mine = [line for (arm, _), line in sorted(latest.items()) if arm == name]
             if mine:
                 self.by_arm[name] = mine
@@ -157,9 +158,13 @@ def scores_table(results: Results) -> Rows:
             _thousands(line["training"]["tokens"] for line in mine),
             _thousands(line["evaluation"]["tokens"] for line in mine),
             # A trial's rounds are not all of the arm's: what it spent is not in one run's seconds.
-            "" if not ok or ARMS[arm].driver == "tpe" else f"{statistics.median(seconds):.2f}",
+            "" if not ok or _in_trials(arm) else f"{statistics.median(seconds):.2f}",
         ])  # fmt: skip
     return table
+
+
+def _in_trials(arm: str) -> bool:
+    return arm in ARMS and ARMS[arm].driver == "tpe"
 
 
 def differences_table(results: Results, references: Sequence[str]) -> Rows:
@@ -257,8 +262,8 @@ def task_text(name: str, lines: Sequence[Line]) -> str:
         results.arms({arm for arm in results.by_arm if (arm in BEYOND) == wanted})
         for wanted in (False, True)
     )
-    recombined = results.arms({"new", *RECOMBINES})
-    compared = compared.arms(set(compared.by_arm) - RECOMBINES)
+    recombined = results.arms({"new", *RECOMBINED})
+    compared = compared.arms(set(compared.by_arm) - {*RECOMBINED})
     parts = [f"### {name}", circumstances_text(results)]
     untouched = [seed for seed in results.seeds() if seed in UNTOUCHED]
     splits = [(f"All {len(results.seeds())} seeds", results.seeds())]
@@ -272,7 +277,7 @@ def task_text(name: str, lines: Sequence[Line]) -> str:
         for title, seeds in splits:
             table = markdown(ranges_table(beyond.only(seeds)))
             parts += [f"**Hyperparameters beyond lr. {title}**", table]
-    if RECOMBINES & set(recombined.by_arm):
+    if set(RECOMBINED) & set(recombined.by_arm):
         parts += ["**Recombination**", markdown(scores_table(recombined))]
         parts.append(markdown(differences_table(recombined, ("new",))))
     return "\n\n".join(part for part in parts if part)
