@@ -123,19 +123,17 @@ class Mutation:
 
     Attributes:
         op: "init" (first population), "clone" (copy of a parent), "mutate" (copy or survivor with
-            changed values), "restore" (the best agent ever, at a lower lr), "recombine" (child of
-            two survivors) or "mean" (of the adapters of two parents, at the end). At the request of
-            the user: "steer-clone" (copy of an agent), "steer-set" (survivor or copy with values
-            that the user set) or "steer-restore" ("restore", followed by a clone or a set).
+            changed values), "restore" (the best agent ever, at a lower lr) or "mean" (of the
+            adapters of two parents, at the end). At the request of the user: "steer-clone" (copy of
+            an agent), "steer-set" (survivor or copy with values that the user set) or
+            "steer-restore" ("restore", followed by a clone or a set).
         changes: Parameter -> (old, new); clip pairs appear as clip_low and clip_high.
-        noise: Seed of the noise on the weights of a copy, see `evolve.svd_noise`; None without.
     """
 
     op: str = "init"
     changes: Mapping[str, tuple[_Value, _Value]] = field(
         default_factory=dict[str, tuple[_Value, _Value]]
     )
-    noise: int | None = None
 
     @property
     def restores(self) -> bool:
@@ -150,11 +148,11 @@ class Member:
     Attributes:
         id: Never reused within a run.
         agent: Slot of the agent.
-        parent: Id of the member it was copied from, of a child the better parent; None in the first
+        parent: Id of the member it was copied from, of a mean the better parent; None in the first
             population.
         born: First round that it plays (0-based).
         mutation: How it was made.
-        second_parent: Id of the other parent of a child or of a mean, else None.
+        second_parent: Id of the other parent of a mean, else None.
     """
 
     id: int
@@ -231,14 +229,11 @@ class Decision:
     Attributes:
         kind: "copied" (took another agent's weights), "kept" (a copy was planned, but its parent
             is not significantly better than this agent), "restored" (took the weights of the best
-            agent ever), "recombined" (became a child of two survivors), "discarded" (a child for
-            its place was not ahead), "collapsed" (can no longer learn), "left" (plays no further
-            round), "steered" (a request of the user was carried out), "refused" (a request was
-            not).
+            agent ever), "collapsed" (can no longer learn), "left" (plays no further round),
+            "steered" (a request of the user was carried out), "refused" (a request was not).
         agent: Slot of the agent.
         other: Slot of the agent that it was compared with, None if there was no comparison.
         difference: Mean reward by which `other` is ahead, per shared prompt; NaN without `other`.
-            Of a child, the mean reward by which it is ahead of `other`, its better parent.
         error: Standard error of `difference`; NaN for fewer than two prompts.
         prompts: Number of prompts that both agents answered.
         sentence: The decision in plain words.

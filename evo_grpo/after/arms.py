@@ -215,8 +215,6 @@ def _arm_config(
         evolve=config.evolve.replace(
             selection=NoSelection(),
             exploration=NoExploration(),
-            recombine="none",
-            svd_noise=0.0,
             archive=False,
             dead_steps=None,
         ),

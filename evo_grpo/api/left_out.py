@@ -122,7 +122,7 @@ def make_up(
     )
     everyone = [a.agent for a in last.agents]
     generation = recorded_generation(cohort, everyone, record)
-    apply(cohort, everyone, generation, settings.evolve)
+    apply(cohort, everyone, generation, inherit_optimizer=settings.evolve.inherit_optimizer)
     return record, generation.slots
 
 

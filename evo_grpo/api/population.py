@@ -56,7 +56,7 @@ from evo_grpo.schema.hparams import Hparams, Value
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.schema.validation import check_folder, whole
 from evo_grpo.seeding import generator
-from evo_grpo.settings import EvolveConfig, PopulationConfig, to_yaml
+from evo_grpo.settings import PopulationConfig, to_yaml
 from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.training.assemble import Objects, Prepared, round_settings
 from evo_grpo.training.environments import environment_for
@@ -419,7 +419,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
             next_id=self.cohort.next_member,
         )
         left_out.withdraw(self.cohort, self.slots)
-        apply(self.cohort, self.slots, generation, EvolveConfig())
+        apply(self.cohort, self.slots, generation, inherit_optimizer=True)
         self.keep(generation.slots)
         self.elite = next((i for i, offspring in enumerate(plan) if offspring.elite), None)
 

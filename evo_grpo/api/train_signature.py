@@ -42,8 +42,6 @@ class PopulationSignature(ABC):
         selection: Selection | Selector | Mapping[str, Any] | str = TournamentSelection(),
         exploration: Exploration | Explorer | Mapping[str, Any] | str = Mutations(),
         significance: float | None = 0.1,
-        recombine: Literal["none", "average", "svd_subspace", "layer_wise"] = "none",
-        svd_noise: float = 0.0,
         archive: bool = True,
         dead_steps: int | None = 8,
         fitness: FitnessConfig | Mapping[str, Any] = FitnessConfig(),
@@ -87,15 +85,6 @@ class PopulationSignature(ABC):
             significance: Largest p-value of a paired test at which a difference in fitness counts.
                 An agent that is not significantly behind keeps its weights, and one that is
                 significantly ahead is not removed. null counts every difference.
-            recombine: How two survivors that a paired test cannot separate make a child after each
-                round but the last: `average`, the mean of their products B A; `svd_subspace`, the
-                leading singular directions of the better one and what the other adds to them;
-                `layer_wise`, each layer from one of them. The child is evaluated on the prompts of
-                the round and takes a place only if it is ahead of its better parent. `none` makes
-                no children.
-            svd_noise: Noise on the weights of copies: each singular value of B A is multiplied by a
-                factor whose logarithm has this standard deviation. 0 copies the weights as they
-                are.
             archive: Keep the best agent of all rounds in checkpoints/best. If the population falls
                 significantly behind it, two copies of it, with a half and a quarter of its lr,
                 replace the two worst agents.

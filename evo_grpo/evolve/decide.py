@@ -63,7 +63,6 @@ class Strategy:
         significance: Largest p-value at which a difference between two agents counts; None counts
             every difference.
         window: Latest scores of a member that the selector sees, >= 1.
-        noisy: Whether copies get noise on their weights.
     """
 
     selector: Selector
@@ -71,7 +70,6 @@ class Strategy:
     hp_config: HyperparameterConfig
     significance: float | None
     window: int = 1
-    noisy: bool = False
 
 
 def decide(
@@ -122,7 +120,6 @@ def decide(
         round=round,
         next_id=next_id,
         trials=trials,
-        noisy=strategy.noisy,
     )
     decisions = _decisions(standings, settled, generation, scores, strategy)
     decline = _decline(scores, archive, strategy.significance)
@@ -187,7 +184,7 @@ def why_collapsed(
     )
     return (
         f"{evidence} had equal rewards, so it can no longer learn, and it is behind the best"
-        f"{difference_text(behind)}"
+        f"{_difference_text(behind)}"
     )
 
 
@@ -355,7 +352,7 @@ def _failed(agent: Slot) -> Decision:
     return _decision("left", agent, None, None, text)
 
 
-def difference_text(lead: Comparison) -> str:
+def _difference_text(lead: Comparison) -> str:
     """Return a comparison as the end of a sentence; empty if no prompt is shared."""
     if lead.prompts == 0:
         return ""
@@ -371,5 +368,5 @@ def _decision(
     """Return a decision; its sentence ends with the comparison that it is based on."""
     if lead is None:
         return Decision(kind, agent, other, math.nan, math.nan, 0, text)
-    sentence = text + difference_text(lead)
+    sentence = text + _difference_text(lead)
     return Decision(kind, agent, other, lead.difference, lead.error, lead.prompts, sentence)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -58,15 +58,14 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
     round: int,
     next_id: int,
     trials: Sequence[Trial] = (),
-    noisy: bool = False,
 ) -> Generation:
     """Return the generation that a plan and an exploration give; no adapter is copied here.
 
     A copy, or an agent whose hyperparameters changed, becomes a new member, whose parent is the
-    member it comes from. A survivor without changes keeps its member. With `noisy`, each copy gets
-    a seed for noise on its weights, drawn last. The plan must have passed `check_plan`. `members`
-    and `hparams` are by position; for the other arguments see `decide`. Hyperparameters that are
-    drawn at the start alone are not explored; a schedule may still name their values.
+    member it comes from. A survivor without changes keeps its member. The plan must have passed
+    `check_plan`. `members` and `hparams` are by position; for the other arguments see `decide`.
+    Hyperparameters that are drawn at the start alone are not explored; a schedule may still name
+    their values.
     """
     scheduled = isinstance(explorer, ScheduleExploration)
     space = hp_config if scheduled else hp_config.mutating()
@@ -85,10 +84,6 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
         else:
             new_members.append(parent)
         new_hparams.append(values)
-    for place, offspring in enumerate(plan if noisy else ()):
-        if offspring.parent != offspring.position:
-            member, seed = new_members[place], int(rng.integers(2**31))
-            new_members[place] = replace(member, mutation=replace(member.mutation, noise=seed))
     return Generation(
         members=tuple(new_members),
         hparams=tuple(new_hparams),

@@ -25,7 +25,7 @@ ON_AGENTS = ("stop-agent", "clone", "set")
 ON_RUN = ("pause", "continue", "stop-after-round")
 """Requests that change when the next round is played, or whether."""
 
-_SUPERSEDED = ("copied", "kept", "restored", "recombined")
+_SUPERSEDED = ("copied", "kept", "restored")
 """Kinds of decisions about an agent that are dropped when a request stops or overwrites it."""
 
 
@@ -179,8 +179,7 @@ def _set(
     op = "steer-set"
     if born and (member.mutation.restores or member.mutation.op == "steer-clone"):
         op = "steer-restore" if member.mutation.restores else "steer-clone"
-    noise = member.mutation.noise if born else None
-    child = _with_child(plan, index, member, Mutation(op, changes, noise), new, boundary)
+    child = _with_child(plan, index, member, Mutation(op, changes), new, boundary)
     return child, f"agent {member.agent} was set by hand: {shown}"
 
 
@@ -239,11 +238,9 @@ def _with_child(
     """Replace a member by a child; it keeps the id of a member that has not trained yet."""
     old, played = plan.members[index], boundary.played
     free = max([boundary.next_id - 1, *(one.id for one in plan.members)]) + 1
-    source, second = parent.id, None
-    if parent.id not in played:
-        source, second = parent.parent, parent.second_parent
+    source = parent.id if parent.id in played else parent.parent
     number = free if old.id in played else old.id
-    child = Member(number, old.agent, source, boundary.round + 1, mutation, second)
+    child = Member(number, old.agent, source, boundary.round + 1, mutation)
     members, values = list(plan.members), list(plan.hparams)
     members[index], values[index] = child, hparams
     return plan._replace(members=tuple(members), hparams=tuple(values))

@@ -58,13 +58,11 @@ class RankReport:
         agents: The reports of its agents, by slot.
         reduced: Engine settings that were lowered to save memory, with their present values.
         files: The files of its checkpoints.
-        child: The evaluation of a child of two survivors, if the rank has evaluated one.
     """
 
     agents: Mapping[Slot, AgentReport]
     reduced: Mapping[str, int] = field(default_factory=dict[str, int])
     files: CheckpointFiles = field(default_factory=CheckpointFiles)
-    child: Evaluation | None = None
 
 
 @dataclass(frozen=True)
@@ -326,7 +324,6 @@ def next_agents(  # noqa: PLR0913 -- a plan is made of all that a round has foun
             hp_config,
             settings.evolve.significance,
             settings.evolve.fitness.window,
-            noisy=settings.evolve.svd_noise > 0,
         ),
         generator(derive(seed, "evolve", round)),
         round=round,
@@ -394,7 +391,6 @@ def agent_record(standing: Standing, report: AgentReport, round: int, seed: int)
         seed=derive(seed, "sample", round, 0, standing.slot),
         reason=tally.failed or (unranked if report.score is None else ""),
         step_rewards=tally.step_rewards,
-        second_parent=standing.member.second_parent,
     )
 
 

@@ -1,8 +1,8 @@
 """Plays one round: agents train, are evaluated, saved, selected, copied and mutated.
 
 Read `play_round` from top to bottom; each stage is one call. Ranks exchange one message per round,
-and one more for each further look of racing and for a child of two survivors: every rank sends its
-report, the first rank plans and records the round, and all ranks carry out the plan.
+and one more for each further look of racing: every rank sends its report, the first rank plans and
+records the round, and all ranks carry out the plan.
 """
 
 from __future__ import annotations
@@ -17,15 +17,7 @@ from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.evolve.goals import best_first
-from evo_grpo.population.children import Pair, TryChild, child_to_try, with_child
 from evo_grpo.population.cohort.cohort import Cohort
-from evo_grpo.population.cohort.recombine import (
-    add_child,
-    change_weights,
-    may_recombine,
-    passing_slots,
-    second_parents,
-)
 from evo_grpo.population.cohort.spares import put_into_archive
 from evo_grpo.population.evaluate import Evaluation, evaluate_here, merged, without_texts
 from evo_grpo.population.no_signal import warn_without_signal
@@ -47,7 +39,6 @@ from evo_grpo.population.stats import Stopwatch, Tally, completion_rows
 from evo_grpo.population.steps import Limit, RunWriter, report_steps, train
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
-from evo_grpo.settings import EvolveConfig
 from evo_grpo.types import KEPT_SCORES, Member, Score, Slot
 
 
@@ -141,15 +132,11 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
         )  # fmt: skip
         observer.stage(round, "evaluate", 0, 1)
         results, saved = dict[Slot, Evaluation](), dict[Slot, SavedAgent]()
-        plan: RoundPlan | LookAgain | TryChild = LookAgain(tuple(slots), 0)
-        while not isinstance(plan, RoundPlan):  # a pass for each further look, and for a child
-            child = None
-            if isinstance(plan, LookAgain):
-                results |= evaluate_more(this, plan, tallies, results)
-                saved |= save(this, plan)
-            else:
-                child = evaluate_child(this, plan.pair)
-            report = report_of(this, tallies, results, saved, child)
+        plan: RoundPlan | LookAgain = LookAgain(tuple(slots), 0)
+        while isinstance(plan, LookAgain):
+            results |= evaluate_more(this, plan, tallies, results)
+            saved |= save(this, plan)
+            report = report_of(this, tallies, results, saved)
             plan = cohort.team.agree(report, partial(plan_and_record, this, plan, starts))
         writer.round_over()
         observer.round_done(plan.record)
@@ -190,32 +177,11 @@ def save(this: Round, look: LookAgain) -> dict[Slot, SavedAgent]:
         }
 
 
-def evaluate_child(this: Round, pair: Pair) -> Evaluation | None:
-    """Evaluate the child of a pair on the prompts and draws of the round, in a slot of its own.
-
-    All ranks make this call; it returns None on those without the child.
-    """
-    cohort, evolve = this.cohort, this.settings.evolve
-    with passing_slots(cohort):
-        with this.watch.phase("evolve"):
-            child = add_child(cohort, pair.first, pair.second, evolve.recombine, this.number + 1)
-            cohort.set_hparams(child, pair.hparams)
-        with this.watch.phase("evaluate"):
-            prompts = this.env.prompts("validation", evolve.fitness.prompts)
-            stream = LookAgain((child,), 0).stream(this.number)
-            found = evaluate_here(
-                cohort, this.env, (child,), prompts, evolve.fitness, stream=stream
-            ).get(child)
-        cohort.remove(child)
-    return None if found is None else without_texts(found)
-
-
 def report_of(
     this: Round,
     tallies: Mapping[Slot, Tally],
     results: Mapping[Slot, Evaluation],
     saved: Mapping[Slot, SavedAgent],
-    child: Evaluation | None,
 ) -> RankReport:
     """Return the report of this rank to the first rank."""
     cohort = this.cohort
@@ -231,25 +197,18 @@ def report_of(
         )
         for slot, tally in tallies.items()
     }
-    return RankReport(agents, cohort.reduced(), this.writer.hand_over(), child)
+    return RankReport(agents, cohort.reduced(), this.writer.hand_over())
 
 
 def plan_and_record(
-    this: Round, look: LookAgain | TryChild, starts: int, reports: Sequence[RankReport]
-) -> RoundPlan | LookAgain | TryChild:
+    this: Round, look: LookAgain, starts: int, reports: Sequence[RankReport]
+) -> RoundPlan | LookAgain:
     """Plan and record a round from the reports of all ranks; called on the first rank only."""
     this.writer.receive([report.files for report in reports])
     agents, cohort = agents_of(reports, this.slots), this.cohort
-    if isinstance(look, TryChild):
-        child = next((report.child for report in reports if report.child is not None), None)
-        plan = with_child(look, child, next_member(cohort, look.plan.record))
-    else:
-        if (again := next_look(agents, this.settings, look, this.number)) is not None:
-            return again
-        plan = plan_round(this, agents, starts, least_reduced(reports))
-        related = partial(may_recombine, cohort)
-        if (child := child_to_try(plan, this.settings, cohort.hp_config, related)) is not None:
-            return child
+    if (again := next_look(agents, this.settings, look, this.number)) is not None:
+        return again
+    plan = plan_round(this, agents, starts, least_reduced(reports))
     elapsed = time.perf_counter() - this.start
     plan = replace(plan, record=timed(plan.record, this.watch.seconds, this.began, elapsed))
     tallies = {slot: agent.tally for slot, agent in agents.items()}
@@ -322,7 +281,8 @@ def carry_out(this: Round, plan: RoundPlan) -> None:
         if cohort.team.rank == 0:
             this.writer.note(note)
     generation = recorded_generation(cohort, this.slots, record)
-    apply(cohort, this.slots, generation, evolve, free=not plan.last)
+    inherit, free = evolve.inherit_optimizer, not plan.last
+    apply(cohort, this.slots, generation, inherit_optimizer=inherit, free=free)
 
 
 def set_scores(this: Round, scores: Mapping[Slot, Score | None]) -> None:
@@ -354,25 +314,21 @@ def apply(
     cohort: Cohort,
     slots: Sequence[Slot],
     generation: Generation,
-    evolve: EvolveConfig,
     *,
+    inherit_optimizer: bool,
     free: bool = True,
 ) -> None:
     """Replace the agents of a cohort, of which `slots` played, by the next generation.
 
-    Parents are copied over children, including their AdamW moments with `inherit_optimizer`. Then
-    the weights of copies get their noise, and those of a child are recombined, as `evolve` says.
+    Parents are copied over children, including their AdamW moments if `inherit_optimizer` is true.
     Each agent gets its hyperparameters and its member, and keeps its latest `KEPT_SCORES` scores. A
     slot that is both copied and overwritten, which only a request can cause, is copied first.
 
     With `free`, the agents that leave are removed and their memory is freed. After the last round
     they are kept, because a call that plays more rounds also selects among them.
     """
-    with passing_slots(cohort):
-        others = second_parents(cohort, slots, generation.members)  # before they are overwritten
-        for parent, slot in copies_in_order(generation, lambda one: cohort.agents[one].rank):
-            cohort.copy(parent, slot, inherit_optimizer=evolve.inherit_optimizer)
-        change_weights(cohort, slots, generation.members, others, evolve)
+    for parent, slot in copies_in_order(generation, lambda one: cohort.agents[one].rank):
+        cohort.copy(parent, slot, inherit_optimizer=inherit_optimizer)
     cohort.reserve_members(generation.next_id)
     for member, hparams in zip(generation.members, generation.hparams, strict=True):
         cohort.set_hparams(member.agent, hparams)

@@ -30,7 +30,7 @@ class FamilyMember:
         fitness: Its mean evaluation reward in each round from `born` on, None if it failed; of a
             mean, its mean reward in the final comparison.
         alive: Whether it takes part in the last round.
-        second_parent: Member id of the second parent of a child or of a mean.
+        second_parent: Member id of the second parent of a mean.
     """
 
     id: int
@@ -71,7 +71,6 @@ def tree(rounds: Sequence[RoundRecord]) -> tuple[FamilyMember, ...]:
                 fitness=tuple(None if one.score is None else one.score.mean for one in life),
                 alive=member in last,
                 children=tuple(reversed(children.pop(member, []))),
-                second_parent=first.second_parent,
             )
         )
     return tuple(reversed(children[None]))

@@ -44,15 +44,12 @@ class Lineage:
     - parent_trial: the number of the parent trial, None in the first round. For a member that
       played the round before it is the member's own trial of that round, else that of its parent.
     - op, mutated {name: [old, new]}: the change since the parent trial: "init", "clone",
-      "mutate", "restore" (the best agent ever, at a lower lr), "recombine", or "continue" (no
-      change); by request of the user "steer-clone", "steer-set" or "steer-restore" (see
-      `types.Mutation`)
-    - second_parent: the other parent (a member id) of a child of two, whose parent is the better
-      one; other trials do not have it
+      "mutate", "restore" (the best agent ever, at a lower lr), or "continue" (no change); by
+      request of the user "steer-clone", "steer-set" or "steer-restore" (see `types.Mutation`)
     - train/reward, train/kl, ...: the metrics of the round's training
 
     If the mean of two survivors wins the run, it has a trial too, one round later, with op "mean"
-    and the attribute second_parent.
+    and the attribute second_parent, the member id of the other parent.
 
     Args:
         study: The study; see `evo_grpo.record.study.open_study`.
@@ -288,8 +285,6 @@ def _trial_of(
         "reason": agent.reason,
         **_metrics(agent),
     }
-    if agent.second_parent is not None:
-        attributes["second_parent"] = agent.second_parent
     values: list[float] | None = None
     if score is not None and agent.state == "ok" and score.is_finite:
         values = [one.mean for one in (score, *score.further)]

@@ -83,7 +83,6 @@ class AgentRecord:
         seed: Seed of the member's sampling stream in this round.
         reason: Why it failed, empty if `state` is "ok".
         step_rewards: Mean training reward of each step of the round, None for a step without one.
-        second_parent: Member id of the other parent of a child; None for all other members.
     """
 
     agent: Slot
@@ -103,7 +102,6 @@ class AgentRecord:
     reason: str = ""
     optimizer_sha256: str | None = None
     step_rewards: tuple[float | None, ...] = ()
-    second_parent: int | None = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ class RoundRecord:
         decisions: Decisions about the agents after the round, with reasons.
         starts: Training prompts, or episode seeds, used from the start of the run to the end of
             this round.
-        evaluation_tokens: Tokens sampled to evaluate the agents after the round, and a child.
+        evaluation_tokens: Tokens sampled to evaluate the agents after the round.
         files: SHA-256 of each file of the round, by its path in the run folder; empty until they
             are written.
         reduced: Engine settings that were lowered during the run because the device ran out of

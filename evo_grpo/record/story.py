@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 VALUES_SHOWN = 5
 """The number of values of a hyperparameter up to which a schedule shows all of them."""
-#: How members are created without a request of the user.
-_BY_ITSELF = ("init", "clone", "mutate", "restore", "recombine", "mean")
 #: Why a finalist of a kind wins a tie.
 _WHY = {
     "mean": "the mean wins, since averaging usually helps",
@@ -272,14 +270,13 @@ def _schedules(
             {
                 one.round + 1
                 for one in line
-                if one.mutation.changes and one.mutation.op not in _BY_ITSELF
+                if one.mutation.changes and one.mutation.op.startswith("steer-")
             }
         )
         if by_hand:
             which = "round" if len(by_hand) == 1 else "rounds"
             text = f"{own} values were changed by hand before {which} {listed(by_hand)}."
             yield Sentence("schedule", text)
-        yield from (Sentence("schedule", text) for text in _recombined(own, line))
         cuts = [one for one in line if "rank_error" in one.metrics]
         if cuts:
             errors = [
@@ -288,17 +285,6 @@ def _schedules(
             ]
             text = f"{own} adapter was cut with a relative error of {listed(errors)}."
             yield Sentence("schedule", text)
-
-
-def _recombined(own: str, line: Sequence[AgentRecord]) -> Iterator[str]:
-    """Yield a sentence for each child among a line of ancestors, which leads to its parent."""
-    for _, life in groupby(line, key=lambda one: one.member):
-        first = next(life)
-        if first.second_parent is not None:
-            yield (
-                f"{own} weights were recombined with those of member {first.second_parent} before "
-                f"round {first.round + 1}."
-            )
 
 
 def _moves(line: Sequence[AgentRecord], mutable: Sequence[str]) -> str:

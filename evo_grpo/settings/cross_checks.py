@@ -65,7 +65,6 @@ def run_problems(
     space = search_space(evolve.hyperparameters, algorithm.hparams())
     first = algorithm.first_hparams(space, model.lora.rank_alpha)
     yield from _below(fitness_problems(space, evolve.fitness), "evolve", "fitness")
-    yield from _below(recombine_problems(evolve, population.size, engine), "evolve")
     if isinstance(evolve.exploration, ScheduleExploration):
         found = evolve.exploration.problems(with_first_choices(first, space), space)
         yield from _below(islice(found, MOST_PROBLEMS + 1), "evolve", "exploration")
@@ -92,27 +91,6 @@ def fitness_problems(space: HyperparameterConfig, fitness: FitnessConfig) -> Ite
             'success, for instance "exact", or a mapping of names to weights'
         )
         yield Problem(("reward",), text)
-
-
-def recombine_problems(evolve: EvolveConfig, size: int, engine: EngineConfig) -> Iterator[Problem]:
-    """Yield a problem if a population of this size cannot change weights as `evolve` asks."""
-    recombine = evolve.recombine
-    if recombine != "none" and evolve.significance is None:
-        text = (
-            "expected none with evolve.significance null, where no two agents tie, got "
-            f"{recombine}; give a significance, for instance 0.1"
-        )
-        yield Problem(("recombine",), text)
-    if recombine != "none" and size == 1:
-        text = f"expected none with one agent, got {recombine}: a child has two parents"
-        yield Problem(("recombine",), f"{text}; raise population.size, or leave it out")
-    for name, off in (("recombine", "none"), ("svd_noise", 0)):
-        if engine.zero is not None and (got := getattr(evolve, name)) != off:
-            yield Problem(
-                (name,),
-                f"expected {off} with engine.zero, where every process would decompose each "
-                f"adapter for itself, got {got}; leave it out, or set zero to null",
-            )
 
 
 def objective_problems(evolve: EvolveConfig, *, own: bool = False) -> Iterator[Problem]:
@@ -155,12 +133,6 @@ def objective_problems(evolve: EvolveConfig, *, own: bool = False) -> Iterator[P
             f"{fitness.window}; remove it"
         )
         yield Problem(("fitness", "window"), text)
-    if evolve.recombine != "none":
-        text = (
-            f"expected none with objectives, got {evolve.recombine}: a child has to be ahead of "
-            "its better parent, and agents of a front are not ordered; leave it out"
-        )
-        yield Problem(("recombine",), text)
     if not evolve.archive:
         text = "expected true with objectives, since the archive keeps the front; remove it"
         yield Problem(("archive",), text)

@@ -186,21 +186,6 @@ class EvolveConfig(Group):
         gt=0,
         le=0.5,
     )
-    recombine: Literal["none", "average", "svd_subspace", "layer_wise"] = setting(
-        "none",
-        "How two survivors that a paired test cannot separate make a child after each round but "
-        "the last: `average`, the mean of their products B A; `svd_subspace`, the leading singular "
-        "directions of the better one and what the other adds to them; `layer_wise`, each layer "
-        "from one of them. The child is evaluated on the prompts of the round and takes a place "
-        "only if it is ahead of its better parent. `none` makes no children.",
-    )
-    svd_noise: float = setting(
-        0.0,
-        "Noise on the weights of copies: each singular value of B A is multiplied by a factor "
-        "whose logarithm has this standard deviation. 0 copies the weights as they are.",
-        ge=0,
-        le=1,
-    )
     archive: bool = setting(
         True,
         "Keep the best agent of all rounds in checkpoints/best. If the population falls "

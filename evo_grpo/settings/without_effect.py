@@ -383,18 +383,6 @@ def _inherit_optimizer(seen: Seen) -> Iterator[Finding]:
         )
 
 
-def _svd_noise(seen: Seen) -> Iterator[Finding]:
-    evolve = seen.evolve
-    if evolve is None or not evolve.svd_noise:
-        return
-    if isinstance(evolve.selection, NoSelection | HalvingSelection):
-        yield Finding(
-            "evolve.svd_noise",
-            f"has no effect: selection {evolve.selection.kind} copies no agent, and a restored one "
-            "gets no noise; leave it out, or choose another selection",
-        )
-
-
 def _start(seen: Seen) -> Iterator[Finding]:
     init = None if seen.population is None else seen.population.init
     if init is None or isinstance(init, dict) or init in ("latin_hypercube", "sample"):
@@ -442,7 +430,7 @@ def _final_samples(seen: Seen) -> Iterator[Finding]:
 
 TABLE: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
     *(_clip_coef, _algorithm, _kl_shaping, _batch_size, _still, _engine),
-    *(_exploration, _schedule, _inherit_optimizer, _svd_noise, _start, _greedy),
+    *(_exploration, _schedule, _inherit_optimizer, _start, _greedy),
     _final_samples,
 )
 """All checks; those about a run find nothing if only the agents' settings are known."""

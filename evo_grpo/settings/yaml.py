@@ -11,9 +11,15 @@ import yaml
 from evo_grpo.errors import ConfigError
 from evo_grpo.printable import shorten
 from evo_grpo.schema.messages import group_at, shown
-from evo_grpo.schema.problems import Problems
+from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.settings.plain_yaml import MAX_YAML_BYTES, Dumper, WrittenOutLoader, parse, read_text
 from evo_grpo.settings.run import RunConfig
+
+REMOVED: dict[tuple[str, str], object] = {
+    ("evolve", "recombine"): "none",
+    ("evolve", "svd_noise"): 0,
+}
+"""Settings of earlier versions, whose run folders have them -> the value that turned them off."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -144,10 +150,32 @@ def _build(data: object, overrides: Sequence[str], source: str) -> RunConfig:
     wrong = [key for key in settings if not isinstance(key, str)]
     if wrong:
         raise ConfigError(f"{source}: expected strings as keys, got {shown(wrong[0])}")
+    removed, heading = _take_removed(settings), f"{source} with --set" if overrides else source
     try:
-        return RunConfig(**settings)
+        config = RunConfig(**settings)
     except Problems as problems:
-        raise problems.of(source if not overrides else f"{source} with --set") from None
+        raise Problems(*removed, *problems.found, source=heading) from None
+    if removed:
+        raise Problems(*removed, source=heading)
+    return config
+
+
+def _take_removed(settings: dict[Any, Any]) -> list[Problem]:
+    """Take removed settings out in place; return a problem for each that was not off."""
+    found: list[Problem] = []
+    for (group, name), off in REMOVED.items():
+        inside = settings.get(group)
+        if not isinstance(inside, Mapping) or name not in inside:
+            continue
+        rest = dict(cast("Mapping[Any, Any]", inside))
+        given, settings[group] = rest.pop(name), rest
+        if given != off:
+            text = (
+                f"expected {off}, got {shown(given)}: it was removed, since it helped nowhere; "
+                "leave it out, or finish a run with the version that began it"
+            )
+            found.append(Problem((group, name), text))
+    return found
 
 
 def _without_objects(config: RunConfig, source: str) -> RunConfig:

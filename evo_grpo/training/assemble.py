@@ -56,7 +56,6 @@ from evo_grpo.settings.cross_checks import (
     divides_quantized,
     fitness_problems,
     objective_problems,
-    recombine_problems,
 )
 from evo_grpo.training.sizing.fitting import LIMITS, Setup, fill_limits
 from evo_grpo.training.sizing.hub_files import check_available
@@ -136,9 +135,7 @@ class Prepared:
         if found := list(fitness_problems(space, fitness)):
             raise Problems(*found).below("evolve", "fitness")
         own = isinstance(self.round_settings.selector, CheckedSelector)
-        found = list(objective_problems(evolve, own=own))
-        found += recombine_problems(evolve, len(self.slots), self.cohort.settings.engine)
-        if found:
+        if found := list(objective_problems(evolve, own=own)):
             raise Problems(*found).below("evolve")
 
     def __enter__(self) -> Self:

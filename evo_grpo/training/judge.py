@@ -85,9 +85,7 @@ def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
         member = Member(cohort.next_member, slot, first.member, born, mutation, second.member)
         # Do not reserve the id: an extension of the run uses the same ids with or without a mean.
         cohort.agents[slot].member = member
-        played = (agent for record in rounds for agent in record.agents)
-        recombined = any(agent.second_parent is not None for agent in played)
-        mix_agents(cohort, (first.agent, second.agent), slot, recombined=recombined)
+        mix_agents(cohort, (first.agent, second.agent), slot)
         found.append(Finalist("mean", slot, member, None, math.nan, MEAN))
     return found
 

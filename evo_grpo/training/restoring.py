@@ -85,7 +85,8 @@ def restore(
     if apart:
         cohort.move(home)
     generation = recorded_generation(cohort, slots, last)
-    apply(cohort, slots, generation, prepared.round_settings.evolve, free=free)
+    inherit = prepared.round_settings.evolve.inherit_optimizer
+    apply(cohort, slots, generation, inherit_optimizer=inherit, free=free)
     cohort.reserve_members(next_member_id(rounds))
     return generation.slots
 

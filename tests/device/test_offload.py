@@ -23,9 +23,7 @@ EVOLVES = {
     "algorithm__beta": 0.02,
     "algorithm__separate_reference": True,
     "evolve__archive": True,
-    "evolve__svd_noise": 0.1,
     "evolve__significance": 0.5,
-    "evolve__recombine": "average",
     "evolve__hyperparameters": {
         "lr": {"min": 1e-4, "max": 1e-2},
         "lora.r": {"min": 1, "max": 4},

@@ -62,18 +62,6 @@ CASES = {
             "fitness": {**SETTINGS["evolve"]["fitness"], "final_samples": 1},
         },
     },
-    # The agents of a pair are on two ranks; a child is kept after the third round.
-    "a child of two": {
-        "population": {"size": 2, "rounds": 4, "steps_per_round": 3, "sizes": "constant"},
-        "algorithm": {**POPULATION["algorithm"], "lr": 3e-3},
-        "evolve": {
-            **SETTINGS["evolve"],
-            "significance": 0.2,
-            "recombine": "layer_wise",
-            "svd_noise": 0.1,
-            "fitness": {**SETTINGS["evolve"]["fitness"], "prompts": 24},
-        },
-    },
     "two goals": {
         "seed": 2,
         "algorithm": {**POPULATION["algorithm"], "lr": 0.01},

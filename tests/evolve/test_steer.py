@@ -49,28 +49,6 @@ def refused(request, start=None):
     return became.refused
 
 
-def test_a_clone_of_a_child_has_both_its_parents_and_one_of_a_noisy_copy_its_noise():
-    members = (
-        Member(0, 0),
-        Member(1, 1),
-        Member(4, 2, 0, 3, Mutation("recombine", {"lr": (0.001, 0.002)}), 1),
-        Member(5, 3, 1, 3, Mutation("clone", noise=17)),
-    )
-    start = plan()._replace(members=members)
-    found = done(asked("clone", source=2, agent=1), start=start)
-    assert found.members[1] == Member(
-        6, 1, 0, 3, Mutation("steer-clone", {"lr": (0.001, 0.002)}), 1
-    )
-    found = done(asked("clone", source=3, agent=1), start=start)
-    assert found.members[1] == Member(6, 1, 1, 3, Mutation("steer-clone", noise=17))
-    # Values that are set change no weights.
-    for agent, noise, second in ((2, None, 1), (3, 17, None)):
-        changed = done(asked("set", agent=agent, values={"lr": 0.004}), start=start).members[agent]
-        assert (changed.mutation.noise, changed.second_parent) == (noise, second)
-    # A clone of one that has trained is of one parent alone.
-    assert done(asked("clone", source=0, agent=1), start=start).members[1].second_parent is None
-
-
 def test_an_agent_that_is_stopped_has_no_place():
     found = done(asked("stop-agent", agent=2))
     assert [member.agent for member in found.members] == [0, 1, 3]

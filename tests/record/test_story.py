@@ -201,7 +201,7 @@ def test_a_schedule_tells_what_moved_and_what_did_not(lrs, text):
 
 
 def test_values_that_a_person_changed_are_told_as_such():
-    rounds, summary = lineage([1e-3, 2e-3, 3e-3], ops={2: "steer"})
+    rounds, summary = lineage([1e-3, 2e-3, 3e-3], ops={2: "steer-set"})
     schedule = told(summary, rounds)["schedule"]
     assert schedule == (
         "Its lr went 1e-3 → 2e-3 → 3e-3. Its values were changed by hand before round 3."

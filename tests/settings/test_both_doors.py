@@ -98,8 +98,6 @@ TRAIN = {
     "selection": "none",
     "exploration": "none",
     "significance": 0.3,
-    "recombine": "average",
-    "svd_noise": 0.1,
     "archive": False,
     "dead_steps": 3,
     "fitness": {

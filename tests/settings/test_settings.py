@@ -19,6 +19,7 @@ from evo_grpo.settings import (
     warnings,
 )
 from evo_grpo.settings.evolve import search_space
+from evo_grpo.settings.yaml import from_written
 
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = {"model": "tiny-sums", "env": "sums"}
@@ -51,6 +52,29 @@ def test_model_and_env_suffice_and_all_else_has_defaults():
     assert config.engine.device == config.engine.dtype == "auto"
     assert config.evolve.selection.kind == "tournament"
     assert config.evolve.fitness.test_prompts == 256
+
+
+def test_removed_settings_that_were_off_are_left_out(tmp_path):
+    off = {"recombine": "none", "svd_noise": 0.0}
+    assert from_dict({**MINIMAL, "evolve": off}) == from_dict(MINIMAL)
+    text = to_yaml(from_dict(MINIMAL)).replace(
+        "\nevolve:\n", "\nevolve:\n  recombine: none\n  svd_noise: 0.0\n"
+    )
+    assert load(write(tmp_path, text)) == from_written(text, "a run") == from_dict(MINIMAL)
+    assert off == {"recombine": "none", "svd_noise": 0.0}
+
+
+def test_removed_settings_that_were_on_are_refused_beside_other_problems():
+    text = refused("evolve.recombine=average")
+    assert text == (
+        "configuration with --set: evolve.recombine: expected none, got the string 'average': it "
+        "was removed, since it helped nowhere; leave it out, or finish a run with the version that "
+        "began it"
+    )
+    text = refused(settings={**MINIMAL, "evolve": {"svd_noise": 0.1, "archive": 3}})
+    assert "2 problems" in text
+    assert "evolve.svd_noise: expected 0, got 0.1: it was removed" in text
+    assert "evolve.archive: " in text
 
 
 def test_a_plain_string_is_the_name_or_the_kind():

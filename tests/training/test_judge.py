@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_run import small
+from small_run import SETTINGS, small, stopped_and_resumed
 
 from evo_grpo import run
 from evo_grpo.errors import RunFailedError
@@ -14,6 +14,7 @@ from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.summary import read_summary
+from evo_grpo.training import judge
 from evo_grpo.training.assemble import prepare
 from evo_grpo.training.judge import (
     Choice,
@@ -85,29 +86,19 @@ def test_best_archive_and_mean_of_relatives_take_part():
         assert not torch.equal(one, other)
 
 
-def test_the_mean_after_a_child_of_two_does_not_depend_on_how_its_product_is_factored():
-    """A child has A and B of another basis than its parents: the mean of each would be nothing."""
-    _, prepared, rounds = played()
-    cohort = prepared.cohort
-    first, second = rounds[-1].agents
-    child = replace(second, member=7, parent=first.member, second_parent=second.member)
-    cohort.agents[second.agent].member = Member(7, second.agent, first.member, 1)
-    staying = tuple(cohort.agents[one.agent].member for one in (first, second))
-    records = [rounds[0], replace(rounds[1], agents=(first, child), members=staying)]
-
-    def mean():
-        slot = next(one for one in finalists(cohort, records) if one.kind == "mean").slot
-        a, b = tensors(cohort, slot)[:2]
-        return b @ a
-
-    before = mean()
-    with torch.no_grad():
-        # The same product with its two ranks in the other order.
-        parameters = cohort.slots.parameters(cohort.agents[second.agent].adapter)
-        for a, b in zip(parameters[::2], parameters[1::2], strict=True):
-            a.copy_(a.flip(0))
-            b.copy_(b.flip(1))
-    assert torch.allclose(mean(), before, atol=1e-6)
+def test_the_mean_of_a_resumed_run_is_that_of_one_that_was_not_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(judge, "founder_of", lambda rounds, member: 0)
+    fitness = {**SETTINGS["evolve"]["fitness"], "final_samples": 1}
+    config = small(evolve__fitness=fitness, evolve__significance=0.5)
+    whole = run(config, out=tmp_path / "whole")
+    resumed = stopped_and_resumed(config, tmp_path / "run", ("learn", 1))
+    members = []
+    for folder in (whole, resumed):
+        best = json.loads((folder / "summary.json").read_text())["best"]
+        assert best["kind"] == "mean"
+        attributes = json.loads((folder / best["checkpoint"] / "attributes.json").read_text())
+        members.append(attributes["member"])
+    assert members[0] == members[1]
 
 
 def test_agents_without_a_common_ancestor_have_no_mean():

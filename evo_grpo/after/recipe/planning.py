@@ -308,15 +308,13 @@ def _weights(config: RunConfig) -> dict[str, float]:
 def _evolve(
     evolve: EvolveConfig, line: Sequence[Hparams], ranges: dict[str, RLParameter], agents: int
 ) -> EvolveConfig:
-    """Return the group `evolve`. One agent has no others to be compared with, or to recombine."""
+    """Return the group `evolve`. One agent has no others to be compared with."""
     if agents == 1:
         entries = _entries(line, ranges)
         return evolve.replace(
             selection=NoSelection(),
             exploration=ScheduleExploration(rounds=entries) if entries else NoExploration(),
             hyperparameters=ranges,
-            recombine="none",
-            svd_noise=0.0,
             archive=False,  # going back to it would halve lr, and miss entries of the schedule
             fitness=evolve.fitness.replace(objectives=[], reward=evolve.fitness.counted),
         )

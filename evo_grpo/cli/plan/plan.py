@@ -186,11 +186,11 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
         test_prompts=test,
         tokens_per_round=_rows_per_round(config, prompts) * per_row + _replacing_tokens(config),
         evaluation_tokens=tuple(
-            (n + _second_looks(n, fitness.second_looks) + child)
+            (n + _second_looks(n, fitness.second_looks))
             * validation
             * fitness.per_prompt(fitness.samples)
             * per_row
-            for n, child in zip(places, _children(config, places), strict=True)
+            for n in places
         ),
         finalists=finalists,
         final_tokens=finalists * validation * fitness.per_prompt(fitness.final_samples) * per_row,
@@ -348,12 +348,6 @@ def _second_looks(agents: int, racing: float) -> int:
     """Return the most evaluations that racing adds to those of `agents` agents."""
     looks = int(racing * agents)
     return looks if looks > 1 else 0  # racing compares at least two agents
-
-
-def _children(config: RunConfig, places: tuple[int, ...]) -> list[int]:
-    """Return the most children that are evaluated after each round: one, except after the last."""
-    some = config.evolve.recombine != "none"
-    return [*(int(some and n > 1) for n in places[1:]), 0]
 
 
 def _finalists(config: RunConfig, places: tuple[int, ...]) -> int:

@@ -148,8 +148,6 @@ def _evaluation(plan: Plan) -> str:
         text += ", decoded greedily"
     if fitness.second_looks:
         text += f", and by racing up to {fitness.second_looks:.0%} more"
-    if plan.config.evolve.recombine != "none":
-        text += ", and for a child of two after each round but the last"
     return text
 
 

@@ -145,8 +145,6 @@ def trial_note(agent: AgentRecord, record: RoundRecord) -> str:
     lines = [f"**Agent {agent.agent} in round {record.round + 1}**, member {agent.member}", ""]
     if agent.parent is None:
         lines.append("- of the first population")
-    elif agent.second_parent is not None:
-        lines.append(f"- child of members {agent.parent} and {agent.second_parent}")
     else:
         lines.append(f"- from member {agent.parent}: {agent.mutation.op}")
     lines += [

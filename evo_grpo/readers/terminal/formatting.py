@@ -69,9 +69,7 @@ def evolution(record: RoundRecord, arrow: str = " -> ") -> dict[str, str]:
         missing where nothing changed.
     """
     slots = {agent.member: agent.agent for agent in record.agents}
-    decided = {
-        one.agent for one in record.decisions if one.kind in ("copied", "restored", "recombined")
-    }
+    decided = {one.agent for one in record.decisions if one.kind in ("copied", "restored")}
     copies: list[str] = []
     mutations: list[str] = []
     for member in record.members:

@@ -142,8 +142,6 @@ def _add_branch(parent: Tree, member: FamilyMember, view: RunView) -> None:
         label.append_text(safe(f"  agent {member.agent}, {lived}", "dim"))
     label.append_text(safe(f"  {_first_and_last(member.fitness)}", style))
     made = [MADE[member.mutation.op]] if member.mutation.op in MADE else []
-    if member.agent is not None and member.second_parent is not None:
-        made.append(f"child of members {member.parent} and {member.second_parent}")
     if member.mutation.changes:
         made.append(changes_text(member.mutation.changes))
     if made:

@@ -107,9 +107,7 @@ def _of_end(step: int, summary: Mapping[str, Any]) -> Values:
 def life(agent: AgentRecord) -> str:
     """Return a sentence with the member, the parent and the changes of an agent."""
     text = f"member {agent.member}"
-    if agent.second_parent is not None:
-        text += f", child of members {agent.parent} and {agent.second_parent}"
-    elif agent.parent is not None:
+    if agent.parent is not None:
         text += f", from member {agent.parent} ({agent.mutation.op})"
     moved = changes_text(agent.mutation.changes)
     return f"{text}: {moved}" if moved else text

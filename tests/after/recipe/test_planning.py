@@ -106,15 +106,6 @@ def test_one_agent_does_not_go_back_to_an_earlier_round_which_would_leave_the_sc
     assert several.evolve.archive
 
 
-def test_one_agent_has_no_other_to_recombine_with():
-    own = config(recombine="average", svd_noise=0.1)
-    schedule = line(Hparams(lr=1e-3), Hparams(lr=2e-3))
-    alone = recipe_settings(own, schedule, Size(1, 2, STEPS), model=None, factor=1.0).evolve
-    assert (alone.recombine, alone.svd_noise) == ("none", 0)
-    several = recipe_settings(own, schedule, Size(4, 2, STEPS), model=None, factor=1.0).evolve
-    assert (several.recombine, several.svd_noise) == ("average", 0.1)
-
-
 def test_one_agent_takes_the_prompts_of_the_winner_in_its_last_round():
     schedule = line(Hparams(lr=1e-3), Hparams(lr=1e-3), rows=256)
     found = recipe_settings(config(), schedule, Size(1, 2, STEPS), model=None, factor=1.0)

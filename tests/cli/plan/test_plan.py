@@ -86,12 +86,6 @@ def test_no_mutation_of_the_group_size_makes_more_rows_than_planned(largest):
     assert bound - max(rows) <= largest // 2
 
 
-def test_a_child_is_evaluated_after_each_round_that_leaves_two():
-    given = ["evolve.recombine=average", "population.rounds=4", "population.sizes=[8, 4, 1]"]
-    plan = make_plan(from_dict(MINIMAL, given))
-    assert plan.evaluation_tokens == tuple(n * 64 * 4 for n in (8 + 1, 4, 1, 1))
-
-
 @pytest.mark.parametrize(
     ("racing", "looks"), [(0.0, 0), (0.1, 0), (0.2, 0), (0.25, 2), (0.5, 4), (2.0, 16)]
 )

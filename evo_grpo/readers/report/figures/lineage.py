@@ -52,8 +52,7 @@ def plot_lineage(run: Run) -> go.Figure:
     """Draw the family tree of a run: a row for each agent, a node where a member begins.
 
     An edge leads from a parent, in its last round before, to the member that took its weights or
-    its place; the mutation is written on it. A child of two has two edges. The winner's line of
-    ancestors is drawn broad.
+    its place; the mutation is written on it. The winner's line of ancestors is drawn broad.
 
     Args:
         run: A run folder, a `Population`, or its rounds.
@@ -100,12 +99,9 @@ def _lives(view: RunView) -> dict[int, _Life]:
     return found
 
 
-def _edge(
-    lives: dict[int, _Life], child: AgentRecord, *, second: bool = False
-) -> tuple[AgentRecord, AgentRecord] | None:
+def _edge(lives: dict[int, _Life], child: AgentRecord) -> tuple[AgentRecord, AgentRecord] | None:
     """Return parent and child at the two ends of an edge; None where the parent played no round."""
-    id = child.second_parent if second else child.parent
-    parent = None if id is None else lives.get(id)
+    parent = None if child.parent is None else lives.get(child.parent)
     if parent is None:
         return None
     before = [one for one in parent if one.round < child.round]
@@ -126,11 +122,10 @@ def _add_agent(
     crowded = len(lives) > CROWD
     lines, nodes = Line(), Line()
     for life in own:
-        for second in (False, True):
-            if edge := _edge(lives, life[0], second=second):
-                for end in edge:
-                    lines.add(end.round + 1, end.agent)
-                lines.part()
+        if edge := _edge(lives, life[0]):
+            for end in edge:
+                lines.add(end.round + 1, end.agent)
+            lines.part()
         lines.add(life[0].round + 1, life[0].agent)
         lines.add(life[-1].round + 1, life[-1].agent)
         lines.part()

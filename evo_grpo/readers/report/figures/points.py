@@ -201,8 +201,6 @@ def made(agent: AgentRecord) -> str:
     if agent.parent is None:
         return "of the first population"
     changes = f": {text(changes_text(mutation.changes))}" if mutation.changes else ""
-    if agent.second_parent is not None:
-        return f"child of members {agent.parent} and {agent.second_parent}{changes}"
     return f"{text(mutation.op)} of member {agent.parent}{changes}"
 
 
