@@ -203,6 +203,8 @@ class Score:
             have the same prompts in the same order, so scores can be compared in pairs.
         further: The other objectives of `evolve.fitness.objectives`, of which fitness is the first;
             empty in a run with one goal.
+        first_look: `per_prompt` of the first evaluation, where racing chose the agent for more of
+            them; empty after a single one.
     """
 
     mean: Number
@@ -210,6 +212,7 @@ class Score:
     n: int
     per_prompt: tuple[Number, ...] = ()
     further: tuple[Objective, ...] = ()
+    first_look: tuple[Number, ...] = ()
 
     @property
     def goals(self) -> tuple[Score, ...]:

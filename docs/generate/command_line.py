@@ -116,8 +116,10 @@ EXAMPLES: dict[str, Example] = {
         "the mean of agents 3 and 1\n"
         "population-2  0.814 ± 0.016  0.344  0.471         0.844       1  56,309     11.0  "
         "                   agent 5\n\n"
-        "run           minus population-1      95% interval  paired  result\n"
-        "population-2              -0.107  [-0.144, -0.071]     yes   worse\n…",
+        "run           minus population-1      95% interval  paired  "
+        "                        result\n"
+        "population-2              -0.107  [-0.144, -0.071]     yes  "
+        "winner behind on these prompts\n…",
     ),
     "export": Example(
         f"evo-grpo export {RUN} out",
@@ -133,7 +135,8 @@ EXAMPLES: dict[str, Example] = {
         "evo-grpo evaluate out population.yaml",
         "loading out ...\nout: 0.9219 ± 0.0096 on 256 test prompts of sums, 4 samples each at "
         "temperature 1\nbase: 0.3438 ± 0.0143\n"
-        "gain: +0.5781 ± 0.0156, 95% interval +0.5474 to +0.6089",
+        "gain: +0.5781 ± 0.0156, 95% interval +0.5474 to +0.6089\n"
+        "adapter ahead on these prompts",
     ),
     "recipe": Example(
         f"evo-grpo recipe {RUN} -o recipe.yaml --rounds 12",

@@ -17,25 +17,6 @@ def interval(mean: float, error: float, count: int) -> tuple[float, float]:
     return around(mean, error, count - 1)
 
 
-def interval_apart(
-    difference: float, errors: tuple[float, float], counts: tuple[int, int]
-) -> tuple[float, float]:
-    """Return the confidence interval (low, high) of the difference of two independent means.
-
-    This is Welch's interval, with Satterthwaite's degrees of freedom rounded down. `errors` are the
-    standard errors of the means, `counts` the numbers of their values. Both ends are NaN if one
-    count is below two.
-    """
-    if min(counts) < 2:
-        return math.nan, math.nan
-    squares = [error**2 for error in errors]
-    parts = sum(s**2 / (count - 1) for s, count in zip(squares, counts, strict=True))
-    degrees = sum(squares) ** 2 / parts if parts > 0 else min(counts) - 1
-    # Rounding may give slightly less than the lower bound min(counts) - 1.
-    whole = max(min(counts) - 1, int(degrees)) if math.isfinite(degrees) else min(counts) - 1
-    return around(difference, math.hypot(*errors), whole)
-
-
 def around(mean: float, error: float, degrees: int) -> tuple[float, float]:
     """Return the interval of a mean whose standard error has `degrees` degrees of freedom."""
     if degrees < 1:

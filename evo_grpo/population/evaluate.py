@@ -169,12 +169,15 @@ def _level(first: Score, second: Score) -> bool:
 def merged(first: Evaluation, more: Evaluation, prompts: int) -> Evaluation:
     """Merge two evaluations on the same P prompts into one over the samples of both.
 
-    The experience of the first is kept, because it explains failures.
+    The experience of the first is kept, because it explains failures, and so are its rewards per
+    prompt: no agent was chosen for that look, so they are those that claims rest on.
     """
     tables = [e.rewards.reshape(prompts, -1) for e in (first, more)]
     rewards = np.concatenate(tables, axis=1).reshape(-1)
+    own = first.score
+    score = replace(summarise(rewards, prompts), first_look=own.first_look or own.per_prompt)
     return Evaluation(
-        summarise(rewards, prompts),
+        score,
         first.experience,
         rewards,
         first.tokens + more.tokens,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import Field, TypeAdapter
 
+from evo_grpo.evolve.claims import TEST_LEVEL, chance, signs
 from evo_grpo.evolve.compare import compare
 from evo_grpo.evolve.intervals import around, interval
 from evo_grpo.record.files import plain_value
@@ -33,9 +34,6 @@ EVOLVED = "evolved"
 """Name of the run among the arms of its comparison."""
 WINNER = "winner"
 """Name of the run's winner among the arms of a replay."""
-LEVEL = 0.05
-"""Greatest p-value of a difference that is reported as significant, together with an interval of
-95% that excludes zero."""
 EQUAL_TOKENS = 0.03
 """Tokens that differ by at most this share of the run's tokens count as equal."""
 
@@ -64,8 +62,8 @@ class Difference:
             the trainings of an arm where an arm has several. NaN from fewer than two prompts.
         low: Lower end of the 95% interval.
         high: Upper end of the 95% interval.
-        p: Two-sided p-value of the sign-flip test of `evo_grpo.evolve.compare` over the prompts. It
-            does not cover the draws in training.
+        p: Two-sided p-value over the prompts, `evo_grpo.evolve.claims.chance`. It does not cover
+            the draws in training.
         prompts: Prompts that both arms answered.
         trainings: Trainings of the arm with more of them. With one training per arm the interval
             covers the test prompts alone, not the draws in training.
@@ -90,7 +88,7 @@ class Difference:
         A single score beside several is the run's winner, which has no repeats.
         """
         one, other = pooled(ones), pooled(others)
-        ahead, behind = compare(one, other), compare(other, one)
+        ahead = compare(one, other)
         groups = [[s.mean for s in scores] for scores in (ones, others) if len(scores) > 1]
         freedom = sum(len(means) - 1 for means in groups)
         seeds, half = 0.0, interval(0.0, ahead.error, ahead.prompts)[1]
@@ -105,7 +103,7 @@ class Difference:
             math.hypot(ahead.error, seeds),
             ahead.difference - half,
             ahead.difference + half,
-            min(1.0, 2 * min(ahead.p, behind.p)),
+            chance(one, other),
             ahead.prompts,
             max(len(ones), len(others)),
         )
@@ -115,9 +113,9 @@ class Difference:
         """1 if the first arm is significantly ahead, -1 if it is behind, else 0."""
         # Trainings with the same values differ by more than the prompts explain, and the exact
         # test is the stricter one if a few prompts all have the same difference.
-        if self.trainings < 2 or not self.p <= LEVEL:
+        if self.trainings < 2 or not (self.low > 0 or self.high < 0):
             return 0
-        return 1 if self.low > 0 else -1 if self.high < 0 else 0
+        return signs([self.difference], [self.p], 2, TEST_LEVEL)[0]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evo_grpo.evolve.compare import compare
+from evo_grpo.evolve.claims import TIE_LEVEL, claims
 from evo_grpo.record import columns
 from evo_grpo.record.family import front, order
 from evo_grpo.record.files import atomic_write
@@ -15,9 +15,6 @@ from evo_grpo.record.names import LEADERBOARD
 from evo_grpo.record.summary import read_summary
 from evo_grpo.record.winner import rivals_of, winner_of
 from evo_grpo.schema.hparams import of_mean
-
-TIE_LEVEL = 0.1
-"""p-value up to which two agents count as different."""
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -71,8 +68,9 @@ def from_records(
         - only in a run with several objectives: objective_NAME and objective_NAME_se, the score in
           each further objective on the same prompts; front, whether the agent, as it was then, is
           on the front of the run (`record.family.front`)
-        - tie: whether a paired test cannot separate it from the first row; missing for the first
-          row, and for agents that were not tested on the same prompts as the first
+        - tie: whether the first row is not shown to be ahead of it (`ties`); of a finalist, in the
+          final comparison. Missing for the first row, and for agents that were not tested on the
+          same prompts as the first
         - final and final_se: its score in the final comparison, on validation prompts with new
           draws; missing if it was not compared
         - test and test_se: the score of the winner on the test prompts; missing for all others
@@ -127,7 +125,7 @@ def leaderboard_rows(
     won = None if winner is None else winner.agent
     if winner is not None and winner.agent is not None:
         latest[winner.agent] = winner.record
-    best = {(one.agent, one.round): one for one in front(rounds)}
+    best, tied = {(one.agent, one.round): one for one in front(rounds)}, ties(rounds, winner)
     playing = {one.agent for one in last.members or last.agents}
 
     def on_front(agent: AgentRecord) -> bool:
@@ -161,7 +159,7 @@ def leaderboard_rows(
                 **_score("fitness", agent.score if agent.state == "ok" else None),
                 **_goals(agent, goals),
                 **({"front": on_front(agent)} if goals else {}),
-                "tie": tied(winner, agent) if one in (None, winner) else one.tie,
+                "tie": tied.get((agent.agent, agent.round)) if one in (None, winner) else one.tie,
                 **_score("final", None if one is None else one.final),
                 **_score("test", None if one is None else one.test),
                 **_values(agent.hparams, names),
@@ -232,16 +230,24 @@ def _known(value: float | None) -> float | None:
     return None if value is None or math.isnan(value) else value
 
 
-def tied(winner: SelectedAgent | None, agent: AgentRecord) -> bool | None:
-    """Return whether a paired test cannot separate the fitness of an agent from the winner's.
+def ties(
+    rounds: Sequence[RoundRecord], winner: SelectedAgent | None
+) -> dict[tuple[int, int], bool]:
+    """Return by agent and round of whom the winner is not shown to be ahead, in fitness.
 
-    None for the winner, and if the two were not tested on the same prompts in the same round.
+    These are the other agents of the winner's round with a finite fitness; none for a mean. The
+    level is `TIE_LEVEL`, over all pairs of them: the winner was chosen as the best. Where the
+    winner's round was chosen too, it is divided by the number of rounds.
     """
-    if winner is None or winner.fitness is None or agent.score is None:
-        return None
-    if agent.agent == winner.agent or agent.round != winner.record.round:
-        return None
-    return not compare(winner.fitness, agent.score).significant(TIE_LEVEL)
+    if winner is None or winner.fitness is None:
+        return {}
+    played = rounds[winner.record.round].agents
+    known = [(a, a.score) for a in played if a.score and math.isfinite(a.score.mean)]
+    won = [agent.agent for agent, _ in known].index(winner.record.agent)
+    level = TIE_LEVEL / (len(rounds) if winner.kind == "archive" else 1)
+    found = claims([score for _, score in known], won, level)
+    signs = zip(known, found, strict=True)
+    return {(a.agent, a.round): sign < 1 for (a, _), sign in signs if a.agent != winner.agent}
 
 
 def write_csv(

@@ -8,9 +8,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.record.family import founder_of
-from evo_grpo.record.leaderboard import tied
+from evo_grpo.record.leaderboard import ties
 from evo_grpo.record.stopping import why_it_ended
-from evo_grpo.record.summary import gain_interval
+from evo_grpo.record.summary import gain_sign
 from evo_grpo.record.wording import count, hyperparameter, listed, number, with_error
 from evo_grpo.schema.shown import short_name
 
@@ -152,7 +152,7 @@ def _not_judged(
         yield Sentence("missing", f"{when} no agent has a fitness: all of them failed.")
     else:
         alone = len(rounds[0].agents) == 1
-        yield Sentence("leader", _leader(rounds[-1], leader, when))
+        yield Sentence("leader", _leader(rounds, leader, when))
         if not alone:
             yield Sentence("winner", f"It {_descent(rounds, leader.lines[0])}.")
         yield from _schedules(leader.lines, rounds[-1].mutable)
@@ -168,16 +168,16 @@ def _not_judged(
     )
 
 
-def _leader(last: RoundRecord, leader: SelectedAgent, when: str) -> str:
+def _leader(rounds: Sequence[RoundRecord], leader: SelectedAgent, when: str) -> str:
     assert leader.fitness is not None, "the leader has a finite fitness"
     text = (
         f"{when} {leader.name} is the best: {_scored(leader.fitness)} on "
         f"{_prompts(leader.fitness, 'validation')}"
     )
-    ties = [one.agent for one in last.agents if tied(leader, one)]
-    if ties:
-        verb = "tie" if len(ties) > 1 else "ties"
-        text += f"; {'agents' if len(ties) > 1 else 'agent'} {listed(ties)} {verb} with it"
+    tied = [agent for (agent, _), is_tie in ties(rounds, leader).items() if is_tie]
+    if tied:
+        verb = "tie" if len(tied) > 1 else "ties"
+        text += f"; {'agents' if len(tied) > 1 else 'agent'} {listed(tied)} {verb} with it"
     return f"{text}."
 
 
@@ -200,10 +200,10 @@ def _result(summary: Mapping[str, Any]) -> Sentence:
     )
     if gain is None or error is None or math.isnan(error):
         return Sentence("result", f"{text}.")
-    low, high = gain_interval(summary)
-    if high < 0:
+    sign = gain_sign(summary)
+    if sign < 0:
         text += ". Training made it worse: no agent of this run beat the base model"
-    elif not low > 0:
+    elif not sign:
         text += ", which may be chance: no agent of this run clearly beat the base model"
     return Sentence("result", f"{text}.")
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
+from evo_grpo.evolve.claims import TEST_LEVEL, claims
 from evo_grpo.evolve.intervals import interval
 from evo_grpo.record.folder import read_result
 from evo_grpo.record.names import SUMMARY
@@ -147,6 +148,18 @@ def gain_interval(summary: Mapping[str, Any]) -> tuple[float, float]:
     shared = sum(None not in pair for pair in pairs)
     # Results of evo-grpo 0.2 and earlier have no rewards of single prompts.
     return interval(gain, error, shared or min(base["n"], best["n"]))
+
+
+def gain_sign(summary: Mapping[str, Any]) -> int:
+    """Return 1 if the winner is shown to be ahead of the base model, -1 if behind, else 0.
+
+    Results of evo-grpo 0.2 and earlier have no rewards of single prompts: the interval decides.
+    """
+    scores = [score_of(summary[name]) for name in ("best", "base")]
+    if all(score.per_prompt for score in scores):
+        return claims(scores, 0, TEST_LEVEL)[1]
+    low, high = gain_interval(summary)
+    return int(low > 0) - int(high < 0)
 
 
 def score_of(part: Mapping[str, Any]) -> Score:

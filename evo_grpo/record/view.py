@@ -30,7 +30,7 @@ from evo_grpo.record.leaderboard import leaderboard_rows
 from evo_grpo.record.names import COMPLETIONS
 from evo_grpo.record.plain import MAX_LOG_BYTES, inside, read_plain
 from evo_grpo.record.story import Sentence, tell_story
-from evo_grpo.record.summary import gain_interval, read_summary, score_of
+from evo_grpo.record.summary import gain_interval, gain_sign, read_summary, score_of
 from evo_grpo.record.trouble import Trouble, find_trouble
 from evo_grpo.record.winner import SelectedAgent, rivals_of, winner_of
 from evo_grpo.record.wording import count, with_error
@@ -119,11 +119,12 @@ class RunView:
     def loss(self) -> str:
         """How far the winner is behind the base model, if it is; otherwise an empty string.
 
-        It is behind if the 95% interval of its gain on the test prompts lies below zero.
+        It is if that is shown on the test prompts; see `record.summary.gain_sign`.
         """
         summary = self.summary
-        if summary is None or not (ends := gain_interval(summary))[1] < 0:
+        if summary is None or gain_sign(summary) >= 0:
             return ""
+        ends = gain_interval(summary)
         gain = with_error(summary["gain"], summary["gain_se"], 4)
         prompts = count(summary["best"]["n"], f"{summary['split']} prompt")
         return f"{gain}, 95% interval {ends[0]:+.4f} to {ends[1]:+.4f}, on {prompts}"

@@ -34,8 +34,7 @@ class SelectedAgent:
         test: Its score on the test prompts, NaN if its rewards were not finite; None if it
             was not judged. **This is the score of the winner**: nothing was selected on these
             prompts.
-        tie: Whether it is a finalist that lost although a paired test cannot separate it from the
-            winner.
+        tie: Whether it is a finalist that lost without the winner being shown to be ahead of it.
     """
 
     kind: str

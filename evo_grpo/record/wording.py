@@ -32,6 +32,13 @@ def with_error(value: float | None, error: float | None, digits: int = 2) -> str
     return f"{number(value, digits)} ± {number(error, digits)}"
 
 
+def claim_text(who: str, sign: int) -> str:
+    """Return what `evo_grpo.evolve.claims` shows of a difference on shared prompts."""
+    if not sign:
+        return "no difference shown"
+    return f"{who} {'ahead' if sign > 0 else 'behind'} on these prompts"
+
+
 def listed(parts: Sequence[object]) -> str:
     """Return an enumeration: "1", "1 and 2", "1, 2 and 3"."""
     words = [str(part) for part in parts]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from evo_grpo.errors import RunFailedError
+from evo_grpo.evolve.claims import TIE_LEVEL, claims
 from evo_grpo.evolve.compare import compare
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.mean import may_mix, mix_agents
@@ -15,7 +16,6 @@ from evo_grpo.population.cohort.spares import add_spare_like
 from evo_grpo.population.cohort.state import AgentState
 from evo_grpo.population.evaluate import Evaluation, evaluate, pass_at
 from evo_grpo.record.family import best_agent, best_ever, founder_of
-from evo_grpo.record.leaderboard import TIE_LEVEL
 from evo_grpo.record.names import BEST, MEAN
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.training.assemble import Prepared
@@ -240,16 +240,12 @@ def _passes(k: int, correct: float, results: Sequence[Evaluation], prompts: int)
 def candidates_summary(candidates: Sequence[Finalist], choice: Choice) -> list[dict[str, Any]]:
     """Return the entries of the finalists in summary.json.
 
-    `tie` is true if a paired test cannot separate a finalist from the winner. It is None for the
-    winner, and if the finalists were not evaluated.
+    `tie` is whether the winner is not shown to be ahead of a finalist, at `TIE_LEVEL` over all
+    pairs. It is None for the winner, and if the finalists were not evaluated. The winner was chosen
+    by another test: see `best_finalist`.
     """
-    won = choice.scores[candidates.index(choice.best)]
-
-    def tie(one: Finalist, score: Score | None) -> bool | None:
-        if one is choice.best or won is None or score is None:
-            return None
-        return not compare(won, score).significant(TIE_LEVEL)
-
+    won, scores = candidates.index(choice.best), [s for s in choice.scores if s is not None]
+    signs = claims(scores, won, TIE_LEVEL) if scores else [None] * len(candidates)
     return [
         {
             "kind": one.kind,
@@ -257,9 +253,9 @@ def candidates_summary(candidates: Sequence[Finalist], choice: Choice) -> list[d
             "member": one.member.id,
             "parents": _parents(one.member),
             "validation": None if score is None else _score(score),
-            "tie": tie(one, score),
+            "tie": None if one is choice.best or sign is None else sign < 1,
         }
-        for one, score in zip(candidates, choice.scores, strict=True)
+        for one, score, sign in zip(candidates, choice.scores, signs, strict=True)
     ]
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from evo_grpo.evolve.compare import compare
-from evo_grpo.evolve.intervals import interval, interval_apart, student
+from evo_grpo.evolve.intervals import interval, student
 from evo_grpo.types import Score
 
 #: From a table of Student's t, two-sided 95%.
@@ -51,26 +51,3 @@ def test_paired_intervals_cover_what_they_claim(count):
     assert covered(draws, ends) == pytest.approx(0.95, abs=0.013)
     if count <= 6:  # where 1.96 would not do
         assert covered(draws, normal) < 0.91
-
-
-@pytest.mark.parametrize(
-    ("counts", "spreads"), [((6, 6), (1, 1)), ((6, 40), (1, 3)), ((5, 9), (4, 1))]
-)
-def test_independent_intervals_cover_what_they_claim(counts, spreads):
-    rng = np.random.default_rng(sum(counts))
-
-    def ends(_):
-        values = [rng.normal(scale=s, size=n) for s, n in zip(spreads, counts, strict=True)]
-        errors = [float(v.std(ddof=1)) / math.sqrt(len(v)) for v in values]
-        difference = float(values[0].mean() - values[1].mean())
-        return interval_apart(difference, tuple(errors), counts)
-
-    assert 0.94 <= covered(range(CASES), ends) <= 0.975  # degrees are rounded down
-
-
-def test_independent_means_without_a_spread_or_of_one_value():
-    assert interval_apart(0.5, (0.0, 0.0), (3, 4)) == (0.5, 0.5)
-    assert all(math.isnan(end) for end in interval_apart(0.5, (math.nan, 0.1), (1, 8)))
-    # One of the two alone has a spread, and with it the degrees of freedom.
-    low, high = interval_apart(0.0, (0.1, 0.0), (6, 100))
-    assert high - low == pytest.approx(2 * 0.1 * 2.571, rel=2e-3)

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 import evo_grpo
 from evo_grpo.cli.commands import app
 from evo_grpo.envs.registry import FAMILIES
+from evo_grpo.evolve.claims import TIE_LEVEL
 from evo_grpo.evolve.explore.registry import Exploration
 from evo_grpo.evolve.select.registry import Selection
 from evo_grpo.record.arms import read_comparison
 from evo_grpo.record.folder import read_rounds
-from evo_grpo.record.leaderboard import TIE_LEVEL
 from evo_grpo.record.summary import read_summary
 from evo_grpo.record.view import view_of
 from evo_grpo.schema.hparams import MUTABLE
@@ -71,7 +71,7 @@ def results(played, printed):
     table = page.partition("## Decisions")[2].partition("\n## ")[0]
     declared = Decision.__doc__.partition("kind: ")[2].partition("agent: ")[0]
     assert sorted(_first_column(table)) == sorted(re.findall(r'"(\w+)"', declared))
-    assert f"at {TIE_LEVEL:g}, cannot" in " ".join(page.split())
+    assert f"at {TIE_LEVEL:g}, that the first agent is ahead" in " ".join(page.split())
     assert [line.split()[0] for line in printed.splitlines()] == ["guess", "random", "evolved"]
 
 

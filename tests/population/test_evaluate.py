@@ -181,6 +181,10 @@ def test_a_second_look_is_averaged_with_the_first_by_prompt():
 
 
 def test_looks_and_their_tokens_add_up():
-    one, more = (replace(evaluation(20), tokens=tokens) for tokens in (7, 5))
+    one = replace(evaluation(20), tokens=7)
+    more = replace(evaluation(10), tokens=5)
     both = merged(merged(one, more, PROMPTS), more, PROMPTS)
     assert (both.tokens, both.looks) == (17, 3)
+    # No agent was chosen for the first look alone.
+    assert both.score.first_look == one.score.per_prompt != both.score.per_prompt
+    assert one.score.first_look == ()

@@ -152,13 +152,55 @@ def test_agents_that_left_stand_below_by_the_round_of_their_end(make_run, with_s
     assert best_agent(records[-1]).agent == 0
 
 
-def test_what_a_paired_test_cannot_separate_from_the_first_is_a_tie(make_run):
-    (record,) = make_run(size=3, rounds=1)
-    rewards = [(1.0,) * 8, (1.0,) * 7 + (0.0,), (0.0,) * 8]
-    scores = [Score(sum(r) / 8, 0.1, 8, r) for r in rewards]
+def rewarded(record, *rewards):
+    """A round whose agents have these rewards per prompt."""
+    scores = [Score(sum(r) / len(r), 0.1, len(r), r) for r in rewards]
     agents = [replace(a, score=s) for a, s in zip(record.agents, scores, strict=True)]
-    frame = from_records([replace(record, agents=tuple(agents))])
-    assert frame["tie"].tolist() == [pd.NA, True, False]
+    return replace(record, agents=tuple(agents))
+
+
+def ties(*rounds, summary=None):
+    return from_records(rounds, summary)["tie"].tolist()
+
+
+def test_whom_the_first_is_not_shown_to_be_ahead_of_is_a_tie(make_run):
+    (record,) = make_run(size=3, rounds=1)
+    better, near, worse = (1.0,) * 8, (1.0,) * 7 + (0.0,), (0.0,) * 8
+    assert ties(rewarded(record, better, near, worse)) == [pd.NA, True, False]
+    # Four prompts of one way have a p-value of 1/8, one-sided 1/16, and five 1/16.
+    (record,) = make_run(size=2, rounds=1)
+    four, five, none = ((1.0,) * n + (0.0,) * (8 - n) for n in (4, 5, 0))
+    assert ties(rewarded(record, four, none)) == [pd.NA, True]
+    assert ties(rewarded(record, five, none)) == [pd.NA, False]
+    # The best of six was chosen among 15 pairs.
+    (record,) = make_run(size=6, rounds=1)
+    assert ties(rewarded(record, better, *[worse] * 5)) == [pd.NA, *[True] * 5]
+    assert ties(rewarded(record, better * 2, *[worse * 2] * 5)) == [pd.NA, *[False] * 5]
+
+
+def test_ties_rest_on_the_first_look_where_racing_looked_again(make_run):
+    (record,) = make_run(size=2, rounds=1)
+    first, second = rewarded(record, (1.0,) * 8, (0.0,) * 8).agents
+    assert ties(replace(record, agents=(first, second))) == [pd.NA, False]
+    first = replace(first, score=replace(first.score, first_look=(0.0,) * 8))
+    assert ties(replace(record, agents=(first, second))) == [pd.NA, True]
+    second = replace(second, score=replace(second.score, first_look=(1.0,) * 8))
+    assert ties(replace(record, agents=(first, second))) == [pd.NA, True], "the first is behind"
+
+
+def test_a_round_that_was_chosen_among_several_asks_for_more(make_run):
+    """Five prompts of one way, p = 1/16, at .1 over three rounds."""
+    records, better, worse = make_run(size=2, rounds=3), (1.0,) * 8, (0.0,) * 8
+    records = [
+        rewarded(one, (1.0,) * 5 + (0.0,) * 3 if one.round == 0 else (0.1,) * 8, worse)
+        for one in records
+    ]
+    records[1:] = [replace(one, agents=one.agents[:1]) for one in records[1:]]
+    best = {**SUMMARY["best"], "kind": "archive", "agent": 0, "member": records[0].agents[0].member}
+    summary = {**SUMMARY, "best": best, "candidates": []}
+    assert ties(*records, summary=summary) == [pd.NA, True]
+    records[0] = rewarded(records[0], better, worse)
+    assert ties(*records, summary=summary) == [pd.NA, False]
 
 
 def test_the_best_of_a_round_is_the_first_on_the_leaderboard(make_run, with_scores):

@@ -7,7 +7,7 @@ import pytest
 from shown_run import SUMMARY, mean_won
 
 from evo_grpo.errors import CheckpointError
-from evo_grpo.record.summary import read_summary
+from evo_grpo.record.summary import gain_interval, gain_sign, read_summary
 
 
 def changed(path, value):
@@ -51,3 +51,18 @@ def test_damage_is_named_with_its_field(tmp_path, text, message):
     (tmp_path / "summary.json").write_text(text)
     with pytest.raises(CheckpointError, match=rf"summary.json: .*{message}.*; delete it, then"):
         read_summary(tmp_path)
+
+
+@pytest.mark.parametrize(("better", "sign"), [(4, 0), (6, 1), (-6, -1)])
+def test_a_gain_is_claimed_by_the_test_and_not_by_its_interval(better, sign):
+    """Four of 256 prompts have p = 1/8, and a Student interval that excludes zero."""
+    rewards = [float(n < abs(better)) for n in range(256)]
+    scores = [{"mean": sum(r) / 256, "se": 0.01, "n": 256, "per_prompt": r} for r in
+              (rewards, [0.0] * 256)]  # fmt: skip
+    names = ("best", "base") if better > 0 else ("base", "best")
+    gain = better / 256
+    summary = {**SUMMARY, **dict(zip(names, scores, strict=True)), "gain": gain, "gain_se": 0.006}
+    assert gain_interval(summary)[0] > 0 or better < 0
+    assert gain_sign(summary) == sign
+    # Earlier results have no rewards of prompts.
+    assert gain_sign(SUMMARY) == 1

@@ -130,6 +130,15 @@ def test_a_finalist_that_cannot_be_told_from_the_winner_ties():
     scores = [Score(sum(p) / 6, 0.1, 6, p) for p in prompts.values()]
     found = candidates_summary([one, near, far], Choice(one, scores))
     assert [candidate["tie"] for candidate in found] == [None, True, False]
+    # Neither the choice, one-sided and at `evolve.significance`, nor a greater mean is a claim.
+    found = candidates_summary([one, far], Choice(far, [scores[2], scores[2]]))
+    assert [candidate["tie"] for candidate in found] == [True, None]
+    found = candidates_summary([one, far], Choice(far, [scores[0], scores[2]]))
+    assert [candidate["tie"] for candidate in found] == [True, None], "the winner is behind it"
+    four = Score(4 / 6, 0.1, 6, (1.0,) * 4 + (0.0,) * 2)
+    found = candidates_summary([one, near], Choice(near, [scores[2], four]))
+    assert best_finalist([one, near], [scores[2], four], 0.1) == 1
+    assert found[0]["tie"] is True
     assert [c["tie"] for c in candidates_summary([one, near], Choice(one, [None, None]))] == [
         None,
         None,

@@ -119,7 +119,7 @@ def _compared(choice: ChosenAgent) -> list[str]:
             f"against {rivals_text(winner, view.rivals)}"
         )
         if any(one.tie for one in view.rivals):
-            facts.append("tie: a paired test cannot separate it from those marked so")
+            facts.append("tie: it is not shown to be ahead of those marked so")
     assert winner.test is not None, "a run with a summary was judged"
     assert view.base is not None, "and its base model too"
     facts.append(

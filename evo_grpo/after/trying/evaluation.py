@@ -21,6 +21,7 @@ from evo_grpo.after.trying.policy import (
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.envs.resolve import named_task
 from evo_grpo.errors import CheckpointError, ConfigError, RunFailedError
+from evo_grpo.evolve.claims import TEST_LEVEL, claims
 from evo_grpo.evolve.compare import compare
 from evo_grpo.evolve.intervals import LEVEL, interval
 from evo_grpo.model.lora.configs import read_config
@@ -102,6 +103,8 @@ class Judged:
         file: The test file of the prompts, None for the split of the configuration.
         correct: The least reward of a correct completion, for `passes`.
         passes: pass@k for each k that was asked for.
+        sign: 1 if the adapter is shown to be ahead of the base on these prompts, -1 if it is shown
+            to be behind, else 0, at a level of .05 (`evo_grpo.evolve.claims`); None without a base.
     """
 
     adapter: str
@@ -117,6 +120,7 @@ class Judged:
     file: str | None = None
     correct: float = 1.0
     passes: tuple[PassAt, ...] = ()
+    sign: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values; numbers that are not finite are None."""
@@ -360,13 +364,15 @@ def _judged(
         own, other = scores[-1], scores[0] if asked.base else None
         return {"own": Result.of(own), **({} if other is None else _gain(name, own, other))}
 
+    scores = [one.score for one in found]
     return Judged(
         name,
         env.name,
         asked.split,
         asked.samples,
         asked.temperature,
-        **compared([one.score for one in found]),
+        **compared(scores),
+        sign=claims(scores[::-1], 0, TEST_LEVEL)[1] if asked.base else None,
         file=file,
         correct=correct,
         passes=tuple(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from evo_grpo.readers.terminal.console import safe, say
-from evo_grpo.record.wording import count, number
+from evo_grpo.record.wording import claim_text, count, number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,6 +42,8 @@ def show_judged(console: Console, judged: Judged) -> None:
     if judged.base is not None:
         say(console, f"base: {_mean(judged.base)}")
     _show_gain(console, judged)
+    if judged.sign is not None:
+        say(console, claim_text("adapter", judged.sign))
     for one in judged.passes:
         base = "" if one.base is None else f", base {_mean(one.base)}"
         say(console, f"pass@{one.k}: {_mean(one.own)}{base}")

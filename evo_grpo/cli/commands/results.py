@@ -123,6 +123,7 @@ def compare(
         shown = [[cell for cell, _ in row] for row in table.rows]
         show(console, plain_table(table.titles, shown, texts))
         say("")
+    say(found.caveat)
     if out is not None:
         say(f"wrote {page.write_side_by_side(found, out)}")
 

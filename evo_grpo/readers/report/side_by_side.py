@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.intervals import interval, interval_apart
+from evo_grpo.evolve.claims import TEST_LEVEL, signs
+from evo_grpo.evolve.intervals import interval
 from evo_grpo.printable import shorten
 from evo_grpo.readers.report.figures.style import GREY, graph_objects, look_of, new_figure
 from evo_grpo.readers.report.page.build import Page, Table, sortable, text
@@ -33,7 +34,7 @@ from evo_grpo.record.files import atomic_write
 from evo_grpo.record.names import INPUTS
 from evo_grpo.record.replay import read_replay
 from evo_grpo.record.view import RunView, view_of
-from evo_grpo.record.wording import number, with_error
+from evo_grpo.record.wording import claim_text, number, with_error
 from evo_grpo.schema.shown import shown_value
 from evo_grpo.training.inputs.recorded_inputs import DATA, flat, read_inputs_of
 from evo_grpo.types import Score
@@ -84,23 +85,24 @@ class RunDifference(Difference):
     """Test result of a run minus that of the first run, NaN before both are judged.
 
     Attributes:
-        why: Why the difference is not paired, empty where it is.
-        same_reward: Whether the rewards of both have the same unit, so that one can be better.
+        why: Why the difference is not paired, and has no interval; empty where it is.
+        same_reward: Whether the rewards of both have the same unit, so that one can be ahead.
+        shown: 1 if the winner is shown to be ahead of the first run's on these prompts, -1 if it
+            is shown to be behind, else 0; at `TEST_LEVEL` over all pairs of the runs.
     """
 
     why: str = ""
     same_reward: bool = True
+    shown: int = 0
 
     @property
     def verdict(self) -> str:
-        """The meaning of the interval in words."""
-        if math.isnan(self.low):
+        """What may be claimed of the two winners, in words."""
+        if math.isnan(self.difference):
             return "not known"
         if not self.same_reward:
             return "different rewards"
-        if self.low > 0:
-            return "better"
-        return "worse" if self.high < 0 else "no significant difference"
+        return "not tested" if self.why else claim_text("winner", self.shown)
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,15 @@ class SideBySide:
     results: Sequence[RunResult]
     differences: Sequence[RunDifference]
     settings: Mapping[str, Sequence[object]]
+
+    @property
+    def caveat(self) -> str:
+        """What a result of these differences means, and what it does not."""
+        return (
+            f"Results are claimed at {TEST_LEVEL:g} over all pairs of the {len(self.runs)} runs. "
+            "They are about the winners on these prompts: one training each tells nothing of the "
+            "settings of the runs."
+        )
 
 
 def side_by_side(runs: Sequence[str | Path]) -> SideBySide:
@@ -141,10 +152,12 @@ def side_by_side(runs: Sequence[str | Path]) -> SideBySide:
         raise ConfigError(f"compare: expected different runs, got {twice[0]} twice; name each once")
     contents = [view_of(run) for run in runs]
     named = list(zip(_names(places), contents, strict=True))
+    apart = [_difference(*one, *named[0]) for one in named[1:]]
+    shown = signs([d.difference for d in apart], [d.p for d in apart], len(runs), TEST_LEVEL)
     return SideBySide(
         runs=contents,
         results=[_result(name, one) for name, one in named],
-        differences=[_difference(*one, *named[0]) for one in named[1:]],
+        differences=[replace(d, shown=one) for d, one in zip(apart, shown, strict=True)],
         settings=_differing([one.config for one in contents]),
     )
 
@@ -184,21 +197,9 @@ def _difference(name: str, run: RunView, first_name: str, first: RunView) -> Run
         changed = "the rewards of single prompts were not kept"
     if not changed:
         return RunDifference.between(name, [own], first_name, [other])
-    apart, errors = own.mean - other.mean, (own.se, other.se)
-    low, high = interval_apart(apart, errors, (own.n, other.n))
-    return RunDifference(
-        name,
-        first_name,
-        apart,
-        math.hypot(*errors),
-        low,
-        high,
-        math.nan,
-        0,
-        1,
-        changed,
-        same_reward,
-    )
+    apart, error = own.mean - other.mean, math.hypot(own.se, other.se)
+    low = high = p = math.nan
+    return RunDifference(name, first_name, apart, error, low, high, p, 0, 1, changed, same_reward)
 
 
 def _changed(run: RunView, first: RunView) -> tuple[str, bool]:
@@ -278,8 +279,7 @@ def write_side_by_side(found: SideBySide, out: str | Path) -> Path:
         "apart",
         "Differences",
         sortable(differences_table(found)),
-        "Paired where both runs answered the same prompts, which removes the difficulty of the "
-        "prompts from the difference.",
+        f"Tested where both winners answered the same prompts. {found.caveat}",
     )
     page.section(
         "progress",
@@ -361,7 +361,10 @@ def differences_table(found: SideBySide) -> Table:
         [
             (one.first, one.first),
             (number(one.difference), _known(one.difference)),
-            (f"[{number(one.low)}, {number(one.high)}]", _known(one.low)),
+            (
+                "-" if math.isnan(one.low) else f"[{number(one.low)}, {number(one.high)}]",
+                _known(one.low),
+            ),
             (f"no: {one.why}" if one.why else "yes", not one.why),
             (one.verdict, one.verdict),
         ]

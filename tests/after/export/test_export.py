@@ -247,7 +247,7 @@ def test_a_mean_is_exported_with_both_parents_and_its_ties(finished, tmp_path):
     assert f"the mean of agents {first.agent} and {second.agent}, member 99" in card
     assert f"- kind: mean of the adapters of members {parents[0]} and {parents[1]}" in card
     assert f"0.7200 ± 0.0300 against 0.70 (agent {first.agent}, a tie)" in card
-    assert "- tie: a paired test cannot separate it from those marked so" in card
+    assert "- tie: it is not shown to be ahead of those marked so" in card
     assert "validation fitness" not in card
     for member in parents:
         assert f"Of member {member}:" in card

@@ -67,7 +67,7 @@ def test_on_validation_they_are_those_of_the_final_comparison(finished, judged):
 def test_fewer_prompts_and_no_base(finished):
     found = evaluate_adapter(finished, prompts=5, base=False)
     assert found.own.n == 5
-    assert (found.base, found.gain, found.interval) == (None, None, None)
+    assert (found.base, found.gain, found.interval, found.sign) == (None, None, None, None)
     assert json.loads(json.dumps(found.to_json()))["base"] is None
 
 
@@ -95,6 +95,7 @@ def test_greedy_and_pass_at_k(finished):
     assert four.own.mean > one.own.mean
     assert four.gain == pytest.approx(four.own.mean - four.base.mean)
     assert four.interval[0] < four.gain < four.interval[1]
+    assert found.sign in (-1, 0, 1)
     every = evaluate_adapter(finished, prompts=3, pass_at=2, correct=0.0, base=False).passes[0]
     assert (every.own.mean, every.base, every.gain) == (1.0, None, None)
     with pytest.raises(ConfigError, match=r"at temperature 0, where all of them are equal, got 2"):

@@ -2,6 +2,7 @@
 
 import io
 import math
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -35,13 +36,16 @@ def test_a_prompt_with_its_answers():
 def test_a_result_with_its_base():
     judged = Judged(
         "best", "sums", "test", 2, 1.0, Result(0.75, 0.05, 64), Result(0.5, 0.06, 64), 0.25, 0.04,
-        (0.17, 0.33),
+        (0.17, 0.33), sign=1,
     )  # fmt: skip
     assert shown(show_judged, judged).splitlines() == [
         "best: 0.7500 ± 0.0500 on 64 test prompts of sums, 2 samples each at temperature 1",
         "base: 0.5000 ± 0.0600",
         "gain: +0.2500 ± 0.0400, 95% interval +0.1700 to +0.3300",
+        "adapter ahead on these prompts",
     ]
+    chance = replace(judged, sign=0)
+    assert shown(show_judged, chance).splitlines()[-1] == "no difference shown"
 
 
 def test_a_result_alone_and_of_a_single_prompt():

@@ -29,7 +29,8 @@ from evo_grpo.record.run_dir import RunDir
 from evo_grpo.settings import to_yaml
 from evo_grpo.training.inputs.recorded_inputs import inputs_of
 
-EQUAL = "no significant difference"
+AHEAD, BEHIND = (f"winner {where} on these prompts" for where in ("ahead", "behind"))
+NONE = "no difference shown"
 
 
 def run(path, per_prompt=None, mean=None, **edits):
@@ -65,7 +66,7 @@ def test_runs_on_the_same_prompts_are_compared_prompt_by_prompt(tmp_path):
     reach = student(0.975, 63) * error
     assert ahead.low == pytest.approx(difference.mean() - reach)
     assert ahead.high == pytest.approx(difference.mean() + reach)
-    assert ahead.verdict == "better"
+    assert ahead.verdict == AHEAD
     # Unpaired, what makes prompts hard would have hidden it.
     wide = 1.96 * math.hypot(one.std(ddof=1), two.std(ddof=1)) / 8
     assert wide > difference.mean()
@@ -74,22 +75,27 @@ def test_runs_on_the_same_prompts_are_compared_prompt_by_prompt(tmp_path):
 @pytest.mark.parametrize(
     ("edits", "why", "verdict"),
     [
-        ({"seed": ("seed: 0", "seed: 1")}, "seed differs", EQUAL),
-        ({"env": ("max_turns: 16", "max_turns: 8")}, "env differs", EQUAL),
+        ({"seed": ("seed: 0", "seed: 1")}, "seed differs", "not tested"),
+        ({"env": ("max_turns: 16", "max_turns: 8")}, "env differs", "not tested"),
         ({"env": ("kind: sums", "kind: foods")}, "env differs", "different rewards"),
-        ({"prompts": ("test_prompts: 256", "test_prompts: 64")}, "test_prompts differs", EQUAL),
+        (
+            {"prompts": ("test_prompts: 256", "test_prompts: 64")},
+            "test_prompts differs",
+            "not tested",
+        ),
     ],
 )
-def test_runs_on_other_prompts_are_compared_as_independent_ones(tmp_path, edits, why, verdict):
+def test_of_runs_on_other_prompts_nothing_is_claimed(tmp_path, edits, why, verdict):
     rewards = np.linspace(0, 1, 16)
     found = side_by_side(
-        [run(tmp_path / "one", rewards), run(tmp_path / "two", rewards + 0.05, **edits)]
+        [run(tmp_path / "one", rewards), run(tmp_path / "two", rewards + 0.5, **edits)]
     )
     (one,) = found.differences
     assert why in one.why
-    error = math.hypot(*(result.test.se for result in found.results))
-    assert one.high - one.low == pytest.approx(2 * student(0.975, 30) * error)
+    assert one.difference == pytest.approx(0.5)
+    assert math.isnan(one.low)
     assert one.verdict == verdict
+    assert differences_table(found).rows[0][2] == ("-", None)
 
 
 def of_files(path, *, rows=40, better=2, reward="len(completion)", test=None, inputs=True):
@@ -114,9 +120,9 @@ def of_files(path, *, rows=40, better=2, reward="len(completion)", test=None, in
 @pytest.mark.parametrize(
     ("changed", "why", "verdict"),
     [
-        ({}, "", "better"),
-        ({"rows": 41}, "the file of env.train has changed", "better"),
-        ({"rows": 41, "test": "test.jsonl"}, "", "better"),
+        ({}, "", AHEAD),
+        ({"rows": 41}, "the file of env.train has changed", "not tested"),
+        ({"rows": 41, "test": "test.jsonl"}, "", AHEAD),
         ({"reward": "-len(completion)"}, "the file of env.reward: my_rewards:reward (my_lengths)",
          "different rewards"),
         ({"inputs": False}, "the file of env.train is not on record for both",
@@ -136,6 +142,24 @@ def test_rows_or_a_reward_that_changed_under_the_same_name_are_noticed(
     assert one.difference == pytest.approx(0.1)
 
 
+def test_four_of_256_prompts_are_no_claim_whatever_the_interval_says(tmp_path):
+    better = np.zeros(256)
+    better[:4] = 1
+    (one,) = side_by_side(
+        [run(tmp_path / "one", np.zeros(256)), run(tmp_path / "two", better)]
+    ).differences
+    assert one.low > 0
+    assert (one.p, one.verdict) == (pytest.approx(0.125), NONE)
+
+
+def test_more_runs_ask_for_more(tmp_path):
+    """Six prompts, all one way, have p = 2 / 64."""
+    better, zero = np.ones(6), np.zeros(6)
+    runs = [run(tmp_path / name, zero if name == "a" else better) for name in "abc"]
+    assert [d.verdict for d in side_by_side(runs[:2]).differences] == [AHEAD]
+    assert [d.verdict for d in side_by_side(runs).differences] == [NONE, NONE]
+
+
 def test_an_environment_of_python_is_not_known_to_be_the_same(tmp_path):
     rewards, kind = np.linspace(0, 1, 16), ("kind: sums", "kind: object:Mine")
     found = side_by_side(
@@ -144,10 +168,10 @@ def test_an_environment_of_python_is_not_known_to_be_the_same(tmp_path):
     assert "env is an object of Python" in found.differences[0].why
 
 
-def test_a_run_that_kept_no_rewards_of_prompts_is_compared_as_an_independent_one(tmp_path):
+def test_of_a_run_that_kept_no_rewards_of_prompts_nothing_is_claimed(tmp_path):
     found = side_by_side([run(tmp_path / "one"), run(tmp_path / "two", mean=0.2)])
     assert found.differences[0].why == "the rewards of single prompts were not kept"
-    assert found.differences[0].verdict == "worse"
+    assert found.differences[0].verdict == "not tested"
 
 
 def test_an_unfinished_run_has_no_test_result(tmp_path):
@@ -227,16 +251,20 @@ def test_one_run_or_the_same_twice_is_refused(tmp_path):
 
 
 def test_the_command_prints_tables_and_writes_a_page(tmp_path):
-    one, two = run(tmp_path / "one"), run(tmp_path / "two", mean=0.2)
+    rewards = np.linspace(0.3, 0.5, 9)
+    one, two = run(tmp_path / "one", rewards), run(tmp_path / "two", rewards - 0.2)
     page = tmp_path / "both.html"
     result = CliRunner().invoke(app, ["compare", str(one), str(two), "-o", str(page)])
     assert result.exit_code == 0, result.output
-    assert "0.200 ± 0.020" in result.stdout
-    assert "worse" in result.stdout
+    assert "0.200 ± 0.023" in result.stdout
+    assert BEHIND in result.stdout
+    caveat = "one training each tells nothing of the settings of the runs."
+    assert caveat in " ".join(result.stdout.split())
     assert result.stdout.endswith(f"wrote {page}\n")
     shown = re.sub(r"<(script|style).*?</\1>", "", page.read_text(encoding="utf-8"), flags=re.S)
     results = shown[shown.index('<section id="results"') :]
     assert results.count("<tr") >= 3  # a head and two runs
-    assert "0.200 ± 0.020" in results
-    assert "worse" in results
+    assert "0.200 ± 0.023" in results
+    assert BEHIND in results
+    assert caveat in results
     assert shown.count('class="chart"') >= 1
