@@ -205,6 +205,9 @@ class Score:
             empty in a run with one goal.
         first_look: `per_prompt` of the first evaluation, where racing chose the agent for more of
             them; empty after a single one.
+        steps: Steps of training behind the score. Of a round whose fitness is the mean reward of
+            its training, all of `n`, and `per_prompt` is empty; in a decision, the entries at the
+            end of `per_prompt` (`evolve.evidence`). 0 for an evaluation.
     """
 
     mean: Number
@@ -213,6 +216,7 @@ class Score:
     per_prompt: tuple[Number, ...] = ()
     further: tuple[Objective, ...] = ()
     first_look: tuple[Number, ...] = ()
+    steps: int = 0
 
     @property
     def goals(self) -> tuple[Score, ...]:

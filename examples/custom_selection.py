@@ -46,6 +46,7 @@ def train(selection: Selector, rounds: int, steps: int) -> float:
         "sums",
         rounds=rounds,
         steps_per_round=steps,
+        decisions="every",  # a rise of fitness needs an evaluation after each round
         sizes=[6, 4, 2],
         selection=selection,
         fitness={"prompts": 32},

@@ -25,8 +25,8 @@ ROUNDS = 5
 
 
 def small(**changes):
-    """With so many prompts the best fitness differs from round to round."""
-    return smaller(evolve__fitness__prompts=16, **changes)
+    """With so many prompts the best fitness differs from round to round, each of which decides."""
+    return smaller(evolve__fitness__prompts=16, population__decisions="every", **changes)
 
 
 def played(folder, observer=None, **stop):

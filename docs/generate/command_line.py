@@ -97,7 +97,7 @@ EXAMPLES: dict[str, Example] = {
     "leaderboard": Example(f"evo-grpo leaderboard {RUN}"),
     "lineage": Example(f"evo-grpo lineage {RUN}", lines=30),
     "verify": Example(
-        f"evo-grpo verify {RUN}", f"{RUN}: 61 files of 6 rounds, all as they were written"
+        f"evo-grpo verify {RUN}", f"{RUN}: 131 files of 6 rounds, all as they were written"
     ),
     "follow": Example(
         f"evo-grpo follow {RUN} --to wandb,optuna --storage sqlite:///trials.db",
@@ -112,30 +112,30 @@ EXAMPLES: dict[str, Example] = {
         f"evo-grpo compare {RUN} runs/population-2",
         "run                    test   base   gain  best fitness  rounds  tokens  seconds  "
         "                     winner\n"
-        "population-1  0.922 ± 0.010  0.344  0.578         0.953       6  55,795     11.5  "
-        "the mean of agents 3 and 1\n"
-        "population-2  0.814 ± 0.016  0.344  0.471         0.844       1  56,309     11.0  "
-        "                   agent 5\n\n"
+        "population-1  0.905 ± 0.011  0.344  0.562         0.891       6  54,253      9.5  "
+        "the mean of agents 6 and 1\n"
+        "population-2  0.817 ± 0.015  0.344  0.474         0.844       1  54,263      8.5  "
+        "                   agent 2\n\n"
         "run           minus population-1      95% interval  paired  "
         "                        result\n"
-        "population-2              -0.107  [-0.144, -0.071]     yes  "
+        "population-2              -0.088  [-0.118, -0.058]     yes  "
         "winner behind on these prompts\n…",
     ),
     "export": Example(
         f"evo-grpo export {RUN} out",
-        "wrote out: the mean of agents 3 and 1, member 15; in that folder, "
+        "wrote out: the mean of agents 6 and 1, member 12; in that folder, "
         'AutoPeftModelForCausalLM.from_pretrained(".") loads it',
     ),
     "sample": Example(
         f'evo-grpo sample {RUN} "12+07="',
-        "loading tiny-sums ...\nthe mean of agents 3 and 1, member 15:\n  - 029\n  - 019\n  - 019\n"
+        "loading tiny-sums ...\nthe mean of agents 6 and 1, member 12:\n  - 019\n  - 019\n  - 019\n"
         "  - 019\nbase:\n  - 049\n  - 205\n  - 017\n  - 019",
     ),
     "evaluate": Example(
         "evo-grpo evaluate out population.yaml",
-        "loading out ...\nout: 0.9219 ± 0.0096 on 256 test prompts of sums, 4 samples each at "
+        "loading out ...\nout: 0.9053 ± 0.0108 on 256 test prompts of sums, 4 samples each at "
         "temperature 1\nbase: 0.3438 ± 0.0143\n"
-        "gain: +0.5781 ± 0.0156, 95% interval +0.5474 to +0.6089\n"
+        "gain: +0.5615 ± 0.0162, 95% interval +0.5297 to +0.5934\n"
         "adapter ahead on these prompts",
     ),
     "recipe": Example(
@@ -144,7 +144,7 @@ EXAMPLES: dict[str, Example] = {
     ),
     "replay": Example(
         f"evo-grpo replay {RUN}",
-        f"{RUN}: the winner is member 15, the mean of members 14 and 1, of which the schedule "
+        f"{RUN}: the winner is member 12, the mean of members 10 and 11, of which the schedule "
         f"follows the first; its schedule over 6 rounds of 8 steps:\n…\nreplay: {RUN}/replay",
     ),
 }

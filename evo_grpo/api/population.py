@@ -18,6 +18,7 @@ from evo_grpo.api.saved import ARCHIVE, Saved, load
 from evo_grpo.api.tensors import check_generated
 from evo_grpo.api.train_call import (
     given_objects,
+    going_on,
     in_groups,
     recorded_config,
     shown_progress,
@@ -151,10 +152,10 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         played = len(self.rounds)
         population, evolve, record, own = in_groups(given, size=size, played=played)
         env = environment_for(self.cohort, given["env"])
+        population, evolve = going_on(population, evolve, self.cohort, self.slots, self.rounds)
         prompts = self.cohort.settings.algorithm.prompts_per_step or env.batch_size
         group_size = self.cohort.settings.algorithm.group_size
-        settings = round_settings(population, evolve, record, prompts, group_size)
-        settings = replace(settings, **own)
+        settings = replace(round_settings(population, evolve, record, prompts, group_size), **own)
         check_explorer(settings.explorer, self.cohort.settings)
         explorer = settings.explorer if given["exploration"] != Mutations() else None
         warn_of_inert_mutations(self.cohort, self.slots, explorer, prompts, population, evolve)

@@ -144,7 +144,10 @@ class AgentSignature(ABC):
             adam_beta1: Decay rate of AdamW's mean of the gradients.
             adam_beta2: Decay rate of AdamW's mean of the squared gradients. A smaller one follows
                 gradients whose size changes.
-            batch_size: Completions per optimizer step; null takes all of a GRPO step at once.
+            batch_size: Completions per optimizer step. null takes all of a GRPO step at once; when
+                agents have left and the others take over their completions, it takes them in
+                minibatches: two where an agent has two to four times its completions, three up to
+                nine times.
             importance_sampling_level: One probability ratio per `token` or per `sequence`; null
                 follows the paper of the loss: sequence for gspo and luspo, token for all others.
             delta: Upper bound of the unclipped ratio, for two-sided clipping (INTELLECT-2,

@@ -23,6 +23,7 @@ from evo_grpo.settings import (
     RunConfig,
 )
 from evo_grpo.settings.keywords import TRAIN_KEYWORDS
+from evo_grpo.settings.run import settled
 from evo_grpo.training.assemble import Objects, Prepared
 from evo_grpo.training.from_python import STRATEGIES, FromPython
 from evo_grpo.training.strategies import from_object
@@ -30,6 +31,7 @@ from evo_grpo.types import Slot
 
 if TYPE_CHECKING:
     from evo_grpo.readers.terminal.progress import RunProgress
+    from evo_grpo.record.records import RoundRecord
 
 
 def in_groups(
@@ -63,6 +65,29 @@ def in_groups(
             "or observer=evo_grpo.Tracker(...)"
         )
     return population, EvolveConfig(**evolve), record, own
+
+
+def going_on(
+    population: PopulationConfig,
+    evolve: EvolveConfig,
+    cohort: Cohort,
+    slots: Sequence[Slot],
+    rounds: Sequence[RoundRecord],
+) -> tuple[PopulationConfig, EvolveConfig]:
+    """Return the settings of a call with all that depends on its length filled in.
+
+    After finished rounds, their decisions and places hold where the call names nothing else, and
+    repeat as in a run that is extended.
+    """
+    decided = [n for n, record in enumerate(rounds, start=1) if not record.between]
+    played = [len(record.agents) for record in rounds]
+    if not rounds and cohort.hp_config and len({cohort.agents[s].hparams for s in slots}) == 1:
+        population = population.replace(init="same")
+    if decided and population.decisions is None:
+        population = population.replace(decisions=decided)
+    if len(set(played)) > 1 and population.sizes is None:
+        population = population.replace(sizes=played)
+    return settled(population, evolve, cohort.settings.algorithm, cohort.hp_config)
 
 
 def recorded_config(prepared: Prepared, name: str, env: object) -> RunConfig:

@@ -38,6 +38,7 @@ class PopulationSignature(ABC):
         rounds: int = 6,
         steps_per_round: int = 4,
         stop: StopConfig | Mapping[str, Any] = StopConfig(),
+        decisions: list[int] | Literal["every"] | None = None,
         sizes: list[int] | Literal["constant"] | None = None,
         selection: Selection | Selector | Mapping[str, Any] | str = TournamentSelection(),
         exploration: Exploration | Explorer | Mapping[str, Any] | str = Mutations(),
@@ -73,11 +74,16 @@ class PopulationSignature(ABC):
             stop: Rules that end training after the first round in which one of them holds; the
                 winner is then compared with the base as usual. `evo-grpo resume RUN --rounds N`
                 continues such a run.
-            sizes: Number of agents in each round. null halves it after every round, down to 2 (or
-                keeps all with selection `none`, which removes no agent); a list such as [8, 4, 2]
-                begins with `size`, and its last number repeats; `constant` keeps all agents. The
-                remaining agents take more prompts per step, so that rows and time per round stay
-                the same.
+            decisions: Rounds after which the run decides: all agents are evaluated, and selection
+                and exploration act. null: after each quarter of the run, or smaller shares for more
+                than 8 agents, and after the first round if all agents begin alike; a run records
+                the list. After the last number, rounds decide at the distance of the last two.
+                `every`: after each round.
+            sizes: Number of agents in each round. null halves it at decisions, down to 2 for the
+                second half of the run (or keeps all with selection `none`, which removes no agent);
+                a list such as [8, 4, 2] begins with `size`, and its last number repeats; `constant`
+                keeps all agents. The remaining agents take more prompts per step, so that rows and
+                time per round stay the same.
             selection: Which agents survive a round: a kind, a mapping of kind and settings, or your
                 own class as `module:Class`.
             exploration: How hyperparameters change after selection: a kind, a mapping of kind and

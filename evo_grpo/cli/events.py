@@ -60,6 +60,7 @@ class Events(Observer):
             "round",
             round=record.round,
             rounds=self.rounds,
+            between=record.between,
             agents=[_agent(agent) for agent in record.agents],
             tokens=tokens,
             evaluation_tokens=record.evaluation_tokens,

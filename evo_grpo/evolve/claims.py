@@ -11,16 +11,13 @@ from statistics import NormalDist
 
 import numpy as np
 
+from evo_grpo.evolve.compare import sign_flip
 from evo_grpo.types import Score
 
 TEST_LEVEL = 0.05
 """Probability of any wrong claim among scores on the test split."""
 TIE_LEVEL = 0.1
 """Probability of any wrong claim on a leaderboard, and among the finalists."""
-_GRID = 840
-"""Steps from zero to the largest difference; a multiple of 1 to 8, so most means are exact."""
-_CELLS = 10**9
-"""Bound of the steps times the squared number of prompts: it takes 0.2 s on one core."""
 
 
 def claims(scores: Sequence[Score], one: int, level: float) -> list[int]:
@@ -68,7 +65,7 @@ def chance(first: Score, second: Score) -> float:
     """
     apart = _apart(first, second)
     moved = apart[apart != 0]
-    return max(_flipped(moved), _skewed(apart)) if len(moved) else 1.0
+    return max(sign_flip(moved), _skewed(apart)) if len(moved) else 1.0
 
 
 def _apart(first: Score, second: Score) -> np.ndarray:
@@ -81,30 +78,6 @@ def _apart(first: Score, second: Score) -> np.ndarray:
         return np.empty(0)
     found = np.subtract(own, other, dtype=np.float64)
     return found[np.isfinite(found)]
-
-
-def _flipped(moved: np.ndarray) -> float:
-    """Return the share of sign patterns with at least the absolute sum of the differences."""
-    grid = min(_GRID, max(10, _CELLS // len(moved) ** 2))
-    steps = np.abs(moved) * (grid / np.abs(moved).max())
-    whole = np.rint(steps).astype(np.int64)
-    lost = steps - whole
-    # A sum of some of the steps loses half of `lost`, and more by at most `all_of_it`; by more than
-    # `likely` with a probability of exp(-18) (Hoeffding 1963). 1e-6 is for the last bits of floats.
-    all_of_it, likely = np.abs(lost).sum() / 2, 3 * float(np.linalg.norm(lost))
-    unlikely = 3e-8 if all_of_it > likely + 1e-6 else 0.0
-    slack = lost.sum() / 2 + min(all_of_it, likely) + 1e-6
-    unit = np.gcd.reduce(whole)
-    least = math.ceil((max(steps[moved > 0].sum(), steps[moved < 0].sum()) - slack) / unit)
-    whole = np.sort(whole // unit)
-    sums = np.zeros(whole.sum() + 1)  # probability of each sum of the positive differences
-    sums[0], end = 1.0, 1
-    for step in whole.tolist():
-        half = sums[:end] / 2
-        sums[:end] = half
-        sums[step : end + step] += half
-        end += step
-    return min(1.0, 2 * float(sums[max(least, 0) :].sum()) + unlikely)
 
 
 def _skewed(apart: np.ndarray) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from evo_grpo.evolve.compare import Comparison, compare
 from evo_grpo.evolve.explore.step import lower_lr
 from evo_grpo.evolve.generation import Generation, check_plan, next_generation
-from evo_grpo.evolve.goals import ahead, ranked
+from evo_grpo.evolve.goals import ahead, best_first, ranked
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.settle import Settled, settle
 from evo_grpo.schema.shown import shown_value
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from evo_grpo.schema.hparams import Hparams
     from evo_grpo.schema.search_space import HyperparameterConfig
 
+ARCHIVE_LEVEL = 0.01
+"""Probability, over all decisions of a run, that an archive that is no better is restored."""
 RESTORED_LR = (0.5, 0.25)
 """Factors on the lr of the best agent ever when it is restored, one per copy."""
 KL_LIMIT = 10.0
@@ -63,6 +65,7 @@ class Strategy:
         significance: Largest p-value at which a difference between two agents counts; None counts
             every difference.
         window: Latest scores of a member that the selector sees, >= 1.
+        archive_level: Largest p-value at which the archive counts as ahead of the best agent.
     """
 
     selector: Selector
@@ -70,9 +73,10 @@ class Strategy:
     hp_config: HyperparameterConfig
     significance: float | None
     window: int = 1
+    archive_level: float = ARCHIVE_LEVEL
 
 
-def decide(
+def decide(  # noqa: PLR0913 -- a decision is made of all that a round has found
     standings: Sequence[Standing],
     places: int,
     archive: Standing | None,
@@ -82,6 +86,7 @@ def decide(
     round: int,
     next_id: int,
     trials: Sequence[Trial] = (),
+    fresh: Mapping[Slot, Score] | None = None,
 ) -> tuple[Generation, tuple[Decision, ...]]:
     """Return the agents of the next round and the decisions about the agents of this one.
 
@@ -94,6 +99,8 @@ def decide(
         round: The round that has just been evaluated (0-based).
         next_id: A member id that no member of the run has had.
         trials: All agents of all rounds up to this one, for explorations that learn from them.
+        fresh: Scores of the archive and of the best agent of the round, by slot, from draws that
+            selected neither; without both of them, the archive is not compared.
 
     Raises:
         RunFailedError: No agent can be ranked, and there is no archive to restore.
@@ -109,7 +116,10 @@ def decide(
     plan = strategy.selector.plan(histories, places, rng)
     check_plan(f"{type(strategy.selector).__name__}.plan", plan, len(standings), places)
     scores = [history[-1] if history else None for history in histories]
-    settled = settle(plan, scores, strategy.significance)
+    # Nothing is lost with an agent that ties with the other one of two, and the mean of two
+    # relatives at the end of a run is better than either.
+    pair = len(standings) == places == 2
+    settled = settle(plan, scores, None if pair else strategy.significance)
     generation = next_generation(
         settled.plan,
         [s.member for s in standings],
@@ -122,13 +132,18 @@ def decide(
         trials=trials,
     )
     decisions = _decisions(standings, settled, generation, scores, strategy)
-    decline = _decline(scores, archive, strategy.significance)
+    decline = _decline(standings, archive, fresh or {}, strategy.archive_level)
     if archive is not None and decline is not None:
         by_agent = {s.slot: score for s, score in zip(standings, scores, strict=True)}
         generation, decisions = _restored(
             generation, decisions, by_agent, archive, strategy, decline, round
         )
     return generation, tuple(decisions)
+
+
+def enters_archive(best: Score, archive: Score) -> bool:
+    """Return whether the best agent replaces the archive, by fresh scores: if it is not behind."""
+    return best_first(best) <= best_first(archive)
 
 
 def keep_all(
@@ -194,20 +209,19 @@ def _usable(standing: Standing) -> bool:
 
 
 def _decline(
-    scores: Sequence[Score | None], archive: Standing | None, level: float | None
+    standings: Sequence[Standing],
+    archive: Standing | None,
+    fresh: Mapping[Slot, Score],
+    level: float,
 ) -> Comparison | None:
-    """Return how far the best agent ever is ahead of the present best; None if not significant."""
-    if archive is None or level is None:
+    """Return how far the archive is ahead of the best agent; None if it is not, or not measured."""
+    if archive is None or archive.slot not in fresh:
         return None
-    best = max(
-        (score for score in scores if score is not None),
-        key=lambda score: score.mean,
-        default=None,
-    )
-    if best is None:
+    found = next((fresh[s.slot] for s in standings if s.slot in fresh), None)
+    if found is None:
         return None
-    found = compare(archive.history[-1], best)
-    return found if found.significant(level) else None
+    ahead = compare(fresh[archive.slot], found)
+    return ahead if ahead.significant(level) else None
 
 
 def _restored(
@@ -359,7 +373,8 @@ def _difference_text(lead: Comparison) -> str:
     error = "" if math.isnan(lead.error) else f" ± {lead.error:.2f}"
     shared = "shared prompt" if lead.prompts == 1 else "shared prompts"
     goal = f" in {lead.objective}" if lead.objective else ""
-    return f": {lead.difference:+.2f}{error}{goal} on {lead.prompts} {shared}"
+    steps = f" and {lead.steps} steps of training" if lead.steps else ""
+    return f": {lead.difference:+.2f}{error}{goal} on {lead.prompts} {shared}{steps}"
 
 
 def _decision(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.explore.protocol import Candidate
 from evo_grpo.evolve.explore.schedule import ScheduleExploration
+from evo_grpo.evolve.start import latin_hypercube
 from evo_grpo.schema.validation import is_whole, shown
 from evo_grpo.types import Member, Mutation, Slot
 
@@ -71,11 +72,15 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
     space = hp_config if scheduled else hp_config.mutating()
     new_members: list[Member] = []
     new_hparams: list[Hparams] = []
-    for offspring in plan:
+    shares = _shares_of_twins(plan, hparams, len(space.names()) + 1, rng)
+    for place, offspring in enumerate(plan):
         parent, agent = members[offspring.parent], members[offspring.position].agent
         copied = offspring.parent != offspring.position
         source = hparams[offspring.parent]
-        candidate = Candidate(source, copied, offspring.elite, trials, round + 1)
+        candidate = Candidate(
+            source, copied, offspring.elite, trials, round + 1, place in shares,
+            shares.get(place, ()),
+        )  # fmt: skip
         values, changes = explorer.explore(candidate, space, rng)
         if changes or copied:
             mutation = Mutation("mutate" if changes else "clone", changes)
@@ -90,6 +95,31 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
         parents=tuple(members[offspring.parent].agent for offspring in plan),
         next_id=next_id,
     )
+
+
+def _shares_of_twins(
+    plan: Sequence[Offspring], hparams: Sequence[Hparams], names: int, rng: np.random.Generator
+) -> dict[int, tuple[float, ...]]:
+    """Return the shares of the agents of a plan that have the hyperparameters of another one.
+
+    Of agents with equal hyperparameters one is left out, since it keeps them: the best agent if it
+    is among them, else the first survivor. `names` is the number of shares of each. Nothing is
+    drawn from `rng` itself, but from a stream that it spawns.
+    """
+    same: dict[Hparams, list[int]] = {}
+    for place, one in enumerate(plan):
+        same.setdefault(hparams[one.parent], []).append(place)
+    (stream,) = rng.spawn(1)
+    found: dict[int, tuple[float, ...]] = {}
+    for places in same.values():
+        keeper = min(
+            places, key=lambda p: (plan[p].parent != plan[p].position, not plan[p].elite, p)
+        )
+        twins = [place for place in places if place != keeper]
+        if twins:
+            rows = latin_hypercube(len(twins), names, stream).tolist()
+            found |= {place: tuple(row) for place, row in zip(twins, rows, strict=True)}
+    return found
 
 
 def check_plan(name: str, plan: Sequence[Offspring], size: int, places: int) -> None:

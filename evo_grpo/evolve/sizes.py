@@ -1,4 +1,4 @@
-"""Number of agents in each round, and number of prompts that each of them samples."""
+"""When a run decides, the agents that each round has, and the prompts that each agent samples."""
 
 from __future__ import annotations
 
@@ -11,22 +11,64 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 Sizes = list[int] | Literal["constant"] | None
-"""Places by round: None halves them each round, a list gives them, "constant" keeps them."""
+"""Places by round: None halves them at decisions, a list gives them, "constant" keeps them."""
+LEAST = 2
+"""Agents that a population which halves is left with."""
+SHARES = 4
+"""Least number of shares of a run after which it decides."""
 
 
-def places_by_round(size: int, sizes: Sizes, *, selects: bool = True) -> tuple[int, ...]:
+def halvings(size: int) -> int:
+    """Return how many halvings, rounded up, lead from `size` agents to `LEAST`."""
+    count = 0
+    while size > LEAST:
+        size, count = (size + 1) // 2, count + 1
+    return count
+
+
+def decisions_by_share(rounds: int, size: int) -> list[int]:
+    """Return the rounds after which a run decides: after equal shares of it, and at its end.
+
+    There are as many shares as halvings from `size` agents down to `LEAST`, one more in which the
+    better of the last agents trains on with its copy, and at least `SHARES`. With fewer rounds than
+    shares, a run decides after every round.
+
+    Returns:
+        Finished rounds, ascending; the last number is `rounds`.
+    """
+    shares = max(SHARES, halvings(size) + 2)
+    return sorted({max(1, round(rounds * share / shares)) for share in range(1, shares + 1)})
+
+
+def decides_after(finished: int, decisions: Sequence[int]) -> bool:
+    """Return whether a run decides after so many finished rounds.
+
+    After the last of `decisions` it decides at the distance of the last two, for as long as the run
+    is extended.
+    """
+    last = decisions[-1]
+    if finished <= last:
+        return finished in decisions
+    return (finished - last) % (last - (decisions[-2] if len(decisions) > 1 else 0)) == 0
+
+
+def places_by_round(size: int, sizes: Sizes, decisions: Sequence[int] = ()) -> tuple[int, ...]:
     """Return the places of each round; the last number holds for all later rounds.
 
-    The first round has `size` places. None halves them after every round, rounding up, down to 2.
-    "constant" keeps them, and so does None if `selects` is False. A list is returned as it is.
+    The first round has `size` places. None halves them at `decisions`, rounding up, down to
+    `LEAST`; the last halving is two decisions before the end where there are enough of them, and
+    those for which there are too few decisions are left out. "constant" keeps them. A list is
+    returned as it is.
     """
-    if sizes == "constant" or (sizes is None and not selects):
-        return (size,)
-    if sizes is not None:
+    if sizes is not None and sizes != "constant":
         return tuple(sizes)
     places = [size]
-    while places[-1] > 2:
-        places.append((places[-1] + 1) // 2)
+    if sizes is None and decisions:
+        halving = decisions[max(0, len(decisions) - 2 - halvings(size)) : -1]
+        for finished in range(1, decisions[-1]):
+            here = places[-1]
+            halves = finished in halving and here > LEAST
+            places.append((here + 1) // 2 if halves else here)
     return tuple(places)
 
 

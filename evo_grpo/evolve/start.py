@@ -193,6 +193,23 @@ def value_at(parameter: RLParameter, share: float) -> float:
     return parameter.clip(low + share * (high - low))
 
 
+def share_of(name: str, parameter: RLParameter, value: float) -> float:
+    """Return the share of its range at which a value lies, the inverse of `placed`."""
+    distance = distance_range(name, parameter)
+    if distance is not None:
+        parameter, value = distance, abs(value - 1)
+    low, high = parameter.min, parameter.max
+    if parameter.dtype == "int":
+        low, high = low - 0.5, high + 0.5
+    if high <= low:
+        return 1.0
+    if low > 0:
+        share = math.log(max(value, low) / low) / math.log(high / low)
+    else:
+        share = (value - low) / (high - low)
+    return min(1.0, max(0.0, share))
+
+
 def spread(
     first: Hparams, hp_config: HyperparameterConfig, count: int, rng: np.random.Generator
 ) -> Iterator[Hparams]:

@@ -130,9 +130,10 @@ class Learner:
         """
         self.base.check_row(max((len(r.token_ids) for b in batches for r in b.rows), default=0))
         given = [len(b.rows) for b in batches]
-        batches = [AgentBatch(b.agent, filter_and_whiten(b.rows, self.algorithm)) for b in batches]
+        batches = [replace(b, rows=filter_and_whiten(b.rows, self.algorithm)) for b in batches]
         for agent, batch in zip(agents, batches, strict=True):
-            assign_minibatches(batch.rows, agent.hparams, derive(seed, "order", batch.agent))
+            order = derive(seed, "order", batch.agent)
+            assign_minibatches(batch.rows, agent.hparams, order, batch.minibatches)
         live = [
             [(i, row) for row in batch.rows if _has_gradient(row, agent.hparams)]
             for i, (agent, batch) in enumerate(zip(agents, batches, strict=True))

@@ -44,14 +44,19 @@ class StepTotals:
         )
 
 
-def assign_minibatches(rows: Sequence[Row], hparams: Hparams, seed: int) -> None:
-    """Assign rows to minibatches of `batch_size` in random order; clear their log-probs."""
-    size = hparams.batch_size
+def assign_minibatches(
+    rows: Sequence[Row], hparams: Hparams, seed: int, minibatches: int = 1
+) -> None:
+    """Assign rows to minibatches of `batch_size` in random order; clear their log-probs.
+
+    Without a `batch_size` there are `minibatches`, of equally many rows.
+    """
+    size = hparams.batch_size or -(-len(rows) // minibatches)
     for number, row in enumerate(rows):
         row.old = row.ref = None
         row.minibatch = 0
         row.number = number
-    if size is None or size >= len(rows):
+    if size >= len(rows):
         return
     order = generator(seed).permutation(len(rows))
     for place, index in enumerate(order):

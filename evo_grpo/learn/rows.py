@@ -55,10 +55,17 @@ class Row:
 
 @dataclass(frozen=True)
 class AgentBatch:
-    """The B rows from which the agent in a slot learns in one step; groups are contiguous."""
+    """The B rows from which the agent in a slot learns in one step; groups are contiguous.
+
+    Attributes:
+        agent: The slot.
+        rows: The rows.
+        minibatches: Optimizer steps over all rows, where the `batch_size` of the agent is None.
+    """
 
     agent: int
     rows: list[Row]
+    minibatches: int = 1
 
 
 @dataclass

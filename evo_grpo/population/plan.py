@@ -11,75 +11,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from evo_grpo.errors import RunFailedError
-from evo_grpo.evolve.decide import Standing, Strategy, decide, keep_all, why_collapsed
+from evo_grpo.evolve.decide import (
+    ARCHIVE_LEVEL,
+    Standing,
+    Strategy,
+    decide,
+    enters_archive,
+    keep_all,
+    why_collapsed,
+)
+from evo_grpo.evolve.evidence import with_training
 from evo_grpo.evolve.explore.protocol import Trial
 from evo_grpo.evolve.generation import Generation
-from evo_grpo.population.evaluate import Evaluation, undecided, why_unranked
+from evo_grpo.evolve.goals import best_first
+from evo_grpo.population.evaluate import why_unranked
+from evo_grpo.population.looks import AgentReport, RankReport
 from evo_grpo.population.no_signal import without_signal
 from evo_grpo.population.rules import RoundSettings
-from evo_grpo.population.stats import Tally
-from evo_grpo.population.steps import CheckpointFiles
-from evo_grpo.record.records import AgentRecord, RoundRecord, SavedAgent
+from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.stopping import Played, best_of, has_signal, rules_that_hold
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.seeding import derive, generator
 from evo_grpo.types import Decision, Score, Slot
-
-
-@dataclass(frozen=True)
-class AgentReport:
-    """What a rank reports about one of its agents after the steps and the evaluation.
-
-    Attributes:
-        score: Its fitness, None if its update or its evaluation was not finite.
-        tally: Its metrics and counts in the steps of the round.
-        evaluation: The result of its evaluation.
-        saved: Its checkpoint.
-        steps: GRPO steps that its slot has taken so far.
-        dead_steps: Latest steps in a row in which all its groups had equal rewards.
-        rank_error: Relative error of the cut of its rank before the round; None without one.
-    """
-
-    score: Score | None
-    tally: Tally
-    evaluation: Evaluation
-    saved: SavedAgent
-    steps: int
-    dead_steps: int
-    rank_error: float | None = None
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """The message of one rank to the first rank at the exchange of a round.
-
-    Attributes:
-        agents: The reports of its agents, by slot.
-        reduced: Engine settings that were lowered to save memory, with their present values.
-        files: The files of its checkpoints.
-    """
-
-    agents: Mapping[Slot, AgentReport]
-    reduced: Mapping[str, int] = field(default_factory=dict[str, int])
-    files: CheckpointFiles = field(default_factory=CheckpointFiles)
-
-
-@dataclass(frozen=True)
-class LookAgain:
-    """The decision to evaluate some agents before the round is planned.
-
-    Attributes:
-        slots: The agents.
-        number: Number of the look; 0 is the first look, at all agents.
-    """
-
-    slots: tuple[Slot, ...]
-    number: int
-
-    def stream(self, round: int) -> tuple[str | int, ...]:
-        """Return the path of the random stream of this look."""
-        return ("evaluate", round, self.number) if self.number else ("evaluate", round)
 
 
 @dataclass(frozen=True)
@@ -117,6 +71,8 @@ class PlanInputs:
         seed: Seed of the run.
         past: Records of the known rounds before this one.
         archive: The best agent before this round, None without an archive.
+        fresh: Fresh scores of the archive and of the best agent of the round, by slot; empty where
+            they were not measured.
         next_id: A member id that no member of the run has had.
         task: Name of the environment, for errors.
         check: Raises for hyperparameters with which no agent can train; an exploration of the user
@@ -131,31 +87,7 @@ class PlanInputs:
     next_id: int
     task: str = ""
     check: Callable[[Hparams], None] | None = None
-
-
-def agents_of(reports: Sequence[RankReport], slots: Sequence[Slot]) -> dict[Slot, AgentReport]:
-    """Return the reports of all agents, by slot, in the order of the slots.
-
-    If several ranks report an agent, the report of the first one is used, which has the files.
-    """
-    found = {slot: one for report in reversed(reports) for slot, one in report.agents.items()}
-    return {slot: found[slot] for slot in slots}
-
-
-def next_look(
-    agents: Mapping[Slot, AgentReport], settings: RoundSettings, look: LookAgain, round: int
-) -> LookAgain | None:
-    """Return the agents that are evaluated again; None if the round can be planned.
-
-    Further looks may cost a share `evolve.fitness.racing` of the completions of the first look.
-    """
-    results = {slot: agent.evaluation for slot, agent in agents.items()}
-    left = settings.evolve.fitness.second_looks * len(agents)
-    left -= sum(result.looks - 1 for result in results.values())
-    open_ones = undecided(results, settings.room(round + 1, len(agents)))
-    if 1 < len(open_ones) <= left:
-        return LookAgain(tuple(open_ones), look.number + 1)
-    return None
+    fresh: Mapping[Slot, Score] = field(default_factory=dict[Slot, Score])
 
 
 def next_round(
@@ -200,6 +132,7 @@ def next_round(
         stopped = tuple(rule for rule in stopped if rule != "no_signal")
     last = limited or bool(stopped) or planned
     generation, decisions = _next_generation(inputs, reports, standings, round, last=last)
+    archived, fresh = _archived(inputs, standings, scores, generation, round, last=last)
     record = RoundRecord(
         round=round,
         agents=tuple(
@@ -215,6 +148,9 @@ def next_round(
         evaluation_tokens=sum(report.evaluation.tokens for report in reports),
         reduced=reduced or {},
         stopped=stopped,
+        between=not (planned or settings.decides(round)),
+        archived=archived,
+        fresh=fresh,
     )
     warning = without_signal([report.tally for report in reports]) if round == 0 else ""
     steps = {slot: report.steps for slot, report in agents.items()}
@@ -231,14 +167,12 @@ def _next_generation(
 ) -> tuple[Generation, tuple[Decision, ...]]:
     """Return the agents of the next round, or those that stay after the last round."""
     settings, scores = inputs.settings, [report.score for report in reports]
-    archive = inputs.archive if settings.evolve.archive else None
     standings = find_collapsed(
         settings,
         standings,
         scores,
         [report.tally.means().get("kl", 0.0) for report in reports],
         [report.dead_steps for report in reports],
-        archive,
         last=last,
     )
     if last:
@@ -248,9 +182,10 @@ def _next_generation(
     generation, decisions = next_agents(
         settings,
         standings,
-        scores,
-        archive,
+        [report.tally.step_rewards for report in reports],
+        inputs.archive if settings.evolve.archive else None,
         inputs.past,
+        fresh=inputs.fresh,
         round=round,
         hp_config=inputs.hp_config,
         seed=inputs.seed,
@@ -294,13 +229,47 @@ def least_reduced(reports: Sequence[RankReport]) -> dict[str, int]:
     }
 
 
+def _archived(
+    inputs: PlanInputs,
+    standings: Sequence[Standing],
+    scores: Sequence[Score | None],
+    generation: Generation,
+    round: int,
+    *,
+    last: bool,
+) -> tuple[tuple[int, int] | None, tuple[Score, Score] | None]:
+    """Return the agent that the archive holds after a round, and the two fresh scores.
+
+    After a decision or at the end, the best agent enters the archive if there is none, or if it is
+    not behind it on fresh draws. An agent is named by its member, and the round after which it had
+    these weights.
+    """
+    settings = inputs.settings
+    if not settings.evolve.archive:
+        return None, None
+    ranked = [(score, s) for score, s in zip(scores, standings, strict=True) if score is not None]
+    best = min(ranked, key=lambda pair: best_first(pair[0]), default=None)
+    before = inputs.past[-1].archived if inputs.past else None
+    if inputs.archive is None or best is None:
+        decides = last or settings.decides(round)
+        enters = best is not None and inputs.archive is None and decides
+        return ((round, best[1].member.id) if enters and best else before), None
+    if not {inputs.archive.slot, best[1].slot} <= inputs.fresh.keys():
+        return before, None
+    old, new = inputs.fresh[inputs.archive.slot], inputs.fresh[best[1].slot]
+    restored = any(member.mutation.restores for member in generation.members)
+    enters = not restored and enters_archive(new, old)
+    return ((round, best[1].member.id) if enters else before), (old, new)
+
+
 def next_agents(  # noqa: PLR0913 -- a plan is made of all that a round has found
     settings: RoundSettings,
     standings: Sequence[Standing],
-    scores: Sequence[Score | None],
+    step_rewards: Sequence[Sequence[float | None]],
     archive: Standing | None,
     past: Sequence[RoundRecord],
     *,
+    fresh: Mapping[Slot, Score],
     round: int,
     hp_config: HyperparameterConfig,
     seed: int,
@@ -308,12 +277,17 @@ def next_agents(  # noqa: PLR0913 -- a plan is made of all that a round has foun
 ) -> tuple[Generation, tuple[Decision, ...]]:
     """Return the agents of the round after `round`, which is not the last.
 
-    All draws come from the random stream of the round. Standings and scores are by position; the
-    score of a failed agent is None. `past` are the earlier rounds. For the other arguments see
+    All draws come from the random stream of the round. Standings and `step_rewards`, the mean
+    reward of each step of the round, are by position. `past` are the earlier rounds. Where nothing
+    is decided after the round, all agents stay that have a fitness. For the other arguments see
     `decide`.
     """
+    if not settings.decides(round) and any(s.history and not s.collapsed for s in standings):
+        return keep_all(standings, next_id, drop=True)
     played = [(a.hparams, a.score, record.round) for record in past for a in record.agents]
+    scores = [s.history[-1] if s.history else None for s in standings]
     played += [(s.hparams, score, round) for s, score in zip(standings, scores, strict=True)]
+    standings = _with_training(settings, standings, step_rewards, past, round)
     return decide(
         standings,
         settings.room(round + 1, len(standings)),
@@ -324,8 +298,10 @@ def next_agents(  # noqa: PLR0913 -- a plan is made of all that a round has foun
             hp_config,
             settings.evolve.significance,
             settings.evolve.fitness.window,
+            archive_level=ARCHIVE_LEVEL / len(settings.population.decided),
         ),
         generator(derive(seed, "evolve", round)),
+        fresh=fresh,
         round=round,
         next_id=next_id,
         trials=[
@@ -335,27 +311,55 @@ def next_agents(  # noqa: PLR0913 -- a plan is made of all that a round has foun
     )
 
 
+def _with_training(
+    settings: RoundSettings,
+    standings: Sequence[Standing],
+    step_rewards: Sequence[Sequence[float | None]],
+    past: Sequence[RoundRecord],
+    round: int,
+) -> list[Standing]:
+    """Return standings whose latest scores have the rewards of training as further evidence.
+
+    They are those of the steps since the last decision. Where agents do not train as fitness
+    measures, or one has not played all of these steps, the standings are returned as they are.
+    """
+    if settings.evolve.fitness.in_between:
+        return list(standings)
+    rewards = [list(own) for own in step_rewards]
+    for record in reversed(past):
+        if settings.decides(record.round):
+            break
+        earlier = {agent.member: agent.step_rewards for agent in record.agents}
+        if any(s.member.id not in earlier for s in standings):
+            return list(standings)
+        rewards = [[*earlier[s.member.id], *own] for s, own in zip(standings, rewards, strict=True)]
+    rows = settings.rows_of_agent(len(standings))
+    samples = settings.evolve.fitness.per_prompt(settings.evolve.fitness.samples)
+    return [
+        replace(s, history=[*s.history[:-1], with_training(s.history[-1], own, rows, samples)])
+        if s.history
+        else s
+        for s, own in zip(standings, rewards, strict=True)
+    ]
+
+
 def find_collapsed(
     settings: RoundSettings,
     standings: Sequence[Standing],
     scores: Sequence[Score | None],
     kls: Sequence[float],
     dead_steps: Sequence[int],
-    archive: Standing | None,
     *,
     last: bool,
 ) -> Sequence[Standing]:
     """Return the standings, with a reason for each agent that can no longer learn.
 
     `scores` are None for failed agents. `kls` are in nats per token. `dead_steps` counts the latest
-    steps in a row in which all groups of an agent had equal rewards. `archive` is the best agent so
-    far.
+    steps in a row in which all groups of an agent had equal rewards.
     """
     if not settings.evolve.dead_steps:
         return standings
     ranked = [score for score in scores if score is not None]
-    if archive is not None:
-        ranked.append(archive.history[-1])
     # After the last round there are no further steps in which a dead agent could learn.
     enough = 1 if last else settings.evolve.dead_steps
     best = max(ranked, key=lambda score: score.mean, default=None)

@@ -16,26 +16,38 @@ from typing import Any
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.generation import Generation
-from evo_grpo.evolve.goals import best_first
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.spares import put_into_archive
-from evo_grpo.population.evaluate import Evaluation, evaluate_here, merged, without_texts
-from evo_grpo.population.no_signal import warn_without_signal
-from evo_grpo.population.plan import (
+from evo_grpo.population.evaluate import (
+    Evaluation,
+    evaluate_here,
+    merged,
+    without_texts,
+)
+from evo_grpo.population.looks import (
     AgentReport,
     LookAgain,
-    PlanInputs,
     RankReport,
-    RoundPlan,
     agents_of,
-    least_reduced,
+    look_at_archive,
     next_look,
+)
+from evo_grpo.population.no_signal import warn_without_signal
+from evo_grpo.population.plan import (
+    PlanInputs,
+    RoundPlan,
+    least_reduced,
     next_round,
     timed,
 )
 from evo_grpo.population.ranks.deal import side_by_side
 from evo_grpo.population.rules import RoundSettings
-from evo_grpo.population.stats import Stopwatch, Tally, completion_rows
+from evo_grpo.population.stats import (
+    Stopwatch,
+    Tally,
+    completion_rows,
+    measured_in_training,
+)
 from evo_grpo.population.steps import Limit, RunWriter, report_steps, train
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
@@ -132,11 +144,15 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
         )  # fmt: skip
         observer.stage(round, "evaluate", 0, 1)
         results, saved = dict[Slot, Evaluation](), dict[Slot, SavedAgent]()
-        plan: RoundPlan | LookAgain = LookAgain(tuple(slots), 0)
+        plan: RoundPlan | LookAgain = LookAgain(tuple(slots), 0, settings.validation_prompts(round))
         while isinstance(plan, LookAgain):
-            results |= evaluate_more(this, plan, tallies, results)
-            saved |= save(this, plan)
-            report = report_of(this, tallies, results, saved)
+            fresh = dict[Slot, Score]()
+            if plan.fresh:
+                fresh = measure_archive(this, plan)
+            else:
+                results |= evaluate_more(this, plan, tallies, results)
+                saved |= save(this, plan)
+            report = report_of(this, tallies, results, saved, fresh)
             plan = cohort.team.agree(report, partial(plan_and_record, this, plan, starts))
         writer.round_over()
         observer.round_done(plan.record)
@@ -153,18 +169,40 @@ def evaluate_more(
     """Evaluate the agents of a look that are on this rank.
 
     Returns:
-        The evaluation of each agent, merged with its earlier one in `results`.
+        The evaluation of each agent, merged with its earlier one in `results` if that is on the
+        same prompts.
     """
     fitness, stream = this.settings.evolve.fitness, look.stream(this.number)
-    with this.watch.phase("evaluate"):
-        prompts = this.env.prompts("validation", fitness.prompts)
-        found = evaluate_here(this.cohort, this.env, look.slots, prompts, fitness, stream=stream)
-    found = {
-        slot: merged(results[slot], one, len(prompts)) if slot in results else one
-        for slot, one in found.items()
-    }
+    if not look.prompts:
+        found = {slot: measured_in_training(tallies[slot]) for slot in tallies}
+    else:
+        with this.watch.phase("evaluate"):
+            prompts = this.env.prompts("validation", look.prompts)
+            found = evaluate_here(
+                this.cohort, this.env, look.slots, prompts, fitness, stream=stream
+            )
+        found = {
+            slot: merged(results[slot], one, len(prompts))
+            if slot in results and len(results[slot].score.per_prompt) == len(prompts)
+            else one
+            for slot, one in found.items()
+        }
     set_scores(this, {slot: _score(tallies[slot], one) for slot, one in found.items()})
     return found
+
+
+def measure_archive(this: Round, look: LookAgain) -> dict[Slot, Score]:
+    """Measure the archive and the best agent, as far as they are on this rank, on fresh draws.
+
+    They are the prompts after those that fitness uses, or the last ones of a split that has fewer.
+    """
+    fitness = this.settings.evolve.fitness
+    with this.watch.phase("evaluate"):
+        prompts = this.env.prompts("validation", 2 * look.prompts)[-look.prompts :]
+        found = evaluate_here(
+            this.cohort, this.env, look.slots, prompts, fitness, stream=look.stream(this.number)
+        )
+    return {slot: one.score for slot, one in found.items() if one.score.is_finite}
 
 
 def save(this: Round, look: LookAgain) -> dict[Slot, SavedAgent]:
@@ -182,6 +220,7 @@ def report_of(
     tallies: Mapping[Slot, Tally],
     results: Mapping[Slot, Evaluation],
     saved: Mapping[Slot, SavedAgent],
+    fresh: Mapping[Slot, Score],
 ) -> RankReport:
     """Return the report of this rank to the first rank."""
     cohort = this.cohort
@@ -197,7 +236,7 @@ def report_of(
         )
         for slot, tally in tallies.items()
     }
-    return RankReport(agents, cohort.reduced(), this.writer.hand_over())
+    return RankReport(agents, cohort.reduced(), this.writer.hand_over(), fresh)
 
 
 def plan_and_record(
@@ -208,7 +247,19 @@ def plan_and_record(
     agents, cohort = agents_of(reports, this.slots), this.cohort
     if (again := next_look(agents, this.settings, look, this.number)) is not None:
         return again
-    plan = plan_round(this, agents, starts, least_reduced(reports))
+    archive = None if cohort.archive is None else cohort.archive.slot
+    if not look.fresh:
+        again = look_at_archive(agents, archive, this.settings, this.number)
+        if again is not None:
+            return again
+    fresh = {slot: score for report in reports for slot, score in report.fresh.items()}
+    plan = plan_round(this, agents, fresh, starts, least_reduced(reports))
+    prompts = this.settings.evolve.fitness.prompts
+    if plan.last and plan.record.between:
+        # A rule ends the run between two decisions: the best agent is chosen by a whole evaluation.
+        if look.prompts < prompts:
+            return LookAgain(tuple(this.slots), 1, prompts)
+        plan = replace(plan, record=replace(plan.record, between=False))
     elapsed = time.perf_counter() - this.start
     plan = replace(plan, record=timed(plan.record, this.watch.seconds, this.began, elapsed))
     tallies = {slot: agent.tally for slot, agent in agents.items()}
@@ -222,7 +273,11 @@ def plan_and_record(
 
 
 def plan_round(
-    this: Round, agents: Mapping[Slot, AgentReport], starts: int, reduced: Mapping[str, int]
+    this: Round,
+    agents: Mapping[Slot, AgentReport],
+    fresh: Mapping[Slot, Score],
+    starts: int,
+    reduced: Mapping[str, int],
 ) -> RoundPlan:
     """Plan a round from the reports of its agents; called on the first rank only."""
     cohort, scores = this.cohort, {slot: agent.score for slot, agent in agents.items()}
@@ -234,6 +289,7 @@ def plan_round(
         seed=cohort.seed,
         past=this.past,
         archive=None if cohort.archive is None else cohort.archive.standing(),
+        fresh=fresh,
         next_id=cohort.next_member,
         task=this.env.name,
     )
@@ -274,8 +330,9 @@ def carry_out(this: Round, plan: RoundPlan) -> None:
         state = cohort.agents[agent.agent]
         state.steps, state.dead_steps = plan.steps[state.slot], int(agent.metrics["dead_steps"])
         state.rank_error = None  # recorded with this round
-    if evolve.archive:
-        _archive_best(cohort, scores)
+    for agent in record.agents:
+        if record.archived == (record.round, agent.member) and agent.score is not None:
+            put_into_archive(cohort, agent.agent, agent.score)
     if note := cohort.overlap.settle(record.seconds, this.env):
         this.observer.note(note)
         if cohort.team.rank == 0:
@@ -369,14 +426,6 @@ def copies_in_order(
 def next_slots(record: RoundRecord) -> tuple[Slot, ...]:
     """Return the slots of the agents that play the round after a recorded one."""
     return tuple(member.agent for member in record.members)
-
-
-def _archive_best(cohort: Cohort, scores: Mapping[Slot, Score | None]) -> None:
-    """Copy the best agent of a round into the archive if it is better than all earlier agents."""
-    ranked = [(slot, score) for slot, score in scores.items() if score is not None]
-    for slot, score in sorted(ranked, key=lambda pair: best_first(pair[1]))[:1]:
-        if cohort.archive is None or best_first(score) < best_first(cohort.archive.history[-1]):
-            put_into_archive(cohort, slot, score)
 
 
 def recorded_parents(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,7 +10,7 @@ from itertools import pairwise
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.protocol import Explorer
 from evo_grpo.evolve.select.protocol import Selector
-from evo_grpo.evolve.sizes import places_by_round, prompts_of_agents
+from evo_grpo.evolve.sizes import decides_after, prompts_of_agents
 from evo_grpo.settings import EvolveConfig, PopulationConfig, RecordConfig
 
 
@@ -53,8 +54,18 @@ class RoundSettings:
     @property
     def places(self) -> tuple[int, ...]:
         """Number of agents that each round has room for; the last number repeats."""
-        selects = self.evolve.selection.kind != "none"
-        return places_by_round(self.population.size, self.population.sizes, selects=selects)
+        return self.population.places(selects=self.evolve.selection.kind != "none")
+
+    def decides(self, round: int) -> bool:
+        """Return whether a run decides after a round (0-based)."""
+        always = self.evolve.exploration.kind == "schedule"  # its entries may begin at any round
+        return always or decides_after(round + 1, self.population.decided)
+
+    def validation_prompts(self, round: int) -> int:
+        """Return the validation prompts on which a round evaluates agents, 0 for none."""
+        fitness = self.evolve.fitness
+        ends = round + 1 >= self.population.rounds
+        return fitness.prompts if ends or self.decides(round) else fitness.in_between
 
     def room(self, round: int, agents: int) -> int:
         """Return how many of `agents` agents a round has places for.
@@ -63,6 +74,23 @@ class RoundSettings:
         """
         places = self.places
         return min(places[min(round, len(places) - 1)], agents)
+
+    def rows_of_agent(self, agents: int) -> float:
+        """Return the completions that one of so many agents samples in a step."""
+        if self.rows_per_step is None:
+            return float(self.prompts_per_step)
+        return self.rows_per_step / agents
+
+    def minibatches(self, agents: int) -> int:
+        """Return the optimizer steps over the rows of a step, where so many agents play.
+
+        When agents leave, the others learn from more rows. The optimizer steps and the rows behind
+        each of them grow alike, by the square root: the lr that was chosen with few rows stays
+        right, and more rows do more than make gradients smoother.
+        """
+        if self.rows_per_step is None:
+            return 1
+        return math.ceil(math.sqrt(self.population.size / agents) - 1e-9)
 
     def prompts_of(self, group_sizes: Sequence[int]) -> Sequence[Sequence[int]]:
         """Return the number of prompts P_i of each agent in each step of a round."""

@@ -13,8 +13,9 @@ import numpy as np
 
 from evo_grpo.envs.protocol import Experience
 from evo_grpo.learn.objective.advantages import zero_variance_groups
+from evo_grpo.population.evaluate import Evaluation
 from evo_grpo.record.vocabulary import over_steps
-from evo_grpo.types import Slot, Trajectory
+from evo_grpo.types import Score, Slot, Trajectory
 
 
 @dataclass
@@ -61,6 +62,24 @@ class Tally:
             if over == "mean":
                 out[name] /= len(values)
         return out
+
+
+def measured_in_training(tally: Tally) -> Evaluation:
+    """Return the mean reward of a round's training as an evaluation that has sampled nothing.
+
+    Its score counts steps in place of prompts, as `Score.steps` too, and has no rewards of single
+    prompts.
+    """
+    rewards = np.array([one for one in tally.step_rewards if one is not None], dtype=np.float64)
+    count = len(rewards)
+    error = float(rewards.std(ddof=1) / math.sqrt(count)) if count > 1 else math.nan
+    mean = float(rewards.mean()) if count else math.nan
+    return Evaluation(
+        Score(mean, error, count, steps=count),
+        Experience((), np.zeros((0, 1))),
+        np.zeros(0),
+        looks=0,
+    )
 
 
 class Stopwatch:

@@ -152,6 +152,7 @@ def train(  # noqa: PLR0913 -- a round meets all parts of a run
                 tallies=[tallies[slot] for slot in part],
                 prompts_per_agent=[prompts_of[slot] for slot in part],
                 first=first,
+                minibatches=settings.minibatches(len(slots)),
             )
             first += max(counts[step])
             finished[step] += 1
@@ -163,9 +164,8 @@ def train(  # noqa: PLR0913 -- a round meets all parts of a run
     together = limit is not None or resamples or not overlap
     numbers = range(len(counts))
     for steps in [[step] for step in numbers] if together else [numbers]:
-        planned = sum(max(counts[step]) for step in steps)
         turns = [steps_of(part, steps, starts) for part in parts]
-        used = [planned, *take_turns(turns, overlap=overlap)]
+        used = [sum(max(counts[step]) for step in steps), *take_turns(turns, overlap=overlap)]
         if resamples:
             # All ranks begin the next step with the same prompt.
             used = cohort.team.agree(max(used), list)
@@ -204,6 +204,7 @@ def training(  # noqa: PLR0913 -- a step meets all parts of a run
     tallies: Sequence[Tally],
     prompts_per_agent: Sequence[int] | None = None,
     first: int = 0,
+    minibatches: int = 1,
 ) -> Turns[int]:
     """Take one GRPO step with every agent: generate, score, learn.
 
@@ -211,9 +212,9 @@ def training(  # noqa: PLR0913 -- a step meets all parts of a run
     `prompts` are the P starts of all agents: prompts, or seeds of episodes; the first of them is
     start `first` of the environment's sequence. Agent i takes the first P_i in [1, P] of them,
     given by `prompts_per_agent`, or all if that is None, and with `dynamic_sampling_tokens` later
-    ones. `tallies`, in the order of `slots`, receive metrics, token counts and sample completions.
-    `watch` receives the seconds of generate, reward and learn; the time of environments counts as
-    reward.
+    ones. Agents without a `batch_size` learn from their rows in so many `minibatches`. `tallies`,
+    in the order of `slots`, receive metrics, token counts and sample completions. `watch` receives
+    the seconds of generate, reward and learn; the time of environments counts as reward.
 
     Returns:
         The number of starts of the sequence, from `first`, that the agents have used.
@@ -235,7 +236,7 @@ def training(  # noqa: PLR0913 -- a step meets all parts of a run
         rows = rows_from_trajectories(
             learned.trajectories, values, mask_truncated=algorithm.mask_truncated_completions
         )
-        batches.append(AgentBatch(slot, rows))
+        batches.append(AgentBatch(slot, rows, minibatches))
     with watch.phase("learn"):
         metrics = cohort.learn(batches, stream=("learn", *stream))
     for slot, tally, rollout, size, values in zip(

@@ -257,7 +257,10 @@ def tokens_to_train(rounds: Sequence[RoundRecord], summary: Mapping[str, Any]) -
 
     `rounds` and `summary` belong to the run that the arm is compared with.
     """
-    return sum(tokens_by_purpose(rounds, summary).values()) - rounds[0].evaluation_tokens
+    evaluated = next((record for record in rounds if not record.between), rounds[0])
+    each = evaluated.evaluation_tokens / len(evaluated.agents)
+    own = round(each * len(rounds[0].agents))
+    return sum(tokens_by_purpose(rounds, summary).values()) - own
 
 
 def comparison(

@@ -80,6 +80,14 @@ def fitness_se(agent: AgentRecord) -> float:
     return math.nan if agent.score is None else agent.score.se
 
 
+def was_evaluated(agent: AgentRecord) -> bool:
+    """Return whether an agent's fitness comes from an evaluation.
+
+    After a round in between, it may be the mean reward of the round's training.
+    """
+    return agent.score is not None and not agent.score.steps
+
+
 def kl(agent: AgentRecord) -> float | None:
     """Return an agent's KL divergence from the reference in nats per token.
 

@@ -145,17 +145,32 @@ def leading_agent(record: RoundRecord) -> AgentRecord | None:
     )
 
 
-def best_ever(rounds: Sequence[RoundRecord]) -> AgentRecord | None:
-    """Return the agent with the greatest fitness of all rounds, the first of equal ones.
+def archived_agent(rounds: Sequence[RoundRecord]) -> AgentRecord | None:
+    """Return the agent in the archive of a run that has one; None before its first decision."""
+    return None if all(record.between for record in rounds) else best_ever(rounds)
 
-    It is its record in the round with that fitness; None if no agent has a finite fitness.
+
+def best_ever(rounds: Sequence[RoundRecord]) -> AgentRecord | None:
+    """Return the agent that the archive holds after these rounds.
+
+    It is its record in the round after which it had these weights. Without an archive it is the
+    agent with the greatest fitness after a decision, the first of equal ones; None if no agent has
+    a finite fitness.
     """
-    best = [one for record in rounds if (one := best_agent(record)) is not None]
+    if rounds and rounds[-1].archived is not None:
+        number, member = rounds[-1].archived
+        held = next(record for record in rounds if record.round == number)
+        return next(agent for agent in held.agents if agent.member == member)
+    decided = [record for record in rounds if not record.between] or rounds
+    best = [one for record in decided if (one := best_agent(record)) is not None]
     return min(best, key=lambda one: order(one)[:-1], default=None)
 
 
 def front(rounds: Sequence[RoundRecord]) -> tuple[AgentRecord, ...]:
     """Return the front of a run: agents after a round, by fitness, none of which dominates another.
+
+    They are those of the rounds after which the run decided, where there is one: in the others,
+    few validation prompts would decide what is on the front.
 
     One agent dominates another if its means are better in one objective and worse in none. The
     front takes in each round and keeps as many agents as play the first round: those with the
@@ -163,7 +178,7 @@ def front(rounds: Sequence[RoundRecord]) -> tuple[AgentRecord, ...]:
     equal means it keeps the first. In a run with one goal it is empty.
     """
     kept: list[AgentRecord] = []
-    for record in rounds:
+    for record in [one for one in rounds if not one.between] or rounds:
         for agent in record.agents:
             several = agent.score is not None and agent.score.is_finite and agent.score.further
             if several and all(_means(agent) != _means(one) for one in kept):

@@ -39,7 +39,8 @@ def history(run: str | Path | Sequence[RoundRecord]) -> pd.DataFrame:
         columns, all typed:
 
         - round (0-based), agent, member, parent (missing in the first population)
-        - state ("ok" or "failed"), fitness, fitness_se
+        - state ("ok" or "failed"), fitness, fitness_se; after a round in between, they come from
+          few validation prompts, or are the mean reward of the round's training
         - the hyperparameters that the agent trained with, as on the leaderboard
         - op and mutated: the mutation since the round before. op is that of `types.Mutation`, or
           "continue" where the same member trains on; mutated has the names of the hyperparameters
@@ -48,6 +49,7 @@ def history(run: str | Path | Sequence[RoundRecord]) -> pd.DataFrame:
           round's steps, NaN if an agent has none; kl is NaN where beta is 0, since none is computed
         - tokens (sampled in training), wall_seconds
         - checkpoint (relative to the run folder), reason (why it failed, empty when it did not)
+        - between: whether nothing was decided after the round
 
     Raises:
         RunNotFoundError: `run` is not a run folder.
@@ -60,7 +62,10 @@ def history(run: str | Path | Sequence[RoundRecord]) -> pd.DataFrame:
     before: set[int] = set()
     for record in rounds:
         agents = sorted(record.agents, key=lambda agent: agent.agent)
-        rows += [_row(agent, names, continues=agent.member in before) for agent in agents]
+        rows += [
+            {**_row(agent, names, continues=agent.member in before), "between": record.between}
+            for agent in agents
+        ]
         before = {agent.member for agent in agents}
     types = {
         **dict.fromkeys(("round", "agent", "member", "parent"), "Int64"),
@@ -72,6 +77,7 @@ def history(run: str | Path | Sequence[RoundRecord]) -> pd.DataFrame:
         "tokens": "Int64",
         "wall_seconds": "float64",
         **dict.fromkeys(("checkpoint", "reason"), "string"),
+        "between": "boolean",
     }
     return columns.frame(rows, types)
 

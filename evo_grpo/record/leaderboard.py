@@ -64,7 +64,8 @@ def from_records(
           population; of a mean the better parent), round (0-based, its last one)
         - left: the round after which it left, missing for agents that did not
         - fitness and fitness_se: its score on the validation prompts of `round`; fitness_se is NaN
-          from a single sample. A mean played no round: its fitness is its `final`
+          from a single sample. In an unfinished run, after a round in between, it may be the mean
+          reward of the round's training. A mean played no round: its fitness is its `final`
         - only in a run with several objectives: objective_NAME and objective_NAME_se, the score in
           each further objective on the same prompts; front, whether the agent, as it was then, is
           on the front of the run (`record.family.front`)
@@ -181,6 +182,17 @@ def order_text(rows: Sequence[Mapping[str, Any]]) -> str:
         if "front" in rows[0]
         else "Order: the winner, the other agents of the last round by fitness, then those that "
         "left, the latest first."
+    )
+
+
+def fitness_text(rounds: Sequence[RoundRecord]) -> str:
+    """Return what the fitness of a leaderboard is, if it comes from no evaluation; else ""."""
+    last = rounds[-1].agents if rounds else ()
+    if not any(agent.score is not None and agent.score.steps for agent in last):
+        return ""
+    return (
+        f"Fitness after round {rounds[-1].round + 1} is the mean reward of its training: agents "
+        "are evaluated when the run decides."
     )
 
 

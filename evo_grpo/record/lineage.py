@@ -35,9 +35,11 @@ class Lineage:
     The parameters of a trial are lr, beta, clip_coef, group_size and all other hyperparameters that
     may mutate, a clip pair as clip_low and clip_high. The value is the fitness, followed by the
     further objectives in a run with several; the trial of a failed agent has state FAIL and no
-    value. A trial starts and ends with its round, since all agents of a round train together. The
-    intermediate values are the mean training rewards of the steps, by the number of the step in the
-    run. The user attributes are:
+    value. After a round in between the state is PRUNED: nothing was decided by that fitness, which
+    comes from few validation prompts or is the mean reward of the round's training, and Optuna's
+    best trial is none of these. A trial starts and ends with its round, since all agents of a round
+    train together. The intermediate values are the mean training rewards of the steps, by the
+    number of the step in the run. The user attributes are:
 
     - agent, round, member, parent (a member id), seed, hparams (all of them), fitness_se, reason
       (why it failed), adapter_sha256, checkpoint (relative to the run folder)
@@ -66,6 +68,7 @@ class Lineage:
         self._by_agent: dict[tuple[int, int], FrozenTrial] = {}
         self._by_member: defaultdict[int | None, dict[int, FrozenTrial]] = defaultdict(dict)
         self._means: set[int] = set()
+        self._archived: dict[int, tuple[int, int] | None] = {}
 
     def record(self, record: RoundRecord) -> list[FrozenTrial]:
         """Add the missing trials of a finished round, and return them.
@@ -91,7 +94,7 @@ class Lineage:
         self._update()
         trials = self.study.get_trials(deepcopy=False)
         agents = [(agent, record) for record in rounds for agent in record.agents]
-        for record in rounds[:1]:
+        for record in rounds:
             self._begin(record)
         return len(trials) <= len(agents) and all(
             _same_trial(trial, self._trial(agent, record))
@@ -118,6 +121,7 @@ class Lineage:
         self._update()
 
     def _begin(self, record: RoundRecord) -> None:
+        self._archived[record.round] = record.archived
         if record.round == 0:
             self._space = self._space.begun_with(record)
 
@@ -146,8 +150,13 @@ class Lineage:
         if own is not None:
             return own
         if agent.mutation.restores:
-            # The parent is the trial of the best agent of all rounds, in its best round.
-            parent = self._best_before(agent.parent, agent.round)
+            # The parent is the trial of the agent that the archive holds, in its round.
+            archived = self._archived.get(agent.round - 1)
+            parent = (
+                self._by_member[agent.parent].get(archived[0])
+                if archived is not None
+                else self._best_before(agent.parent, agent.round)
+            )
         else:
             parent = self._by_member[agent.parent].get(agent.round - 1)
         if parent is None and (agent.parent is not None or agent.round > 0):
@@ -289,7 +298,14 @@ def _trial_of(
     if score is not None and agent.state == "ok" and score.is_finite:
         values = [one.mean for one in (score, *score.further)]
     times = record.started, record.ended
-    return _finished(values, space.parameters(agent.hparams), attributes, times, _steps(agent))
+    return _finished(
+        values,
+        space.parameters(agent.hparams),
+        attributes,
+        times,
+        _steps(agent),
+        between=record.between,
+    )
 
 
 def _mean_trial(
@@ -342,15 +358,18 @@ def _finished(
     attributes: Mapping[str, object],
     times: tuple[float | None, float | None],
     steps: dict[int, float] | None = None,
+    *,
+    between: bool = False,
 ) -> FrozenTrial:
-    """Return a finished trial, in state FAIL if `values` is None.
+    """Return a finished trial, in state FAIL if `values` is None, PRUNED for a round in between.
 
     `times` are its start and end in seconds since 1970; if one is None, both are the present time.
     """
     from optuna.trial import TrialState, create_trial
 
+    state = TrialState.PRUNED if between else TrialState.COMPLETE
     trial = create_trial(
-        state=TrialState.FAIL if values is None else TrialState.COMPLETE,
+        state=TrialState.FAIL if values is None else state,
         values=values,
         params=parameters[0],
         distributions=parameters[1],

@@ -132,6 +132,12 @@ class RoundRecord:
         next_member: The next free member id after requests of the user; 0 without requests.
         stopped: Rules of population.stop that ended the run after this round.
         went_on: Whether the run was extended after a rule had ended it.
+        between: Whether the round lies between two decisions, so that its scores rest on few
+            validation prompts or on the rewards of its training.
+        archived: The agent that the archive holds after the round, as (round, member) of its
+            record; None without an archive.
+        fresh: Scores of the archive and of the best agent on draws that selected neither; None
+            where they were not measured.
     """
 
     round: int
@@ -151,6 +157,9 @@ class RoundRecord:
     next_member: int = 0
     stopped: tuple[str, ...] = ()
     went_on: bool = False
+    between: bool = False
+    archived: tuple[int, int] | None = None
+    fresh: tuple[Score, Score] | None = None
 
     @property
     def is_end(self) -> bool:
@@ -223,11 +232,10 @@ def outline(record: RoundRecord) -> RoundRecord:
             agent,
             score=None if agent.score is None else _without_prompts(agent.score),
             metrics={k: v for k, v in agent.metrics.items() if k == "zero_variance"},
-            step_rewards=(),
         )
         for agent in record.agents
     )
-    return replace(record, agents=agents, decisions=(), files={})
+    return replace(record, agents=agents, decisions=(), files={}, fresh=None)
 
 
 def _without_prompts(score: Score) -> Score:

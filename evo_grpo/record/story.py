@@ -11,7 +11,7 @@ from evo_grpo.record.family import founder_of
 from evo_grpo.record.leaderboard import ties
 from evo_grpo.record.stopping import why_it_ended
 from evo_grpo.record.summary import gain_sign
-from evo_grpo.record.wording import count, hyperparameter, listed, number, with_error
+from evo_grpo.record.wording import count, hyperparameter, listed, measured_on, number, with_error
 from evo_grpo.schema.shown import short_name
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _finished(
     if winner.final is not None and rivals:
         yield Sentence(
             "choice",
-            f"It won the final comparison on {_prompts(winner.final, 'validation')}: "
+            f"It won the final comparison on {measured_on(winner.final)}: "
             f"{_scored(winner.final)} against {rivals_text(winner, rivals)}."
             + _why_not_the_greatest(winner, rivals),
         )
@@ -172,7 +172,7 @@ def _leader(rounds: Sequence[RoundRecord], leader: SelectedAgent, when: str) -> 
     assert leader.fitness is not None, "the leader has a finite fitness"
     text = (
         f"{when} {leader.name} is the best: {_scored(leader.fitness)} on "
-        f"{_prompts(leader.fitness, 'validation')}"
+        f"{measured_on(leader.fitness)}"
     )
     tied = [agent for (agent, _), is_tie in ties(rounds, leader).items() if is_tie]
     if tied:
@@ -313,7 +313,7 @@ def _validation(winner: SelectedAgent, *, alone: bool) -> Iterator[Sentence]:
     fitness, test = winner.fitness, winner.test
     if fitness is not None:
         when = f"Its fitness in round {winner.record.round + 1}"
-        text = f"{when} was {_scored(fitness)} on {_prompts(fitness, 'validation')}."
+        text = f"{when} was {_scored(fitness)} on {measured_on(fitness)}."
         yield Sentence("validation", text)
     elif winner.kind != "mean":
         yield Sentence("missing", "The winner has no fitness: it failed, or was never evaluated.")
@@ -357,7 +357,3 @@ def _judge(spent: Mapping[str, float]) -> str:
 
 def _scored(score: Score) -> str:
     return with_error(score.mean, score.se)
-
-
-def _prompts(score: Score, split: str) -> str:
-    return count(score.n, f"{split} prompt")

@@ -131,7 +131,7 @@ OF_STEPS = (
 """Metrics of an agent, per step."""
 
 OF_ROUNDS = (
-    Metric("fitness", "Mean reward on the validation prompts.", "", "round"),
+    Metric("fitness", "Mean reward on the validation prompts, of an evaluation.", "", "round"),
     Metric("fitness_se", "Standard error of the fitness.", "", "round"),
     Metric(
         f"{OBJECTIVE}<name>",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from evo_grpo.schema.hparams import Hparams, Value
+    from evo_grpo.types import Score
 
 
 def count(amount: int, noun: str) -> str:
@@ -30,6 +31,13 @@ def with_error(value: float | None, error: float | None, digits: int = 2) -> str
     if error is None or math.isnan(error):
         return number(value, digits)
     return f"{number(value, digits)} ± {number(error, digits)}"
+
+
+def measured_on(score: Score, split: str = "validation") -> str:
+    """Return what a score was measured on: "64 validation prompts", or "8 steps of training"."""
+    if score.steps:
+        return f"{count(score.steps, 'step')} of training"
+    return count(score.n, f"{split} prompt")
 
 
 def claim_text(who: str, sign: int) -> str:

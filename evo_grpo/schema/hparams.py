@@ -191,7 +191,9 @@ class AgentFields(Group):
     )
     batch_size: int | None = setting(
         None,
-        "Completions per optimizer step; null takes all of a GRPO step at once.",
+        "Completions per optimizer step. null takes all of a GRPO step at once; when agents have "
+        "left and the others take over their completions, it takes them in minibatches: two where "
+        "an agent has two to four times its completions, three up to nine times.",
         ge=1,
         mutates=True,
     )

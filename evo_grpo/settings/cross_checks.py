@@ -10,7 +10,7 @@ from evo_grpo.evolve.explore.schedule import ScheduleExploration
 from evo_grpo.evolve.kinds import OWN
 from evo_grpo.evolve.select.pareto import ParetoSelection
 from evo_grpo.evolve.select.tournament import TournamentSelection
-from evo_grpo.evolve.sizes import places_by_round, planned_rows, wrong_sizes
+from evo_grpo.evolve.sizes import planned_rows, wrong_sizes
 from evo_grpo.evolve.start import start_problems, with_first_choices
 from evo_grpo.schema.hparams import REWARD_WEIGHT, WARMUP
 from evo_grpo.schema.outside import outside
@@ -189,7 +189,7 @@ def _shards(
         )
         return
     selects = evolve.selection.kind != "none"
-    places = places_by_round(population.size, population.sizes, selects=selects)
+    places = population.places(selects=selects)
     least = min(places[: population.rounds])
     if least < shards:
         yield Problem(
@@ -342,7 +342,8 @@ def _selection(population: PopulationConfig, evolve: EvolveConfig) -> Iterator[P
             f"raise it, or set evolve.selection.kind: none{also}"
         )
         yield Problem(("population", "size"), text)
-    elif selection.size > population.size:
+    # The default is right for fewer agents too: a tournament is then one of all of them.
+    elif selection.size > population.size and selection.size != type(selection)().size:
         text = f"expected at most population.size ({population.size}), got {selection.size}"
         yield Problem(("evolve", "selection", "size"), text)
 

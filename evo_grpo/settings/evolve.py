@@ -44,6 +44,8 @@ def _weights(value: object) -> object:
 
 FITNESS, TOKENS = "fitness", "tokens"
 """Names of objectives that no reward function gives."""
+BETWEEN = 8
+"""Validation prompts of a round without decisions, where its training does not measure fitness."""
 FitnessReward = Annotated[str | dict[str, float] | None, BeforeValidator(_weights)]
 Ranges = Annotated[dict[str, RLParameter] | None, BeforeValidator(_typed_ranges)]
 
@@ -88,6 +90,14 @@ class FitnessConfig(Group):
         "Sampling temperature of evaluations, independent of that in training. 0 is greedy: each "
         "token is the likeliest one, and every prompt gets one completion, since others would be "
         "equal.",
+        ge=0,
+    )
+    between: int | None = setting(
+        None,
+        "Validation prompts of a round after which nothing is decided. 0 samples none: the fitness "
+        "of such a round is the mean reward of its training. null: 0 where agents train as fitness "
+        "measures (the same rewards, prompt, temperature and lengths), else 8; and `prompts` with "
+        "`population.stop.fitness` or `patience`. A run records the number.",
         ge=0,
     )
     racing: float = setting(
@@ -140,6 +150,11 @@ class FitnessConfig(Group):
         """What fitness measures: the first objective, without objectives `reward`."""
         first = self.objectives[0].name if self.objectives else FITNESS
         return self.reward if first == FITNESS else first
+
+    @property
+    def in_between(self) -> int:
+        """Validation prompts of a round without decisions; `RunConfig.settled` fills in null."""
+        return min(self.prompts, BETWEEN if self.between is None else self.between)
 
     @property
     def further(self) -> list[ObjectiveConfig]:

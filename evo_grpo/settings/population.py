@@ -3,12 +3,13 @@
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
 from collections.abc import Mapping
+from itertools import pairwise
 from os import PathLike, fspath
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import BeforeValidator, WithJsonSchema
 
-from evo_grpo.evolve.sizes import Sizes
+from evo_grpo.evolve.sizes import Sizes, decisions_by_share, places_by_round
 from evo_grpo.evolve.start import StartName
 from evo_grpo.schema.group import Group, plain, setting
 from evo_grpo.schema.problems import nearest
@@ -76,6 +77,20 @@ def _sizes(value: object) -> object:
 AnnotatedSizes = Annotated[Sizes, BeforeValidator(_sizes)]
 
 
+def _decisions(value: object) -> object:
+    """Accept null, "every" or ascending rounds; one message instead of one per branch."""
+    if value is None or value == "every":
+        return value
+    items = list(value) if isinstance(value, list | tuple) else []
+    whole = all(type(item) is int and item > 0 for item in items)
+    if items and whole and items == sorted(set(items)):
+        return items
+    raise ValueError('null, "every" or a list of rounds in ascending order such as [2, 4, 6]')
+
+
+Decisions = Annotated[list[int] | Literal["every"] | None, BeforeValidator(_decisions)]
+
+
 class StopConfig(Group):
     """Rules that end training before the last round; the first that holds ends it."""
 
@@ -124,12 +139,21 @@ class PopulationConfig(Group):
         "then compared with the base as usual. `evo-grpo resume RUN --rounds N` continues such a "
         "run.",
     )
+    decisions: Decisions = setting(
+        None,
+        "Rounds after which the run decides: all agents are evaluated, and selection and "
+        "exploration act. null: after each quarter of the run, or smaller shares for more than 8 "
+        "agents, and after the first round if all agents begin alike; a run records the list. "
+        "After the last number, rounds decide at the distance of the last two. `every`: after each "
+        "round.",
+    )
     sizes: AnnotatedSizes = setting(
         None,
-        "Number of agents in each round. null halves it after every round, down to 2 (or keeps all "
-        "with selection `none`, which removes no agent); a list such as [8, 4, 2] begins with "
-        "`size`, and its last number repeats; `constant` keeps all agents. The remaining agents "
-        "take more prompts per step, so that rows and time per round stay the same.",
+        "Number of agents in each round. null halves it at decisions, down to 2 for the second "
+        "half of the run (or keeps all with selection `none`, which removes no agent); a list such "
+        "as [8, 4, 2] begins with `size`, and its last number repeats; `constant` keeps all "
+        "agents. The remaining agents take more prompts per step, so that rows and time per round "
+        "stay the same.",
     )
     init: Init = setting(
         "latin_hypercube",
@@ -141,3 +165,32 @@ class PopulationConfig(Group):
         "the places, moved into the ranges, and the others are as for `latin_hypercube`; the run "
         "records all of them as a list.",
     )
+
+    @property
+    def decided(self) -> list[int]:
+        """The finished rounds after which the run decides, ascending."""
+        if isinstance(self.decisions, list):
+            return self.decisions
+        found = set(self._halving)
+        if isinstance(self.sizes, list):
+            found |= {n for n, (a, b) in enumerate(pairwise(self.sizes), start=1) if b < a}
+        if self.init == "same" and self.size > 1:
+            found.add(1)  # agents that begin alike need no evidence to become different
+        return sorted(found)
+
+    def places(self, *, selects: bool) -> tuple[int, ...]:
+        """Return the places of each round; the last number holds for all later rounds.
+
+        Without a list, agents leave at decisions if the selection `selects`, else none leaves.
+        """
+        keeps = self.sizes is None and not selects
+        return places_by_round(self.size, "constant" if keeps else self.sizes, self._halving)
+
+    @property
+    def _halving(self) -> list[int]:
+        """The finished rounds after which a population of no given sizes halves, and the end."""
+        if isinstance(self.decisions, list):
+            return self.decisions
+        if self.decisions == "every":
+            return list(range(1, self.rounds + 1))
+        return decisions_by_share(self.rounds, self.size)

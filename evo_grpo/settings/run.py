@@ -11,7 +11,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.kinds import OwnStrategy
 from evo_grpo.evolve.start import Start, with_values
 from evo_grpo.schema.group import Group, setting
-from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.hparams import REWARD_WEIGHT, Hparams
 from evo_grpo.schema.problems import Problems
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
@@ -147,6 +147,21 @@ class RunConfig(Group):
         """The settings of the adapters, with the largest rank and all layers of any agent."""
         return self.model.lora.largest(self.search_space())
 
+    def settled(self, output_tokens: int) -> Self:
+        """Return the settings with everything that depends on the length of the run filled in.
+
+        A run records them, so that they stay when it is extended. `output_tokens` are the most
+        tokens of a completion where the settings name none.
+        """
+        population, algorithm = self.population, self.algorithm
+        output_tokens = algorithm.longest_output(self.search_space()) or output_tokens
+        rows = population.size * (algorithm.prompts_per_step or DEFAULT_PROMPTS)
+        tokens = rows * algorithm.group_size * population.steps_per_round * output_tokens
+        population, evolve = settled(
+            population, self.evolve, algorithm, self.search_space(), tokens
+        )
+        return self.replace(population=population, evolve=evolve)
+
     def agents(self) -> AgentSettings:
         """Return the settings of the agents."""
         return AgentSettings(
@@ -156,6 +171,70 @@ class RunConfig(Group):
             engine=self.engine,
             hyperparameters=self.evolve.hyperparameters,
         )
+
+
+_SAMPLED_BY = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Hyperparameters that act on what an agent samples in training, and on no evaluation."""
+
+
+def settled(
+    population: PopulationConfig,
+    evolve: EvolveConfig,
+    algorithm: AlgorithmConfig,
+    space: HyperparameterConfig,
+    tokens: int | None = None,
+) -> tuple[PopulationConfig, EvolveConfig]:
+    """Return settings with the decisions, the places and the evaluations of each round filled in.
+
+    Where `population.stop.tokens` may end a run before its last round, the shares are those of the
+    rounds that it surely has.
+
+    Args:
+        population: The agents, and the length of their training.
+        evolve: What happens between two rounds.
+        algorithm: The initial settings of the agents.
+        space: The hyperparameters that may mutate.
+        tokens: Most tokens that a round trains on; None if they are not known.
+    """
+    rounds, limit = population.rounds, population.stop.tokens
+    if limit is not None and tokens:
+        population = population.replace(rounds=max(1, min(rounds, int(limit / tokens))))
+    selects = evolve.selection.kind != "none"
+    places = list(population.places(selects=selects))
+    sizes = "constant" if len(set(places)) == 1 else places
+    decided = population.decided
+    population = population.replace(rounds=rounds, decisions=decided, sizes=sizes)
+    fitness = evolve.fitness
+    if fitness.between is None:
+        stop = population.stop
+        whole = stop.fitness is not None or stop.patience is not None
+        alike = _trains_as_fitness(population, evolve, algorithm, space)
+        between = fitness.prompts if whole else 0 if alike else fitness.in_between
+        evolve = evolve.replace(fitness=fitness.replace(between=between))
+    return population, evolve
+
+
+def _trains_as_fitness(
+    population: PopulationConfig,
+    evolve: EvolveConfig,
+    algorithm: AlgorithmConfig,
+    space: HyperparameterConfig,
+) -> bool:
+    """Return whether the reward of a completion in training is that of one in an evaluation."""
+    fitness, plain = evolve.fitness, AlgorithmConfig()
+    own = {"prompt", "max_output_tokens", *_SAMPLED_BY}
+    names = set(space.names())
+    if isinstance(population.init, list):
+        names |= {name for values in population.init for name in values}
+    differs = bool(names & own) or any(name.startswith(REWARD_WEIGHT) for name in names)
+    as_sampled = all(getattr(algorithm, name) == getattr(plain, name) for name in _SAMPLED_BY[1:])
+    return (
+        not differs
+        and as_sampled
+        and algorithm.temperature == fitness.temperature
+        and fitness.reward is None
+        and not fitness.objectives
+    )
 
 
 def warnings(config: RunConfig) -> list[str]:

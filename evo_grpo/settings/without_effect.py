@@ -19,7 +19,6 @@ from evo_grpo.evolve.explore.resample import Resample
 from evo_grpo.evolve.explore.schedule import ROUND, ScheduleExploration
 from evo_grpo.evolve.select.halving import HalvingSelection
 from evo_grpo.evolve.select.none import NoSelection
-from evo_grpo.evolve.sizes import places_by_round
 from evo_grpo.schema.hparams import LossType
 from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig
 from evo_grpo.schema.shown import shown_value
@@ -140,6 +139,12 @@ class Seen:
         """
         if self.prompts is None or self.bounds("update_epochs")[1] > 1:
             return False
+        if (
+            self.population is not None
+            and self.bounds("batch_size")[1] == math.inf
+            and self.most_rows > self.prompts * self.bounds("group_size")[1]
+        ):
+            return False  # fewer agents take more rows, in minibatches
         return self.bounds("batch_size")[0] >= self.most_rows
 
     @property
@@ -152,9 +157,8 @@ class Seen:
             return rows
         # The others take over the rows of removed agents.
         selects = self.evolve is None or self.evolve.selection.kind != "none"
-        size = self.population.size
-        places = places_by_round(size, self.population.sizes, selects=selects)
-        return rows * size / min(places[: self.population.rounds])
+        places = self.population.places(selects=selects)
+        return rows * self.population.size / min(places[: self.population.rounds])
 
 
 def _clip(seen: Seen, name: str) -> str | None:

@@ -14,7 +14,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.decide import Standing
 from evo_grpo.population.plan import find_collapsed, next_agents
 from evo_grpo.population.rules import RoundSettings
-from evo_grpo.record.family import best_ever, next_member_id
+from evo_grpo.record.family import archived_agent, best_agent, next_member_id
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.schema.validation import whole
@@ -72,25 +72,28 @@ def planned(
     ]
     scores = [a.score for a in last.agents]
     # A round selects before its best agent replaces the archive.
-    best = best_ever(earlier) if settings.evolve.archive and archive else None
-    kept = None
+    best = archived_agent(earlier) if settings.evolve.archive and archive else None
+    kept, fresh = None, dict[Slot, Score]()
     if best is not None and best.score is not None:
         kept = Standing(_ARCHIVE, members[best.member], best.hparams, [best.score])
+        measured = best_agent(last)
+        if last.fresh is not None and measured is not None:
+            fresh = {_ARCHIVE: last.fresh[0], measured.agent: last.fresh[1]}
     standings = find_collapsed(
         settings,
         standings,
         scores,
         [a.metrics.get("kl", 0.0) for a in last.agents],
         [int(a.metrics["dead_steps"]) for a in last.agents],
-        kept,
         last=False,
     )
     generation, decisions = next_agents(
         settings,
         standings,
-        scores,
+        [a.step_rewards for a in last.agents],
         kept,
         earlier if past is None else past,
+        fresh=fresh,
         round=last.round,
         hp_config=hp_config,
         seed=seed,

@@ -16,7 +16,7 @@ from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.round import apply, recorded_generation
 from evo_grpo.record.digests import check_digests
-from evo_grpo.record.family import best_ever, next_member_id
+from evo_grpo.record.family import archived_agent, next_member_id
 from evo_grpo.record.names import BEST
 from evo_grpo.record.plain import inside
 from evo_grpo.record.records import AgentRecord, RoundRecord
@@ -66,7 +66,7 @@ def restore(
         _warn_of_reference(prepared, last, folder)
     members, histories = members_of(rounds), histories_of(rounds)
     checkpoints = {record.agent: _checkpoint(folder, record, last) for record in last.agents}
-    best = best_ever(rounds) if prepared.round_settings.evolve.archive else None
+    best = archived_agent(rounds) if prepared.round_settings.evolve.archive else None
     if best is not None and best.score is not None:
         cohort.archive = cohort.add_spare(members[best.member], best.hparams)
         place = _checkpoint(folder, best, rounds[best.round], BEST)

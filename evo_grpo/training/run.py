@@ -46,7 +46,7 @@ from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.study import FolderStudy, check_storage
 from evo_grpo.record.summary import read_summary
 from evo_grpo.settings import RunConfig
-from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
+from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.settings.storage import is_url
 from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.settings.yaml import as_config
@@ -112,7 +112,8 @@ def run(
             init = team.first(with_start(config).population.init if team.rank == 0 else None)
             config = config.replace(population=config.population.replace(init=init))
         task = task_of(config)
-        config = with_limits(config, task, team)
+        longest = DEFAULT_OUTPUT_TOKENS if task is None else task.max_output_tokens
+        config = with_limits(config, task, team).settled(longest)
         team.wait_for_all()  # every rank finds its code and data before the folder is created
         fresh, folder = where is None or not where.exists(), None
         if team.rank == 0:

@@ -22,6 +22,9 @@ AGENTS = {
 ROUND = {
     "steps_per_round": 1,
     "fitness": {"prompts": 6, "test_prompts": 4, "test_samples": 1},
+    # What a call does not say follows from its own length.
+    "decisions": "every",
+    "sizes": [6, 3, 2],
     "progress": False,
 }
 SUMS = {"kind": "sums", "args": {"high": 20}}
@@ -97,6 +100,19 @@ def test_four_calls_of_a_round_are_one_call_of_four(case):
     assert max(lives) > 5  # somebody was copied, or mutated
     if case == "collapsed":  # who left after a call is overwritten by the next, and there again
         assert left[0] < len(often.rounds[1].agents)
+
+
+def test_a_further_call_keeps_the_decisions_and_the_places_of_the_first():
+    once, twice = make(4), make(4)
+    given = {name: ROUND[name] for name in ("steps_per_round", "fitness", "progress")}
+    once.train(SUMS, rounds=8, decisions=[2, 4], sizes=[4, 4, 2], **given)
+    twice.train(SUMS, rounds=4, decisions=[2, 4], **given)
+    twice.train(SUMS, rounds=3, **given)
+    twice.train(SUMS, rounds=1, **given)
+    assert [len(r.agents) for r in twice.rounds] == [4, 4, 2, 2, 2, 2, 2, 2]
+    assert [n for n, r in enumerate(once.rounds, start=1) if not r.between] == [2, 4, 6, 8]
+    # The end of a call is evaluated too.
+    assert [n for n, r in enumerate(twice.rounds, start=1) if not r.between] == [2, 4, 6, 7, 8]
 
 
 def test_a_call_into_a_folder_and_one_without_are_one_call(tmp_path):
@@ -193,12 +209,12 @@ def test_what_a_person_changed_stays_and_is_said(change, tmp_path):
 
 def test_a_selection_by_hand_takes_the_place_of_the_one_left_out():
     population = make(4)
-    population.train(SUMS, rounds=1, **ROUND)
+    population.train(SUMS, rounds=1, **{**ROUND, "sizes": "constant"})
     TournamentSelection(2, True, 4).select(population)
     members = [agent.state.member.id for agent in population]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        population.train(SUMS, rounds=1, sizes="constant", **ROUND)
+        population.train(SUMS, rounds=1, **{**ROUND, "sizes": "constant"})
     assert [a.member for a in population.rounds[1].agents] == members
 
 
@@ -206,9 +222,10 @@ def test_a_selection_by_hand_takes_the_place_of_the_one_left_out():
 def test_the_call_that_goes_on_says_how_agents_are_selected():
     population = make()
     population.train(SUMS, rounds=1, significance=None, **ROUND)
-    population.train(SUMS, rounds=1, selection={"kind": "none"}, exploration="none", **ROUND)
+    given = {**ROUND, "selection": {"kind": "none"}, "exploration": "none", "sizes": None}
+    population.train(SUMS, rounds=1, **given)
     assert [a.agent for a in population.rounds[1].agents] == list(range(6))
-    population.train(SUMS, rounds=1, significance=None, sizes=[6, 6, 3], **ROUND)
+    population.train(SUMS, rounds=1, **{**ROUND, "significance": None, "sizes": [6, 6, 3]})
     assert len(population.rounds[2].agents) == 3
     assert len(population) == 3
     assert not population.rounds[0].decisions

@@ -361,7 +361,7 @@ class Both:
 def test_what_cannot_mutate_warns():
     population = make(1, hyperparameters={})
     with pytest.warns(UserWarning, match="no hyperparameters to mutate, so nothing"):
-        population.train("sums", rounds=1, exploration=Strategy(rl_hp=1.0), **ROUND)
+        population.train("sums", rounds=1, exploration=Strategy(rl_hp=0.5), **ROUND)
     with pytest.warns(UserWarning, match="no hyperparameters to mutate, so nothing"):
         Mutations(rl_hp=1.0).mutation(population)
     clip = HyperparameterConfig(clip_coef=RLParameter(min=0.1, max=0.3))

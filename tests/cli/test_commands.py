@@ -205,13 +205,14 @@ def test_check_prints_the_plan():
     assert lines["population"].startswith("8 agents, 6 rounds of 8 steps, grpo, selection tour")
     assert "lr in [1e-4, 3e-3]" in lines["mutates"]
     assert lines["task"] == "sums: 9,000 train, 500 validation, 500 test rows"
-    assert lines["places"] == "8, 4, 2, 2, 2, 2 agents"
+    assert lines["decides"] == "after rounds 2 (8 agents), 3 (4), 4 (2) and 6 (2)"
+    assert lines["places"] == "8 agents in rounds 1-2, 4 in round 3, 2 in rounds 4-6"
     assert lines["a step"].startswith("256 rows in all, of at most 4 tokens: 32 per agent")
     assert lines["a round"] == "at most 8,224 tokens to train on"
-    assert "at most 2,048 tokens after the first round, 512 after the last" in lines["evaluation"]
+    assert lines["evaluation"].startswith("at most 5,632 tokens, 9% of the run: 64 prompts x 1")
     assert "up to 3 finalists on 64 validation prompts x 2: at most 1,536" in lines["the end"]
     assert "256 test prompts x 4: at most 8,192 tokens" in result.stdout
-    assert lines["the run"] == "at most 64,192 tokens"
+    assert lines["the run"] == "at most 64,704 tokens"
     assert "453,216 parameters, 1.8 MB in float32 on the CPU" in lines["base model"]
     assert "58,368 parameters, 934 kB with gradient and Adam" in lines["an agent"]
     assert lines["memory"].startswith("about ")
@@ -227,8 +228,10 @@ def test_check_as_one_json_document():
     assert result.exit_code == 0
     plan = json.loads(result.stdout)
     assert plan["file"] == "population.yaml"
-    assert plan["places"] == [8, 4, 2, 2, 2, 2]
-    assert plan["tokens"]["run"] == 64_192
+    assert plan["places"] == [8, 8, 4, 2, 2, 2]
+    assert plan["decisions"] == [2, 3, 4, 6]
+    assert plan["tokens"]["evaluations"] == [0, 2_048, 1_536, 1_024, 0, 1_024]
+    assert plan["tokens"]["run"] == 64_704
     assert plan["tokens"]["a_round"] == 8_224
     assert plan["base"]["parameters"] == 453_216
     assert plan["config"]["population"]["steps_per_round"] == 8
@@ -243,6 +246,7 @@ def test_check_warns_and_passes():
     name = written(MINIMAL)
     overrides = [
         "algorithm.update_epochs=1",
+        "population.sizes=constant",  # fewer agents would take more rows, in minibatches
         "evolve.hyperparameters.clip_coef={min: 0.1, max: 0.3}",
     ]
     result = evo("check", name, *(word for value in overrides for word in ("--set", value)))

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.distributed
 #: `test_ranks_without_a_common_disk_equal_one` plays the run as it is.
 CASES = {
     "archive, racing, a mean and dynamic sampling": {
+        "seed": 7,
         "algorithm": DYNAMIC,
         "evolve": {
             **SETTINGS["evolve"],
@@ -39,6 +40,10 @@ CASES = {
             "fitness": {**SETTINGS["evolve"]["fitness"], "final_samples": 1, "racing": 1.0},
         },
         "record": {"checkpoints": "last"},
+    },
+    "rounds in between": {
+        "population": {**POPULATION["population"], "sizes": [5, 5, 4], "decisions": [2, 4]},
+        "evolve": {**SETTINGS["evolve"], "archive": True},
     },
     # With adapters of every layer the stacks are so large that rounding depends on their number.
     "every layer": {

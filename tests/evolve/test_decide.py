@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from evo_grpo.errors import RunFailedError, ShapeError
-from evo_grpo.evolve.decide import Standing, Strategy, decide, keep_all, why_collapsed
+from evo_grpo.evolve.decide import (
+    Standing,
+    Strategy,
+    decide,
+    enters_archive,
+    keep_all,
+    why_collapsed,
+)
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.select.none import NoSelection
@@ -34,10 +41,25 @@ def archive(right, lr=1e-2):
     return Standing(Slot(9), Member(1, Slot(2)), Hparams(lr=lr, beta=0.5), [score(right)])
 
 
-def run(standings, places, *, kept=None, selector=None, explorer=None, level=0.1, space=SPACE):
+def run(
+    standings,
+    places,
+    *,
+    kept=None,
+    fresh=None,
+    selector=None,
+    explorer=None,
+    level=0.1,
+    space=SPACE,
+):
     strategy = Strategy(selector or NoSelection(), explorer or NoExploration(), space, level)
     rng = np.random.default_rng(0)
-    return decide(standings, places, kept, strategy, rng, round=4, next_id=20)
+    return decide(standings, places, kept, strategy, rng, fresh=fresh, round=4, next_id=20)
+
+
+def behind(slot, archive=35, best=10):
+    """Fresh draws of the archive and of the best agent, in this slot, that show a fall."""
+    return {Slot(9): score(archive), Slot(slot): score(best)}
 
 
 def kinds(decisions):
@@ -54,10 +76,12 @@ def test_reasons_name_agents_values_and_errors():
     )
     assert (decision.kind, decision.agent, decision.other) == ("copied", 1, 0)
     assert decision.difference == 0.7
-    _, decisions = run([standing(0, 12), standing(1, 11)], 2, selector=selector)
+    close = [standing(0, 12), standing(1, 11), standing(2, 11)]
+    _, decisions = run(close, 3, selector=TournamentSelection(size=3))
     assert [d.sentence for d in decisions] == [
-        "agent 1 kept its weights, since agent 0 is not significantly ahead: +0.03 ± 0.02 on 40 "
-        "shared prompts"
+        f"agent {slot} kept its weights, since agent 0 is not significantly ahead: +0.03 ± 0.02 on "
+        "40 shared prompts"
+        for slot in (1, 2)
     ]
     _, decisions = run([standing(0, 30), standing(1, 2), standing(2, None)], 1)
     assert [d.sentence for d in decisions] == [
@@ -119,7 +143,7 @@ def test_collapsed_agents_are_no_parents_and_leave_first():
 
 def test_a_population_behind_its_best_goes_on_from_it_at_lower_learning_rates():
     standings = [standing(0, 3), standing(1, 10), standing(2, 9), standing(3, 2)]
-    generation, decisions = run(standings, 4, kept=archive(35))
+    generation, decisions = run(standings, 4, kept=archive(35), fresh=behind(1))
     assert generation.parents == (9, 1, 2, 9), "in the places of the worst"
     restored = {
         m.agent: (m, h) for m, h in zip(generation.members, generation.hparams, strict=True)
@@ -142,16 +166,78 @@ def test_a_population_behind_its_best_goes_on_from_it_at_lower_learning_rates():
 
 def test_the_range_of_lr_bounds_what_comes_back():
     narrow = HyperparameterConfig(lr=RLParameter(8e-3, 1e-1))
-    generation, _ = run([standing(0, 3), standing(1, 2)], 2, kept=archive(35), space=narrow)
+    standings = [standing(0, 3), standing(1, 2)]
+    generation, _ = run(standings, 2, kept=archive(35), fresh=behind(0), space=narrow)
     assert [h.lr for h in generation.hparams] == [8e-3, 8e-3]
 
 
-def test_without_a_significant_fall_or_a_level_nothing_comes_back():
+def test_the_archive_comes_back_on_fresh_draws_alone():
     standings = [standing(0, 30), standing(1, 29)]
-    for given in ({"kept": archive(31)}, {"kept": archive(40), "level": None}, {"kept": None}):
-        generation, decisions = run(standings, 2, **given)
-        assert generation.parents == (0, 1)
-        assert decisions == ()
+    nothing = ({}, {Slot(9): score(40)}, {Slot(0): score(0)}, None)
+    for fresh in nothing:
+        # Its score of the round that it won says nothing: the greatest of many scores is lucky.
+        generation, decisions = run(standings, 2, kept=archive(40), fresh=fresh)
+        assert (generation.parents, decisions) == ((0, 1), ())
+    assert run(standings, 2, fresh=behind(0))[0].parents == (0, 1), "there is no archive"
+    for own, best in ((31, 30), (30, 31), (30, 30), (35, 31)):
+        generation, decisions = run(standings, 2, kept=archive(40), fresh=behind(0, own, best))
+        assert (generation.parents, decisions) == ((0, 1), ())
+    # Whatever the archive was in its round, and whoever of the agents was measured.
+    assert run(standings, 2, kept=archive(2), fresh=behind(1))[0].parents == (9, 9)
+    # The level of the archive is its own.
+    generation, _ = run(standings, 2, kept=archive(40), fresh=behind(0), level=None)
+    assert generation.parents == (9, 9)
+
+
+def test_the_level_of_the_archive_decides_when_it_comes_back():
+    standings = [standing(0, 30), standing(1, 29)]
+    fresh = behind(0, 30, 20)  # ten prompts differ, all in favour of the archive: p = 2 ** -10
+    for level, parents in ((2**-9, (9, 9)), (2**-10, (9, 9)), (2**-11, (0, 1))):
+        strategy = Strategy(NoSelection(), NoExploration(), SPACE, 0.1, archive_level=level)
+        rng = np.random.default_rng(0)
+        generation, _ = decide(
+            standings, 2, archive(35), strategy, rng, fresh=fresh, round=4, next_id=20
+        )
+        assert generation.parents == parents
+
+
+def test_an_archive_that_is_no_better_comes_back_no_more_often_than_its_level():
+    rng = np.random.default_rng(3)
+    level, runs = 0.05, 2000
+    strategy = Strategy(NoSelection(), NoExploration(), SPACE, 0.1, archive_level=level)
+    standings = [standing(0, 30), standing(1, 29)]
+    restored = 0
+    for _ in range(runs):
+        hard = rng.random(PROMPTS)
+        own, best = (tuple((rng.random(PROMPTS) < hard).astype(float)) for _ in range(2))
+        fresh = {Slot(9): Score(sum(own) / PROMPTS, 0.1, PROMPTS, own),
+                 Slot(0): Score(sum(best) / PROMPTS, 0.1, PROMPTS, best)}  # fmt: skip
+        generation, _ = decide(
+            standings, 2, archive(40), strategy, rng, fresh=fresh, round=4, next_id=20
+        )
+        restored += generation.parents == (9, 9)
+    assert 0.02 < restored / runs < 0.065
+
+
+def test_an_agent_enters_the_archive_unless_it_is_behind_on_fresh_draws():
+    assert enters_archive(score(31), score(30))
+    assert enters_archive(score(30), score(30))
+    assert not enters_archive(score(29), score(30))
+
+
+def test_of_two_agents_for_two_places_the_worse_becomes_a_copy():
+    selector = TournamentSelection()
+    generation, decisions = run([standing(0, 20), standing(1, 21)], 2, selector=selector)
+    assert generation.parents == (1, 1)
+    assert kinds(decisions) == [("copied", 0)]
+    # Neither a third agent nor a further place leaves it without a test.
+    three = [standing(0, 20), standing(1, 21), standing(2, 20)]
+    selector = TournamentSelection(size=3)
+    assert run(three, 3, selector=selector)[0].parents == (0, 1, 2)
+    # Where three play for two places, two of them stay, and the best is one.
+    generation, _ = run(three, 2, selector=selector)
+    assert generation.parents == generation.slots
+    assert Slot(1) in generation.slots
 
 
 def test_where_all_have_failed_the_archive_goes_on_alone():
@@ -166,7 +252,8 @@ def test_where_all_have_failed_the_archive_goes_on_alone():
 
 
 def test_one_place_takes_the_archive_at_half_its_lr():
-    generation, _ = run([standing(0, 3), standing(1, 2)], 1, kept=archive(35))
+    standings = [standing(0, 3), standing(1, 2)]
+    generation, _ = run(standings, 1, kept=archive(35), fresh=behind(0))
     assert generation.parents == (9,)
     assert generation.hparams[0].lr == 5e-3
 
@@ -192,13 +279,15 @@ def test_plans_that_cannot_be_carried_out_are_refused():
 
 
 def test_mutations_follow_what_was_settled():
-    explorer = Mutations(no_mutation=0, rl_hp=1)
-    selector = TournamentSelection(size=2)
-    generation, _ = run([standing(0, 12), standing(1, 11)], 2, selector=selector, explorer=explorer)
+    selector = TournamentSelection(size=3)
+    close = [standing(0, 12), standing(1, 11), standing(2, 11)]
+    explorer = Mutations(step="factors")
+    generation, _ = run(close, 3, selector=selector, explorer=explorer)
     assert generation.members[0] == Member(0, Slot(0)), "the elite is left as it is"
-    assert generation.parents == (0, 1)
-    assert generation.members[1].parent == 1
-    assert generation.members[1].mutation.op == "mutate"
+    # The selection wanted copies of agent 0; survivors mutate from their own values.
+    assert generation.parents == (0, 1, 2)
+    assert [m.parent for m in generation.members[1:]] == [1, 2]
+    assert {m.mutation.op for m in generation.members[1:]} == {"mutate"}
 
 
 def test_after_the_last_round_all_stay_but_those_that_collapsed():

@@ -17,7 +17,18 @@ from evo_grpo.types import Member, Mutation, Score
 PROPERTY = settings(max_examples=40)
 CONFIG = HyperparameterConfig(lr=RLParameter(1e-6, 1e-2), group_size=RLParameter(2, 16))
 NEVER = NoExploration()
-ALWAYS = Mutations(no_mutation=0, rl_hp=1)
+ALWAYS = Mutations(step="factors")
+
+
+class Watching:
+    """An exploration that remembers whom it was given, and changes nobody."""
+
+    def __init__(self):
+        self.seen = []
+
+    def explore(self, candidate, hp_config, rng):
+        self.seen.append(candidate)
+        return candidate.hparams, {}
 
 
 def founders(size):
@@ -36,21 +47,25 @@ def step(plan, members, hparams, mutations=NEVER, **options):
     size=st.integers(2, 8),
     rounds=st.integers(1, 8),
     seed=st.integers(0, 2**32),
+    kind=st.sampled_from(["between", "factors"]),
     mutate_elite=st.booleans(),
     shrinks=st.booleans(),
 )
-def test_lives_are_consistent_over_many_rounds(size, rounds, seed, mutate_elite, shrinks):
+def test_lives_are_consistent_over_many_rounds(size, rounds, seed, kind, mutate_elite, shrinks):
     rng = np.random.default_rng(seed)
-    selection, mutations = TournamentSelection(), Mutations(mutate_elite=mutate_elite)
+    selection, mutations = TournamentSelection(), Mutations(step=kind, mutate_elite=mutate_elite)
+    mutate_elite = mutate_elite and kind == "factors"
     members, hparams = founders(size), [Hparams() for _ in range(size)]
-    next_id, seen = size, {member.id for member in members}
+    next_id, seen, trials = size, {member.id for member in members}, []
     for number in range(rounds):
         means = rng.random(len(members))
         places = int(rng.integers(1, len(members) + 1)) if shrinks else len(members)
         plan = selection.plan([[Score(mean, 0.0, 1)] for mean in means], places, rng)
+        trials += [Trial(one, mean, number) for one, mean in zip(hparams, means, strict=True)]
         new = next_generation(
-            plan, members, hparams, mutations, CONFIG, rng, round=number, next_id=next_id
-        )
+            plan, members, hparams, mutations, CONFIG, rng,
+            round=number, next_id=next_id, trials=trials,
+        )  # fmt: skip
         before = {member.agent: (member, hp) for member, hp in zip(members, hparams, strict=True)}
         assert len(new.members) == places
         assert list(new.slots) == sorted(set(new.slots) & set(before)), "nobody new, in order"
@@ -106,7 +121,7 @@ def test_a_survivor_that_mutates_begins_a_new_life():
 
 def test_the_elite_mutates_when_asked():
     plan = (Offspring(0, 0, elite=True), Offspring(1, 1))
-    mutations = Mutations(no_mutation=0, rl_hp=1, mutate_elite=True)
+    mutations = Mutations(step="factors", mutate_elite=True)
     new = step(plan, founders(2), [Hparams(), Hparams()], mutations)
     assert [member.id for member in new.members] == [10, 11]
 
@@ -122,15 +137,75 @@ def test_agents_keep_their_numbers_when_others_leave():
 
 
 def test_the_exploration_is_handed_the_trials():
-    seen = []
+    watching, trials = Watching(), (Trial(Hparams(), 0.5, 0),)
+    plan = (Offspring(0, 0), Offspring(1, 0))
+    step(plan, founders(2), [Hparams()] * 2, watching, trials=trials)
+    assert [found.trials for found in watching.seen] == [trials, trials]
 
-    class Watching:
+
+def test_of_agents_alike_one_keeps_its_values_and_the_others_are_twins():
+    one, other = Hparams(lr=1e-3), Hparams(lr=1e-4)
+    cases = (
+        # Two copies of the best agent, and a survivor of its own.
+        ((Offspring(0, 0, elite=True), Offspring(1, 0), Offspring(2, 2)), (one, one, other), [1]),
+        # The best agent keeps its values, wherever it stands among those alike.
+        ((Offspring(0, 0), Offspring(1, 1, elite=True), Offspring(2, 2)), (one,) * 3, [0, 2]),
+        # Of survivors alike, the first one keeps them, and a copy never does.
+        ((Offspring(0, 1), Offspring(1, 1), Offspring(2, 2)), (other, one, one), [0, 2]),
+        ((Offspring(0, 0), Offspring(1, 1)), (one, other), []),
+    )
+    for plan, hparams, twins in cases:
+        watching = Watching()
+        step(plan, founders(len(plan)), list(hparams), watching)
+        assert [n for n, found in enumerate(watching.seen) if found.twin] == twins
+        assert [n for n, found in enumerate(watching.seen) if found.shares] == twins
+
+
+def test_a_copy_of_an_agent_that_does_not_stay_is_a_twin_of_its_other_copies():
+    watching = Watching()
+    plan = (Offspring(0, 2), Offspring(1, 2))
+    step(plan, founders(3), [Hparams(lr=lr) for lr in (1e-5, 1e-4, 1e-3)], watching)
+    assert [found.twin for found in watching.seen] == [False, True]
+
+
+def test_agents_that_began_alike_are_spread_over_all_ranges_as_a_latin_hypercube():
+    space = HyperparameterConfig(lr=RLParameter(1e-6, 1e-2), beta=RLParameter(0.0, 0.2))
+    size, start = 8, Hparams(lr=1e-4, beta=0.0)
+    plan = tuple(Offspring(n, n, elite=n == 3) for n in range(size))
+    new = next_generation(
+        plan, founders(size), [start] * size, Mutations(), space, np.random.default_rng(5),
+        round=0, next_id=size, trials=[Trial(start, 0.5, 0)] * size,
+    )  # fmt: skip
+    assert new.hparams[3] == start
+    others = [one for n, one in enumerate(new.hparams) if n != 3]
+    of_lr = sorted(int((np.log10(one.lr) + 6) / 4 * 7) for one in others)
+    of_beta = sorted(int(one.beta / 0.2 * 7 - 1e-9) for one in others)
+    assert of_lr == of_beta == list(range(7)), "each seventh of a range has one agent"
+
+
+def test_copies_of_one_agent_take_different_parts_of_its_gap():
+    space = HyperparameterConfig(lr=RLParameter(1e-6, 1e-2))
+    hparams = [Hparams(lr=lr) for lr in (1e-4, 1e-6, 1e-2, 1e-5)]
+    plan = (Offspring(0, 0, elite=True), *(Offspring(n, 0) for n in (1, 2, 3)))
+    trials = [Trial(one, 0.5, 0) for one in hparams]
+    new = next_generation(
+        plan, founders(4), hparams, Mutations(), space, np.random.default_rng(2),
+        round=0, next_id=4, trials=trials,
+    )  # fmt: skip
+    low, high = -4.5, -3.0  # the middles of the gaps to 1e-5 and 1e-2
+    shares = [(np.log10(one.lr) - low) / (high - low) for one in new.hparams[1:]]
+    assert sorted(int(share * 3 - 1e-9) for share in shares) == [0, 1, 2]
+
+
+def test_shares_of_twins_take_nothing_from_the_stream_of_the_exploration():
+    states = []
+
+    class Drawing:
         def explore(self, candidate, hp_config, rng):
-            seen.append(candidate.trials)
+            states.append(rng.random())
             return candidate.hparams, {}
 
-    trials = (Trial(Hparams(), 0.5, 0),)
-    step(
-        (Offspring(0, 0), Offspring(1, 0)), founders(2), [Hparams()] * 2, Watching(), trials=trials
-    )
-    assert seen == [trials, trials]
+    alike, unlike = [Hparams()] * 2, [Hparams(lr=1e-4), Hparams(lr=1e-3)]
+    for hparams in (alike, unlike):
+        step((Offspring(0, 0), Offspring(1, 1)), founders(2), hparams, Drawing())
+    assert states[:2] == states[2:]

@@ -1,12 +1,16 @@
-"""Places by round, and rows that stay the same whatever the places and the group sizes."""
+"""Decisions and places by round, and rows that stay the same whatever the places and the groups."""
 
 import re
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evo_grpo.evolve.sizes import (
+    LEAST,
+    decides_after,
+    decisions_by_share,
     places_by_round,
     planned_rows,
     prompts_of_agents,
@@ -15,17 +19,81 @@ from evo_grpo.evolve.sizes import (
 
 
 @pytest.mark.parametrize(
-    ("size", "places"),
-    [(8, (8, 4, 2)), (5, (5, 3, 2)), (3, (3, 2)), (2, (2,)), (1, (1,)), (32, (32, 16, 8, 4, 2))],
+    ("rounds", "size", "decisions"),
+    [
+        (24, 8, [6, 12, 18, 24]),
+        (6, 8, [2, 3, 4, 6]),
+        (8, 1, [2, 4, 6, 8]),
+        (10, 16, [2, 4, 6, 8, 10]),  # a share more, since three halvings lead to two agents
+        (24, 64, [3, 7, 10, 14, 17, 21, 24]),
+        (4, 8, [1, 2, 3, 4]),
+        (3, 8, [1, 2, 3]),  # fewer rounds than shares
+        (1, 8, [1]),
+    ],
 )
-def test_null_halves_down_to_two(size, places):
-    assert places_by_round(size, None) == places
+def test_a_run_decides_after_equal_shares_and_at_its_end(rounds, size, decisions):
+    assert decisions_by_share(rounds, size) == decisions
+
+
+@given(st.integers(1, 200), st.integers(1, 100))
+def test_shares_are_equal_but_for_the_rounding_to_rounds(rounds, size):
+    decisions = decisions_by_share(rounds, size)
+    assert decisions[-1] == rounds
+    assert decisions == sorted(set(decisions))
+    if rounds < 4:
+        assert decisions == list(range(1, rounds + 1))
+    else:
+        assert len(decisions) >= 4
+    steps = [b - a for a, b in pairwise([0, *decisions])]
+    assert max(steps) - min(steps) <= 2
+
+
+def test_after_the_last_number_decisions_repeat_at_the_last_distance():
+    def decided(decisions):
+        return [n for n in range(1, 15) if decides_after(n, decisions)]
+
+    assert decided([2, 3, 6]) == [2, 3, 6, 9, 12]
+    assert decided([4]) == [4, 8, 12]
+    assert decided([1, 2, 3]) == list(range(1, 15))
+
+
+@pytest.mark.parametrize(
+    ("size", "decisions", "places"),
+    [
+        # The last halving is two decisions before the end.
+        (8, [2, 4, 6, 8], (8, 8, 4, 4, 2, 2, 2, 2)),
+        (8, [6, 12, 18, 24], (*(8,) * 6, *(4,) * 6, *(2,) * 12)),
+        (5, [1, 2, 3, 4], (5, 3, 2, 2)),
+        (3, [1, 2, 3, 4], (3, 3, 2, 2)),  # one halving: not at the first decision
+        (16, [2, 4, 6, 8, 10], (16, 16, 8, 8, 4, 4, 2, 2, 2, 2)),
+        # Too few decisions for all halvings: as many as there are, and none at the end.
+        (16, [1, 2], (16, 8)),
+        (8, [3], (8, 8, 8)),
+        (2, [1, 2, 3, 4], (2, 2, 2, 2)),
+        (1, [1, 2], (1, 1)),
+    ],
+)
+def test_null_halves_at_decisions_down_to_two(size, decisions, places):
+    assert places_by_round(size, None, decisions) == places
     assert list(wrong_sizes(size, list(places), archive=False)) == []
 
 
+@given(st.integers(1, 60), st.integers(1, 40))
+def test_the_better_of_the_last_two_trains_on_for_a_share_of_the_run(rounds, size):
+    decisions = decisions_by_share(rounds, size)
+    places = places_by_round(size, None, decisions)
+    assert len(places) == rounds
+    assert all((a + 1) // 2 == b or a == b for a, b in pairwise(places))
+    shrinks = [n for n, (a, b) in enumerate(pairwise(places), start=1) if b < a]
+    assert set(shrinks) <= set(decisions[:-1])
+    if len(decisions) >= 4 and size <= 8:
+        assert places[-1] == min(size, LEAST)
+        assert all(n <= decisions[-3] for n in shrinks)
+
+
 def test_others_are_taken_as_they_are():
-    assert places_by_round(8, "constant") == (8,)
-    assert places_by_round(8, [8, 6, 5]) == (8, 6, 5)
+    assert set(places_by_round(8, "constant", [1, 2, 3])) == {8}
+    assert places_by_round(8, [8, 6, 5], [4, 8]) == (8, 6, 5)
 
 
 @pytest.mark.parametrize(

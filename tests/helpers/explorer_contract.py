@@ -45,7 +45,11 @@ def candidates(draw):
     copied = draw(st.booleans())
     elite = not copied and draw(st.booleans())
     trials, round = draw(_trials(start, hp_config)), draw(st.integers(1, 4))
-    candidate = Candidate(hparams, copied, elite, trials, round)
+    twin = copied or (not elite and draw(st.booleans()))
+    share = st.floats(2**-60, 1)  # a draw has 53 bits, divided by the agents
+    count = (len(names) + 1) * twin
+    shares = tuple(draw(st.lists(share, min_size=count, max_size=count)))
+    candidate = Candidate(hparams, copied, elite, trials, round, twin, shares)
     return candidate, hp_config, draw(st.integers(0, 2**32))
 
 
@@ -113,11 +117,13 @@ class ExplorerContract:
     def test_the_elite_and_survivors_keep_their_values_unless_they_may_change(self):
         def test(explorer, candidate, hp_config, seed):
             survivors_stay = getattr(explorer, "copies_only", not self.survivors_vary)
+            survivors_stay = survivors_stay or getattr(explorer, "step", "") == "between"
             elite_stays = survivors_stay or not getattr(
                 explorer, "mutate_elite", self.survivors_vary
             )
             for elite, stays in ((True, elite_stays), (False, survivors_stay)):
-                survivor = replace(candidate, copied=False, elite=elite)
+                # A survivor with the values of another agent counts as a copy.
+                survivor = replace(candidate, copied=False, elite=elite, twin=False, shares=())
                 rng = np.random.default_rng(seed)
                 found = explorer.explore(survivor, hp_config, rng)
                 if stays:

@@ -1,13 +1,17 @@
 """Plans of rounds from values alone: agents that answered so many prompts."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from evo_grpo.envs.protocol import Experience
 from evo_grpo.evolve.decide import Standing
+from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.select.truncation import TruncationSelection
 from evo_grpo.population.evaluate import Evaluation, summarise
-from evo_grpo.population.plan import AgentReport, PlanInputs, next_round
+from evo_grpo.population.looks import AgentReport
+from evo_grpo.population.plan import PlanInputs, next_round
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.stats import Tally
 from evo_grpo.record.records import SavedAgent
@@ -46,13 +50,14 @@ def report(right, tokens=10, kl=0.0, saved=None, equal=0.0):
     )
 
 
-def planned(reports, number=0, made=None, past=(), archive=None, **given):
+def planned(reports, number=0, made=None, past=(), archive=None, fresh=None, **given):
     inputs = PlanInputs(
         settings=made or settings(),
         hp_config=HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-2)),
         seed=1,
         past=past,
         archive=archive,
+        fresh=fresh or {},
         next_id=len(reports),
         task="sums",
     )
@@ -61,3 +66,14 @@ def planned(reports, number=0, made=None, past=(), archive=None, **given):
         for slot, r in enumerate(reports)
     ]
     return next_round(inputs, dict(enumerate(reports)), standings, number, **given)
+
+
+def between(**changes):
+    """Settings of six rounds that decide after the third and the last one."""
+    made = settings(rounds=6, decisions=[3, 6], **changes)
+    evolve = made.evolve.replace(archive=False)
+    return replace(made, explorer=Mutations(), evolve=evolve, rows_per_step=96)
+
+
+def with_archive(made):
+    return replace(made, evolve=made.evolve.replace(archive=True))

@@ -118,5 +118,19 @@ def test_all_rows_at_once_are_one_minibatch(size):
     assert StepTotals.of(rows).rows == (12,)
 
 
+@pytest.mark.parametrize(
+    ("size", "minibatches", "rows"),
+    [(None, 1, (12,)), (None, 2, (6, 6)), (None, 5, (3, 3, 3, 3)), (None, 3, (4, 4, 4)),
+     (5, 3, (5, 5, 2)), (12, 3, (12,))],
+)  # fmt: skip
+def test_an_agent_without_a_batch_size_learns_in_as_many_minibatches_as_asked(
+    size, minibatches, rows
+):
+    made = make_rows(3, groups=3)
+    assign_minibatches(made, Hparams(batch_size=size), 1, minibatches)
+    assert StepTotals.of(made).rows == rows
+
+
 def test_no_rows_have_no_minibatch():
+    assign_minibatches([], Hparams(), 1, 3)
     assert StepTotals.of([]).minibatches == 0

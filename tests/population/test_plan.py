@@ -4,19 +4,12 @@ import math
 from dataclasses import replace
 
 import pytest
-from plans import planned, report, settings
+from plans import between, planned, report, settings, with_archive
 
 from evo_grpo.errors import RunFailedError
 from evo_grpo.evolve.decide import Standing
-from evo_grpo.population.plan import (
-    LookAgain,
-    RankReport,
-    agents_of,
-    least_reduced,
-    next_look,
-    timed,
-)
-from evo_grpo.record.records import SavedAgent
+from evo_grpo.population.plan import timed
+from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Member
 
@@ -75,23 +68,7 @@ def test_without_an_agent_that_can_be_ranked_the_run_fails():
     made = replace(made, evolve=made.evolve.replace(archive=True))
     plan = planned([report(None)] * 3, number=1, made=made, archive=best)
     assert {d.kind for d in plan.record.decisions} == {"restored", "left"}
-
-
-@pytest.mark.parametrize(("racing", "looks"), [(0.0, []), (0.7, [2]), (2.0, [2, 2, 2])])
-def test_looks_are_paid_from_the_budget(racing, looks):
-    agents = {slot: report(right) for slot, right in enumerate((20, 19, 1))}
-    made, look, seen = settings(racing), LookAgain((0, 1, 2), 0), []
-    made = replace(made, population=made.population.replace(sizes=[3, 1]))
-    streams = {look.stream(4)}
-    while (look := next_look(agents, made, look, 4)) is not None:
-        seen.append(len(look.slots))
-        streams.add(look.stream(4))
-        for slot in look.slots:
-            again = replace(agents[slot].evaluation, looks=agents[slot].evaluation.looks + 1)
-            agents[slot] = replace(agents[slot], evaluation=again)
-    assert seen == looks
-    assert len(streams) == 1 + len(looks), "every look has draws of its own"
-    assert ("evaluate", 4) in streams
+    assert (plan.record.archived, plan.record.fresh) == (None, None), "as before the round"
 
 
 def test_only_the_first_round_says_that_it_had_nothing_to_learn_from():
@@ -100,19 +77,160 @@ def test_only_the_first_round_says_that_it_had_nothing_to_learn_from():
     assert planned(reports, number=1).warning == ""
 
 
-def test_reports_of_ranks_are_put_together():
-    first, second, third = report(1), report(2), report(3)
-    ranks = [
-        RankReport({0: first, 2: third}, {"max_decode_rows": 8, "max_tokens_per_microbatch": 64}),
-        RankReport({1: second, 2: report(9)}, {"max_decode_rows": 4}),
-    ]
-    assert list(agents_of(ranks, (1, 0, 2)).items()) == [(1, second), (0, first), (2, third)]
-    assert least_reduced(ranks) == {"max_decode_rows": 4, "max_tokens_per_microbatch": 64}
-
-
 def test_wall_time_is_divided_by_tokens():
     record = planned([report(10, tokens=30), report(30, tokens=10), report(20, tokens=0)]).record
     record = timed(record, {"learn": 1.5}, started=100.0, seconds=8.0)
     assert [agent.wall_seconds for agent in record.agents] == [6.0, 2.0, 0.0]
     assert (record.started, record.ended, record.seconds) == (100.0, 108.0, {"learn": 1.5})
     assert math.isclose(sum(agent.wall_seconds for agent in record.agents), 8.0)
+
+
+def test_between_two_decisions_all_agents_keep_their_weights_and_values():
+    reports = [report(10), report(30), report(20)]
+    for number in (0, 1, 3, 4):
+        record = planned(reports, number=number, made=between()).record
+        assert record.between
+        assert record.members == tuple(Member(slot, slot) for slot in range(3))
+        assert record.next_hparams == (Hparams(),) * 3
+        assert record.decisions == ()
+    decided = planned(reports, number=2, made=between()).record
+    assert not decided.between
+    assert decided.members[0].parent == 1
+    assert decided.next_hparams[0] != Hparams()
+    last = planned(reports, number=5, made=between())
+    assert (last.last, last.record.between) == (True, False)
+
+
+def test_between_two_decisions_an_agent_that_failed_leaves():
+    record = planned([report(10), report(None), report(20)], made=between()).record
+    assert [member.agent for member in record.members] == [0, 2]
+    assert [(d.kind, d.agent) for d in record.decisions] == [("left", 1)]
+
+
+def test_where_all_have_failed_the_archive_is_restored_between_decisions_too():
+    best = Standing(9, Member(0, 0), Hparams(), [report(30).score])
+    plan = planned([report(None)] * 3, made=with_archive(between()), archive=best)
+    assert {d.kind for d in plan.record.decisions} == {"restored", "left"}
+
+
+def test_a_rule_ends_a_run_between_two_decisions():
+    made, reports = between(stop={"fitness": 0.7}), [report(10), report(30), report(20)]
+    plan = planned(reports, made=with_archive(made))
+    assert (plan.last, plan.record.stopped) == (True, ("fitness",))
+    assert plan.record.archived == (0, 1), "a run that is extended goes on with an archive"
+    held = RoundRecord(0, (), {}, archived=(0, 2))
+    plan = planned(reports, number=1, made=with_archive(made), past=[held], archive=ARCHIVE)
+    assert plan.record.archived == (0, 2), "nothing was measured on fresh draws"
+
+
+def test_prompts_of_a_round_depend_on_whether_it_decides():
+    def prompts(**fitness):
+        made = between()
+        evolve = made.evolve.replace(fitness=made.evolve.fitness.replace(prompts=40, **fitness))
+        return [replace(made, evolve=evolve).validation_prompts(number) for number in range(6)]
+
+    assert prompts(between=0) == [0, 0, 40, 0, 0, 40]
+    assert prompts(between=12) == [12, 12, 40, 12, 12, 40]
+    assert prompts(between=80) == [40] * 6
+    assert prompts() == [8, 8, 40, 8, 8, 40]
+    # Cut off by its planned end, a run evaluates its last round wholly.
+    made = replace(between(), population=between().population.replace(rounds=5))
+    assert made.validation_prompts(4) == made.evolve.fitness.prompts
+
+
+ARCHIVE = Standing(9, Member(0, 0), Hparams(), [report(25).score])
+
+
+def archived(own, best, number=2, right=(10, 30, 20), made=None):
+    """The record of a round after which fresh draws were right for the archive and the best."""
+    reports, earlier = [report(one) for one in right], RoundRecord(0, (), {}, archived=(1, 7))
+    return planned(
+        reports,
+        number=number,
+        made=with_archive(made or between()),
+        archive=ARCHIVE,
+        past=[earlier],
+        fresh={9: report(own).score, 1: report(best).score},
+    ).record
+
+
+def test_the_best_agent_enters_the_archive_unless_it_is_behind_on_fresh_draws():
+    for own, best, held in ((30, 31, (2, 1)), (30, 30, (2, 1)), (31, 30, (1, 7))):
+        record = archived(own, best)
+        assert record.archived == held
+        assert record.fresh == (report(own).score, report(best).score)
+        assert "restored" not in {d.kind for d in record.decisions}
+
+
+def test_an_archive_that_is_restored_stays_in_its_place():
+    record = archived(40, 5)
+    assert "restored" in {d.kind for d in record.decisions}
+    assert record.archived == (1, 7)
+
+
+def test_the_archive_of_a_run_of_many_decisions_needs_more_evidence():
+    # Seven prompts differ, all in favour of the archive: p = 2 ** -7.
+    once = replace(between(), population=between().population.replace(decisions=[3], rounds=9))
+    assert "restored" in {d.kind for d in archived(30, 23, made=once).decisions}
+    many = replace(between(), population=between().population.replace(decisions="every", rounds=9))
+    assert "restored" not in {d.kind for d in archived(30, 23, made=many).decisions}
+
+
+def test_what_enters_an_empty_archive_and_when():
+    reports, made = [report(10), report(30), report(20)], with_archive(between())
+    assert planned(reports, number=1, made=made).record.archived is None, "between decisions"
+    assert planned(reports, number=2, made=made).record.archived == (2, 1)
+    assert planned(reports, number=2, made=between()).record.archived is None, "without one"
+    held = RoundRecord(2, (), {}, archived=(2, 1))
+    record = planned(reports, number=3, made=made, past=[held], archive=ARCHIVE).record
+    assert (record.archived, record.fresh) == ((2, 1), None), "nothing is measured"
+
+
+def trained(right, *rewards):
+    """An agent that answered so many prompts, with these mean rewards of its steps."""
+    one = report(right)
+    steps = [{**one.tally.metrics[0], "reward": reward} for reward in rewards]
+    return replace(one, tally=replace(one.tally, metrics=steps))
+
+
+def pair_of(made):
+    """The settings of two agents that train as fitness measures."""
+    fitness = made.evolve.fitness.replace(between=0)
+    population = made.population.replace(size=2)
+    return replace(made, population=population, evolve=made.evolve.replace(fitness=fitness))
+
+
+def played(number, *reports, made):
+    return planned(list(reports), number=number, made=made).record
+
+
+def test_rewards_of_training_since_the_last_decision_count_at_a_decision():
+    two = pair_of(between())
+    # The fitness of agent 0 is ahead by a prompt, and its training is far behind.
+    ahead, behind = trained(21, *[0.1] * 3), trained(20, *[0.9] * 3)
+    past = [played(number, ahead, behind, made=two) for number in (0, 1)]
+    record = planned([ahead, behind], number=2, made=two, past=past).record
+    assert [member.parent for member in record.members] == [1, None]
+    assert record.agents[0].score == ahead.score, "records keep the fitness alone"
+    (decision,) = record.decisions
+    assert (decision.kind, decision.agent, decision.other) == ("copied", 0, 1)
+    assert decision.sentence.endswith("on 40 shared prompts and 9 steps of training")
+    # Steps before the last decision count no more: three are too few for a line.
+    alone = planned([ahead, behind], number=2, made=two, past=[]).record
+    assert [member.parent for member in alone.members] == [None, 0]
+    earlier = [*past, record]
+    later = planned([ahead, behind], number=5, made=replace(
+        two, population=two.population.replace(rounds=9)), past=earlier).record  # fmt: skip
+    assert [member.parent for member in later.members] == [None, 0]
+    # Where rounds in between have an evaluation, training is another measure.
+    apart = two.evolve.replace(fitness=two.evolve.fitness.replace(between=8))
+    other = planned([ahead, behind], number=2, made=replace(two, evolve=apart), past=past).record
+    assert [member.parent for member in other.members] == [None, 0]
+
+
+def test_training_counts_only_where_all_agents_have_played_its_steps():
+    two = pair_of(between())
+    ahead, behind = trained(21, *[0.1] * 3), trained(20, *[0.9] * 3)
+    past = [played(number, ahead, made=two) for number in (0, 1)]
+    record = planned([ahead, behind], number=2, made=two, past=past).record
+    assert [member.parent for member in record.members] == [None, 0]

@@ -1,11 +1,11 @@
 """One round: what each stage counts, and a next generation that is what the plan says."""
 
 from dataclasses import replace
-from hashlib import sha256
 
 import numpy as np
 import pytest
 import torch
+from played_rounds import Memory, adapters, digest, equal, play
 from small_run import Told, small
 
 from evo_grpo.envs.protocol import Experience
@@ -25,74 +25,11 @@ from evo_grpo.population.round import (
     recorded_parents,
 )
 from evo_grpo.population.stats import Stopwatch, Tally, completion_rows, reward_metrics
-from evo_grpo.population.steps import RunWriter
-from evo_grpo.record.observer import Observer
-from evo_grpo.record.records import RoundRecord, SavedAgent
+from evo_grpo.record.records import RoundRecord
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.settings import EvolveConfig, PopulationConfig, RecordConfig
 from evo_grpo.training.assemble import prepare, round_settings
 from evo_grpo.types import Member, Mutation, Score, Trajectory
-
-
-class Memory(RunWriter):
-    """A writer that remembers what it is given, and what the cohort was like just then."""
-
-    def __init__(self):
-        self.steps = []
-        self.checkpoints = []
-        self.commits = []
-        self.slots_at_commit = []
-
-    def checkpoint(self, cohort, round, slot):
-        self.checkpoints.append((round, slot))
-        self.cohort = cohort
-        # Digests of what the agent is now, not of its name: a swapped or late one shows.
-        weights = digest(adapters(cohort)[slot])
-        return SavedAgent(f"at/{slot}", weights, f"moments-{slot}-{weights}")
-
-    def step(self, round, step, rows):
-        self.steps.append((round, step, [row["agent"] for row in rows]))
-
-    def commit(self, record, completions):
-        self.commits.append((record, list(completions)))
-        self.slots_at_commit.append(adapters(self.cohort))
-
-
-def adapters(cohort):
-    return {
-        slot: [p.detach().clone() for p in cohort.slots.parameters(state.adapter)]
-        for slot, state in cohort.agents.items()
-    }
-
-
-def digest(tensors):
-    return sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()
-
-
-def equal(first, second):
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def settings_of(made, window=None, sizes=None, **changes):
-    """The settings of a run without a share of rows, with others in the places of these."""
-    if sizes is not None:
-        changes["population"] = made.population.replace(sizes=sizes)
-    if window is not None:
-        fitness = made.evolve.fitness.replace(window=window)
-        changes["evolve"] = made.evolve.replace(fitness=fitness)
-    return replace(made, **{"rows_per_step": None, **changes})
-
-
-def play(prepared, number=0, writer=None, **changes):
-    return play_round(
-        prepared.cohort,
-        prepared.env,
-        settings_of(prepared.round_settings, **changes),
-        prepared.slots,
-        number,
-        writer=writer or Memory(),
-        observer=Observer(),
-    )
 
 
 def experience(*lengths, ended=None):
@@ -320,7 +257,7 @@ def test_references_leave_with_their_agents():
 
 
 def test_a_selection_sees_the_latest_scores_and_the_places_of_the_next_round():
-    prepared, selector = prepare(small(population__rounds=9)), Best()
+    prepared, selector = prepare(small(population__rounds=9, population__decisions="every")), Best()
     for number in range(3):
         play(prepared, number, selector=selector, explorer=NoExploration(), window=2)
     assert [places for _, places in selector.seen] == [3, 3, 3]
@@ -329,6 +266,18 @@ def test_a_selection_sees_the_latest_scores_and_the_places_of_the_next_round():
         [2, 2, 2],
         [2, 2, 2],
     ]
+
+
+def test_agents_that_take_over_rows_learn_from_them_in_minibatches():
+    def of(size, agents, **changes):
+        population = PopulationConfig(size=size)
+        made = round_settings(population, EvolveConfig(), RecordConfig(), prompts=1, group_size=2)
+        return replace(made, **changes).minibatches(agents)
+
+    # Twice the rows in two minibatches, four times in two, nine times in three.
+    assert [of(8, agents) for agents in (8, 4, 2, 1)] == [1, 2, 2, 3]
+    assert [of(18, agents) for agents in (18, 9, 5, 2)] == [1, 2, 2, 3]
+    assert of(8, 2, rows_per_step=None) == 1
 
 
 def test_a_plan_for_more_places_than_there_are_is_refused():

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evo_grpo.errors import RunNotFoundError
-from evo_grpo.record.family import ancestry, next_member_id, tree
+from evo_grpo.record.family import (
+    ancestry,
+    archived_agent,
+    best_agent,
+    best_ever,
+    next_member_id,
+    tree,
+)
 
 PROPERTY = settings(max_examples=40)
 
@@ -101,3 +108,34 @@ def test_the_next_id_is_above_all_that_were_ever_given(make_run):
     assert next_member_id([]) == 0
     # So do those that somebody put out of a plan before they trained.
     assert next_member_id([*records[:-1], replace(records[-1], next_member=99)]) == 99
+
+
+def decided(runs, *after):
+    """Six rounds that decide after these finished rounds."""
+    records = runs(3, 6, 1)
+    return [replace(record, between=record.round + 1 not in after) for record in records]
+
+
+def test_the_best_of_a_run_is_what_its_archive_holds(runs):
+    records = decided(runs, 2, 4, 6)
+    held = records[1].agents[2]
+    records[3] = replace(records[3], archived=(1, held.member))
+    assert best_ever(records[:4]) == archived_agent(records[:4]) == held
+    # Rounds that were left out do not matter.
+    assert best_ever([records[1], records[3]]) == held
+    own = records[3].agents[0]
+    assert best_ever([records[1], replace(records[3], archived=(3, own.member))]) == own
+
+
+def test_without_an_archive_rounds_in_between_count_only_where_there_are_no_others(runs):
+    records = decided(runs, 2, 4, 6)
+
+    def best(*numbers):
+        found = [best_agent(records[number]) for number in numbers]
+        return max(found, key=lambda agent: agent.score.mean)
+
+    assert best_ever(records) == best(1, 3, 5)
+    assert best_ever(records[:1]) == best(0)
+    assert archived_agent(records[:1]) is None, "nothing is archived before the first decision"
+    assert archived_agent(records[:2]) == best(1)
+    assert best_ever([]) is archived_agent([]) is None

@@ -39,6 +39,7 @@ COLUMNS = {
     "wall_seconds": "float64",
     "checkpoint": "string",
     "reason": "string",
+    "between": "boolean",
 }
 
 

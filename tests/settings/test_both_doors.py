@@ -93,6 +93,7 @@ TRAIN = {
     "name": "mine",
     "rounds": 2,
     "steps_per_round": 3,
+    "decisions": [1, 3],
     "sizes": "constant",
     "stop": {"fitness": 0.9, "patience": 3, "minutes": 5.0, "tokens": 1e6, "no_signal": 4},
     "selection": "none",
@@ -110,6 +111,7 @@ TRAIN = {
         "test_samples": 1,
         "final_samples": 3,
         "correct": 0.7,
+        "between": 2,
     },
     "inherit_optimizer": False,
     "completions": 1,
@@ -196,7 +198,7 @@ def test_both_doors_of_train_give_equal_settings(name, monkeypatch, tmp_path):
         population.train("sums", out=tmp_path / "run", progress=False, **{name: TRAIN[name]})
     data = at(TRAIN_KEYWORDS[name], TRAIN[name])
     data["population"] = {**data.get("population", {}), "size": 2}
-    config = from_dict(data)
+    config = from_dict(data).settled(8)
     assert seen["config"] == config
     assert seen["settings"] == round_settings(config.population, config.evolve, config.record, 4, 8)
 

@@ -369,8 +369,24 @@ def test_a_start_of_each_agent_survives_the_file():
             "evolve.selection.kind: none",
         ),
         (
-            ["population.size=3", "evolve.selection.size=4"],
-            "evolve.selection.size: expected at most population.size (3), got 4",
+            ["population.size=3", "evolve.selection.size=5"],
+            "evolve.selection.size: expected at most population.size (3), got 5",
+        ),
+        (
+            ["population.decisions=never"],
+            'population.decisions: expected null, "every" or a list of rounds in ascending order '
+            "such as [2, 4, 6], got the string",
+        ),
+        *(
+            (
+                [f"population.decisions={rounds}"],
+                'population.decisions: expected null, "every" or a list of rounds in ascending',
+            )
+            for rounds in ("[]", "[0, 2]", "[4, 2]", "[2, 2]", "[1.5]", "[true]", "3", "all")
+        ),
+        (
+            ["evolve.fitness.between=-1"],
+            "evolve.fitness.between: expected an integer >= 0, or null, got -1",
         ),
         (
             ["population.size=3", "population.init=[{lr: 1e-3}]"],
@@ -522,7 +538,9 @@ def test_the_shipped_file_has_no_warning():
 @pytest.mark.parametrize(
     ("overrides", "dead"),
     [
-        (["algorithm.update_epochs=1"], True),
+        # Of 8 agents 2 are left, which learn from their larger step in minibatches.
+        (["algorithm.update_epochs=1"], False),
+        (["algorithm.update_epochs=1", "population.sizes=constant"], True),
         # Of 8 agents 2 are left, which share the rows of all: 4 prompts, 8 completions, 8 / 2.
         (["algorithm.update_epochs=1", "algorithm.batch_size=128"], True),
         (["algorithm.update_epochs=1", "algorithm.batch_size=127"], False),

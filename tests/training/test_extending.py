@@ -1,10 +1,14 @@
-"""A finished run that is given more rounds is the run that had them from the start."""
+"""A finished run that is given more rounds is the run that had them from the start.
+
+It keeps its lists of decisions and sizes, which the longer run is given.
+"""
 
 import json
+import re
 import shutil
 
 import pytest
-from small_run import Told, broken_step, outcome, small
+from small_run import Told, broken_step, outcome, small, stopped_and_resumed
 
 from evo_grpo import resume, run
 from evo_grpo.errors import ConfigError
@@ -21,9 +25,22 @@ CASES = {
     "archive and mutation": {
         **SIZES,
         "algorithm__lr": 1e-2,
-        "evolve__exploration": {"no_mutation": 0.3, "rl_hp": 0.7, "mutate_elite": True},
+        "evolve__archive": True,
+        "evolve__exploration": {
+            "no_mutation": 0.3,
+            "rl_hp": 0.7,
+            "mutate_elite": True,
+            "step": "factors",
+        },
         "evolve__fitness__window": 2,
         "evolve__significance": None,
+    },
+    "rounds in between": {
+        "population__size": 4,
+        "population__decisions": [2],
+        "population__sizes": [4, 4, 3],
+        "population__init": "same",
+        "evolve__archive": True,
     },
     "optuna proposes": {"evolve__exploration": {"kind": "optuna"}},
 }
@@ -42,11 +59,18 @@ def equal_but_for_the_way(first, second):
     assert first == second
 
 
+def longer(config, rounds):
+    """Return the settings of a run with the decisions and sizes of another one, and more rounds."""
+    config = config.settled(8)
+    return config.replace(population=config.population.replace(rounds=rounds))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_an_extended_run_equals_the_longer_one(tmp_path, case):
-    long = run(small(population__rounds=4, **CASES[case]), out=tmp_path / "long")
-    short = run(small(population__rounds=2, **CASES[case]), out=tmp_path / "short")
+    config = small(population__rounds=2, **CASES[case])
+    long = run(longer(config, 4), out=tmp_path / "long")
+    short = run(config, out=tmp_path / "short")
     ended = read_summary(short)
     assert resume(short, rounds=4) == short
     equal_but_for_the_way(long, short)
@@ -188,3 +212,40 @@ def test_an_extended_run_is_replaced_as_a_whole(tmp_path):
     assert read_summary(folder)["earlier"] == []
     assert not list(folder.glob("*.rounds-*"))
     shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [("done", 0), ("learn", 1), ("done", 1), ("done", 2)])
+def test_a_run_that_stops_between_two_decisions_goes_on_as_if_it_had_not(tmp_path, stop):
+    # Before its first decision a run has no archive, whoever leads.
+    config = small(population__rounds=8, population__sizes=None, evolve__archive=True)
+    whole = run(config, out=tmp_path / "whole")
+    assert [record.between for record in read_rounds(whole)] == [True, False] * 4
+    stopped = stopped_and_resumed(config, tmp_path / "stopped", stop)
+    assert outcome(stopped) == outcome(whole)
+
+
+@pytest.mark.slow
+def test_a_run_that_a_rule_ended_between_two_decisions_gets_the_decisions_it_had(tmp_path):
+    stop = {"tokens": 1}
+    config = small(
+        population__rounds=8,
+        population__decisions=[2, 4, 6, 8],
+        population__stop=stop,
+        evolve__archive=True,
+    )
+    folder = run(config, out=tmp_path / "run")
+    (ended,) = read_rounds(folder)
+    assert (ended.between, len(ended.agents[0].score.per_prompt)) == (False, 6)
+    assert ended.archived == (0, read_summary(folder)["best"]["member"])
+    file = folder / "population.yaml"
+    file.write_text(re.sub(r"tokens: 1(\.0)?$", "tokens: null", file.read_text(), flags=re.M))
+    stopped = shutil.copytree(folder, tmp_path / "stopped")
+    resume(folder, rounds=8)
+    assert [record.between for record in read_rounds(folder)] == [False, False, *[True, False] * 3]
+    # The archive of the end is there from the first round of the extension on.
+    assert read_rounds(folder)[1].fresh is not None
+    with pytest.raises(KeyboardInterrupt):
+        resume(stopped, rounds=8, observer=Told(("done", 1)))
+    resume(stopped)
+    assert outcome(stopped) == outcome(folder)

@@ -44,6 +44,14 @@ def played(**changes):
     return config, prepared, rounds
 
 
+def behind_its_archive():
+    """The same, where fresh draws have left the best agent of the first round in the archive."""
+    _, prepared, rounds = played()
+    *earlier, last = rounds
+    kept = earlier[0].agents[0].member
+    return prepared, [*earlier, replace(last, archived=(0, kept))]
+
+
 def tensors(cohort, slot):
     return [p.detach().clone() for p in cohort.slots.parameters(cohort.agents[slot].adapter)]
 
@@ -102,12 +110,18 @@ def test_the_mean_of_a_resumed_run_is_that_of_one_that_was_not_stopped(tmp_path,
 
 
 def test_agents_without_a_common_ancestor_have_no_mean():
+    prepared, rounds = behind_its_archive()
+    assert [one.kind for one in finalists(prepared.cohort, rounds)] == ["last", "archive"]
+
+
+def test_an_archive_that_the_best_agent_has_entered_is_no_finalist_of_its_own():
     _, prepared, rounds = played()
-    assert {one.kind for one in finalists(prepared.cohort, rounds)} == {"last", "archive"}
+    assert rounds[-1].archived == (1, rounds[-1].agents[0].member)
+    assert [one.kind for one in finalists(prepared.cohort, rounds)] == ["last"]
 
 
 def test_the_best_on_validation_is_taken_and_the_first_of_equals():
-    _, prepared, rounds = played()
+    prepared, rounds = behind_its_archive()
     settings = prepared.round_settings
     fitness = settings.evolve.fitness.replace(final_samples=2)
     settings = replace(settings, evolve=settings.evolve.replace(fitness=fitness))

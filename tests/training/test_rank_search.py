@@ -34,7 +34,7 @@ from evo_grpo.training.sizing.model_size import lora_parameters, read_model_size
 from evo_grpo.training.sizing.planning import plan_memory
 
 RANKS = {"lora.r": {"min": 1, "max": 16}}
-EAGER = {"kind": "mutate", "no_mutation": 0}
+EAGER = {"kind": "mutate", "no_mutation": 0, "step": "factors"}
 ALONE = {
     "population__size": 1,
     "evolve__selection": "none",

@@ -159,7 +159,9 @@ class Mutations:
         self.no_mutation = no_mutation
         self.mutate_elite = mutate_elite
         self.rand_seed = rand_seed
-        strategy = Strategy(no_mutation=no_mutation, rl_hp=rl_hp, mutate_elite=mutate_elite)
+        strategy = Strategy(
+            no_mutation=no_mutation, rl_hp=rl_hp, mutate_elite=mutate_elite, step="factors"
+        )
         # AgileRL has one weight for all hyperparameters: 0 means that none mutates.
         self.strategy = strategy if rl_hp else strategy.replace(choice=0.0)
         self._calls = 0

@@ -28,7 +28,7 @@ def leaderboard(
     """Print the agents of a run, the winner first."""
     from evo_grpo.readers.terminal import result
     from evo_grpo.readers.terminal.console import say, show, standard_output
-    from evo_grpo.record.leaderboard import from_records, order_text
+    from evo_grpo.record.leaderboard import fitness_text, from_records, order_text
     from evo_grpo.record.view import view_of
 
     if as_json + as_csv + as_markdown > 1:
@@ -49,7 +49,7 @@ def leaderboard(
     console = standard_output()
     if view.rounds:
         show(console, result.leaderboard_table(view.leaderboard, console.width))
-        if order := order_text(view.leaderboard):
+        if order := f"{order_text(view.leaderboard)} {fitness_text(view.rounds)}".strip():
             say(console, order, "dim", wrap=True)
     _say_missing(view, folder)
 

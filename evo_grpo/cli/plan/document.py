@@ -16,6 +16,7 @@ def plan_document(plan: Plan, source: str) -> dict[str, Any]:
         "task": plan.task,
         "rows": plan.rows,
         "places": list(plan.places),
+        "decisions": list(plan.decisions),
         "rows_per_step": plan.rows_per_step,
         "tokens": {
             "a_round": plan.tokens_per_round,

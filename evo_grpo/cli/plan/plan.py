@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.sizes import places_by_round
+from evo_grpo.evolve.sizes import decides_after
 from evo_grpo.settings import EngineConfig, RunConfig, warnings
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.settings.storage import check_driver
@@ -48,6 +48,7 @@ class Plan(NamedTuple):
         rows: Rows per split; empty for a multi-turn environment, which has none.
         turns: Most completions in one row: 1, or the most turns of an episode.
         places: Number of agents in each round.
+        decisions: Finished rounds after which the run decides, its end included.
         prompts_per_step: Prompts, or episode seeds, of one agent's step in the first round.
         group_sizes: Least and most completions per prompt of an agent.
         rows_per_step: Rows of all agents in one step, the same in every round.
@@ -56,7 +57,7 @@ class Plan(NamedTuple):
         test_prompts: Prompts of the comparison of base and best agent.
         tokens_per_round: Most training tokens per round, over all agents.
         evaluation_tokens: Most tokens of the evaluations after each round, over its agents, all
-            evaluations of racing and a child.
+            evaluations of racing, and the comparison with the archive.
         finalists: Most candidates of the final comparison; 0 if there is only one.
         final_tokens: Most tokens of the final comparison.
         test_tokens: Most tokens of the comparison of base and best agent.
@@ -74,6 +75,7 @@ class Plan(NamedTuple):
     rows: dict[str, int]
     turns: int
     places: tuple[int, ...]
+    decisions: tuple[int, ...]
     prompts_per_step: int
     group_sizes: tuple[int, int]
     rows_per_step: int
@@ -154,6 +156,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
     """
     config = _check_first(config)
     task = _read_task(config)
+    config = config.settled(task.output_tokens)
     check_strategies(config.evolve)
     silent = _fetch(config) if online else None
     base = read_model_size(config.model.name)
@@ -168,7 +171,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
     validation = min(fitness.prompts, task.rows.get("validation", fitness.prompts))
     test = min(fitness.test_prompts, task.rows.get("test", fitness.test_prompts))
     per_row = task.turns * longest
-    places = _places(config)
+    places, decisions = _places(config), _decisions(config)
     devices = cuda_devices()
     fit, memory = _memory(config, base, longest, gpu, devices)
     finalists = _finalists(config, places)
@@ -178,6 +181,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
         rows=task.rows,
         turns=task.turns,
         places=places,
+        decisions=decisions,
         prompts_per_step=prompts,
         group_sizes=_group_sizes(config),
         rows_per_step=config.population.size * prompts * algorithm.group_size,
@@ -186,11 +190,8 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
         test_prompts=test,
         tokens_per_round=_rows_per_round(config, prompts) * per_row + _replacing_tokens(config),
         evaluation_tokens=tuple(
-            (n + _second_looks(n, fitness.second_looks))
-            * validation
-            * fitness.per_prompt(fitness.samples)
-            * per_row
-            for n in places
+            agents * fitness.per_prompt(fitness.samples) * per_row
+            for agents in _evaluated(config, places, decisions, validation)
         ),
         finalists=finalists,
         final_tokens=finalists * validation * fitness.per_prompt(fitness.final_samples) * per_row,
@@ -322,7 +323,7 @@ def _memory(
 def _places(config: RunConfig) -> tuple[int, ...]:
     population = config.population
     selects = config.evolve.selection.kind != "none"
-    places = places_by_round(population.size, population.sizes, selects=selects)
+    places = population.places(selects=selects)
     return tuple(places[min(round, len(places) - 1)] for round in range(population.rounds))
 
 
@@ -342,6 +343,31 @@ def _replacing_tokens(config: RunConfig) -> int:
     """Return the most tokens of a round for the replacement of groups with equal rewards."""
     own = config.algorithm.dynamic_sampling_tokens or 0
     return own * config.population.size * config.population.steps_per_round
+
+
+def _decisions(config: RunConfig) -> tuple[int, ...]:
+    """Return the finished rounds after which all agents are evaluated: decisions, and the end."""
+    population = config.population
+    always = config.evolve.exploration.kind == "schedule"  # see `RoundSettings.decides`
+    return tuple(
+        finished
+        for finished in range(1, population.rounds + 1)
+        if always or finished == population.rounds or decides_after(finished, population.decided)
+    )
+
+
+def _evaluated(
+    config: RunConfig, places: tuple[int, ...], decisions: tuple[int, ...], validation: int
+) -> Iterator[int]:
+    """Yield the most validation prompts that all agents answer together after each round."""
+    fitness = config.evolve.fitness
+    for finished, agents in enumerate(places, start=1):
+        if finished not in decisions:
+            yield agents * min(fitness.in_between, validation)
+            continue
+        # The archive is filled at the first decision, and compared with the best agent afterwards.
+        archive = 2 * int(config.evolve.archive and finished != decisions[0])
+        yield (agents + _second_looks(agents, fitness.second_looks) + archive) * validation
 
 
 def _second_looks(agents: int, racing: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -22,7 +23,7 @@ from evo_grpo.record.names import (
     SUMMARY,
 )
 from evo_grpo.record.stopping import rules_in_words
-from evo_grpo.record.wording import count
+from evo_grpo.record.wording import count, listed
 from evo_grpo.schema.hparams import DRAWN_AT_START
 from evo_grpo.schema.shown import shown_value
 from evo_grpo.settings.learning_rate import usual_lr
@@ -31,7 +32,7 @@ from evo_grpo.training.sizing.fit import MACHINE, dtypes
 from evo_grpo.training.sizing.planning import format_bytes
 
 ROUNDS_SHOWN = 8
-"""Most rounds for which the plan lists the number of agents of each."""
+"""Most decisions, and most entries of a schedule, that the plan lists."""
 
 AGENTS_SHOWN = 8
 """Most agents whose first values the plan lists."""
@@ -63,6 +64,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     )
     if rules := rules_in_words(population.stop):
         yield "ends early", f"after the round in which {rules}"
+    yield "decides", _decisions(plan)
     yield "places", _by_round(plan.places)
     yield "mutates", _mutating(plan)
     if isinstance(population.init, list | tuple) and (text := _begins(population.init)):
@@ -102,15 +104,31 @@ def _task(plan: Plan) -> str:
     return f"{plan.task}: {rows} rows"
 
 
+def _decisions(plan: Plan) -> str:
+    """Return the rounds after which the run decides, with the agents that it decides about."""
+    if len(plan.decisions) == plan.config.population.rounds:
+        return "after each round"
+    parts: list[str] = []
+    for finished in plan.decisions:
+        agents = plan.places[finished - 1]
+        parts.append(f"{finished} ({agents if parts else count(agents, 'agent')})")
+    if (more := len(parts) - ROUNDS_SHOWN) > 0:
+        parts = [*parts[: ROUNDS_SHOWN - 1], f"{more} more", parts[-1]]
+    return f"after {'round' if len(parts) == 1 else 'rounds'} {listed(parts)}"
+
+
 def _by_round(places: Sequence[int]) -> str:
-    """Return the number of agents in each round; a constant tail of many rounds is shortened."""
-    last = count(places[-1], "agent")
+    """Return the number of agents in each round."""
     if len(set(places)) == 1:
-        return f"{last} in every round"
-    changing = max(i for i, n in enumerate(places) if n != places[-1]) + 1
-    if len(places) <= ROUNDS_SHOWN:
-        return f"{', '.join(map(str, places[:-1]))}, {last}"
-    return f"{', '.join(map(str, places[:changing]))}, then {last} in each round"
+        return f"{count(places[0], 'agent')} in every round"
+    parts: list[str] = []
+    first = 1
+    for agents, group in groupby(places):
+        last = first + len(list(group)) - 1
+        rounds = f"round {first}" if first == last else f"rounds {first}-{last}"
+        parts.append(f"{agents if parts else count(agents, 'agent')} in {rounds}")
+        first = last + 1
+    return ", ".join(parts)
 
 
 def _step(plan: Plan) -> str:
@@ -136,18 +154,28 @@ def _share(plan: Plan, agents: int) -> str:
 
 
 def _evaluation(plan: Plan) -> str:
-    fitness = plan.config.evolve.fitness
-    first, last = plan.evaluation_tokens[0], plan.evaluation_tokens[-1]
-    when = "after each round" if first == last else "after the first round"
-    text = f"at most {first:,} tokens {when}"
-    if first != last:
-        text += f", {last:,} after the last, {sum(plan.evaluation_tokens):,} in all"
+    config, fitness = plan.config, plan.config.evolve.fitness
+    tokens = sum(plan.evaluation_tokens)
     samples = fitness.per_prompt(fitness.samples)
-    text += f": {plan.validation_prompts} prompts x {samples} for every agent that played"
+    text = (
+        f"at most {tokens:,} tokens, {tokens / plan.total_tokens:.0%} of the run: "
+        f"{plan.validation_prompts} prompts x {samples} for every agent"
+    )
+    between, rounds = min(fitness.in_between, plan.validation_prompts), config.population.rounds
+    every = len(plan.decisions) == rounds
+    text += " that played" if every else " at a decision"
     if not fitness.temperature:
         text += ", decoded greedily"
     if fitness.second_looks:
         text += f", and by racing up to {fitness.second_looks:.0%} more"
+    if config.evolve.archive and len(plan.decisions) > 1:
+        text += ", and for the archive and the best agent, to compare them"
+    if not every:
+        text += (
+            f"; {count(between, 'prompt')} x {samples} in other rounds"
+            if between
+            else "; none in other rounds, whose fitness is the mean reward of training"
+        )
     return text
 
 

@@ -2,15 +2,16 @@
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-from typing import TYPE_CHECKING, Literal, Self, final
+from typing import TYPE_CHECKING, Literal, Self, cast, final
 
 from pydantic import model_validator
 
 from evo_grpo.evolve.distance import end_of_distance
 from evo_grpo.evolve.explore.protocol import Candidate, Changes
-from evo_grpo.evolve.explore.step import step
+from evo_grpo.evolve.explore.step import between, parts, put_all, step
+from evo_grpo.evolve.start import placed
 from evo_grpo.schema.group import Group, setting
-from evo_grpo.schema.hparams import CLIP_ENDS, Hparams
+from evo_grpo.schema.hparams import CLIP_ENDS, Hparams, Value
 from evo_grpo.schema.problems import Problem, Problems
 
 if TYPE_CHECKING:
@@ -24,13 +25,22 @@ class Mutations(Group):
     """Moves one hyperparameter of an agent, or none. Only the ratio of the two weights matters."""
 
     kind: Literal["mutate"] = setting("mutate", "One hyperparameter of an agent moves, or none.")
-    no_mutation: float = setting(0.2, "Weight of leaving an agent as it is.", ge=0)
-    rl_hp: float = setting(0.8, "Weight of moving one of its hyperparameters in a range.", ge=0)
+    no_mutation: float = setting(0.0, "Weight of leaving an agent as it is.", ge=0)
+    rl_hp: float = setting(1.0, "Weight of moving one of its hyperparameters in a range.", ge=0)
     choice: float = setting(
         0.2, "Weight of taking another one of the `choices` of a hyperparameter.", ge=0
     )
-    mutate_elite: bool = setting(False, "The best agent may mutate too.")
-    copies_only: bool = setting(False, "Only copies mutate; survivors keep their values.")
+    step: Literal["between", "factors"] = setting(
+        "between",
+        "How far a value in a range moves. `between`: to a value between those that agents have "
+        "tried below and above it, so that steps are wide at first and become narrow; only agents "
+        "mutate that would train with the values of another one: copies, and agents that began "
+        "alike. `factors`: by `shrink_factor` or `grow_factor` of its range.",
+    )
+    mutate_elite: bool = setting(False, "The best agent may mutate too, with `factors`.")
+    copies_only: bool = setting(
+        False, "Only copies mutate, with `factors`; survivors keep their values."
+    )
 
     @model_validator(mode="after")
     def _some_weight(self) -> Self:
@@ -53,20 +63,66 @@ class Mutations(Group):
         of the ratio bounds. A batch_size of None (all rows) counts as the maximum of its range.
         """
         hparams = candidate.hparams
-        if not hp_config or (candidate.elite and not self.mutate_elite):
-            return hparams, {}
-        if self.copies_only and not candidate.copied:
+        if not hp_config or not self._may_mutate(candidate):
             return hparams, {}
         ranges = [name for name in hp_config.names() if hp_config[name].choices is None]
         chosen = [name for name in hp_config.names() if hp_config[name].choices is not None]
         rl_hp, choice = bool(ranges) * self.rl_hp, bool(chosen) * self.choice
         drawn = rng.random() * (self.no_mutation + rl_hp + choice)
+        if self.step == "between" and not any(one.hparams != hparams for one in candidate.trials):
+            return self._spread(candidate, hp_config)
         if drawn >= rl_hp + choice:
             return hparams, {}
         names = ranges if drawn < rl_hp else chosen
         name = names[int(rng.integers(len(names)))]
         parameter = hp_config[name]
+        share = candidate.shares[hp_config.names().index(name)] if candidate.shares else None
         if name == "clip_coef" and isinstance(hparams.clip_coef, tuple):
             name = CLIP_ENDS[int(rng.integers(2))]
             parameter = end_of_distance(name, parameter)
-        return step(hparams, name, parameter, rng.random())
+        if self.step == "factors" or share is None or parameter.choices is not None:
+            return step(hparams, name, parameter, rng.random())
+        tried = [one.hparams for one in candidate.trials]
+        value = between(hparams, name, parameter, tried, share)
+        if not _in_order(hparams, name, value):
+            return step(hparams, name, parameter, rng.random())
+        return put_all(hparams, {name: value}, {name: parameter}, hp_config.names())
+
+    def _may_mutate(self, candidate: Candidate) -> bool:
+        if self.step == "between":
+            return candidate.twin
+        if candidate.elite and not self.mutate_elite:
+            return False
+        return candidate.copied or not self.copies_only
+
+    def _spread(
+        self, candidate: Candidate, hp_config: "HyperparameterConfig"
+    ) -> tuple[Hparams, Changes]:
+        """Move every hyperparameter of an agent of a population that began alike.
+
+        Those whose weight is 0 stay, and so does an end of a clip range that would pass the other.
+        """
+        hparams, changes = candidate.hparams, dict[str, tuple[Value, Value]]()
+        for (name, parameter), share in zip(
+            parts(hparams, hp_config), candidate.shares, strict=False
+        ):
+            if parameter.choices is not None:
+                places = parameter.choices
+                value = places[min(len(places) - 1, int(share * len(places)))]
+            else:
+                value = placed(name, parameter, share)
+            weight = self.rl_hp if parameter.choices is None else self.choice
+            if weight == 0 or not _in_order(hparams, name, value):
+                continue
+            moved, change = put_all(hparams, {name: value}, {name: parameter}, hp_config.names())
+            hparams, changes = moved, changes | change
+        return hparams, changes
+
+
+def _in_order(hparams: Hparams, name: str, value: Value) -> bool:
+    """Return whether a new end of the clip range keeps low < high; True for all other names."""
+    if name not in CLIP_ENDS:
+        return True
+    low, high = hparams.clip_bounds
+    new = cast("float", value)
+    return new < high if name == "clip_low" else low < new

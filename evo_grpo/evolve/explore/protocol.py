@@ -44,6 +44,10 @@ class Candidate:
         elite: Whether it is the best agent, which stays independently of all draws.
         trials: All agents of all finished rounds so far, for an exploration that learns from them.
         round: The round that the agent plays next (0-based).
+        twin: Whether another agent of the next round keeps the same hyperparameters, so that this
+            one is free to try others; always true for a copy.
+        shares: Numbers in (0, 1], one for each hyperparameter that may change, spread evenly over
+            the twins of one agent (a Latin hypercube); empty for an agent that is none.
     """
 
     hparams: Hparams
@@ -51,6 +55,8 @@ class Candidate:
     elite: bool = False
     trials: Sequence[Trial] = ()
     round: int = 0
+    twin: bool = False
+    shares: Sequence[float] = ()
 
 
 class Explorer(Protocol):

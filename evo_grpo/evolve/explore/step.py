@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from evo_grpo.evolve.distance import distance_range, end_of_distance, from_distance
-from evo_grpo.evolve.start import with_values
+from evo_grpo.evolve.start import placed, share_of, with_values
 from evo_grpo.schema.hparams import CLIP_ENDS, LEAST_LR
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from evo_grpo.evolve.explore.protocol import Changes
     from evo_grpo.schema.hparams import Hparams, Value
     from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
+
+_SAME = 1e-6
+"""Values closer than this share of their range are the same."""
 
 
 def parts(hparams: Hparams, hp_config: HyperparameterConfig) -> Iterator[tuple[str, RLParameter]]:
@@ -85,6 +88,35 @@ def step(
         return _step_clip_end(hparams, name, parameter, draw)
     value = value_of(hparams, name, parameter)
     return put(hparams, name, parameter, moved(name, parameter, value, draw))
+
+
+def between(
+    hparams: Hparams, name: str, parameter: RLParameter, tried: Sequence[Hparams], share: float
+) -> Value:
+    """Return a value between those that were tried next to the present one, below and above it.
+
+    The value lies between the middles of the two gaps beside the present value; where no agent has
+    tried a value on a side, the gap reaches to the end of the range. Distances are those of
+    `evolve.start.value_at`: by the logarithm, where the range begins above 0. So values move far
+    while few are known, and less the more have been tried.
+
+    Args:
+        hparams: The present hyperparameters.
+        name: Of a hyperparameter that has a range.
+        parameter: Its range.
+        tried: Hyperparameters that agents have trained with.
+        share: A number in (0, 1]: where to go between the two middles.
+    """
+
+    def place(one: Hparams) -> float:
+        return share_of(name, parameter, cast("float", value_of(one, name, parameter)))
+
+    here, places = place(hparams), [place(one) for one in tried]
+    below = max((p for p in places if p < here - _SAME), default=None)
+    above = min((p for p in places if p > here + _SAME), default=None)
+    low = 0.0 if below is None else (below + here) / 2
+    high = 1.0 if above is None else (above + here) / 2
+    return placed(name, parameter, low + share * (high - low))
 
 
 def moved(name: str, parameter: RLParameter, value: Value, draw: float) -> Value:

@@ -29,7 +29,7 @@ class TournamentSelection(Group):
     kind: Literal["tournament"] = setting(
         "tournament", "Each place goes to the best of `size` agents drawn at random."
     )
-    size: int = setting(2, "Agents in one tournament: more means more pressure.", ge=1)
+    size: int = setting(4, "Agents in one tournament: more means more pressure.", ge=1)
     elitism: bool = setting(True, "The best agent stays, independently of the draws.")
 
     def plan(

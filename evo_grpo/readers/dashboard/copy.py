@@ -24,6 +24,7 @@ from evo_grpo.record.log import START, RoundDone, RunFinished, entries
 from evo_grpo.record.names import JOURNAL
 from evo_grpo.record.study import open_study
 from evo_grpo.record.view import RunView
+from evo_grpo.record.wording import measured_on
 from evo_grpo.schema.shown import shown_value
 
 if TYPE_CHECKING:
@@ -153,7 +154,8 @@ def trial_note(agent: AgentRecord, record: RoundRecord) -> str:
     ]
     if agent.state == "ok" and agent.score is not None:
         fitness, error = columns.fitness(agent), columns.fitness_se(agent)
-        lines.append(f"- fitness {fitness:.4f} ± {error:.4f}")
+        of = f", on {measured_on(agent.score)}: nothing was decided" if record.between else ""
+        lines.append(f"- fitness {fitness:.4f} ± {error:.4f}{of}")
     else:
         lines.append(f"- failed: {_plain(agent.reason)}")
     decided = (one.sentence for one in record.decisions if one.agent == agent.agent)

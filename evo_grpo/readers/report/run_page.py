@@ -23,7 +23,7 @@ from evo_grpo.readers.report.tables import completions_table, headline, leaderbo
 from evo_grpo.record import columns
 from evo_grpo.record.files import atomic_write, many_objects
 from evo_grpo.record.folder import expect_run
-from evo_grpo.record.leaderboard import order_text
+from evo_grpo.record.leaderboard import fitness_text, order_text
 from evo_grpo.record.log import Entry, RoundDone, RunFinished, RunStarted
 from evo_grpo.record.names import REPORT, SUMMARY
 from evo_grpo.record.view import RunView, view_of
@@ -229,7 +229,8 @@ def _add_agents_figures(page: Page, view: RunView, note: str) -> None:
         "improvement",
         "Value and improvement",
         f'<div class="grid">{changes}</div>',
-        "The change of an agent's fitness in a round, against the value that it trained with.",
+        "The change of an agent's fitness since the evaluation before, against the value that it "
+        "trained with.",
     )
     measured = curves(view)
     metrics = "".join(
@@ -257,7 +258,8 @@ def _add_tables(page: Page, view: RunView) -> None:
         sortable(table, classes),
         "Click on a title to sort. Rounds count from 1. Fitness is the score on the validation "
         "prompts of the last round of an agent, final that in the final comparison, test that on "
-        f"the test prompts. Agents that left come last. {order_text(view.leaderboard)}".rstrip(),
+        "the test prompts. Agents that left come last. "
+        f"{order_text(view.leaderboard)} {fitness_text(view.rounds)}".strip(),
     )
     found = completions_table(view)
     page.data("completions", found)

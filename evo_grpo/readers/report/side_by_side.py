@@ -406,10 +406,11 @@ def plot_progress(found: SideBySide) -> go.Figure:
     figure = new_figure("tokens sampled", "best fitness so far (validation)")
     figure.update_xaxes(exponentformat="none", separatethousands=True)
     for index, (one, run) in enumerate(zip(found.results, found.runs, strict=True)):
-        tokens = np.cumsum(
-            [r.evaluation_tokens + sum(a.tokens for a in r.agents) for r in run.rounds]
-        )
-        known = [[fitness(a) for a in r.agents] for r in run.rounds]
+        spent = [r.evaluation_tokens + sum(a.tokens for a in r.agents) for r in run.rounds]
+        # A maximum over rounds in between would be one of noise, or of rewards of training.
+        decided = [n for n, record in enumerate(run.rounds) if not record.between]
+        tokens = np.cumsum(spent)[decided]
+        known = [[fitness(a) for a in run.rounds[n].agents] for n in decided]
         best = np.array([max((v for v in own if v == v), default=-np.inf) for own in known])
         top = np.maximum.accumulate(best) if len(best) else best
         look = look_of(index)

@@ -10,7 +10,7 @@ from evo_grpo.printable import shorten
 from evo_grpo.readers.report.page.build import Table
 from evo_grpo.readers.terminal.result import cell, columns, redundant, scores
 from evo_grpo.record.view import RunView
-from evo_grpo.record.wording import count, number, with_error
+from evo_grpo.record.wording import count, measured_on, number, with_error
 from evo_grpo.schema.shown import short_name
 
 COMPLETIONS = 2000
@@ -110,8 +110,9 @@ def headline(view: RunView) -> list[tuple[str, str, str]]:
         ]
     elif winner is not None and winner.fitness is not None:
         fitness = winner.fitness
-        prompts = count(fitness.n, "validation prompt")
-        cards.append(("best fitness", with_error(fitness.mean, fitness.se, 3), f"on {prompts}"))
+        title = "best reward" if fitness.steps else "best fitness"
+        value = with_error(fitness.mean, fitness.se, 3)
+        cards.append((title, value, f"on {measured_on(fitness)}"))
     cards += [
         ("rounds", f"{len(view.rounds)} of {view.planned}", count(view.agents, "agent")),
         ("tokens", f"{view.tokens:,}", "sampled in training"),

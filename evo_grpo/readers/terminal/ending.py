@@ -15,7 +15,7 @@ from rich.padding import Padding
 
 from evo_grpo.readers.terminal.console import NOTICE, safe, say, show
 from evo_grpo.readers.terminal.result import leaderboard_table
-from evo_grpo.record.leaderboard import order_text
+from evo_grpo.record.leaderboard import fitness_text, order_text
 
 if TYPE_CHECKING:
     from evo_grpo.record.view import RunView
@@ -32,7 +32,7 @@ def show_ending(console: Console, view: RunView) -> None:
     console.print()
     if view.rounds:
         show(console, leaderboard_table(view.leaderboard, console.width))
-        if order := order_text(view.leaderboard):
+        if order := f"{order_text(view.leaderboard)} {fitness_text(view.rounds)}".strip():
             say(console, order, "dim", wrap=True)
         console.print()
     for kind, sentences in groupby(view.story, lambda one: PARAGRAPHS.get(one.kind, one.kind)):

@@ -45,7 +45,8 @@ def round_line(record: RoundRecord, rounds: int) -> str:
     parts = [f"round {record.round + 1}/{rounds}"]
     if best is not None and best.score is not None:
         score = with_error(best.score.mean, best.score.se, 3)
-        parts.append(f"best {score} (agent {best.agent})")
+        what = "best reward" if best.score.steps else "best"
+        parts.append(f"{what} {score} (agent {best.agent})")
         parts.append(f"mean {number(sum(means) / len(means))}")
     parts += [f"{tokens:,} tokens", f"{sum(record.seconds.values()):.1f} s"]
     dropped = sum(agent.metrics.get("dropped", 0.0) for agent in record.agents)

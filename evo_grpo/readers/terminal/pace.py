@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Self, final
 
-from evo_grpo.evolve.sizes import places_by_round
+from evo_grpo.evolve.sizes import decides_after
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
 
 if TYPE_CHECKING:
@@ -42,15 +42,25 @@ class Completions(NamedTuple):
         """Return the completions that a run will sample, without racing."""
         population, algorithm, evolve = config.population, config.algorithm, config.evolve
         selects = evolve.selection.kind != "none"
-        places = places_by_round(population.size, population.sizes, selects=selects)
+        places = population.places(selects=selects)
         played = [places[min(n, len(places) - 1)] for n in range(population.rounds)]
         step = population.size * (algorithm.prompts_per_step or DEFAULT_PROMPTS)
-        fitness = evolve.fitness
+        fitness, decided = evolve.fitness, population.decided
+        always = evolve.exploration.kind == "schedule"  # see `RoundSettings.decides`
         finalists = 1 + int(evolve.archive) + int(played[-1] > 1)
         compared = 0 if population.rounds == 1 or finalists == 1 else finalists
         return cls(
             step * algorithm.group_size * population.steps_per_round,
-            tuple(agents * fitness.prompts * fitness.samples for agents in played),
+            tuple(
+                agents
+                * fitness.samples
+                * (
+                    fitness.prompts
+                    if always or n == population.rounds or decides_after(n, decided)
+                    else fitness.in_between
+                )
+                for n, agents in enumerate(played, start=1)
+            ),
             compared * fitness.prompts * fitness.final_samples
             + 2 * fitness.test_prompts * fitness.test_samples,
         )

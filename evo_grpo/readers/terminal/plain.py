@@ -95,8 +95,11 @@ class PlainLines:
 
     def _agent(self, agent: AgentRecord) -> str:
         score = agent.score
-        fitness = "failed" if score is None else f"{number(score.mean)} ± {number(score.se)}"
         measured = agent.metrics
+        if score is not None and score.steps:  # its fitness is the reward of its training
+            fitness = "-"
+        else:
+            fitness = "failed" if score is None else f"{number(score.mean)} ± {number(score.se)}"
         goals = () if score is None else score.further
         parts = [
             f"agent {agent.agent:<2} fitness {fitness:<13}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -140,7 +141,7 @@ def _add_branch(parent: Tree, member: FamilyMember, view: RunView) -> None:
         first, last = member.born + 1, member.born + len(member.fitness)
         lived = f"round {first}" if last == first else f"rounds {first}-{last}"
         label.append_text(safe(f"  agent {member.agent}, {lived}", "dim"))
-    label.append_text(safe(f"  {_first_and_last(member.fitness)}", style))
+    label.append_text(safe(f"  {_first_and_last(member, view)}", style))
     made = [MADE[member.mutation.op]] if member.mutation.op in MADE else []
     if member.mutation.changes:
         made.append(changes_text(member.mutation.changes))
@@ -173,9 +174,17 @@ def winner_label(view: RunView) -> str:
     return f"winner{when}, test {number(winner.test.mean)}"
 
 
-def _first_and_last(fitness: Sequence[float | None]) -> str:
-    ends = [fitness[0], fitness[-1]] if len(fitness) > 1 else [fitness[0]]
-    return " -> ".join("failed" if value is None else number(value) for value in ends)
+def _first_and_last(member: FamilyMember, view: RunView) -> str:
+    """Return the first and the last fitness of a member, or the rewards of its training."""
+    played = [one for record in view.rounds for one in record.agents if one.member == member.id]
+    trained = [one.score is not None and one.score.steps > 0 for one in played]
+    fitness = [
+        mean for mean, of_training in zip_longest(member.fitness, trained) if not of_training
+    ]
+    what = "" if fitness else "reward "
+    ends = fitness or list(member.fitness)
+    ends = [ends[0], ends[-1]] if len(ends) > 1 else [ends[0]]
+    return what + " -> ".join("failed" if value is None else number(value) for value in ends)
 
 
 def _shown_cell(name: str, row: Mapping[str, Any], *, short: bool = False) -> str:

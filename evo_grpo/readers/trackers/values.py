@@ -76,7 +76,9 @@ def values_of(entry: Entry) -> Values | None:
 
 
 def _of_round(step: int, record: RoundRecord) -> Values:
-    fitness = [f for agent in record.agents if math.isfinite(f := columns.fitness(agent))]
+    # Rewards of training are logged by step: they are no fitness.
+    evaluated = [agent for agent in record.agents if columns.was_evaluated(agent)]
+    fitness = [f for agent in evaluated if math.isfinite(f := columns.fitness(agent))]
     population = {
         "round": float(record.round + 1),
         "agents": float(len(record.agents)),
@@ -124,9 +126,10 @@ def finite(values: Mapping[str, float | None]) -> dict[str, float]:
 
 def _of_agent(agent: AgentRecord, names: Sequence[str]) -> dict[str, float]:
     further = () if agent.score is None else agent.score.further
+    evaluated = columns.was_evaluated(agent)
     values: dict[str, float | None] = {
-        "fitness": columns.fitness(agent),
-        "fitness_se": columns.fitness_se(agent),
+        "fitness": columns.fitness(agent) if evaluated else None,
+        "fitness_se": columns.fitness_se(agent) if evaluated else None,
         **{columns.objective(one.name): one.mean for one in further},
         **{f"{columns.objective(one.name)}_se": one.se for one in further},
         "member": float(agent.member),

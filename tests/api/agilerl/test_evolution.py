@@ -145,7 +145,10 @@ def test_exploration_is_that_of_the_strategy():
     for seed in range(20):
         ours, theirs = (
             mutations.explore(Candidate(INSIDE), WIDE, np.random.default_rng(seed))
-            for mutations in (Strategy(rl_hp=0.5), Mutations(rl_hp=0.5))
+            for mutations in (
+                Strategy(no_mutation=0.2, rl_hp=0.5, step="factors"),
+                Mutations(no_mutation=0.2, rl_hp=0.5),
+            )
         )
         assert ours == theirs
 

@@ -38,15 +38,17 @@ def test_rows_are_those_of_the_settings_and_tokens_upper_bounds():
     ]
     plan = make_plan(from_dict(MINIMAL, overrides))
     assert plan.places == (4, 2, 2)
+    assert plan.decisions == (1, 2, 3)
     assert plan.group_sizes == (6, 6)
     assert plan.max_output_tokens == 4  # the hint of the task
     assert plan.rows_per_step == 4 * 2 * 6
     assert plan.tokens_per_round == 5 * 48 * 4
-    assert plan.evaluation_tokens == (4 * 20 * 2 * 4, 2 * 20 * 2 * 4, 2 * 20 * 2 * 4)
+    # The archive and the best agent are measured afresh, once there is an archive.
+    assert plan.evaluation_tokens == (4 * 20 * 2 * 4, (2 + 2) * 20 * 2 * 4, (2 + 2) * 20 * 2 * 4)
     assert plan.finalists == 3
     assert plan.final_tokens == 3 * 20 * 2 * 4
     assert plan.test_tokens == 2 * 30 * 3 * 4
-    assert plan.total_tokens == 3 * 960 + 640 + 320 + 320 + 480 + 720
+    assert plan.total_tokens == 3 * 960 + 640 + 640 + 640 + 480 + 720
     assert plan.rows == {"train": 9000, "validation": 500, "test": 500}
 
 
@@ -90,7 +92,8 @@ def test_no_mutation_of_the_group_size_makes_more_rows_than_planned(largest):
     ("racing", "looks"), [(0.0, 0), (0.1, 0), (0.2, 0), (0.25, 2), (0.5, 4), (2.0, 16)]
 )
 def test_racing_looks_again_at_no_more_than_its_share(racing, looks):
-    plan = make_plan(from_dict(MINIMAL, [f"evolve.fitness.racing={racing}"]))
+    overrides = [f"evolve.fitness.racing={racing}", "population.decisions=every"]
+    plan = make_plan(from_dict(MINIMAL, overrides))
     assert plan.evaluation_tokens[0] == (8 + looks) * 64 * 4
 
 
@@ -132,7 +135,9 @@ def test_a_run_takes_no_more_than_its_plan_says(tmp_path: Path):
 def test_evaluations_take_no_more_prompts_than_there_are():
     overrides = ["env.args={validation_size: 10, test_size: 7}"]
     plan = make_plan(from_dict(MINIMAL, overrides))
-    assert plan.evaluation_tokens == tuple(n * 10 * 4 for n in (8, 4, 2, 2, 2, 2))
+    assert plan.decisions == (2, 3, 4, 6)
+    agents = (0, 8, 4 + 2, 2 + 2, 0, 2 + 2)  # with the archive and the best agent, to compare them
+    assert plan.evaluation_tokens == tuple(n * 10 * 4 for n in agents)
     assert plan.final_tokens == 3 * 10 * 2 * 4
     assert plan.test_tokens == 2 * 7 * 4 * 4
     validation, test = plan.warnings
@@ -173,7 +178,11 @@ def test_a_game_has_turns_and_no_rows(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "echo_game.py").write_text(GAME)
     monkeypatch.chdir(tmp_path)
     env = {"kind": "python:echo_game:Echo", "max_turns": 3}
-    overrides = ["algorithm.max_output_tokens=5", "evolve.fitness={test_prompts: 10}"]
+    overrides = [
+        "algorithm.max_output_tokens=5",
+        "evolve.fitness={test_prompts: 10}",
+        "population.decisions=every",
+    ]
     plan = make_plan(from_dict({"model": "tiny-sums", "env": env}, overrides))
     assert (plan.rows, plan.turns) == ({}, 3)
     assert plan.tokens_per_round == 4 * 8 * 4 * 8 * 5 * 3

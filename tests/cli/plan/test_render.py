@@ -47,7 +47,7 @@ def test_evaluations_name_the_prompts_that_there_are():
     ("selection", "text"),
     [
         ("none", "selection none"),
-        ("tournament", "selection tournament (size 2, elitism true)"),
+        ("tournament", "selection tournament (size 4, elitism true)"),
         ("truncation", "selection truncation (share 0.25)"),
     ],
 )
@@ -59,9 +59,9 @@ def test_every_selection_is_shown_with_its_settings(selection: str, text: str):
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        ([], "8, 4, 2, 2, 2, 2 agents"),
-        (["population.rounds=20"], "8, 4, then 2 agents in each round"),
-        (["population.sizes=[8, 4, 1]"], "8, 4, 1, 1, 1, 1 agent"),
+        ([], "8 agents in rounds 1-2, 4 in round 3, 2 in rounds 4-6"),
+        (["population.rounds=20"], "8 agents in rounds 1-5, 4 in rounds 6-10, 2 in rounds 11-20"),
+        (["population.sizes=[8, 4, 1]"], "8 agents in round 1, 4 in round 2, 1 in rounds 3-6"),
         (["population.sizes=constant"], "8 agents in every round"),
     ],
 )
@@ -69,6 +69,55 @@ def test_places_are_shown_round_by_round(overrides: list[str], text: str):
     lines = rendered({"model": "tiny-sums", "env": "sums"}, overrides).splitlines()
     (places,) = [line for line in lines if line.startswith("places ")]
     assert places.split(maxsplit=1)[1].strip() == text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ([], "after rounds 2 (8 agents), 3 (4), 4 (2) and 6 (2)"),
+        (["population.decisions=every"], "after each round"),
+        (["population.rounds=3"], "after each round"),
+        (["population.decisions=[6]"], "after round 6 (8 agents)"),
+        # The end of a run is evaluated, whether or not it is a decision.
+        (["population.decisions=[4]"], "after rounds 4 (8 agents) and 6 (8)"),
+        (
+            ["population.rounds=40", "population.decisions=[2, 4]"],
+            "after rounds 2 (8 agents), 4 (4), 6 (4), 8 (4), 10 (4), 12 (4), 14 (4), 12 more and "
+            "40 (4)",
+        ),
+        (
+            [
+                "population.rounds=40",
+                "evolve.exploration={kind: schedule, rounds: [{round: 9, lr: 1.0e-3}]}",
+            ],
+            "after each round",
+        ),
+    ],
+)
+def test_the_rounds_after_which_a_run_decides_are_shown(overrides: list[str], text: str):
+    lines = rendered({"model": "tiny-sums", "env": "sums"}, overrides).splitlines()
+    (decides,) = [line for line in lines if line.startswith("decides ")]
+    assert decides.split(maxsplit=1)[1].strip() == text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ([], "for every agent at a decision, and for the archive and the best agent, to compare"),
+        ([], "; none in other rounds, whose fitness is the mean reward of training"),
+        (["evolve.fitness.between=5"], "; 5 prompts x 1 in other rounds"),
+        (["evolve.fitness.between=1"], "; 1 prompt x 1 in other rounds"),
+        (["population.decisions=every"], "64 prompts x 1 for every agent that played"),
+    ],
+)
+def test_what_is_evaluated_is_shown(overrides: list[str], text: str):
+    lines = rendered({"model": "tiny-sums", "env": "sums"}, overrides, 300).splitlines()
+    (evaluation,) = [line for line in lines if line.startswith("evaluation ")]
+    assert text in evaluation
+    plan = make_plan(from_dict({"model": "tiny-sums", "env": "sums"}, overrides))
+    tokens = sum(plan.evaluation_tokens)
+    share = f"{tokens / plan.total_tokens:.0%}"
+    assert f"at most {tokens:,} tokens, {share} of the run: " in evaluation
 
 
 @pytest.mark.parametrize(("reference", "each"), [("false", 12), ("true", 16)])

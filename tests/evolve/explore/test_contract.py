@@ -21,6 +21,7 @@ EXPLORATIONS = {
         Mutations,
         no_mutation=st.floats(0, 10),
         rl_hp=st.floats(0.01, 10),
+        step=st.sampled_from(["between", "factors"]),
         mutate_elite=st.booleans(),
         copies_only=st.booleans(),
     ),

@@ -101,7 +101,7 @@ def test_the_winners_of_a_large_population_have_the_ranks_of_a_small_ones(size):
 
 def test_the_draws_of_a_seed_do_not_change():
     histories = [history(mean) for mean in (0.3, 0.7, 0.1, 0.9, 0.5, 0.2)]
-    plan = TournamentSelection().plan(histories, 6, np.random.default_rng(4))
+    plan = TournamentSelection(size=2).plan(histories, 6, np.random.default_rng(4))
     assert [offspring.parent for offspring in plan] == [0, 1, 3, 3, 4, 0]
 
 

@@ -206,7 +206,7 @@ def test_whatever_mutates_is_felt_in_the_next_step(name):
         hparams = hparams.replace(beta=1.0)
     given = {"choices": [low, high]} if isinstance(low, str | bool) else {"min": low, "max": high}
     config = HyperparameterConfig(**{name: RLParameter(**given)})
-    mutated, changes = Mutations(no_mutation=0, rl_hp=1).explore(
+    mutated, changes = Mutations(step="factors").explore(
         Candidate(hparams), config, np.random.default_rng(1)
     )
     assert list(changes) == [name]

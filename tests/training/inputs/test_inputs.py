@@ -81,7 +81,10 @@ def rewrite(folder, **changes):
             9,
             "population.rounds was 3 and is 9; put it back, and give --rounds",
         ),
-        ("evolve__selection__size", 3, "evolve.selection.size was 2 and is 3"),
+        ("evolve__selection__size", 3, "evolve.selection.size was 4 and is 3"),
+        ("population__decisions", [1, 3], r"population.decisions was \[1, 2, 3\] and is \[1, 3\]"),
+        ("population__decisions", None, r"population.decisions was \[1, 2, 3\] and is None"),
+        ("evolve__fitness__between", 3, "evolve.fitness.between was 0 and is 3"),
         ("evolve__hyperparameters", {}, "evolve.hyperparameters"),
     ],
 )
@@ -268,7 +271,7 @@ def test_a_data_set_may_lie_elsewhere_if_it_is_the_same(mine, tmp_path):
 )
 def test_free_arguments_are_compared_with_their_types(copied, before, after):
     def config(value):
-        return small(env={"kind": "sums", "args": {"high": 20, "free": value}})
+        return small(env={"kind": "sums", "args": {"high": 20, "free": value}}).settled(8)
 
     record(copied, **{"env.args.free": before})
     (copied / "population.yaml").write_text(to_yaml(config(before)))

@@ -207,6 +207,7 @@ def _round_settings(
             # After the last round, no selection follows.
             rounds=number + (2 if due else 1),
             steps_per_round=interval,
+            decisions="every",
             sizes="constant",
             stop=StopConfig(no_signal=None),
         ),

@@ -11,6 +11,7 @@ from evo_grpo.readers.report.figures.points import (
     described,
     looks,
     made,
+    measure,
     named,
 )
 from evo_grpo.readers.report.figures.style import (
@@ -24,6 +25,7 @@ from evo_grpo.readers.report.figures.style import (
 )
 from evo_grpo.readers.report.page.build import text
 from evo_grpo.readers.terminal.result import winner_label
+from evo_grpo.record.columns import was_evaluated
 from evo_grpo.record.records import AgentRecord
 from evo_grpo.record.view import Run, RunView, view_of
 from evo_grpo.record.wording import changes_text, number
@@ -146,7 +148,8 @@ def _add_agent(
 
 def _text(view: RunView, life: _Life) -> str:
     """Return the text of a member's node: its name, fitness, hyperparameters and mutation."""
-    means = [number(one.score.mean) if one.score else "failed" for one in life]
+    shown = [one for one in life if one.score is None or was_evaluated(one)] or life
+    means = [number(one.score.mean) if one.score else "failed" for one in shown]
     if len(means) > 8:
         means = [*means[:4], "…", *means[-3:]]
     until = f" to {life[-1].round + 1}" if life[-1] is not life[0] else ""
@@ -155,7 +158,7 @@ def _text(view: RunView, life: _Life) -> str:
     first = next((one.agent for one in view.rounds[0].agents if one.member == founder), None)
     if life[0].parent is not None and first is not None:
         rest.append(f"descends from agent {first} of the first round")
-    return "<br>".join([f"{head}{until}", f"fitness {' → '.join(means)}", *rest[1:]])
+    return "<br>".join([f"{head}{until}", f"{measure(shown[0])} {' → '.join(means)}", *rest[1:]])
 
 
 def _winner_end(view: RunView) -> tuple[float, float]:

@@ -180,13 +180,19 @@ def described(agent: AgentRecord, names: Sequence[str]) -> str:
     """Return an agent in one round with the named hyperparameters, as lines of HTML."""
     lines = [
         f"<b>agent {agent.agent}</b>, member {agent.member}, round {agent.round + 1}",
-        f"fitness {with_error(fitness(agent), fitness_se(agent), 3)}",
+        f"{measure(agent)} {with_error(fitness(agent), fitness_se(agent), 3)}",
         *(f"{short_name(name)} {hyperparameter(agent.hparams, name)}" for name in shown(names)),
         made(agent),
     ]
     if agent.state != "ok":
         lines.append(f"failed: {text(agent.reason)}")
     return "<br>".join(lines)
+
+
+def measure(agent: AgentRecord) -> str:
+    """Return what the fitness of an agent in a round is: fitness, or the reward of training."""
+    trained = agent.score is not None and agent.score.steps
+    return "mean reward of training" if trained else "fitness"
 
 
 def brief(agent: AgentRecord, name: str) -> str:

@@ -32,7 +32,7 @@ from evo_grpo.readers.report.figures.style import (
     new_figure,
     round_axis,
 )
-from evo_grpo.record.columns import fitness, fitness_se
+from evo_grpo.record.columns import fitness, fitness_se, was_evaluated
 from evo_grpo.record.records import AgentRecord
 from evo_grpo.record.view import Run, RunView, view_of
 from evo_grpo.schema.shown import short_name, shown_value
@@ -101,10 +101,10 @@ def plot_schedules(run: Run, names: Sequence[str] | None = None) -> go.Figure:
 
 
 def plot_improvement(run: Run, name: str) -> go.Figure:
-    """Draw the change of fitness in a round against the value of a hyperparameter.
+    """Draw the change of fitness between two evaluations against the value of a hyperparameter.
 
-    The change is from the weights that the agent began the round with: its own, or those of the
-    agent that it was copied from.
+    The change is from the weights that the agent had in the evaluation before, its own or those of
+    the agent that it was copied from. Rounds without evaluations count as parts of the next one.
 
     Args:
         run: A run folder, a `Population`, or its rounds.
@@ -115,13 +115,16 @@ def plot_improvement(run: Run, name: str) -> go.Figure:
         EvoGrpoError: The folder cannot be read.
     """
     view = view_of(run)
-    figure = new_figure(short_name(name), "change of fitness in a round", height=320)
+    figure = new_figure(short_name(name), "change of fitness between evaluations", height=320)
     pairs: dict[int, list[tuple[AgentRecord, AgentRecord]]] = {
-        agent: [pair for part in own for pair in pairwise(part)]
+        agent: [pair for part in own for pair in pairwise(filter(was_evaluated, part))]
         for agent, own in stretches(view).items()
     }
     for parent, agent in copies(view):
-        pairs[agent.agent].append((parent, agent))
+        own = next(part for part in stretches(view)[agent.agent] if part[0] is agent)
+        after = next(filter(was_evaluated, own), None)
+        if was_evaluated(parent) and after is not None:
+            pairs[agent.agent].append((parent, after))
     values: list[float] = []
     gains: list[float] = []
     in_legend, seen, value_of = named(view), looks(view), heights(view, name)
