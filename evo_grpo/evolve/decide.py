@@ -108,8 +108,11 @@ def decide(  # noqa: PLR0913 -- a decision is made of all that a round has found
     """
     # If all agents are unusable, collapsed ones may continue: there are no others.
     any_usable = any(map(_usable, standings))
+    # Rewards of training that stood for a fitness, in a round without a decision, do not count.
+    measured = [[one for one in s.history if one.per_prompt or not one.steps] for s in standings]
     histories = [
-        s.history[-strategy.window :] if _usable(s) or not any_usable else [] for s in standings
+        own[-strategy.window :] if _usable(s) or not any_usable else []
+        for s, own in zip(standings, measured, strict=True)
     ]
     if archive is not None and not any(histories):
         return _all_restored(standings, places, archive, strategy, round, next_id)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import BeforeValidator, WithJsonSchema
 
-from evo_grpo.evolve.sizes import Sizes, decisions_by_share, places_by_round
+from evo_grpo.evolve.sizes import Sizes, decisions_by_share, halvings, places_by_round
 from evo_grpo.evolve.start import StartName
 from evo_grpo.schema.group import Group, plain, setting
 from evo_grpo.schema.problems import nearest
@@ -184,7 +184,10 @@ class PopulationConfig(Group):
         Without a list, agents leave at decisions if the selection `selects`, else none leaves.
         """
         keeps = self.sizes is None and not selects
-        return places_by_round(self.size, "constant" if keeps else self.sizes, self._halving)
+        halving = self._halving
+        if self.decisions == "every":  # from the first round on, as a tournament over few rounds
+            halving = halving[: halvings(self.size) + 2]
+        return places_by_round(self.size, "constant" if keeps else self.sizes, halving)
 
     @property
     def _halving(self) -> list[int]:

@@ -84,14 +84,21 @@ def from_recorded(settings: Mapping[str, Any]) -> RunConfig:
 
 
 def _as_recorded(settings: object) -> object:
-    """Fill in population.stop.no_signal, whose default would end a run recorded without it."""
+    """Fill in settings of which the default would change how a run recorded without them goes on.
+
+    Runs of earlier versions decide after every round, and mutate by factors.
+    """
     population: Any = settings.get("population") if isinstance(settings, Mapping) else None
     stop: Any = population.get("stop", {}) if isinstance(population, Mapping) else None
     if not isinstance(stop, Mapping):
         return settings  # not a run's settings: the errors are those of any mapping
     found = cast("Mapping[str, Any]", settings)
-    filled = {**population, "stop": {"no_signal": None, **stop}}
-    return {**found, "population": filled}
+    filled = {"decisions": "every", **population, "stop": {"no_signal": None, **stop}}
+    evolve: Any = found.get("evolve")
+    exploration: Any = evolve.get("exploration") if isinstance(evolve, Mapping) else None
+    if isinstance(exploration, Mapping) and exploration.get("kind") == "mutate":
+        evolve = {**evolve, "exploration": {"step": "factors", **exploration}}
+    return {**found, "population": filled, **({} if evolve is None else {"evolve": evolve})}
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -4,6 +4,7 @@ import pytest
 
 from evo_grpo.settings import from_dict
 from evo_grpo.settings.population import PopulationConfig
+from evo_grpo.settings.yaml import from_recorded
 
 MINIMAL = {"model": "tiny-sums", "env": "sums"}
 
@@ -32,7 +33,7 @@ def between(*overrides):
         (["population.sizes=[8, 8, 6, 5]"], [2, 3, 6, 12, 18, 24], [8, 8, 6, 5]),
         (["population.decisions=[3, 5, 9, 24]"], [3, 5, 9, 24],
          [*[8] * 3, *[4] * 2, *[2] * 19]),
-        (["population.decisions=every"], list(range(1, 25)), [*[8] * 21, *[4], *[2] * 2]),
+        (["population.decisions=every"], list(range(1, 25)), [8, 4, 2, 2]),
     ],
 )  # fmt: skip
 def test_a_run_records_when_it_decides_and_how_many_agents_play(overrides, decisions, sizes):
@@ -115,3 +116,23 @@ def test_shares_are_those_of_the_rounds_that_a_limit_of_tokens_leaves():
     assert decisions(8 * 1024 * 4, output=4) == [2, 4, 6, 8]
     assert decisions(1) == [1]
     assert decisions(1e9) == [6, 12, 18, 24]
+
+
+def test_a_run_of_an_earlier_version_goes_on_deciding_after_every_round():
+    recorded = {
+        "model": "tiny-sums",
+        "env": "sums",
+        "population": {"size": 8, "rounds": 24, "sizes": None},
+        "evolve": {"exploration": {"kind": "mutate", "no_mutation": 0.2, "rl_hp": 0.8}},
+    }
+    config = from_recorded(recorded)
+    assert config.population.decided == list(range(1, 25))
+    assert config.population.places(selects=True)[:4] == (8, 4, 2, 2)
+    assert config.evolve.exploration.step == "factors"
+    # What this version records says so itself.
+    assert from_recorded(from_dict(recorded).settled(4).model_dump()).population.decided == [
+        6,
+        12,
+        18,
+        24,
+    ]
