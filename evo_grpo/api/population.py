@@ -107,10 +107,10 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         self.cohort = cohort
         self.agents = list(agents)
         self.slots = [agent.slot for agent in agents] if slots is None else list(slots)
-        #: Including agents that have left, which may return with the next round.
-        self._handles: dict[Slot, AgentT] = {}
+        self._handles: dict[Slot, AgentT] = {}  # also of agents that have left and may return
         self.rounds: list[RoundRecord] = []
         self.summary: Mapping[str, Any] | None = None
+        self.course: PopulationConfig | None = None  # decisions and places of the latest call
         self.elite: int | None = None
 
     def __repr__(self) -> str:
@@ -149,20 +149,21 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         if given["observer"] is not None:
             check_observer(given["observer"])
         out = None if given["out"] is None else Path(given["out"])
-        played = len(self.rounds)
-        population, evolve, record, own = in_groups(given, size=size, played=played)
+        population, evolve, record, own = in_groups(given, size=size, played=len(self.rounds))
         env = environment_for(self.cohort, given["env"])
-        population, evolve = going_on(population, evolve, self.cohort, self.slots, self.rounds)
-        prompts = self.cohort.settings.algorithm.prompts_per_step or env.batch_size
-        group_size = self.cohort.settings.algorithm.group_size
+        played, past = len(self.rounds), (self.rounds, self.course)
+        population, evolve = going_on(population, evolve, self.cohort, self.slots, past)
+        self.course = population
+        algorithm = self.cohort.settings.algorithm
+        prompts, group_size = algorithm.prompts_per_step or env.batch_size, algorithm.group_size
         settings = replace(round_settings(population, evolve, record, prompts, group_size), **own)
         check_explorer(settings.explorer, self.cohort.settings)
         explorer = settings.explorer if given["exploration"] != Mutations() else None
         warn_of_inert_mutations(self.cohort, self.slots, explorer, prompts, population, evolve)
-        task = getattr(env, "task", None)
-        warn_of_shortages(task, prompts, evolve.fitness, tests=out is not None)
         if out is not None:
             self._check_out(out)
+        task = getattr(env, "task", None)
+        warn_of_shortages(task, prompts, evolve.fitness, tests=out is not None)
         objects = given_objects(self.cohort, given, own)
         parts = {} if out is None else objects.parts(self.cohort.seed)
         left_out.went_on(self.rounds)
@@ -174,9 +175,8 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
             shown_progress(given["progress"], title, self.hp_config.names()) as progress,
             self._put_back_if_interrupted(whole, population.rounds, out),
         ):
-            observer = ObserverList(
-                tuple(o for o in (progress, given["observer"]) if o is not None)
-            )
+            watchers = progress, given["observer"]
+            observer = ObserverList(tuple(one for one in watchers if one is not None))
             if out is not None:
                 slots = self._record(out, given, own, prepared, observer)
             else:

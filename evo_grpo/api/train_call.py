@@ -72,15 +72,22 @@ def going_on(
     evolve: EvolveConfig,
     cohort: Cohort,
     slots: Sequence[Slot],
-    rounds: Sequence[RoundRecord],
+    past: tuple[Sequence[RoundRecord], PopulationConfig | None],
 ) -> tuple[PopulationConfig, EvolveConfig]:
     """Return the settings of a call with all that depends on its length filled in.
 
-    After finished rounds, their decisions and places hold where the call names nothing else, and
-    repeat as in a run that is extended.
+    `past` are the finished rounds and the settings of the call before. Its decisions and places
+    hold where this call names nothing else, and repeat as in a run that is extended; those of the
+    rounds do in a population that was saved.
     """
+    rounds, earlier = past
     decided = [n for n, record in enumerate(rounds, start=1) if not record.between]
     played = [len(record.agents) for record in rounds]
+    if rounds and earlier is not None:
+        if population.decisions is None:
+            population = population.replace(decisions=earlier.decisions)
+        if population.sizes is None:
+            population = population.replace(sizes=earlier.sizes)
     if not rounds and cohort.hp_config and len({cohort.agents[s].hparams for s in slots}) == 1:
         population = population.replace(init="same")
     if decided and population.decisions is None:

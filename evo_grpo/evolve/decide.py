@@ -109,7 +109,10 @@ def decide(  # noqa: PLR0913 -- a decision is made of all that a round has found
     # If all agents are unusable, collapsed ones may continue: there are no others.
     any_usable = any(map(_usable, standings))
     # Rewards of training that stood for a fitness, in a round without a decision, do not count.
-    measured = [[one for one in s.history if one.per_prompt or not one.steps] for s in standings]
+    measured = [
+        [one for one in s.history[:-1] if one.per_prompt or not one.steps] + [*s.history[-1:]]
+        for s in standings
+    ]
     histories = [
         own[-strategy.window :] if _usable(s) or not any_usable else []
         for s, own in zip(standings, measured, strict=True)

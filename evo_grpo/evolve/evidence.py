@@ -46,7 +46,8 @@ def with_training(
     if count < LEAST_STEPS or not score.per_prompt or not np.isfinite(steps).all():
         return score
     prompts = np.array(score.per_prompt, dtype=np.float64)
-    own, more = score.n * samples, count * rows * WORTH
+    # Prompts without a reward count too: every agent of a decision has the same weights.
+    own, more = len(prompts) * samples, count * rows * WORTH
     share = own / (own + more)
     at = np.arange(count) - (count - 1) / 2
     line = (
@@ -54,7 +55,7 @@ def with_training(
     )  # the line's value half a step after the last
     entries = len(prompts) + count
     scaled = (
-        *(entries * share / max(1, score.n) * prompts),
+        *(entries * share / len(prompts) * prompts),
         *(entries * (1 - share) * line * steps),
     )
     mean = share * score.mean + (1 - share) * float(line @ steps)

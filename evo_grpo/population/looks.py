@@ -45,13 +45,13 @@ class RankReport:
         agents: The reports of its agents, by slot.
         reduced: Engine settings that were lowered to save memory, with their present values.
         files: The files of its checkpoints.
-        fresh: The fresh scores of the archive and of the best agent, if it has measured them.
+        fresh: The fresh evaluations of the archive and of the best agent that it has made.
     """
 
     agents: Mapping[Slot, AgentReport]
     reduced: Mapping[str, int] = field(default_factory=dict[str, int])
     files: CheckpointFiles = field(default_factory=CheckpointFiles)
-    fresh: Mapping[Slot, Score] = field(default_factory=dict[Slot, Score])
+    fresh: Mapping[Slot, Evaluation] = field(default_factory=dict[Slot, Evaluation])
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from evo_grpo.population.evaluate import why_unranked
 from evo_grpo.population.looks import AgentReport, RankReport
 from evo_grpo.population.no_signal import without_signal
 from evo_grpo.population.rules import RoundSettings
+from evo_grpo.record.family import archived_agent
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.stopping import Played, best_of, has_signal, rules_that_hold
 from evo_grpo.schema.hparams import Hparams
@@ -73,6 +74,7 @@ class PlanInputs:
         archive: The best agent before this round, None without an archive.
         fresh: Fresh scores of the archive and of the best agent of the round, by slot; empty where
             they were not measured.
+        fresh_tokens: Tokens sampled for them.
         next_id: A member id that no member of the run has had.
         task: Name of the environment, for errors.
         check: Raises for hyperparameters with which no agent can train; an exploration of the user
@@ -88,6 +90,7 @@ class PlanInputs:
     task: str = ""
     check: Callable[[Hparams], None] | None = None
     fresh: Mapping[Slot, Score] = field(default_factory=dict[Slot, Score])
+    fresh_tokens: int = 0
 
 
 def next_round(
@@ -145,7 +148,7 @@ def next_round(
         mutable=tuple(inputs.hp_config.names()),
         decisions=decisions,
         starts=starts,
-        evaluation_tokens=sum(report.evaluation.tokens for report in reports),
+        evaluation_tokens=sum(report.evaluation.tokens for report in reports) + inputs.fresh_tokens,
         reduced=reduced or {},
         stopped=stopped,
         between=not (planned or settings.decides(round)),
@@ -206,6 +209,7 @@ def _rules_that_hold(
     if stop.is_empty:
         return ()
     tokens = sum(report.tally.tokens + report.evaluation.tokens for report in reports)
+    tokens += inputs.fresh_tokens
     best = best_of([report.score for report in reports])
     signal = has_signal([report.tally.means() for report in reports])
     return rules_that_hold(stop, inputs.past, Played(best, tokens, seconds, signal))
@@ -250,6 +254,9 @@ def _archived(
     ranked = [(score, s) for score, s in zip(scores, standings, strict=True) if score is not None]
     best = min(ranked, key=lambda pair: best_first(pair[0]), default=None)
     before = inputs.past[-1].archived if inputs.past else None
+    if before is None and inputs.archive is not None:  # an earlier version began the run
+        held = archived_agent(inputs.past)
+        before = None if held is None else (held.round, held.member)
     if inputs.archive is None or best is None:
         decides = last or settings.decides(round)
         enters = best is not None and inputs.archive is None and decides
@@ -321,7 +328,8 @@ def _with_training(
     """Return standings whose latest scores have the rewards of training as further evidence.
 
     They are those of the steps since the last decision. Where agents do not train as fitness
-    measures, or one has not played all of these steps, the standings are returned as they are.
+    measures, or one has not played all of these steps or has one without a reward, the standings
+    are returned as they are.
     """
     if settings.evolve.fitness.in_between:
         return list(standings)
@@ -333,6 +341,8 @@ def _with_training(
         if any(s.member.id not in earlier for s in standings):
             return list(standings)
         rewards = [[*earlier[s.member.id], *own] for s, own in zip(standings, rewards, strict=True)]
+    if any(None in own for s, own in zip(standings, rewards, strict=True) if s.history):
+        return list(standings)
     rows = settings.rows_of_agent(len(standings))
     samples = settings.evolve.fitness.per_prompt(settings.evolve.fitness.samples)
     return [

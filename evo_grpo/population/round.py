@@ -146,7 +146,7 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
         results, saved = dict[Slot, Evaluation](), dict[Slot, SavedAgent]()
         plan: RoundPlan | LookAgain = LookAgain(tuple(slots), 0, settings.validation_prompts(round))
         while isinstance(plan, LookAgain):
-            fresh = dict[Slot, Score]()
+            fresh = dict[Slot, Evaluation]()
             if plan.fresh:
                 fresh = measure_archive(this, plan)
             else:
@@ -184,14 +184,14 @@ def evaluate_more(
         found = {
             slot: merged(results[slot], one, len(prompts))
             if slot in results and len(results[slot].score.per_prompt) == len(prompts)
-            else one
+            else replace(one, tokens=one.tokens + (results[slot].tokens if slot in results else 0))
             for slot, one in found.items()
         }
     set_scores(this, {slot: _score(tallies[slot], one) for slot, one in found.items()})
     return found
 
 
-def measure_archive(this: Round, look: LookAgain) -> dict[Slot, Score]:
+def measure_archive(this: Round, look: LookAgain) -> dict[Slot, Evaluation]:
     """Measure the archive and the best agent, as far as they are on this rank, on fresh draws.
 
     They are the prompts after those that fitness uses, or the last ones of a split that has fewer.
@@ -202,7 +202,7 @@ def measure_archive(this: Round, look: LookAgain) -> dict[Slot, Score]:
         found = evaluate_here(
             this.cohort, this.env, look.slots, prompts, fitness, stream=look.stream(this.number)
         )
-    return {slot: one.score for slot, one in found.items() if one.score.is_finite}
+    return {slot: without_texts(one) for slot, one in found.items()}
 
 
 def save(this: Round, look: LookAgain) -> dict[Slot, SavedAgent]:
@@ -220,7 +220,7 @@ def report_of(
     tallies: Mapping[Slot, Tally],
     results: Mapping[Slot, Evaluation],
     saved: Mapping[Slot, SavedAgent],
-    fresh: Mapping[Slot, Score],
+    fresh: Mapping[Slot, Evaluation],
 ) -> RankReport:
     """Return the report of this rank to the first rank."""
     cohort = this.cohort
@@ -252,7 +252,7 @@ def plan_and_record(
         again = look_at_archive(agents, archive, this.settings, this.number)
         if again is not None:
             return again
-    fresh = {slot: score for report in reports for slot, score in report.fresh.items()}
+    fresh = {slot: one for report in reports for slot, one in report.fresh.items()}
     plan = plan_round(this, agents, fresh, starts, least_reduced(reports))
     prompts = this.settings.evolve.fitness.prompts
     if plan.last and plan.record.between:
@@ -275,7 +275,7 @@ def plan_and_record(
 def plan_round(
     this: Round,
     agents: Mapping[Slot, AgentReport],
-    fresh: Mapping[Slot, Score],
+    fresh: Mapping[Slot, Evaluation],
     starts: int,
     reduced: Mapping[str, int],
 ) -> RoundPlan:
@@ -289,7 +289,8 @@ def plan_round(
         seed=cohort.seed,
         past=this.past,
         archive=None if cohort.archive is None else cohort.archive.standing(),
-        fresh=fresh,
+        fresh={slot: one.score for slot, one in fresh.items() if one.score.is_finite},
+        fresh_tokens=sum(one.tokens for one in fresh.values()),
         next_id=cohort.next_member,
         task=this.env.name,
     )

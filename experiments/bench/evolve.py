@@ -68,7 +68,8 @@ class Evolution:
             round=0,
             next_id=self.cohort.next_member,
         )
-        apply(self.cohort, self.slots, generation, EvolveConfig())
+        inherit = EvolveConfig().inherit_optimizer
+        apply(self.cohort, self.slots, generation, inherit_optimizer=inherit)
         self.copies.append(sum(o.parent != o.position for o in plan))
 
 
