@@ -102,3 +102,12 @@ def test_two_equal_agents_are_called_different_as_often_as_the_level_says():
 def test_the_rewards_of_training_add_power():
     plain, with_steps = shares(0.08)
     assert with_steps > plain + 0.1
+
+
+def test_prompts_without_a_reward_make_no_agent_better():
+    known = [0.9] * 64
+    some = [*known[:60], *[np.nan] * 4]
+    whole = Score(0.9, 0.0, 64, tuple(known))
+    part = Score(0.9, 0.0, 60, tuple(some))
+    whole, part = (with_training(one, [0.9] * 24, ROWS, SAMPLES) for one in (whole, part))
+    assert compare(whole, part).p == compare(part, whole).p == 1

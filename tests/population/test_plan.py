@@ -4,11 +4,12 @@ import math
 from dataclasses import replace
 
 import pytest
-from plans import between, planned, report, settings, with_archive
+from plans import PROMPTS, between, planned, report, settings, with_archive
 
 from evo_grpo.errors import RunFailedError
 from evo_grpo.evolve.decide import Standing
 from evo_grpo.population.plan import timed
+from evo_grpo.population.stats import Tally
 from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Member
@@ -234,3 +235,20 @@ def test_training_counts_only_where_all_agents_have_played_its_steps():
     past = [played(number, ahead, made=two) for number in (0, 1)]
     record = planned([ahead, behind], number=2, made=two, past=past).record
     assert [member.parent for member in record.members] == [None, 0]
+
+
+def test_a_step_without_a_reward_leaves_all_agents_comparable():
+    def agent(right, rewards):
+        steps = [{"failed": 0.0, "kl": 0.0, "reward": one, "zero_variance": 0.0} for one in rewards]
+        return replace(report(right), tally=Tally(metrics=steps, tokens=9))
+
+    made = between()
+    made = replace(made, evolve=made.evolve.replace(fitness=made.evolve.fitness.replace(between=0)))
+    rewards = [0.5] * 6
+    agents = [agent(PROMPTS, rewards), agent(0, [*rewards[:5], math.nan])]
+    made = replace(made, population=made.population.replace(size=2, decisions=[1, 6], sizes=None))
+    record = planned(agents, 0, made=made).record
+    # Two agents for two places: the worse one becomes a copy, by their prompts alone.
+    (copied,) = (one for one in record.decisions if one.kind == "copied")
+    assert (copied.agent, copied.other, copied.difference) == (1, 0, 1.0)
+    assert "steps of training" not in copied.sentence
