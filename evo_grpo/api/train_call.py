@@ -78,21 +78,22 @@ def going_on(
 
     `past` are the finished rounds and the settings of the call before. Its decisions and places
     hold where this call names nothing else, and repeat as in a run that is extended; those of the
-    rounds do in a population that was saved.
+    rounds do in a population that was saved. Without a selection, no agent leaves.
     """
     rounds, earlier = past
+    selects = evolve.selection.kind != "none"
     decided = [n for n, record in enumerate(rounds, start=1) if not record.between]
     played = [len(record.agents) for record in rounds]
     if rounds and earlier is not None:
         if population.decisions is None:
             population = population.replace(decisions=earlier.decisions)
-        if population.sizes is None:
+        if population.sizes is None and selects:
             population = population.replace(sizes=earlier.sizes)
     if not rounds and cohort.hp_config and len({cohort.agents[s].hparams for s in slots}) == 1:
         population = population.replace(init="same")
     if decided and population.decisions is None:
         population = population.replace(decisions=decided)
-    if len(set(played)) > 1 and population.sizes is None:
+    if len(set(played)) > 1 and population.sizes is None and selects:
         population = population.replace(sizes=played)
     return settled(population, evolve, cohort.settings.algorithm, cohort.hp_config)
 
