@@ -83,8 +83,15 @@ Objectives = Annotated[list[ObjectiveConfig], BeforeValidator(as_list)]
 class FitnessConfig(Group):
     """How agents are evaluated, with the same prompts, seeds and temperature for all of them."""
 
-    prompts: int = setting(64, "Validation prompts after each round.", ge=1)
+    prompts: int = setting(64, "Validation prompts after a decision.", ge=1)
     samples: int = setting(1, "Completions per validation prompt.", ge=1)
+    share: float | None = setting(
+        None,
+        "Most completions that evaluations, second looks, the archive and the final comparison "
+        "sample together, as a share of those that agents train on: as many of `prompts` are taken "
+        "as it pays for, at least 8. A run records that number. null takes all of them.",
+        gt=0,
+    )
     temperature: Factor = setting(
         1.0,
         "Sampling temperature of evaluations, independent of that in training. 0 is greedy: each "

@@ -18,6 +18,7 @@ from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
 from evo_grpo.settings.cross_checks import agent_problems, doubtful_settings, run_problems
 from evo_grpo.settings.engine import EngineConfig
 from evo_grpo.settings.env import EnvConfig
+from evo_grpo.settings.evaluations import affordable
 from evo_grpo.settings.evolve import EvolveConfig, Ranges, search_space
 from evo_grpo.settings.learning_rate import unusual_lr, with_default_lr
 from evo_grpo.settings.model import LoraSettings, ModelConfig, TargetSets
@@ -199,6 +200,7 @@ def settled(
     rounds, limit = population.rounds, population.stop.tokens
     if limit is not None and tokens:
         population = population.replace(rounds=max(1, min(rounds, int(limit / tokens))))
+    surely = population.rounds
     selects = evolve.selection.kind != "none"
     places = list(population.places(selects=selects))
     sizes = "constant" if len(set(places)) == 1 else places
@@ -211,6 +213,11 @@ def settled(
         alike = _trains_as_fitness(population, evolve, algorithm, space)
         between = fitness.prompts if whole else 0 if alike else fitness.in_between
         evolve = evolve.replace(fitness=fitness.replace(between=between))
+    if evolve.fitness.share is not None:
+        rows = population.size * (algorithm.prompts_per_step or DEFAULT_PROMPTS)
+        rows *= algorithm.group_size * population.steps_per_round * surely
+        shown = population.replace(rounds=surely)
+        evolve = evolve.replace(fitness=affordable(shown, evolve, evolve.fitness.share * rows))
     return population, evolve
 
 

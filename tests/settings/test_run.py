@@ -104,6 +104,25 @@ def test_a_number_of_ones_own_stays():
     assert fitness.in_between == 40, "never more than after a decision"
 
 
+@pytest.mark.parametrize(
+    ("share", "prompts"),
+    # 24,576 completions in training. A prompt costs those of 8, 4, 2 and 2 agents, three times two
+    # of the best agent and the archive, and two of each of three finalists: 28.
+    [("null", 64), (0.5, 64), (0.05, 43), (0.02, 17), (1e-9, 8)],
+)
+def test_evaluations_take_no_more_than_their_share(share, prompts):
+    assert settled(f"evolve.fitness.share={share}").evolve.fitness.prompts == prompts
+
+
+def test_a_share_never_adds_prompts_and_counts_those_of_rounds_in_between():
+    assert (
+        settled("evolve.fitness.share=1e-9", "evolve.fitness.prompts=5").evolve.fitness.prompts == 5
+    )
+    # Of 1,228 completions, 20 rounds in between take 8 prompts of 8, 4 and 2 agents: 640.
+    given = ["evolve.fitness.share=0.05", "evolve.fitness.between=8"]
+    assert settled(*given).evolve.fitness.prompts == 21
+
+
 def test_shares_are_those_of_the_rounds_that_a_limit_of_tokens_leaves():
     def decisions(tokens, output=8, rounds=24):
         # Eight agents sample 4 prompts of 8 completions in 4 steps: 1024 completions in a round.

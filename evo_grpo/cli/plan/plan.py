@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.sizes import decides_after
 from evo_grpo.settings import EngineConfig, RunConfig, warnings
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
+from evo_grpo.settings.evaluations import count_evaluations
 from evo_grpo.settings.storage import check_driver
 from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.training.shortages import shortages
@@ -171,17 +171,17 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
     validation = min(fitness.prompts, task.rows.get("validation", fitness.prompts))
     test = min(fitness.test_prompts, task.rows.get("test", fitness.test_prompts))
     per_row = task.turns * longest
-    places, decisions = _places(config), _decisions(config)
+    counts = count_evaluations(config.population, config.evolve)
+    between, final = min(fitness.in_between, validation), counts.finalists * validation
     devices = cuda_devices()
     fit, memory = _memory(config, base, longest, gpu, devices)
-    finalists = _finalists(config, places)
     return Plan(
         config=config,
         task=task.name,
         rows=task.rows,
         turns=task.turns,
-        places=places,
-        decisions=decisions,
+        places=counts.places,
+        decisions=counts.decisions,
         prompts_per_step=prompts,
         group_sizes=_group_sizes(config),
         rows_per_step=config.population.size * prompts * algorithm.group_size,
@@ -190,11 +190,11 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
         test_prompts=test,
         tokens_per_round=_rows_per_round(config, prompts) * per_row + _replacing_tokens(config),
         evaluation_tokens=tuple(
-            agents * fitness.per_prompt(fitness.samples) * per_row
-            for agents in _evaluated(config, places, decisions, validation)
+            (whole * validation + few * between) * fitness.per_prompt(fitness.samples) * per_row
+            for whole, few in zip(counts.whole, counts.between, strict=True)
         ),
-        finalists=finalists,
-        final_tokens=finalists * validation * fitness.per_prompt(fitness.final_samples) * per_row,
+        finalists=counts.finalists,
+        final_tokens=final * fitness.per_prompt(fitness.final_samples) * per_row,
         test_tokens=2 * test * fitness.per_prompt(fitness.test_samples) * per_row,
         base=base,
         adapter_parameters=lora_parameters(base, config.largest_lora),
@@ -320,13 +320,6 @@ def _memory(
     return fit, tuple(plan for plan in memory.values() if plan is not None)
 
 
-def _places(config: RunConfig) -> tuple[int, ...]:
-    population = config.population
-    selects = config.evolve.selection.kind != "none"
-    places = population.places(selects=selects)
-    return tuple(places[min(round, len(places) - 1)] for round in range(population.rounds))
-
-
 def _rows_per_round(config: RunConfig, prompts: int) -> int:
     """Return the most rows of a round, rounded to whole groups.
 
@@ -343,46 +336,6 @@ def _replacing_tokens(config: RunConfig) -> int:
     """Return the most tokens of a round for the replacement of groups with equal rewards."""
     own = config.algorithm.dynamic_sampling_tokens or 0
     return own * config.population.size * config.population.steps_per_round
-
-
-def _decisions(config: RunConfig) -> tuple[int, ...]:
-    """Return the finished rounds after which all agents are evaluated: decisions, and the end."""
-    population = config.population
-    always = config.evolve.exploration.kind == "schedule"  # see `RoundSettings.decides`
-    return tuple(
-        finished
-        for finished in range(1, population.rounds + 1)
-        if always or finished == population.rounds or decides_after(finished, population.decided)
-    )
-
-
-def _evaluated(
-    config: RunConfig, places: tuple[int, ...], decisions: tuple[int, ...], validation: int
-) -> Iterator[int]:
-    """Yield the most validation prompts that all agents answer together after each round."""
-    fitness = config.evolve.fitness
-    for finished, agents in enumerate(places, start=1):
-        if finished not in decisions:
-            yield agents * min(fitness.in_between, validation)
-            continue
-        # The archive is filled at the first decision, and compared with the best agent afterwards.
-        archive = 2 * int(config.evolve.archive and finished != decisions[0])
-        yield (agents + _second_looks(agents, fitness.second_looks) + archive) * validation
-
-
-def _second_looks(agents: int, racing: float) -> int:
-    """Return the most evaluations that racing adds to those of `agents` agents."""
-    looks = int(racing * agents)
-    return looks if looks > 1 else 0  # racing compares at least two agents
-
-
-def _finalists(config: RunConfig, places: tuple[int, ...]) -> int:
-    """Return the most candidates of the final comparison: last best, archive and a mean."""
-    fitness = config.evolve.fitness
-    if config.population.rounds == 1 or fitness.final_samples == 0 or fitness.objectives:
-        return 0
-    found = 1 + int(config.evolve.archive) + int(places[-1] > 1)
-    return found if found > 1 else 0
 
 
 class _Task(NamedTuple):

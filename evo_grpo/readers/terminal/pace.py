@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Self, final
 
-from evo_grpo.evolve.sizes import decides_after
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
+from evo_grpo.settings.evaluations import count_evaluations
 
 if TYPE_CHECKING:
     from evo_grpo.record.records import RoundRecord
@@ -39,29 +39,17 @@ class Completions(NamedTuple):
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """Return the completions that a run will sample, without racing."""
+        """Return the completions that a run will sample."""
         population, algorithm, evolve = config.population, config.algorithm, config.evolve
-        selects = evolve.selection.kind != "none"
-        places = population.places(selects=selects)
-        played = [places[min(n, len(places) - 1)] for n in range(population.rounds)]
         step = population.size * (algorithm.prompts_per_step or DEFAULT_PROMPTS)
-        fitness, decided = evolve.fitness, population.decided
-        always = evolve.exploration.kind == "schedule"  # see `RoundSettings.decides`
-        finalists = 1 + int(evolve.archive) + int(played[-1] > 1)
-        compared = 0 if population.rounds == 1 or finalists == 1 else finalists
+        fitness, counts = evolve.fitness, count_evaluations(population, evolve)
         return cls(
             step * algorithm.group_size * population.steps_per_round,
             tuple(
-                agents
-                * fitness.samples
-                * (
-                    fitness.prompts
-                    if always or n == population.rounds or decides_after(n, decided)
-                    else fitness.in_between
-                )
-                for n, agents in enumerate(played, start=1)
+                (whole * fitness.prompts + few * fitness.in_between) * fitness.samples
+                for whole, few in zip(counts.whole, counts.between, strict=True)
             ),
-            compared * fitness.prompts * fitness.final_samples
+            counts.finalists * fitness.prompts * fitness.final_samples
             + 2 * fitness.test_prompts * fitness.test_samples,
         )
 

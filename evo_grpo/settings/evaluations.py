@@ -1,0 +1,79 @@
+"""Counts the evaluations of a run from its settings, and the validation prompts they may take."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from evo_grpo.evolve.sizes import decides_after
+from evo_grpo.settings.evolve import EvolveConfig, FitnessConfig
+from evo_grpo.settings.population import PopulationConfig
+
+LEAST_PROMPTS = 8
+"""Validation prompts that `fitness.share` leaves; fewer hardly tell agents apart."""
+
+
+class Evaluations(NamedTuple):
+    """The most evaluations of a run.
+
+    Attributes:
+        places: Agents of each round.
+        decisions: Finished rounds after which all agents answer all validation prompts: those that
+            decide, and the last one.
+        whole: Evaluations on all validation prompts after each round, further looks of racing and
+            fresh draws of the archive among them.
+        between: Agents that answer `fitness.between` prompts after each round.
+        finalists: Candidates of the final comparison: last best, archive and a mean.
+    """
+
+    places: tuple[int, ...]
+    decisions: tuple[int, ...]
+    whole: tuple[int, ...]
+    between: tuple[int, ...]
+    finalists: int
+
+
+def count_evaluations(population: PopulationConfig, evolve: EvolveConfig) -> Evaluations:
+    """Return the most evaluations of a run of so many rounds."""
+    found = population.places(selects=evolve.selection.kind != "none")
+    places = tuple(found[min(n, len(found) - 1)] for n in range(population.rounds))
+    always = evolve.exploration.kind == "schedule"  # see `RoundSettings.decides`
+    decided = population.decided
+    decisions = tuple(
+        finished
+        for finished in range(1, population.rounds + 1)
+        if always or finished == population.rounds or decides_after(finished, decided)
+    )
+    whole = [0] * len(places)
+    for finished in decisions:
+        agents = places[finished - 1]
+        looks = int(evolve.fitness.second_looks * agents)
+        # The archive is filled at the first decision, and compared with the best agent afterwards.
+        archive = 2 * int(evolve.archive and finished != decisions[0])
+        # Racing compares at least two agents.
+        whole[finished - 1] = agents + (looks if looks > 1 else 0) + archive
+    return Evaluations(
+        places,
+        decisions,
+        tuple(whole),
+        tuple(0 if n in decisions else agents for n, agents in enumerate(places, start=1)),
+        _finalists(population, evolve, places),
+    )
+
+
+def affordable(population: PopulationConfig, evolve: EvolveConfig, rows: float) -> FitnessConfig:
+    """Return the fitness with as many of its prompts as so many rows of evaluations pay for."""
+    fitness, counts = evolve.fitness, count_evaluations(population, evolve)
+    samples = fitness.per_prompt(fitness.samples)
+    each = sum(counts.whole) * samples + counts.finalists * fitness.per_prompt(
+        fitness.final_samples
+    )
+    most = int((rows - sum(counts.between) * fitness.in_between * samples) / each)
+    return fitness.replace(prompts=min(fitness.prompts, max(LEAST_PROMPTS, most)))
+
+
+def _finalists(population: PopulationConfig, evolve: EvolveConfig, places: tuple[int, ...]) -> int:
+    fitness = evolve.fitness
+    if population.rounds == 1 or fitness.final_samples == 0 or fitness.objectives:
+        return 0
+    found = 1 + int(evolve.archive) + int(places[-1] > 1)
+    return found if found > 1 else 0
