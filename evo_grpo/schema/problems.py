@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 from evo_grpo.errors import ConfigError
@@ -39,6 +40,7 @@ class Problems(ConfigError):
 
     def __init__(self, *found: Problem, source: str | None = None) -> None:
         self.found = tuple(dict.fromkeys(found))[: MOST_PROBLEMS + 1]
+        self.source = source
         lines = [line(problem) for problem in self.found]
         head = "" if source is None else f"{source}: "
         if len(lines) == 1:
@@ -51,6 +53,10 @@ class Problems(ConfigError):
 
     def __str__(self) -> str:
         return self.text  # several lines, each of which is escaped
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions are rebuilt from their message, in another process for instance.
+        return partial(Problems, source=self.source), self.found
 
     def below(self, *path: str | int) -> Problems:
         """Return the same problems with a path in front of theirs."""

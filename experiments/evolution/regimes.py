@@ -104,6 +104,36 @@ REGIMES = {
     )
 }  # fmt: skip
 
+#: Tasks that no choice saw.
+UNSEEN = {
+    one.name: one
+    for one in (
+        Regime(
+            "foods", "other rewards, a narrow range", 24, 1, 1e-4, 5e-5, 4e-4, 4e-4,
+            prompts=2,
+            settings={
+                "model.name": "tiny-foods", "env.kind": "foods",
+                "env.args": {"validation_size": 512}, "evolve.fitness.test_prompts": 256,
+            },
+        ),
+        Regime(
+            "smollm2", "a real model, easy sums", 12, 2, 1e-4, 1e-5, 1e-2, 1e-3, prompts=2,
+            validation=32,
+            settings={
+                "model.name": "smollm2", "env.kind": "reasoning_gym:chain_sum",
+                "env.args": {
+                    "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2,
+                    "test_size": 480,
+                },
+                "env.prompt": "{question}", "algorithm.update_epochs": 1,
+                "algorithm.max_output_tokens": 6, "evolve.fitness.test_prompts": 256,
+                "evolve.fitness.test_samples": 1,
+            },
+        ),
+    )
+}  # fmt: skip
+ALL = {**REGIMES, **UNSEEN}
+
 _COMMON: dict[str, Any] = {
     "model.name": "tiny-sums",
     "model.lora.r": 8,
@@ -222,7 +252,7 @@ def measure(regime: str, name: str, seed: int, more: Mapping[str, Any]) -> Line:
     from evo_grpo.errors import RunFailedError
 
     one_run.quiet()
-    settings = {**overrides(REGIMES[regime], name, seed), **more}
+    settings = {**overrides(ALL[regime], name, seed), **more}
     line: Line = {"regime": regime, "arm": name, "seed": seed, "overrides": settings, "state": "ok"}
     start = time.perf_counter()
     shm = Path("/dev/shm")
@@ -305,7 +335,7 @@ def run(jobs: Sequence[tuple[str, str, int]], out: Path, processes: int, label: 
 def main(given: Sequence[str] | None = None) -> int:
     """Measure, or print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--regimes", nargs="+", choices=list(REGIMES), default=list(REGIMES))
+    parser.add_argument("--regimes", nargs="+", choices=list(ALL), default=list(REGIMES))
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(MAIN))
     parser.add_argument("--seeds", type=seeds, default=seeds("301-308"))
     parser.add_argument("--jobs", type=int, choices=(1, 2), default=2, help="processes at once")
@@ -332,11 +362,12 @@ def tables(lines: Sequence[Line]) -> str:
             bases.setdefault(regime, []).append(line["base"])
         spent = (line[name]["tokens"] / 1000 for name in ("training", "evaluation"))
         tokens.setdefault(f"{regime} {arm}", []).append(sum(spent))
-    arms = list(dict.fromkeys(arm for _, arm in scores))
-    rows = [["arm", *REGIMES]]
+    regimes = [name for name in ALL if any(name == regime for regime, _ in scores)]
+    arms = [arm for arm in dict.fromkeys(arm for _, arm in scores) if arm != "watch"]
+    rows = [["arm", *regimes]]
     for arm in arms:
         cells = [arm]
-        for regime in REGIMES:
+        for regime in regimes:
             own = scores.get((regime, arm))
             cells.append(
                 ""
@@ -345,13 +376,13 @@ def tables(lines: Sequence[Line]) -> str:
                 f"{statistics.mean(tokens[f'{regime} {arm}']):.0f}k"
             )
         rows.append(cells)
-    base = ["base", *(f"{statistics.mean(bases[r]):.3f}" if r in bases else "" for r in REGIMES)]
+    base = ["base", *(f"{statistics.mean(bases[r]):.3f}" if r in bases else "" for r in regimes)]
     rows.insert(1, base)
-    losses = [["arm", *REGIMES, "largest"]]
-    apart = [["evolved −", *REGIMES]]
+    losses = [["arm", *regimes, "largest"]]
+    apart = [["evolved −", *regimes]]
     for arm in arms:
         cells, found = [arm], list[float]()
-        for regime in REGIMES:
+        for regime in regimes:
             own, known = scores.get((regime, arm)), scores.get((regime, "known"))
             if own is None or known is None:
                 cells.append("")
@@ -362,7 +393,7 @@ def tables(lines: Sequence[Line]) -> str:
         losses.append([*cells, f"{max(found):.2f}" if found else ""])
         if arm != "evolved":
             pairs = [
-                paired(scores.get((r, "evolved"), {}), scores.get((r, arm), {})) for r in REGIMES
+                paired(scores.get((r, "evolved"), {}), scores.get((r, arm), {})) for r in regimes
             ]
             apart.append(
                 [
@@ -373,14 +404,40 @@ def tables(lines: Sequence[Line]) -> str:
                     ),
                 ]
             )
+    ranks = _ranks([line for line in lines if line["arm"] == "watch"], regimes)
     return "\n\n".join(
         f"**{title}**\n\n{_markdown(table)}"
         for title, table in (
             ("Mean test (worst seed), tokens", rows),
             ("Loss: (known − arm) / (known − base)", losses),
             ("Evolved minus the arm, paired by seed, 95%", apart),
+            ("Rank correlation of the fitness after a share of the run with the last", ranks),
         )
     )
+
+
+def _ranks(lines: Sequence[Line], regimes: Sequence[str]) -> list[list[str]]:
+    """Return by regime how the agents of `watch` rank after each quarter but the last."""
+    table = [["after", *regimes]]
+    for share in (0.25, 0.5, 0.75):
+        cells = [f"{share:g}"]
+        for regime in regimes:
+            found = list[float]()
+            for line in (one for one in lines if one["regime"] == regime):
+                rounds = line["rounds"]
+                now, last = rounds[round(share * len(rounds)) - 1], rounds[-1]
+                ranked = [_order([agent["fitness"] for agent in one]) for one in (now, last)]
+                found.append(statistics.correlation(*ranked))
+            cells.append(f"{statistics.mean(found):.2f} ({min(found):.2f})" if found else "")
+        table.append(cells)
+    return table
+
+
+def _order(values: Sequence[float]) -> list[float]:
+    """Return the rank of each value; equal values share the mean of theirs."""
+    return [
+        sum(other < value for other in values) + (values.count(value) - 1) / 2 for value in values
+    ]
 
 
 def _markdown(table: Sequence[Sequence[str]]) -> str:

@@ -1,6 +1,7 @@
 """What single values must be."""
 
 import math
+import pickle
 import re
 from decimal import Decimal
 
@@ -9,6 +10,7 @@ import pytest
 
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.schema import validation as rules
+from evo_grpo.schema.problems import Problem, Problems
 
 
 @pytest.mark.parametrize(
@@ -93,3 +95,10 @@ def test_an_integer_that_no_float_holds_is_no_number():
     for rule in (rules.above_zero(), rules.not_negative(), rules.computable(1e-6, 1e6)):
         with pytest.raises(ConfigError, match=r"^setting: expected a finite number .*, got 1000"):
             rule.check("setting", 10**400)
+
+
+def test_problems_are_the_same_in_another_process():
+    problems = Problems(Problem(("a", 0), "no"), Problem((), "nothing"), source="run.yaml")
+    there = pickle.loads(pickle.dumps(problems))
+    assert str(there) == str(problems)
+    assert there.found == problems.found
