@@ -61,9 +61,12 @@ def compare(first: Score, second: Score) -> Comparison:
     if count == 0:
         return Comparison(math.nan, math.nan, 0, 1.0)
     error = float(differences.std(ddof=1) / np.sqrt(count)) if count > 1 else math.nan
-    moved = differences[differences != 0]
-    chance = sign_flip(moved) / 2 if moved.sum() > 0 else 1.0
-    return Comparison(float(differences.mean()), error, count - steps, chance, steps=steps)
+    # Exact sums: the same rewards on other prompts are no difference, not even in the last bit.
+    ahead, behind = (
+        math.fsum(np.asarray(one.per_prompt, dtype=np.float64)[known]) for one in (first, second)
+    )
+    chance = sign_flip(differences[differences != 0]) / 2 if ahead > behind else 1.0
+    return Comparison((ahead - behind) / count, error, count - steps, chance, steps=steps)
 
 
 def sign_flip(moved: np.ndarray) -> float:

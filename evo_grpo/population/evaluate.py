@@ -23,7 +23,7 @@ from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.turns import Turns, alone, began, played, take_turns
 from evo_grpo.settings import FitnessConfig
 from evo_grpo.settings.evolve import TOKENS, FitnessReward, ObjectiveConfig
-from evo_grpo.types import Objective, Score, Slot
+from evo_grpo.types import Objective, Prompt, Score, Slot
 
 RACE_LEVEL = 0.1
 """Two agents count as separated if the p-value of a paired test is at most this level."""
@@ -38,6 +38,7 @@ class Evaluation:
         experience: Its completions or episodes; for an agent of another rank, without their tokens.
         rewards: (B,) weighted rewards, NaN where every reward function abstained or the episode was
             dropped; all NaN if a log-prob of the policy is not finite.
+        units: Per start, the number of its prompt: equal prompts have the same one.
         tokens: Tokens sampled.
         looks: Number of merged evaluations.
     """
@@ -45,6 +46,7 @@ class Evaluation:
     score: Score
     experience: Experience
     rewards: np.ndarray
+    units: tuple[int, ...] = ()
     tokens: int = 0
     looks: int = 1
 
@@ -78,17 +80,17 @@ def evaluating(  # noqa: PLR0913 -- what is measured, and how, one argument each
     named = (None if slot is None else cohort.agents[Slot(slot)].hparams.prompt for slot in slots)
     own = [starts_under(env, name, prompts) for name in named]
     play = yield from began(env, partial(cohort.begin, env, own, sampler.group_sizes))
-    results: list[Evaluation] = []
+    results, units = list[Evaluation](), equal_starts(prompts)
     for experience in (yield from played(play, sampler.sample)):
         rewards = weighted(*fitness_rewards(env, experience.rewards, reward))
         if any(math.isnan(value) for t in experience.trajectories for value in t.logprobs or ()):
             # NaN logits cannot select a token, so these completions do not come from the policy.
             rewards = np.full_like(rewards, np.nan)
-        score = summarise(rewards, len(prompts))
+        score = summarise(rewards, units)
         if further:
-            goals = (measured(env, experience, one, len(prompts)) for one in further)
+            goals = (measured(env, experience, one, units) for one in further)
             score = replace(score, further=tuple(goals))
-        results.append(Evaluation(score, experience, rewards, experience.tokens))
+        results.append(Evaluation(score, experience, rewards, units, experience.tokens))
     return results
 
 
@@ -97,7 +99,10 @@ evaluate = alone(evaluating)
 
 
 def measured(
-    env: Environment[StartT], experience: Experience, objective: ObjectiveConfig, prompts: int
+    env: Environment[StartT],
+    experience: Experience,
+    objective: ObjectiveConfig,
+    units: Sequence[int],
 ) -> Objective:
     """Return an objective as the completions or episodes of one policy on P prompts reach it."""
     if objective.name == TOKENS:
@@ -105,7 +110,7 @@ def measured(
         values = np.array(counts, dtype=np.float64)
     else:
         values = weighted(*fitness_rewards(env, experience.rewards, objective.name))
-    found = summarise(values, prompts)
+    found = summarise(values, units)
     return Objective(objective.name, objective.minimize, found.mean, found.se, found.per_prompt)
 
 
@@ -166,26 +171,28 @@ def _level(first: Score, second: Score) -> bool:
     return not (ahead.significant(RACE_LEVEL) or behind.significant(RACE_LEVEL))
 
 
-def merged(first: Evaluation, more: Evaluation, prompts: int) -> Evaluation:
-    """Merge two evaluations on the same P prompts into one over the samples of both.
+def merged(first: Evaluation, more: Evaluation) -> Evaluation:
+    """Merge two evaluations on the same prompts into one over the samples of both.
 
     The experience of the first is kept, because it explains failures, and so are its rewards per
     prompt: no agent was chosen for that look, so they are those that claims rest on.
     """
-    tables = [e.rewards.reshape(prompts, -1) for e in (first, more)]
+    tables = [e.rewards.reshape(len(e.units), -1) for e in (first, more)]
     rewards = np.concatenate(tables, axis=1).reshape(-1)
     own = first.score
-    score = replace(summarise(rewards, prompts), first_look=own.first_look or own.per_prompt)
+    score = summarise(rewards, first.units)
+    score = replace(score, first_look=own.first_look or own.per_prompt)
     return Evaluation(
         score,
         first.experience,
         rewards,
+        first.units,
         first.tokens + more.tokens,
         first.looks + more.looks,
     )
 
 
-def pass_at(rewards: np.ndarray, prompts: int, k: int, correct: float) -> Score:
+def pass_at(rewards: np.ndarray, units: Sequence[int], k: int, correct: float) -> Score:
     """Return pass@k: the probability that one of k completions of a prompt is correct.
 
     It is the unbiased estimator of Chen et al. (2021, arXiv:2107.03374): of n completions of a
@@ -194,7 +201,7 @@ def pass_at(rewards: np.ndarray, prompts: int, k: int, correct: float) -> Score:
 
     Args:
         rewards: (P * G,) in prompt order, NaN where all reward functions abstained.
-        prompts: P.
+        units: Number of the prompt of each of P rows; see `summarise`.
         k: Completions of a set, from 1 to G.
         correct: The least reward of a correct completion.
 
@@ -202,7 +209,7 @@ def pass_at(rewards: np.ndarray, prompts: int, k: int, correct: float) -> Score:
         The mean over prompts and its standard error. A prompt with fewer than k rewards is NaN in
         `per_prompt`, and is left out of the mean.
     """
-    table = rewards.reshape(prompts, -1)
+    table = rewards.reshape(len(units), -1)
     # Weighted sums of rewards such as 0.7 + 0.3 are not exact.
     right = np.where(np.isnan(table), False, table >= correct - 1e-9).sum(axis=1)
     known = (~np.isnan(table)).sum(axis=1)
@@ -210,7 +217,7 @@ def pass_at(rewards: np.ndarray, prompts: int, k: int, correct: float) -> Score:
         1 - math.comb(n - c, k) / math.comb(n, k) if n >= k else math.nan
         for n, c in zip(known.tolist(), right.tolist(), strict=True)
     ]
-    return summarise(np.array(values), prompts)
+    return summarise(np.array(values), units)
 
 
 def why_unranked(name: str, results: Sequence[Evaluation]) -> str:
@@ -242,25 +249,37 @@ def weighted(rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return total
 
 
-def summarise(rewards: np.ndarray, prompts: int) -> Score:
-    """Return the mean over P prompts and the standard error of that mean.
+def equal_starts(starts: Sequence[object]) -> tuple[int, ...]:
+    """Number the prompts, or seeds of episodes: equal ones get the same number, from 0 in order."""
+    seen: dict[object, int] = {}
+    keys = (start.text if isinstance(start, Prompt) else start for start in starts)
+    return tuple(seen.setdefault(key, len(seen)) for key in keys)
 
-    Takes rewards (P * G,) in prompt order, NaN where all functions abstained. Samples of one prompt
-    are averaged before the error is computed, since they are not independent. With a single prompt
-    the error is computed over its samples. With a single sample the error is NaN.
+
+def summarise(rewards: np.ndarray, units: Sequence[int]) -> Score:
+    """Return the mean over the different prompts and the standard error of that mean.
+
+    Answers to one prompt are not independent, whether they are samples of one row or the dataset
+    has the prompt in several rows. So they are averaged first, and each different prompt counts
+    once. With a single prompt the error is computed over its answers. With a single answer it is
+    NaN.
+
+    Args:
+        rewards: (P * G,) in the order of P rows, NaN where all reward functions abstained.
+        units: Number of the prompt of each row, from 0 to U - 1; see `equal_starts`.
+
+    Returns:
+        A score whose `per_prompt` has U entries.
     """
-    table = rewards.reshape(prompts, -1)
-    known = ~np.isnan(table)
-    counts = known.sum(axis=1)
-    sums = np.where(known, table, 0.0).sum(axis=1)
-    per_prompt = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
-    units = per_prompt[counts > 0] if prompts > 1 else table[known]
-    if len(units) == 0:
-        return Score(mean=float("nan"), se=float("nan"), n=0)
-    se = float(units.std(ddof=1) / np.sqrt(len(units))) if len(units) > 1 else math.nan
-    return Score(
-        mean=float(np.nanmean(per_prompt)),
-        se=se,
-        n=int((counts > 0).sum()),
-        per_prompt=tuple(float(v) for v in per_prompt),
-    )
+    answers: list[list[float]] = [[] for _ in range(max(units) + 1)]
+    for unit, row in zip(units, rewards.reshape(len(units), -1).tolist(), strict=True):
+        answers[unit] += (value for value in row if not math.isnan(value))
+    # Exact sums: equal rewards in another order give the same mean to the last bit.
+    per_prompt = [math.fsum(own) / len(own) if own else math.nan for own in answers]
+    known = [value for value in per_prompt if not math.isnan(value)]
+    if not known:
+        return Score(mean=math.nan, se=math.nan, n=0)
+    spread = known if len(answers) > 1 else answers[0]
+    se = float(np.std(spread, ddof=1) / math.sqrt(len(spread))) if len(spread) > 1 else math.nan
+    mean = math.fsum(known) / len(known)
+    return Score(mean=mean, se=se, n=len(known), per_prompt=tuple(per_prompt))

@@ -182,8 +182,8 @@ def evaluate_more(
                 this.cohort, this.env, look.slots, prompts, fitness, stream=stream
             )
         found = {
-            slot: merged(results[slot], one, len(prompts))
-            if slot in results and len(results[slot].score.per_prompt) == len(prompts)
+            slot: merged(results[slot], one)
+            if slot in results and results[slot].units == one.units
             else replace(one, tokens=one.tokens + (results[slot].tokens if slot in results else 0))
             for slot, one in found.items()
         }

@@ -73,7 +73,7 @@ def measured_in_training(tally: Tally) -> Evaluation:
     rewards = np.array([one for one in tally.step_rewards if one is not None], dtype=np.float64)
     count = len(rewards)
     error = float(rewards.std(ddof=1) / math.sqrt(count)) if count > 1 else math.nan
-    mean = float(rewards.mean()) if count else math.nan
+    mean = math.fsum(rewards) / count if count else math.nan
     return Evaluation(
         Score(mean, error, count, steps=count),
         Experience((), np.zeros((0, 1))),

@@ -185,7 +185,7 @@ def pooled(scores: Sequence[Score]) -> Score:
     known = per_prompt[np.isfinite(per_prompt)]
     count = len(known)
     error = float(known.std(ddof=1) / math.sqrt(count)) if count > 1 else math.nan
-    mean = float(known.mean()) if count else math.nan
+    mean = math.fsum(known) / count if count else math.nan
     return Score(mean, error, count, tuple(per_prompt.tolist()))
 
 

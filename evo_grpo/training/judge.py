@@ -218,15 +218,15 @@ def judge(
         },
         "gain": tested.mean - base.mean,
         "gain_se": compare(tested, base).error,
-        "passes": [_passes(k, correct, results, len(prompts)) for k in of],
+        "passes": [_passes(k, correct, results) for k in of],
         "rounds": len(rounds),
         "wall_seconds": seconds,
     }
 
 
-def _passes(k: int, correct: float, results: Sequence[Evaluation], prompts: int) -> dict[str, Any]:
+def _passes(k: int, correct: float, results: Sequence[Evaluation]) -> dict[str, Any]:
     """Return pass@k of base and best agent, whose evaluations are `results`."""
-    base, best = (pass_at(result.rewards, prompts, k, correct) for result in results)
+    base, best = (pass_at(result.rewards, result.units, k, correct) for result in results)
     return {
         "k": k,
         "correct": correct,

@@ -12,7 +12,7 @@ from evo_grpo.types import Score
 
 
 def score(rewards):
-    return summarise(np.asarray(rewards, dtype=np.float64), len(rewards))
+    return summarise(np.asarray(rewards, dtype=np.float64), range(len(rewards)))
 
 
 def claimed(table, equal=None):

@@ -38,7 +38,7 @@ def settings(racing=0.0, rounds=3, **population):
 def report(right, tokens=10, kl=0.0, saved=None, equal=0.0):
     """An agent that answered so many prompts of the evaluation; None failed."""
     rewards = np.array([1.0] * (right or 0) + [0.0] * (PROMPTS - (right or 0)))
-    score = summarise(rewards, PROMPTS)
+    score = summarise(rewards, range(PROMPTS))
     steps = [{"failed": float(right is None), "kl": kl, "reward": 0.5, "zero_variance": equal}]
     return AgentReport(
         score=None if right is None else score,

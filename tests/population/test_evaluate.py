@@ -9,8 +9,11 @@ import pytest
 from small_run import small
 
 from evo_grpo.envs.protocol import Experience
+from evo_grpo.evolve.compare import compare
+from evo_grpo.evolve.intervals import interval
 from evo_grpo.population.evaluate import (
     Evaluation,
+    equal_starts,
     evaluate,
     evaluate_here,
     merged,
@@ -20,6 +23,7 @@ from evo_grpo.population.evaluate import (
     weighted,
 )
 from evo_grpo.training.assemble import prepare
+from evo_grpo.types import Prompt
 
 NAN = float("nan")
 
@@ -32,7 +36,7 @@ def test_weights_add_up_over_what_did_not_abstain():
 
 def test_the_error_is_taken_over_prompts():
     # Two prompts that always agree with themselves: four samples are no more than two.
-    score = summarise(np.array([1.0, 1.0, 0.0, 0.0]), 2)
+    score = summarise(np.array([1.0, 1.0, 0.0, 0.0]), range(2))
     assert score.mean == 0.5
     assert score.se == pytest.approx(np.std([1, 0], ddof=1) / math.sqrt(2))
     assert score.n == 2
@@ -40,24 +44,24 @@ def test_the_error_is_taken_over_prompts():
 
 
 def test_abstentions_leave_mean_and_error():
-    score = summarise(np.array([1.0, NAN, NAN, NAN, 0.0, 1.0]), 3)
+    score = summarise(np.array([1.0, NAN, NAN, NAN, 0.0, 1.0]), range(3))
     assert score.mean == pytest.approx(0.75)
     assert score.n == 2
     assert score.se == pytest.approx(np.std([1, 0.5], ddof=1) / math.sqrt(2))
-    nothing = summarise(np.full(4, NAN), 2)
+    nothing = summarise(np.full(4, NAN), range(2))
     assert math.isnan(nothing.mean)
     assert nothing.n == 0
 
 
 def test_one_prompt_is_judged_by_its_samples():
-    score = summarise(np.array([1.0, 0.0, 0.0, 1.0]), 1)
+    score = summarise(np.array([1.0, 0.0, 0.0, 1.0]), range(1))
     assert score.mean == 0.5
     assert score.se == pytest.approx(np.std([1, 0, 0, 1], ddof=1) / 2)
-    assert math.isnan(summarise(np.array([1.0]), 1).se)  # one sample has no spread
+    assert math.isnan(summarise(np.array([1.0]), range(1)).se)  # one sample has no spread
 
 
 def score_of(*rewards):
-    return summarise(np.array(rewards), len(rewards))
+    return summarise(np.array(rewards), range(len(rewards)))
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +114,7 @@ def test_pass_at_k_counts_the_sets_with_a_correct_completion(k):
     rng = np.random.default_rng(k)
     table = rng.choice([0.0, 0.5, 1.0, 1.2, NAN], (40, 5), p=[0.5, 0.2, 0.1, 0.1, 0.1])
     expected = [value for row in table.tolist() if (value := passes(row, k)) is not None]
-    found = pass_at(table.reshape(-1), 40, k, 1.0)
+    found = pass_at(table.reshape(-1), range(40), k, 1.0)
     assert found.mean == pytest.approx(np.mean(expected))
     assert found.se == pytest.approx(np.std(expected, ddof=1) / math.sqrt(len(expected)))
     assert found.n == len(expected)
@@ -119,7 +123,7 @@ def test_pass_at_k_counts_the_sets_with_a_correct_completion(k):
 def test_pass_at_k_is_not_biased():
     """On average over samples of 6 it is the chance that one of 3 is correct, 1 - 0.7 ** 3."""
     rewards = (np.random.default_rng(0).random((40_000, 6)) < 0.3).astype(float)
-    found = pass_at(rewards.reshape(-1), len(rewards), 3, 1.0)
+    found = pass_at(rewards.reshape(-1), range(len(rewards)), 3, 1.0)
     assert abs(found.mean - (1 - 0.7**3)) < 4 * found.se
 
 
@@ -157,7 +161,46 @@ PROMPTS = 40
 
 def evaluation(right):
     rewards = np.array([1.0] * right + [0.0] * (PROMPTS - right))
-    return Evaluation(summarise(rewards, PROMPTS), Experience((), rewards[:, None]), rewards)
+    units = tuple(range(PROMPTS))
+    return Evaluation(summarise(rewards, units), Experience((), rewards[:, None]), rewards, units)
+
+
+def test_rows_with_equal_prompts_are_one_prompt():
+    prompts = [Prompt(n, text, (1,)) for n, text in enumerate(["b", "a", "b", "b", "c"])]
+    assert equal_starts(prompts) == (0, 1, 0, 0, 2)
+    assert equal_starts([7, 7, 5]) == (0, 0, 1), "seeds of episodes"
+    score = summarise(np.array([1.0, 0.2, 0.0, NAN, NAN]), equal_starts(prompts))
+    assert score.per_prompt[:2] == (0.5, 0.2)
+    assert math.isnan(score.per_prompt[2])
+    assert score.n == 2, "the third has no reward"
+    assert score.mean == 0.35
+    assert score.se == pytest.approx(0.15)
+
+
+def test_equal_rewards_in_another_order_are_equal_to_the_last_bit():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        values = rng.choice([0.1, 0.2, 0.3, 0.7, 0.9], 32)
+        one, other = (summarise(v, range(32)) for v in (values, rng.permutation(values)))
+        assert one.mean == other.mean
+        assert compare(one, other).difference == 0
+        assert compare(one, other).p == 1
+
+
+@pytest.mark.parametrize("rows", [1, 5, 20])
+@pytest.mark.parametrize("prompts", [8, 20, 64])
+def test_the_interval_of_a_score_covers_the_truth_however_often_prompts_repeat(prompts, rows):
+    """Normal rewards with a part that all answers to a prompt share; 95% within 1.5 points."""
+    rng = np.random.default_rng(prompts + rows)
+    units = tuple(np.tile(np.arange(prompts), rows).tolist())
+    inside = 0
+    for _ in range(2000):
+        shared = rng.normal(size=prompts)
+        rewards = np.tile(shared, rows) + rng.normal(size=prompts * rows)
+        score = summarise(rewards, units)
+        low, high = interval(score.mean, score.se, score.n)
+        inside += low <= 0 <= high
+    assert 0.935 <= inside / 2000 <= 0.965
 
 
 def test_who_is_near_the_border_is_undecided():
@@ -168,12 +211,12 @@ def test_who_is_near_the_border_is_undecided():
     results[1] = evaluation(38)
     assert undecided(results, keep=4) == [0, 1]
     broken = evaluation(0)
-    results[0] = Evaluation(summarise(broken.rewards * np.nan, PROMPTS), broken.experience, broken)
+    results[0] = replace(broken, score=summarise(broken.rewards * np.nan, broken.units))
     assert undecided(results, keep=4) == [1]
 
 
 def test_a_second_look_is_averaged_with_the_first_by_prompt():
-    both = merged(evaluation(20), evaluation(10), PROMPTS)
+    both = merged(evaluation(20), evaluation(10))
     expected = np.array([1.0] * 10 + [0.5] * 10 + [0.0] * 20)
     assert both.score.per_prompt == tuple(expected)
     assert both.score.mean == pytest.approx(expected.mean())
@@ -183,7 +226,7 @@ def test_a_second_look_is_averaged_with_the_first_by_prompt():
 def test_looks_and_their_tokens_add_up():
     one = replace(evaluation(20), tokens=7)
     more = replace(evaluation(10), tokens=5)
-    both = merged(merged(one, more, PROMPTS), more, PROMPTS)
+    both = merged(merged(one, more), more)
     assert (both.tokens, both.looks) == (17, 3)
     # No agent was chosen for the first look alone.
     assert both.score.first_look == one.score.per_prompt != both.score.per_prompt

@@ -376,7 +376,7 @@ def _judged(
         file=file,
         correct=correct,
         passes=tuple(
-            PassAt(k, **compared([pass_at(r.rewards, len(prompts), k, correct) for r in found]))
+            PassAt(k, **compared([pass_at(r.rewards, r.units, k, correct) for r in found]))
             for k in asked.passes
         ),
     )

@@ -36,6 +36,7 @@ from evo_grpo.record.replay import read_replay
 from evo_grpo.record.view import RunView, view_of
 from evo_grpo.record.wording import claim_text, number, with_error
 from evo_grpo.schema.shown import shown_value
+from evo_grpo.settings.evolve import FITNESS
 from evo_grpo.training.inputs.recorded_inputs import DATA, flat, read_inputs_of
 from evo_grpo.types import Score
 
@@ -207,6 +208,9 @@ def _changed(run: RunView, first: RunView) -> tuple[str, bool]:
     configs = run.config, first.config
     reasons = [f"{name} differs" for name in _SAME_PROMPTS if _differs(name, *configs)]
     same_reward = not any(_differs(name, *configs) for name in _SAME_REWARD)
+    if _measured(configs[0]) != _measured(configs[1]):
+        reasons.append("what fitness measures differs (evolve.fitness)")
+        same_reward = False
     if str(_setting(run.config, "env.kind")).startswith("object:"):
         reasons.append("env is an object of Python, whose rows and reward are not recorded")
     files = _files(run), _files(first)
@@ -222,6 +226,14 @@ def _changed(run: RunView, first: RunView) -> tuple[str, bool]:
             )
             same_reward &= not is_reward
     return "; ".join(reasons[:1]), same_reward
+
+
+def _measured(config: Mapping[str, Any]) -> object:
+    """Return what the test of a run measures: the first objective, else `evolve.fitness.reward`."""
+    objectives: Any = _setting(config, "evolve.fitness.objectives") or [FITNESS]
+    first = objectives[0]
+    name = first["name"] if isinstance(first, dict) else first
+    return _setting(config, "evolve.fitness.reward") if name == FITNESS else name
 
 
 def _files(run: RunView) -> Mapping[str, str | None]:

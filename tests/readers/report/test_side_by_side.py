@@ -83,8 +83,12 @@ def test_runs_on_the_same_prompts_are_compared_prompt_by_prompt(tmp_path):
             "test_prompts differs",
             "not tested",
         ),
+        ({"reward": ("reward: null\n    objectives", "reward: exact\n    objectives")},
+         "what fitness measures differs", "different rewards"),
+        ({"goal": ("objectives: []", "objectives: [tokens, fitness]")},
+         "what fitness measures differs", "different rewards"),
     ],
-)
+)  # fmt: skip
 def test_of_runs_on_other_prompts_nothing_is_claimed(tmp_path, edits, why, verdict):
     rewards = np.linspace(0, 1, 16)
     found = side_by_side(
