@@ -173,10 +173,9 @@ class Agent(AgentSignature, ABC):
             `clone`.
         """
         clone.cohort.set_hparams(clone.slot, agent.hparams)
-        clone.state.steps = agent.state.steps
+        clone.state.counters = agent.state.counters
         clone.state.history = list(agent.state.history)
         clone.state.last = dict(agent.state.last)
-        clone.state.reference_updates = agent.state.reference_updates
         clone.training = agent.training
         return clone
 

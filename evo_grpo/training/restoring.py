@@ -145,7 +145,7 @@ def _fit(cohort: Cohort, slot: Slot, place: Path) -> None:
 
 def _load(cohort: Cohort, checkpoints: Mapping[Slot, _Checkpoint]) -> None:
     """Load the agents of this rank; send their counters, which records lack, to all ranks."""
-    found: dict[Slot, tuple[int, int]] = {}
+    found: dict[Slot, dict[str, int]] = {}
     for slot, checkpoint in checkpoints.items():
         if not cohort.is_local(slot):
             continue
@@ -160,9 +160,7 @@ def _load(cohort: Cohort, checkpoints: Mapping[Slot, _Checkpoint]) -> None:
             )
         _fit(cohort, slot, place)
         load_agent(cohort, slot, place, load_optimizer=True)
-        state = cohort.agents[slot]
-        found[slot] = state.steps, state.reference_updates
+        found[slot] = cohort.agents[slot].counters
     for part in cohort.team.gather(found):
-        for slot, (steps, reference_updates) in part.items():
-            state = cohort.agents[slot]
-            state.steps, state.reference_updates = steps, reference_updates
+        for slot, counters in part.items():
+            cohort.agents[slot].counters = counters

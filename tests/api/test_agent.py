@@ -164,11 +164,23 @@ def test_checkpoints_through_the_agent(tmp_path):
     other = make()
     other.load_checkpoint(tmp_path / "a", load_optimizer=True)
     for mine in (agent, other):
-        mine.cohort._calls = 50  # the same draws for both
+        mine.cohort.calls = 50  # the same draws for both
         train(mine, 1)
     assert same(weights(agent.cohort, 0), weights(other.cohort, 0))
     with pytest.raises(CheckpointError, match=r"attributes.json is missing"):
         other.load_checkpoint(tmp_path / "b")
+
+
+def test_a_loaded_agent_goes_on_with_its_draws(tmp_path):
+    def ids(agent):
+        return [row.tolist() for row in agent.get_action(OBS)[0]]
+
+    agent = make()
+    first = ids(agent)
+    agent.save_checkpoint(tmp_path)
+    other = make()
+    other.load_checkpoint(tmp_path, load_optimizer=True)
+    assert ids(other) == ids(agent) != first
 
 
 @pytest.mark.parametrize("merge", [False, True])

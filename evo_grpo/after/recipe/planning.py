@@ -16,7 +16,7 @@ from evo_grpo.evolve.select.pareto import ParetoSelection
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.sizes import Sizes
 from evo_grpo.record.schedule import Schedule
-from evo_grpo.schema.hparams import BETAS, CLIP_ENDS, AgentFields, Hparams, Value
+from evo_grpo.schema.hparams import BETAS, CLIP_ENDS, LORA, AgentFields, Hparams, Value
 from evo_grpo.schema.outside import values_of
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.settings import (
@@ -128,11 +128,14 @@ def _ranges(line: Sequence[Hparams], space: HyperparameterConfig) -> dict[str, R
     found: dict[str, RLParameter] = {}
     for name in names:
         values = [_values(one, name, space) for one in line]
-        if all(one == values[0] for one in values):
+        # A changed rank takes alpha with it, unless alpha is searched.
+        follows = name == f"{LORA}alpha" and _differs(line, f"{LORA}r")
+        if all(one == values[0] for one in values) and not follows:
             continue
         each = list(dict.fromkeys(value for of_round in values for value in of_round))
         numbers = [one for one in each if not isinstance(one, str | bool)]
-        if not numbers or (name in space.names() and space[name].choices is not None):
+        named = name in space.names() and space[name].choices is not None
+        if not numbers or named or len(each) == 1:
             found[name] = RLParameter(choices=each)
         else:
             found[name] = RLParameter(min=min(numbers), max=max(numbers))

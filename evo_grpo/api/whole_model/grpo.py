@@ -210,9 +210,9 @@ class GRPO:
             advantages = advantages.clip(-self.advantage_clip, self.advantage_clip)
         weights = torch.as_tensor(advantages, dtype=torch.float32, device=device)
         ids = torch.cat([rows, completions], dim=1)
-        logprobs = self._logprobs(self.model, ids, rows.shape[1])
+        logprobs = self._logprobs(self.model, ids, mask)
         with torch.no_grad():
-            reference = self._logprobs(self.ref_model, ids, rows.shape[1])
+            reference = self._logprobs(self.ref_model, ids, mask)
         valid = mask.float()
         scored = logprobs * valid * weights[:, None]
         per_row = scored.sum(-1) if self.level == "sequence" else scored.sum() / valid.sum()
@@ -332,10 +332,15 @@ class GRPO:
                 alive = alive & (tokens != self.eos_id)
         return ids[:, prompts.shape[1] :], torch.stack(masks, dim=1)
 
-    def _logprobs(self, model: nn.Module, ids: Tensor, start: int) -> Tensor:
-        """Return the float32 log-probs (B, T - start) of ids (B, T) from position start on."""
+    def _logprobs(self, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return the float32 log-probs (B, C) of the last C of ids (B, T), 0 outside `mask`.
+
+        After the end token, a model may forbid the padding with a logit of -inf.
+        """
+        start = ids.shape[1] - mask.shape[1]
         logits = call_model(model, ids)[:, start - 1 : -1].float() / self.sampling.temperature
-        return torch.log_softmax(logits, -1).gather(-1, ids[:, start:, None])[..., 0]
+        found = torch.log_softmax(logits, -1).gather(-1, ids[:, start:, None])[..., 0]
+        return torch.where(mask, found, 0.0)
 
 
 def metrics_figure(history: Sequence[StepMetrics]) -> Any:  # noqa: ANN401 -- a plotly Figure, an extra

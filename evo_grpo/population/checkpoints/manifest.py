@@ -53,6 +53,8 @@ class _Attributes:
     padding: tuple[int, str | None] | None
     files: dict[Annotated[str, AfterValidator(check_relative)], str]
     reference: str = "base"
+    dead_steps: int = 0
+    calls: int = 0
 
 
 _SCHEMA = TypeAdapter(_Attributes)
@@ -125,18 +127,18 @@ def read_attributes(folder: Path) -> dict[str, Any]:
     return read
 
 
-def read_state(attributes: Mapping[str, Any], folder: Path) -> tuple[Hparams, list[Score], int]:
-    """Return hyperparameters, history and steps of attributes.json.
+def read_state(attributes: Mapping[str, Any], folder: Path) -> tuple[Hparams, list[Score]]:
+    """Return hyperparameters and history of attributes.json.
 
     Raises:
         CheckpointError: The values differ from those that `save_checkpoint` writes.
     """
     try:
         history = [score_from_json(score) for score in attributes["history"]]
-        return Hparams(**attributes["hparams"]), history, int(attributes["steps"])
+        return Hparams(**attributes["hparams"]), history
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(
-            f"checkpoint {folder / ATTRIBUTES}: hparams, history or steps are not what "
+            f"checkpoint {folder / ATTRIBUTES}: hparams or history are not what "
             f"save_checkpoint writes: {error}"
         ) from error
 

@@ -99,8 +99,10 @@ def load_agent(
         )
     cohort.set_hparams(slot, hparams)
     if read is not None:
-        _, state.history, state.steps = read
-        state.reference_updates = int(attributes["reference_updates"])
+        _, state.history = read
+        state.counters = attributes
+        # Its draws go on from where they were, in place of being repeated.
+        cohort.calls = max(cohort.calls, attributes.get("calls", 0))
     return attributes
 
 

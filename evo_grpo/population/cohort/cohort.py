@@ -90,7 +90,8 @@ class Cohort:
         self.next_slot = 0
         #: Id of the next new member.
         self.next_member = 0
-        self._calls = 0
+        #: Calls so far that are not part of a round, each with a random stream of its own.
+        self.calls = 0
         self._hint: int | None = None
         #: The environment's weights of the reward functions whose weights are searched, by name.
         self._reward_weights: dict[str, float] = {}
@@ -216,8 +217,8 @@ class Cohort:
 
     def next_call(self) -> int:
         """Count calls that are not part of a round, so that each has a separate random stream."""
-        self._calls += 1
-        return self._calls
+        self.calls += 1
+        return self.calls
 
     def add(self, hparams: Hparams, shard: int = 0) -> AgentState:
         """Add an agent with the policy of the base, on the rank that computes a shard."""
@@ -323,10 +324,8 @@ class Cohort:
         else:
             self._send(parent, child, moments=inherit_optimizer)
         child.hparams = hparams
-        child.reference_updates = parent.reference_updates
-        child.history = []
-        child.steps = parent.steps
-        child.dead_steps, child.rank_error = parent.dead_steps, None
+        child.history, child.rank_error = [], None
+        child.counters = parent.counters
 
     def _copy_here(self, parent: AgentState, child: AgentState, *, inherit_optimizer: bool) -> None:
         if not self.is_local(child.slot):

@@ -22,6 +22,8 @@ from evo_grpo.types import Member, Score, Slot
 
 START = "start"
 """Name of the slot of the adapter that all agents started from, if there is one."""
+COUNTERS = ("steps", "dead_steps", "reference_updates")
+"""Fields of `AgentState` that a copy takes over, a checkpoint keeps and all ranks know."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,16 @@ class AgentState:
         self._hparams = value
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] = value.lr
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """The values of `COUNTERS` by name; those that are set may lack some, which become 0."""
+        return {name: getattr(self, name) for name in COUNTERS}
+
+    @counters.setter
+    def counters(self, values: Mapping[str, int]) -> None:
+        for name in COUNTERS:
+            setattr(self, name, int(values.get(name, 0)))
 
     def lr_factor(self, schedule: LRSchedule | None) -> float:
         """Return the factor by which a schedule multiplies its lr in its next step."""

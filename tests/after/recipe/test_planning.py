@@ -139,6 +139,15 @@ def test_a_rank_and_a_prompt_that_were_found_are_settings_of_the_recipe():
     assert found.evolve.exploration == ScheduleExploration(rounds=[{"round": 2, "lora.r": 6}])
 
 
+def test_a_rank_that_changes_leaves_an_alpha_that_was_searched():
+    ranges = {"lora.r": {"choices": [4, 8, 16]}, "lora.alpha": {"min": 4, "max": 64}}
+    own = config(hyperparameters=ranges)
+    steps = [Hparams(lr=1e-3, lora_r=r, lora_alpha=16.0) for r in (4, 8, 16)]
+    found = recipe_settings(own, line(*steps), Size(1, 3, STEPS), model=None, factor=1.0)
+    adapters = [(one.lora_r, one.lora_alpha) for one in trained_with(found)]
+    assert adapters == [(4, 16), (8, 16), (16, 16)]
+
+
 def test_weights_of_rewards_that_were_found_replace_those_of_the_run():
     searched = from_dict(
         {

@@ -371,3 +371,19 @@ def test_the_figure_has_a_panel_per_metric_or_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     with pytest.raises(EngineUnavailable, match=r"pip install \"evo-grpo\[report\]\""):
         metrics_figure(history)
+
+
+def test_a_model_may_forbid_the_padding():
+    class WithoutPadding(Tiny):
+        def forward(self, ids):
+            logits = super().forward(ids).clone()
+            logits[..., 0] = -torch.inf
+            return logits
+
+    model = WithoutPadding()
+    made = GRPO(
+        model, copy.deepcopy(model), threes, eos_id=1, pad_id=0, max_new_tokens=6, group_size=8
+    )
+    made.train(PROMPTS, n_epochs=3)
+    assert all(np.isfinite([m.total_loss, m.kl]).all() for m in made.history)
+    assert all(p.isfinite().all() for p in made.model.parameters())
