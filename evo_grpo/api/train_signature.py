@@ -43,7 +43,7 @@ class PopulationSignature(ABC):
         selection: Selection | Selector | Mapping[str, Any] | str = TournamentSelection(),
         exploration: Exploration | Explorer | Mapping[str, Any] | str = Mutations(),
         significance: float | None = 0.1,
-        archive: bool = True,
+        archive: bool = False,
         dead_steps: int | None = 8,
         fitness: FitnessConfig | Mapping[str, Any] = FitnessConfig(),
         inherit_optimizer: bool = True,
@@ -93,7 +93,8 @@ class PopulationSignature(ABC):
                 significantly ahead is not removed. null counts every difference.
             archive: Keep the best agent of all rounds in checkpoints/best. If the population falls
                 significantly behind it, two copies of it, with a half and a quarter of its lr,
-                replace the two worst agents.
+                replace the two worst agents. For rewards under which agents may collapse together;
+                each decision measures it and the best agent afresh.
             dead_steps: Consecutive steps without a learning signal, in which the rewards of every
                 group are equal, after which an agent that is behind the best is removed. An agent
                 whose KL divergence explodes is removed too. null disables both.

@@ -114,7 +114,11 @@ def look_at_archive(
     other prompts where the validation split has them.
     """
     ends = round + 1 >= settings.population.rounds
-    if archive is None or not settings.evolve.archive or not (ends or settings.decides(round)):
+    if (
+        archive is None
+        or not settings.evolve.keeps_archive
+        or not (ends or settings.decides(round))
+    ):
         return None
     scores = {slot: agent.score for slot, agent in agents.items() if agent.score is not None}
     if not scores:

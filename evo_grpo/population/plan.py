@@ -186,7 +186,7 @@ def _next_generation(
         settings,
         standings,
         [report.tally.step_rewards for report in reports],
-        inputs.archive if settings.evolve.archive else None,
+        inputs.archive if settings.evolve.keeps_archive else None,
         inputs.past,
         fresh=inputs.fresh,
         round=round,
@@ -249,7 +249,7 @@ def _archived(
     these weights.
     """
     settings = inputs.settings
-    if not settings.evolve.archive:
+    if not settings.evolve.keeps_archive:
         return None, None
     ranked = [(score, s) for score, s in zip(scores, standings, strict=True) if score is not None]
     best = min(ranked, key=lambda pair: best_first(pair[0]), default=None)

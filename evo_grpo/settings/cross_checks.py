@@ -60,7 +60,7 @@ def run_problems(
     yield from _env(env)
     yield from _counts(population)
     yield from _selection(population, evolve)
-    for text in wrong_sizes(population.size, population.sizes, archive=evolve.archive):
+    for text in wrong_sizes(population.size, population.sizes, archive=evolve.keeps_archive):
         yield Problem(("population", "sizes"), text)
     space = search_space(evolve.hyperparameters, algorithm.hparams())
     first = algorithm.first_hparams(space, model.lora.rank_alpha)
@@ -133,9 +133,6 @@ def objective_problems(evolve: EvolveConfig, *, own: bool = False) -> Iterator[P
             f"{fitness.window}; remove it"
         )
         yield Problem(("fitness", "window"), text)
-    if not evolve.archive:
-        text = "expected true with objectives, since the archive keeps the front; remove it"
-        yield Problem(("archive",), text)
     if evolve.exploration.kind == "optuna":
         text = "expected an exploration for several goals, got optuna; use mutate or resample"
         yield Problem(("exploration",), text)

@@ -48,7 +48,7 @@ def count_evaluations(population: PopulationConfig, evolve: EvolveConfig) -> Eva
         agents = places[finished - 1]
         looks = int(evolve.fitness.second_looks * agents)
         # The archive is filled at the first decision, and compared with the best agent afterwards.
-        archive = 2 * int(evolve.archive and finished != decisions[0])
+        archive = 2 * int(evolve.keeps_archive and finished != decisions[0])
         # Racing compares at least two agents.
         whole[finished - 1] = agents + (looks if looks > 1 else 0) + archive
     return Evaluations(
@@ -75,5 +75,5 @@ def _finalists(population: PopulationConfig, evolve: EvolveConfig, places: tuple
     fitness = evolve.fitness
     if population.rounds == 1 or fitness.final_samples == 0 or fitness.objectives:
         return 0
-    found = 1 + int(evolve.archive) + int(places[-1] > 1)
+    found = 1 + int(evolve.keeps_archive) + int(places[-1] > 1)
     return found if found > 1 else 0

@@ -209,10 +209,11 @@ class EvolveConfig(Group):
         le=0.5,
     )
     archive: bool = setting(
-        True,
+        False,
         "Keep the best agent of all rounds in checkpoints/best. If the population falls "
         "significantly behind it, two copies of it, with a half and a quarter of its lr, replace "
-        "the two worst agents.",
+        "the two worst agents. For rewards under which agents may collapse together; each "
+        "decision measures it and the best agent afresh.",
     )
     dead_steps: int | None = setting(
         8,
@@ -225,6 +226,11 @@ class EvolveConfig(Group):
     inherit_optimizer: bool = setting(
         True, "Copy the optimizer state with an agent; false resets it in the copy."
     )
+
+    @property
+    def keeps_archive(self) -> bool:
+        """Whether the best agent so far, or the front of several objectives, is kept."""
+        return self.archive or bool(self.fitness.objectives)
 
 
 def search_space(ranges: Mapping[str, RLParameter] | None, first: Hparams) -> HyperparameterConfig:

@@ -379,7 +379,7 @@ def _inherit_optimizer(seen: Seen) -> Iterator[Finding]:
     if population is None or evolve is None or evolve.inherit_optimizer:
         return
     # The archive may restore the best agent, which is a copy too, with any selection.
-    if isinstance(evolve.selection, NoSelection | HalvingSelection) and not evolve.archive:
+    if isinstance(evolve.selection, NoSelection | HalvingSelection) and not evolve.keeps_archive:
         yield Finding(
             "evolve.inherit_optimizer",
             f"has no effect: selection {evolve.selection.kind} copies no agent, and without "

@@ -72,7 +72,7 @@ def planned(
     ]
     scores = [a.score for a in last.agents]
     # A round selects before its best agent replaces the archive.
-    best = archived_agent(earlier) if settings.evolve.archive and archive else None
+    best = archived_agent(earlier) if settings.evolve.keeps_archive and archive else None
     kept, fresh = None, dict[Slot, Score]()
     if best is not None and best.score is not None:
         kept = Standing(_ARCHIVE, members[best.member], best.hparams, [best.score])

@@ -66,7 +66,7 @@ def restore(
         _warn_of_reference(prepared, last, folder)
     members, histories = members_of(rounds), histories_of(rounds)
     checkpoints = {record.agent: _checkpoint(folder, record, last) for record in last.agents}
-    best = archived_agent(rounds) if prepared.round_settings.evolve.archive else None
+    best = archived_agent(rounds) if prepared.round_settings.evolve.keeps_archive else None
     if best is not None and best.score is not None:
         cohort.archive = cohort.add_spare(members[best.member], best.hparams)
         place = _checkpoint(folder, best, rounds[best.round], BEST)

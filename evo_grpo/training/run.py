@@ -416,7 +416,7 @@ def _past(config: RunConfig, folder: RunDir, prepared: Prepared, *, steers: bool
 
 
 def _keeps_best(config: RunConfig) -> bool:
-    return config.record.keeps_best_apart(archive=config.evolve.archive)
+    return config.record.keeps_best_apart(archive=config.evolve.keeps_archive)
 
 
 def _judged(

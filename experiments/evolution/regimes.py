@@ -75,7 +75,7 @@ class Regime:
 
     @property
     def rows(self) -> int:
-        """Rows that each arm samples, in training and in evaluations: those of the evolved run.
+        """Rows that each arm samples, in training and in evaluations: those with an archive.
 
         It evaluates all agents at four decisions, the archive and the best agent at three of them,
         and three finalists twice; all agents once more where they begin alike.
@@ -182,19 +182,19 @@ ARMS: dict[str, Arm] = {
     "known": Arm("one agent at the best lr", _STILL, once=True, alone=True),
     "halving": Arm(
         "halving alone",
-        {"evolve.selection": "halving", "evolve.exploration": "none", "evolve.archive": False},
+        {"evolve.selection": "halving", "evolve.exploration": "none"},
     ),
     "evolved": Arm("the defaults"),
     "no-copies": Arm("the defaults without copies", {"evolve.selection": "halving"}),
     "no-mutation": Arm("the defaults without mutation", {"evolve.exploration": "none"}),
-    "no-archive": Arm("the defaults without the archive", {"evolve.archive": False}),
+    "archive": Arm("the defaults with an archive", {"evolve.archive": True}),
     # Not a way to spend rows: all agents to the end, and what each round says of them.
     "watch": Arm(
         "no selection, evaluated after each share of the run",
         {**_STILL, "evolve.fitness.samples": 4, "record.checkpoints": "last"},
     ),
 }
-MAIN = ("evolved", "random", "known", "halving", "guess", "no-copies", "no-mutation", "no-archive")
+MAIN = ("evolved", "random", "known", "halving", "guess", "no-copies", "no-mutation", "archive")
 
 
 def overrides(regime: Regime, name: str, seed: int) -> dict[str, Any]:

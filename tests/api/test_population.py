@@ -308,7 +308,7 @@ class TheBest:
 
 def test_agents_that_leave_are_no_longer_in_the_population():
     population = make(3)
-    records = population.train("sums", rounds=2, selection=TheBest(), **ROUND)
+    records = population.train("sums", rounds=2, archive=True, selection=TheBest(), **ROUND)
     (agent,) = population
     assert [a.agent for a in records[1].agents] == population.slots == [agent.slot]
     spare = population.cohort.archive.slot

@@ -106,12 +106,15 @@ def test_a_number_of_ones_own_stays():
 
 @pytest.mark.parametrize(
     ("share", "prompts"),
-    # 24,576 completions in training. A prompt costs those of 8, 4, 2 and 2 agents, three times two
-    # of the best agent and the archive, and two of each of three finalists: 28.
-    [("null", 64), (0.5, 64), (0.05, 43), (0.02, 17), (1e-9, 8)],
+    # 24,576 completions in training. A prompt costs those of 8, 4, 2 and 2 agents, and two of each
+    # of two finalists: 20. An archive adds three times two, and two as a finalist.
+    [("null", 64), (0.5, 64), (0.05, 61), (0.02, 24), (1e-9, 8)],
 )
 def test_evaluations_take_no_more_than_their_share(share, prompts):
-    assert settled(f"evolve.fitness.share={share}").evolve.fitness.prompts == prompts
+    given = f"evolve.fitness.share={share}"
+    assert settled(given).evolve.fitness.prompts == prompts
+    fewer = settled(given, "evolve.archive=true").evolve.fitness.prompts
+    assert fewer == (prompts if prompts in (8, 64) else prompts * 20 // 28)
 
 
 def test_a_share_never_adds_prompts_and_counts_those_of_rounds_in_between():
@@ -120,7 +123,7 @@ def test_a_share_never_adds_prompts_and_counts_those_of_rounds_in_between():
     )
     # Of 1,228 completions, 20 rounds in between take 8 prompts of 8, 4 and 2 agents: 640.
     given = ["evolve.fitness.share=0.05", "evolve.fitness.between=8"]
-    assert settled(*given).evolve.fitness.prompts == 21
+    assert settled(*given).evolve.fitness.prompts == 29
 
 
 def test_shares_are_those_of_the_rounds_that_a_limit_of_tokens_leaves():

@@ -230,10 +230,10 @@ def test_a_beta_that_any_agent_may_come_to_counts(overrides, dead):
 @pytest.mark.parametrize(
     ("overrides", "dead"),
     [
-        (["evolve.selection=none", "evolve.archive=false"], True),
-        (["evolve.selection=halving", "evolve.archive=false"], True),
-        (["evolve.selection=none"], False),  # the archive may come back
-        (["evolve.archive=false"], False),
+        (["evolve.selection=none"], True),
+        (["evolve.selection=halving"], True),
+        (["evolve.selection=none", "evolve.archive=true"], False),  # the archive may come back
+        ([], False),
         (["evolve.selection=truncation"], False),
     ],
 )

@@ -217,7 +217,6 @@ def test_a_selection_of_ones_own_sees_the_objectives(tmp_path):
             "evolve.selection",
             "expected pareto, or your own class as module:Class",
         ),
-        ({"archive": False}, "evolve.archive", "keeps the front"),
         ({"exploration": "optuna"}, "evolve.exploration", "several goals, got optuna"),
     ],
 )

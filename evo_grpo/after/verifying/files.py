@@ -51,7 +51,7 @@ def _checkpoint_of(name: str, kept: set[str]) -> str | None:
 
 def _check_best(records: Records, digests: Digests, found: Findings) -> None:
     folder, rounds = records.folder, records.rounds
-    apart = records.config.record.keeps_best_apart(archive=records.config.evolve.archive)
+    apart = records.config.record.keeps_best_apart(archive=records.config.evolve.keeps_archive)
     best = best_ever(rounds)
     if not apart or best is None or best.checkpoint is None:
         return

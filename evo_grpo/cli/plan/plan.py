@@ -133,7 +133,7 @@ class Plan(NamedTuple):
         if policy == "best":
             earlier = range(len(self.places))
             kept = max(number + self.places[number] for number in earlier)
-        best = int(self.config.record.keeps_best_apart(archive=self.config.evolve.archive))
+        best = int(self.config.record.keeps_best_apart(archive=self.config.evolve.keeps_archive))
         mean = int(self.finalists > 1 and self.places[-1] > 1)
         if policy != "all" and kept > sum(self.places[-count:]):
             mean = 0  # written after the number of agents has decreased

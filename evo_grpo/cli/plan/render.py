@@ -168,7 +168,7 @@ def _evaluation(plan: Plan) -> str:
         text += ", decoded greedily"
     if fitness.second_looks:
         text += f", and by racing up to {fitness.second_looks:.0%} more"
-    if config.evolve.archive and len(plan.decisions) > 1:
+    if config.evolve.keeps_archive and len(plan.decisions) > 1:
         text += ", and for the archive and the best agent, to compare them"
     if not every:
         text += (
@@ -338,7 +338,7 @@ def _files(plan: Plan) -> Iterator[tuple[str, str]]:
         "last": "the last round only",
         "best": "the last round, of each earlier round's best agent",
     }.get(str(policy), f"the last {policy} rounds")
-    if config.record.keeps_best_apart(archive=config.evolve.archive):
+    if config.record.keeps_best_apart(archive=config.evolve.keeps_archive):
         kept += " and of the best agent ever"
     size = plan.checkpoint_bytes
     bound = "" if size is None else f", up to {format_bytes(size)}"

@@ -82,7 +82,7 @@ def plan_memory(
     context = algorithm.max_model_len or min(size.context or 1 << 30, PROMPT_TOKENS + output)
     work = Work(
         agents=agents,
-        archive=config.evolve.archive,
+        archive=config.evolve.keeps_archive,
         references=algorithm.separate_reference,
         start=config.model.adapter is not None and not algorithm.separate_reference,
         parameters=parameters,

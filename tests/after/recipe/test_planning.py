@@ -99,10 +99,10 @@ def test_a_schedule_that_changes_the_layers_keeps_their_names():
 
 def test_one_agent_does_not_go_back_to_an_earlier_round_which_would_leave_the_schedule():
     schedule = line(Hparams(lr=1e-3), Hparams(lr=2e-3))
-    assert config().evolve.archive
-    alone = recipe_settings(config(), schedule, Size(1, 2, STEPS), model=None, factor=1.0)
+    own = config(archive=True)
+    alone = recipe_settings(own, schedule, Size(1, 2, STEPS), model=None, factor=1.0)
     assert not alone.evolve.archive
-    several = recipe_settings(config(), schedule, Size(4, 2, STEPS), model=None, factor=1.0)
+    several = recipe_settings(own, schedule, Size(4, 2, STEPS), model=None, factor=1.0)
     assert several.evolve.archive
 
 

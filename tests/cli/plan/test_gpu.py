@@ -35,7 +35,7 @@ def check(*options):
 @pytest.mark.parametrize(
     "options",
     [
-        (),
+        ("--set", "evolve.archive=true"),
         ("--set", "engine.rollout=vllm"),
         ("--set", "engine={rollout: vllm, vllm: {sleep_level: 2}, quantization: int8}"),
     ],

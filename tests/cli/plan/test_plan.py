@@ -35,6 +35,7 @@ def test_rows_are_those_of_the_settings_and_tokens_upper_bounds():
         "population={size: 4, rounds: 3, steps_per_round: 5}",
         "algorithm={prompts_per_step: 2, group_size: 6}",
         "evolve.fitness={prompts: 20, samples: 2, test_prompts: 30, test_samples: 3}",
+        "evolve.archive=true",
     ]
     plan = make_plan(from_dict(MINIMAL, overrides))
     assert plan.places == (4, 2, 2)
@@ -100,10 +101,10 @@ def test_racing_looks_again_at_no_more_than_its_share(racing, looks):
 @pytest.mark.parametrize(
     ("overrides", "finalists"),
     [
-        ([], 3),
-        (["evolve.archive=false"], 2),
-        (["population.sizes=[8, 4, 2, 1]"], 2),
-        (["population.sizes=[8, 4, 2, 1]", "evolve.fitness.final_samples=0"], 0),
+        (["evolve.archive=true"], 3),
+        ([], 2),
+        (["evolve.archive=true", "population.sizes=[8, 4, 2, 1]"], 2),
+        (["evolve.fitness.final_samples=0"], 0),
         (["population.rounds=1"], 0),
     ],
 )
@@ -133,7 +134,7 @@ def test_a_run_takes_no_more_than_its_plan_says(tmp_path: Path):
 
 
 def test_evaluations_take_no_more_prompts_than_there_are():
-    overrides = ["env.args={validation_size: 10, test_size: 7}"]
+    overrides = ["env.args={validation_size: 10, test_size: 7}", "evolve.archive=true"]
     plan = make_plan(from_dict(MINIMAL, overrides))
     assert plan.decisions == (2, 3, 4, 6)
     agents = (0, 8, 4 + 2, 2 + 2, 0, 2 + 2)  # with the archive and the best agent, to compare them
@@ -191,7 +192,8 @@ def test_a_game_has_turns_and_no_rows(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_bytes_are_those_of_adapter_gradient_and_adam():
-    plan = make_plan(from_dict(MINIMAL, ["population.size=3", "population.rounds=2"]))
+    overrides = ["population.size=3", "population.rounds=2", "evolve.archive=true"]
+    plan = make_plan(from_dict(MINIMAL, overrides))
     assert plan.adapter_parameters == 58_368
     assert plan.bytes_per_agent == 58_368 * 16
     assert plan.base_bytes == {"float32": 453_216 * 4, "bfloat16": 453_216 * 2}
@@ -200,7 +202,7 @@ def test_bytes_are_those_of_adapter_gradient_and_adam():
     last = from_dict(MINIMAL, ["record.checkpoints=last", "engine.dtype=float16"])
     assert make_plan(last).checkpoint_bytes == (8 + 1) * 58_368 * 12
     assert make_plan(last).base_bytes == {"float16": 453_216 * 2}
-    overrides = ["evolve.archive=false", "population.sizes=constant", "population.rounds=3"]
+    overrides = ["population.sizes=constant", "population.rounds=3"]
     plain = make_plan(from_dict(MINIMAL, overrides))
     assert plain.checkpoint_bytes == (3 * 8 + 1) * 58_368 * 12
 

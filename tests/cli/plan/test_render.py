@@ -40,7 +40,7 @@ def test_episodes_have_turns_and_no_rows(tmp_path: Path, monkeypatch: pytest.Mon
 def test_evaluations_name_the_prompts_that_there_are():
     text = rendered({"model": "tiny-sums", "env": "sums"}, ["env.args={validation_size: 10}"])
     assert "10 prompts x 1 for every agent" in text
-    assert "up to 3 finalists on 10 validation prompts x 2" in text
+    assert "up to 2 finalists on 10 validation prompts x 2" in text
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,10 @@ def test_every_selection_is_shown_with_its_settings(selection: str, text: str):
     [
         ([], "8 agents in rounds 1-2, 4 in round 3, 2 in rounds 4-6"),
         (["population.rounds=20"], "8 agents in rounds 1-5, 4 in rounds 6-10, 2 in rounds 11-20"),
-        (["population.sizes=[8, 4, 1]"], "8 agents in round 1, 4 in round 2, 1 in rounds 3-6"),
+        (
+            ["population.sizes=[8, 4, 1]", "evolve.archive=true"],
+            "8 agents in round 1, 4 in round 2, 1 in rounds 3-6",
+        ),
         (["population.sizes=constant"], "8 agents in every round"),
     ],
 )
@@ -103,7 +106,11 @@ def test_the_rounds_after_which_a_run_decides_are_shown(overrides: list[str], te
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        ([], "for every agent at a decision, and for the archive and the best agent, to compare"),
+        ([], "for every agent at a decision; none in other rounds"),
+        (
+            ["evolve.archive=true"],
+            "for every agent at a decision, and for the archive and the best agent, to compare",
+        ),
         ([], "; none in other rounds, whose fitness is the mean reward of training"),
         (["evolve.fitness.between=5"], "; 5 prompts x 1 in other rounds"),
         (["evolve.fitness.between=1"], "; 1 prompt x 1 in other rounds"),
