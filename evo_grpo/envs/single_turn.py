@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 import numpy as np
 
 from evo_grpo.envs.data.dataset import dataset_task
+from evo_grpo.envs.data.rows import place_of
 from evo_grpo.envs.messages import listed
 from evo_grpo.envs.prompting import with_prompting
 from evo_grpo.envs.prompts import Messages, RenderedPrompts, Template
@@ -65,6 +66,8 @@ class ReasoningGym:
             results. A reward model or a judge is a mapping, as in YAML's `env.reward`.
         conversation_template: Messages such as [{"role": "user", "content": "Q: {question}"}] for
             the chat template, or a raw string such as "Q: {question}\nA:". Braces name columns.
+            With None, the column "prompt", "question" or "messages" is the message of the user, or
+            the conversation where it holds messages.
         batch_size: P, prompts per step, >= 1.
         validation_dataset: Rows for selection. None holds out a tenth of train; fewer than ten
             different prompts are too few for that, and selection then reads the train rows
@@ -93,7 +96,7 @@ class ReasoningGym:
         test_dataset: object,
         tokenizer: PreTrainedTokenizerBase,
         reward_fn: RewardFn,
-        conversation_template: str | Messages,
+        conversation_template: str | Messages | None = None,
         *,
         batch_size: int = 8,
         validation_dataset: object = None,
@@ -366,7 +369,7 @@ class ReasoningGym:
             answers,
             columns,
             [prompt.text for prompt, _ in rows],
-            [prompt.index for prompt, _ in rows],
+            [place_of(prompt.columns, f"row {prompt.index}") for prompt, _ in rows],
         )
         if self._process is not None:
             with self._shared:

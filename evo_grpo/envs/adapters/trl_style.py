@@ -52,7 +52,7 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], TrlStyleEnv]:
         seed: Seed of the episodes that are begun without a seed.
     """
     kind = env.kind
-    rows = [] if env.train is None else read_rows(env.train, "train")
+    rows = [] if env.train is None else read_rows(env.train, "train", env.max_data_gb)
     made_by = load_function(name, "env.kind")
     max_turns, settings = _arguments(env.args)
     check_call(kind, settings, made_by)
@@ -70,7 +70,7 @@ def check(name: str, env: EnvConfig, seed: int) -> None:
     """Check the user's class in the source of its module, without importing it."""
     del seed
     if env.train is not None:
-        read_rows(env.train, "train")
+        read_rows(env.train, "train", env.max_data_gb)
     found = find_name(name, "env.kind")
     check_call(env.kind, _arguments(env.args)[1], found.stand_in())
     for needed in _METHODS:
