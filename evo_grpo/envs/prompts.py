@@ -189,7 +189,7 @@ class Template:
             encoded = [list(ids) for ids in tokenizer(texts, **_QUIET)["input_ids"]]
             _drop_appended_ends(texts, encoded, tokenizer)
         else:
-            texts = [_chat(self.messages(row), tokenizer, self.keywords) for row in rows]
+            texts = [chat(self.messages(row), tokenizer, self.keywords) for row in rows]
             encoded = list(tokenizer(texts, add_special_tokens=False, **_QUIET)["input_ids"])
         for text, ids in zip(texts, encoded, strict=True):
             if not ids:
@@ -301,11 +301,16 @@ class RenderedPrompts:
         return prompt
 
 
-def _chat(
+def chat(
     messages: list[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
     keywords: Mapping[str, Any],
 ) -> str:
+    """Return the text of messages by the tokenizer's chat template.
+
+    Raises:
+        ConfigError: There is no chat template, or it refuses the messages.
+    """
     # Imported here: it comes with transformers, and is only needed once a tokenizer exists.
     from jinja2 import TemplateError
 

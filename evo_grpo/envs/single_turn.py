@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +32,7 @@ from evo_grpo.envs.rewards.scoring import (
     with_scorers,
 )
 from evo_grpo.envs.task import SPLITS, Split, Task
-from evo_grpo.envs.template_keywords import warn_of_ignored
+from evo_grpo.envs.template_keywords import dropped_sentence, warn_of_ignored
 from evo_grpo.envs.thinking import COLUMN, check_tags, parted
 from evo_grpo.errors import ConfigError, RewardError
 from evo_grpo.seeding import generator
@@ -182,6 +183,10 @@ class ReasoningGym:
         self._functions = [one for one in task.rewards if not isinstance(one.fn, Scorer)]
         isolated = task.calls.isolate == "process" and bool(self._functions)
         self._process = RewardProcess(self._functions, task.calls) if isolated else None
+        for name in task.prompts or [None]:
+            template = Template.of_task(task, name)
+            for sentence in dropped_sentence(template, task.splits["train"], tokenizer):
+                warnings.warn(sentence, UserWarning, stacklevel=3)
         if max_context_length is not None:
             self.limit_context(max_context_length)
 

@@ -141,7 +141,8 @@ def default_template(row: DatasetRow) -> Messages:
 def _hold_out(
     train: Sequence[DatasetRow], missing: Sequence[Split], template: Template, seed: int
 ) -> dict[Split, Sequence[DatasetRow]]:
-    different = _different(train, template)
+    texts = {id(row): template.plain(row) for row in train}
+    different = len(set(texts.values()))
     if different < FEWEST_TO_DIVIDE:
         named = " and ".join(f"env.{split}" for split in missing)
         raise DataError(
@@ -151,7 +152,7 @@ def _hold_out(
         )
     held_out = max(1, round(different * HELD_OUT))
     shares = {split: held_out for split in missing} | {"train": different - held_out * len(missing)}
-    divided = divide(train, shares, template.plain, seed)
+    divided = divide(train, shares, lambda row: texts[id(row)], seed)
     return {split: divided[split] for split in ("train", *missing)}
 
 
