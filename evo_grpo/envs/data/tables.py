@@ -392,16 +392,24 @@ def _read_parquet(file: BoundedFile) -> _Read:
             _check_once(opened.schema_arrow.names, f"{name}: {path!r}")
             # Compressed values may fill any memory, so they are decoded in small parts.
             for part in opened.iter_batches(_rows_at_once(opened.metadata, file.left)):
-                file.spend(part.nbytes + VALUE_BYTES * part.num_rows * (part.num_columns + 1))
                 try:
-                    rows += part.to_pylist()
+                    read = part.to_pylist()
                 # A time or number that Python has no type for, or text that is not UTF-8.
-                except (ArrowException, ValueError, OverflowError, ImportError) as error:
+                except (
+                    ArrowException,
+                    ValueError,
+                    ArithmeticError,
+                    RecursionError,
+                    ImportError,
+                ) as error:
                     raise DataError(
                         f"{name}: {path!r}, rows {len(rows)} to {len(rows) + part.num_rows - 1}: "
                         f"expected values that Python can hold: {shorten(str(error))}; convert the "
                         "column, for instance to strings"
                     ) from error
+                # The text of the values, since Arrow stores equal ones once.
+                file.spend(len(repr(read)) + VALUE_BYTES * len(read) * (part.num_columns + 1))
+                rows += read
     except ArrowException as error:
         raise DataError(f"{name}: {path!r} is not a Parquet file: {shorten(str(error))}") from error
     return rows, None
