@@ -24,6 +24,9 @@ from evo_grpo.settings.given import OBJECT, Given
 MOST_LEVELS = 200
 """Deepest nesting of a row; recursive functions write, compare and send it."""
 
+ROWS_AT_ONCE = 16
+"""Rows of a Parquet file that are decoded together."""
+
 NO_NONE = "give it a value, or drop the row"
 """Remedy for None in a column that a prompt prints."""
 
@@ -390,8 +393,9 @@ def _read_parquet(file: BoundedFile) -> _Read:
     try:
         with ParquetFile(file.path) as opened:
             _check_once(opened.schema_arrow.names, f"{name}: {path!r}")
-            # Compressed values may fill any memory, so they are decoded in small parts.
-            for part in opened.iter_batches(_rows_at_once(opened.metadata, file.left)):
+            # A value that is stored once may stand in every row and fill any memory, so rows are
+            # decoded few at a time.
+            for part in opened.iter_batches(ROWS_AT_ONCE):
                 try:
                     read = part.to_pylist()
                 # A time or number that Python has no type for, or text that is not UTF-8.
@@ -413,17 +417,6 @@ def _read_parquet(file: BoundedFile) -> _Read:
     except ArrowException as error:
         raise DataError(f"{name}: {path!r} is not a Parquet file: {shorten(str(error))}") from error
     return rows, None
-
-
-def _rows_at_once(metadata: Any, most: int) -> int:  # noqa: ANN401 -- of pyarrow
-    """Return how many rows of a Parquet file are decoded at a time.
-
-    A value that is stored once may stand in every row, so one row may be as large as a column.
-    """
-    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
-    chunks = (group.column(n) for group in groups for n in range(group.num_columns))
-    largest = max((chunk.total_uncompressed_size for chunk in chunks), default=1)
-    return min(max(most // max(largest, 1), 8), 64)
 
 
 # Not pandas: its readers parse numbers and dates ("019" becomes 19), turn integers beside a missing
