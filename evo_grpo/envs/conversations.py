@@ -64,13 +64,18 @@ def with_parts(row: DatasetRow, column: str) -> DatasetRow:
 
 def _parted(row: DatasetRow, column: str) -> tuple[list[dict[str, Any]], str | None]:
     """Return the messages of a column and its target; None for a column that has none."""
-    messages = _messages(row[column], f'the column "{column}"')
+    messages = messages_of(row[column], f'the column "{column}"')
     if column != MESSAGES or messages[-1]["role"] != "assistant":
         return messages, None
     return messages[:-1], messages[-1]["content"]
 
 
-def _messages(value: object, where: str) -> list[dict[str, Any]]:
+def messages_of(value: object, where: str) -> list[dict[str, Any]]:
+    """Return the messages of a conversation, or of text, with their content as text.
+
+    Raises:
+        DataError: It is neither; the message begins with `where`.
+    """
     if isinstance(value, str):
         if not _LOOKS.match(value):
             return [{"role": "user", "content": value}]
@@ -121,11 +126,15 @@ def _message(value: object, where: str) -> dict[str, Any]:
         )
     if "content" not in message and message.get("tool_calls"):
         message["content"] = ""
-    return {**message, "content": _content(message.get("content"), where)}
+    return {**message, "content": text_of(message.get("content"), where)}
 
 
-def _content(value: object, where: str) -> str:
-    """Return the content of a message as text; parts of text are joined."""
+def text_of(value: object, where: str) -> str:
+    """Return the content of a message as text; parts of text are joined.
+
+    Raises:
+        DataError: It is neither; the message begins with `where`.
+    """
     if isinstance(value, str):
         return value
     parts = _as_list(value)

@@ -314,6 +314,8 @@ def chat(
     # Imported here: it comes with transformers, and is only needed once a tokenizer exists.
     from jinja2 import TemplateError
 
+    # A stranger's template may add a number to a text, or begin a range without end.
+    errors = (TemplateError, ValueError, TypeError, ArithmeticError, LookupError, RecursionError)
     if not tokenizer.chat_template:
         raise ConfigError(
             "conversation: the tokenizer has no chat template to send it through; "
@@ -328,11 +330,11 @@ def chat(
             continue_final_message=continues,
             **keywords,
         )
-    except (TemplateError, ValueError, TypeError) as error:
+    except errors as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ConfigError(
             f"conversation: the tokenizer's chat template refuses messages with the roles {roles}: "
-            f"{error}"
+            f"{'it is nested too deep' if isinstance(error, RecursionError) else error}"
         ) from error
     return str(text)
 

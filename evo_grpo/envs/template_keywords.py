@@ -85,19 +85,14 @@ def rendered_chat(
     """Return the text of a conversation by a chat template, as transformers renders it.
 
     Raises:
-        TemplateError: The template is malformed, or refuses the messages.
-        ValueError: It leaves out the message that is to be continued.
+        ValueError: The template leaves out the message that is to be continued.
+        Exception: It is malformed, or refuses the messages.
     """
-    from jinja2 import TemplateError
-
     mark = "@@continued@@ "
     given = dict(keywords)
     if continued := given.pop("continue_final_message", False):
         messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + mark}]
-    try:
-        text = _compiled(template).render(messages=messages, **given)
-    except RecursionError as error:
-        raise TemplateError("it is nested too deep") from error
+    text = _compiled(template).render(messages=messages, **given)
     if not continued:
         return text
     before, found, after = text.rpartition(mark.strip())
