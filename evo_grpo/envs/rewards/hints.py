@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sysconfig
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 PAGE = "docs/from_trl.md"
@@ -30,8 +31,9 @@ def place_in_code(error: BaseException) -> str:
     own = [frame for frame in frames if not frame.filename.startswith((*_NOT_YOURS, "<frozen"))]
     if not own:
         return ""
-    last, here = Path(own[-1].filename), Path.cwd()
-    file = last.relative_to(here) if last.is_relative_to(here) else last
+    file = Path(own[-1].filename)
+    with suppress(ValueError, OSError):  # it lies elsewhere, or the working folder is gone
+        file = file.relative_to(Path.cwd())
     named = [frame.name for frame in own if not frame.name.startswith("<")]  # no comprehension
     return f" in {file}, line {own[-1].lineno}, {(named or ['a lambda'])[-1]}"
 
