@@ -124,8 +124,9 @@ def test_messages_are_parted_into_question_and_target(tokenizer):
 def test_parts_of_text_are_joined_and_other_keys_reach_the_template(tokenizer):
     parts = [{"type": "text", "text": "Say "}, "it", {"type": "text", "text": "!", "image": None}]
     message = {"role": "user", "content": parts, "name": "Ann", "tool_calls": None}
-    env = ReasoningGym([{"prompt": [message]}] * 3, [{"prompt": "Say it!"}], tokenizer, len_of)
-    assert env.prompts("train")[0].text == "<userAnn>Say it!<assistant>"
+    rows = [{"prompt": [message, {**message, "name": None}]}] * 3
+    env = ReasoningGym(rows, [{"prompt": "Say it!"}], tokenizer, len_of)
+    assert env.prompts("train")[0].text == "<userAnn>Say it!<user>Say it!<assistant>"
     assert env.prompts("test")[0].text == "<user>Say it!<assistant>"
 
 
@@ -179,7 +180,7 @@ def test_a_column_of_another_name_is_named_by_the_role_messages(tokenizer):
         ([{"role": "human", "content": "Hi"}], "expected role to be one of system.*got \"'human'"),
         ([{"role": "user", "content": None}], "message 0: expected content to be text, or a list"),
         (
-            [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
+            [{"role": "user", "content": [{"type": "image", "text": "a.png"}]}],
             "message 0, part 0: expected a part of text",
         ),
         ("[{'role': 'user', 'content': 'Hi'}]", "expected messages as JSON"),
@@ -198,6 +199,8 @@ def test_a_list_where_text_was_meant_is_refused_by_its_row(tokenizer, prompt, va
     rows = [{"question": "1"}, {"question": value}]
     with pytest.raises(DataError, match=r'^train, row 1: .*"question" is a list where text'):
         ReasoningGym(rows, rows, tokenizer, len_of, prompt)
+    with pytest.raises(DataError, match=r'^train, row 0: .*"question" is a list where text'):
+        ReasoningGym([{"question": conversation(2)}], rows, tokenizer, len_of, "Q: {question}")
     # Numbers within a text, and what a conversion prints, are meant.
     rows = [{"question": [1, 2]}]
     for text in ("Add {question}.", "{question!r}"):
