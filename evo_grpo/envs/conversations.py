@@ -106,7 +106,7 @@ def _is_plain(value: object) -> bool:
         return False
     message = cast("dict[Any, Any]", value)
     known = message.get("role") in ROLES and type(message.get("content")) is str
-    return known and None not in message.values()
+    return known and all(one is not None for one in message.values())
 
 
 def _message(value: object, where: str) -> dict[str, Any]:
