@@ -64,7 +64,7 @@ def asking(env: EnvConfig, seed: int, prompt: str | None = None) -> Asking:
                 "send your prompt as it is with --raw, or sample a row in Python"
             )
         if template is None and env.train is not None:
-            template = default_template(read_rows(env.train, "train")[0])
+            template = default_template(read_rows(env.train, "train", env.max_data_gb)[0])
         asked = named_template(prompt, Template.of(template), env.prompting(), examples)
         return Asking(asked, DEFAULT_OUTPUT_TOKENS, {})
     task = build_task(env, seed, find_function)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
+from evo_grpo.envs.data.bounded import MAX_GIGABYTES
 from evo_grpo.envs.data.dataset import dataset_task, default_template
 from evo_grpo.envs.data.tables import read_rows
 from evo_grpo.envs.from_config import configured_template
@@ -73,8 +74,9 @@ class DatasetEnv:
                 raise unknown_keyword("DatasetEnv", keyword, known)
         self.name = name
         sources: dict[Split, object] = {"train": train, "validation": validation, "test": test}
+        most = settings.get("max_data_gb", MAX_GIGABYTES)
         self._rows: dict[Split, list[DatasetRow]] = {
-            split: list(read_rows(sources[split], split))
+            split: list(read_rows(sources[split], split, most))
             for split in SPLITS
             if split == "train" or sources[split] is not None
         }

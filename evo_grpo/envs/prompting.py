@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from evo_grpo.envs.data.tables import require_columns
-from evo_grpo.envs.prompts import Template
+from evo_grpo.envs.prompts import SYSTEM, Template
 from evo_grpo.envs.task import DatasetRow, Split, Task
 from evo_grpo.errors import ConfigError, DataError
 from evo_grpo.seeding import generator
@@ -40,11 +40,10 @@ def with_prompting(task: Task, given: PromptSettings, seed: int) -> Task:
     named = {name: named_template(name, template, given, examples) for name in given.prompts or ()}
     made = next(iter(named.values())) if named else prompting_template(template, given, examples)
     for name, one in named.items() or [(None, made)]:
-        if needs := _only_new(one.columns(), template.columns()):
-            if name is not None:
-                needs = dict.fromkeys(needs, f"env.prompts.{name}")
-            for split, rows in task.splits.items():
-                require_columns(rows, needs, split, filled=needs)
+        if one.conversations or not one.columns().keys() <= template.columns().keys():
+            who = "the prompt template" if name is None else f"env.prompts.{name}"
+            fitted = {split: one.fitted(rows, split, who) for split, rows in task.splits.items()}
+            task = replace(task, splits=fitted)
     return replace(
         task,
         prompt=made.text,
@@ -137,19 +136,15 @@ def prompting_template(
     return replace(template, keywords=dict(given.chat_template_kwargs))
 
 
-def _only_new(columns: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
-    return {column: who for column, who in columns.items() if column not in known}
-
-
 def _with_examples(
     task: Task, template: Template, few_shot: FewShot, seed: int
 ) -> tuple[Task, Sequence[DatasetRow]]:
     """Return a task without the rows that become examples, and those rows."""
     needs = dict.fromkeys(Template.of(few_shot.answer).columns(), "env.few_shot.answer")
     if not isinstance(few_shot.rows, int):
-        needs |= template.columns()
-        require_columns(few_shot.rows, needs, "env.few_shot.rows", filled=needs)
-        return task, few_shot.rows
+        rows = template.fitted(few_shot.rows, "env.few_shot.rows")
+        require_columns(rows, needs, "env.few_shot.rows", filled=needs)
+        return task, rows
     train = task.splits["train"]
     require_columns(train, needs, "train", filled=needs)
     examples, rest = _taken_out(train, template, few_shot.rows, seed)
@@ -191,22 +186,20 @@ def _solved_before(
         return replace(template, text="".join(shown) + template.text)
     asked = template.conversation or ()
     system = tuple(message for message in asked[:1] if message["role"] == "system")
-    own = asked[len(system) :]
+    own = replace(template, conversation=asked[len(system) :])
     solved = (message for row in examples for message in _solved(own, answer, row))
-    return replace(template, conversation=(*system, *solved, *own))
+    return replace(template, conversation=(*system, *solved, *asked[len(system) :]))
 
 
-def _solved(
-    asked: Sequence[Mapping[str, str]], answer: Template, row: DatasetRow
-) -> list[Mapping[str, str]]:
+def _solved(asked: Template, answer: Template, row: DatasetRow) -> list[Mapping[str, str]]:
     """Return the messages of an example: a question filled in, and its answer."""
-    filled = [
-        {"role": one["role"], "content": Template(text=one["content"]).plain(row)} for one in asked
-    ]
+    # A system message of the row is left out, since that of the question comes first.
+    filled = [one for one in asked.messages(row) if one["role"] not in SYSTEM]
     # A last message of the assistant begins each answer.
-    start = filled.pop()["content"] if filled[-1]["role"] == "assistant" else ""
-    filled.append({"role": "assistant", "content": start + answer.plain(row)})
-    return [{**one, "content": _literal(one["content"])} for one in filled]
+    start = filled.pop()["content"] if filled[-1:] and filled[-1]["role"] == "assistant" else ""
+    solution = answer.plain(asked.with_parts(row))
+    filled.append({"role": "assistant", "content": start + solution})
+    return [{"role": one["role"], "content": _literal(one["content"])} for one in filled]
 
 
 def _literal(text: str) -> str:

@@ -9,7 +9,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from evo_grpo.envs.data.tables import NO_NONE
+from evo_grpo.envs.conversations import (
+    MESSAGES,
+    asked_of,
+    holds_messages,
+    is_conversation,
+    with_parts,
+)
+from evo_grpo.envs.data.rows import place_of
+from evo_grpo.envs.data.tables import NO_NONE, require_columns
 from evo_grpo.envs.messages import excerpt
 from evo_grpo.envs.task import SPLITS, DatasetRow, RawTemplate, Split, Task
 from evo_grpo.errors import ConfigError, DataError, EvoGrpoError, PromptTooLongError
@@ -31,6 +39,8 @@ _PROBE = "1"
 CHUNK = 1000
 WIDEST = 1000
 """Greatest width or precision in a format such as {answer:03d}; more could fill the memory."""
+SYSTEM = ("system", "developer")
+"""Roles of a message that comes first."""
 _CONVERSIONS = (None, "", "r", "s", "a")
 
 
@@ -41,7 +51,8 @@ class Template:
     Attributes:
         text: A raw template with columns in braces, such as "{question}\nA:".
         conversation: Messages with templates as content, for the tokenizer's chat template. A
-            completion continues a last message of the assistant.
+            completion continues a last message of the assistant. A message of the role
+            `conversations.MESSAGES` stands for the messages in the column that its content names.
         keywords: Keyword arguments of the chat template.
     """
 
@@ -82,18 +93,76 @@ class Template:
         parts = [self.text or ""] + [message["content"] for message in self.conversation or ()]
         return {column: "the prompt template" for part in parts for column in _columns(part)}
 
+    @property
+    def conversations(self) -> list[str]:
+        """The columns that hold messages."""
+        return [
+            message["content"][1:-1]
+            for message in self.conversation or ()
+            if message["role"] == MESSAGES
+        ]
+
+    def fitted(
+        self, rows: Sequence[DatasetRow], name: str, who: str = "the prompt template"
+    ) -> list[DatasetRow]:
+        """Return rows after filling in each, with the parts of their conversations.
+
+        Args:
+            rows: The rows.
+            name: Name of the rows in messages, e.g. "train".
+            who: What needs the columns, for messages.
+
+        Raises:
+            DataError: A row lacks a column, or has a value that cannot be printed.
+        """
+        needs = dict.fromkeys(self.columns(), who)
+        require_columns(rows, needs, name, filled=needs)
+        found: list[DatasetRow] = []
+        for number, row in enumerate(rows):
+            try:
+                found.append(self.with_parts(row))
+                self.plain(row)
+            except DataError as error:
+                place = place_of(row, f"{name}, row {number}")
+                raise DataError(f"{place}: {error}") from error
+        return found
+
+    def with_parts(self, row: DatasetRow) -> DatasetRow:
+        """Return a row with the parts of its conversation; see `conversations.with_parts`."""
+        for column in self.conversations:
+            row = with_parts(row, column)
+        return row
+
     def plain(self, row: DatasetRow) -> str:
         """Fill in a row without a tokenizer; equal texts are equal prompts."""
         if self.text is not None:
             return _fill(self.text, row)
-        return "\n".join(_fill(message["content"], row) for message in self.conversation or ())
+        return "\n".join(message["content"] for message in self.messages(row))
 
-    def messages(self, row: DatasetRow) -> list[dict[str, str]]:
-        """Return the messages of a conversation, filled in with a row."""
-        return [
-            {"role": message["role"], "content": _fill(message["content"], row)}
-            for message in self.conversation or ()
-        ]
+    def messages(self, row: DatasetRow) -> list[dict[str, Any]]:
+        """Return the messages of a conversation, filled in with a row.
+
+        The system message of a column comes first, before examples.
+
+        Raises:
+            DataError: A column does not fit; or there are two system messages to come first.
+        """
+        filled: list[dict[str, Any]] = []
+        for message in self.conversation or ():
+            role, content = message["role"], message["content"]
+            if role != MESSAGES:
+                filled.append({"role": role, "content": _fill(content, row)})
+                continue
+            asked = asked_of(row, content[1:-1])
+            if filled and asked[0]["role"] in SYSTEM:
+                if filled[0]["role"] in SYSTEM:
+                    raise DataError(
+                        f'the column "{content[1:-1]}" has a system message, and so has the '
+                        "template of the prompt (env.system_prompt or env.conversation); remove one"
+                    )
+                filled.insert(0, asked.pop(0))
+            filled += asked
+        return filled
 
     def render(
         self, row: DatasetRow, tokenizer: PreTrainedTokenizerBase
@@ -120,7 +189,7 @@ class Template:
             encoded = [list(ids) for ids in tokenizer(texts, **_QUIET)["input_ids"]]
             _drop_appended_ends(texts, encoded, tokenizer)
         else:
-            texts = [_chat(self.conversation, row, tokenizer, self.keywords) for row in rows]
+            texts = [chat(self.messages(row), tokenizer, self.keywords) for row in rows]
             encoded = list(tokenizer(texts, add_special_tokens=False, **_QUIET)["input_ids"])
         for text, ids in zip(texts, encoded, strict=True):
             if not ids:
@@ -179,7 +248,7 @@ class RenderedPrompts:
             try:
                 text, ids = self._template.render(row, self._tokenizer)
             except EvoGrpoError as error:
-                raise type(error)(f"{split}, row {index}: {error}") from error
+                raise type(error)(f"{place_of(row, f'{split}, row {index}')}: {error}") from error
             known[index] = self._fitting(split, Prompt(index, text, ids, row))
         return known[index]
 
@@ -223,33 +292,35 @@ class RenderedPrompts:
     def _fitting(self, split: Split, prompt: Prompt) -> Prompt:
         limit, length = self.max_context_length, len(prompt.token_ids)
         if limit is not None and length > limit - 1:
+            place = place_of(prompt.columns, f"{split}, row {prompt.index}")
             raise PromptTooLongError(
-                f"{split}, row {prompt.index}: expected a prompt of at most {limit - 1} tokens, so "
-                "that one more fits "
+                f"{place}: expected a prompt of at most {limit - 1} tokens, so that one more fits "
                 f"the context of {limit}, got {length}: {excerpt(prompt.text)}; "
                 "shorten or drop the row, or raise max_model_len where the model allows it"
             )
         return prompt
 
 
-def _chat(
-    conversation: Messages,
-    row: DatasetRow,
+def chat(
+    messages: list[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
     keywords: Mapping[str, Any],
 ) -> str:
+    """Return the text of messages by the tokenizer's chat template.
+
+    Raises:
+        ConfigError: There is no chat template, or it refuses the messages.
+    """
     # Imported here: it comes with transformers, and is only needed once a tokenizer exists.
     from jinja2 import TemplateError
 
+    # A stranger's template may add a number to a text, or begin a range without end.
+    errors = (TemplateError, ValueError, TypeError, ArithmeticError, LookupError, RecursionError)
     if not tokenizer.chat_template:
         raise ConfigError(
             "conversation: the tokenizer has no chat template to send it through; "
             'use a raw template instead, such as prompt: "{question}\\nA:"'
         )
-    messages = [
-        {"role": message["role"], "content": _fill(message["content"], row)}
-        for message in conversation
-    ]
     continues = messages[-1]["role"] == "assistant"
     try:
         text = tokenizer.apply_chat_template(
@@ -259,11 +330,11 @@ def _chat(
             continue_final_message=continues,
             **keywords,
         )
-    except (TemplateError, ValueError) as error:
+    except errors as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ConfigError(
             f"conversation: the tokenizer's chat template refuses messages with the roles {roles}: "
-            f"{error}"
+            f"{'it is nested too deep' if isinstance(error, RecursionError) else error}"
         ) from error
     return str(text)
 
@@ -285,22 +356,43 @@ def _messages(template: object) -> tuple[Mapping[str, str], ...]:
                 f"conversation template, message {number}: expected role and content to be "
                 f"strings, got {message!r}"
             )
+        if message["role"] == MESSAGES and not re.fullmatch(r"\{\w+\}", message["content"]):
+            raise ConfigError(
+                f"conversation template, message {number}: expected a column alone, such as "
+                f"{{messages}}, as the content of the role {MESSAGES!r}, got "
+                f"{excerpt(message['content'])}"
+            )
     return tuple(dict(message) for message in template)
 
 
 class _Present(dict[str, Any]):
-    """A row of which None is no value: a prompt would say "None"."""
+    """A row without what nobody means to print: None, and a list in place of a text."""
+
+    def __init__(self, row: DatasetRow, text: str) -> None:
+        super().__init__(row)
+        self._text = text
 
     def __getitem__(self, column: str) -> Any:  # noqa: ANN401 -- of any column
         value = super().__getitem__(column)
         if value is None:
             raise DataError(f'the column "{column}" is None; {NO_NONE}')
+        # With a conversion, as in {column!r}, it is meant.
+        alone = self._text.strip() == f"{{{column}}}" and holds_messages(value)
+        if not isinstance(value, str) and (alone or is_conversation(value)):
+            if f"{{{column}!" in self._text:
+                return value
+            raise DataError(
+                f'the column "{column}" is a list where text is expected: {excerpt(str(value))}; '
+                "join it to text in the file; or, where messages are sent, as in env.conversation, "
+                f'send it as {{role: {MESSAGES}, content: "{{{column}}}"}}; or print it as it is '
+                f"with {{{column}!r}}"
+            )
         return value
 
 
 def _fill(text: str, row: DatasetRow) -> str:
     try:
-        return text.format_map(_Present(row))
+        return text.format_map(_Present(row, text))
     except DataError as error:
         raise DataError(f"prompt template {excerpt(text)} cannot be filled: {error}") from None
     # A format such as {answer:03d} on a string, or a value whose own __format__ refuses it.

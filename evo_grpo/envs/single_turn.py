@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 import numpy as np
 
 from evo_grpo.envs.data.dataset import dataset_task
+from evo_grpo.envs.data.rows import place_of
 from evo_grpo.envs.messages import listed
 from evo_grpo.envs.prompting import with_prompting
 from evo_grpo.envs.prompts import Messages, RenderedPrompts, Template
@@ -30,7 +32,7 @@ from evo_grpo.envs.rewards.scoring import (
     with_scorers,
 )
 from evo_grpo.envs.task import SPLITS, Split, Task
-from evo_grpo.envs.template_keywords import warn_of_ignored
+from evo_grpo.envs.template_keywords import dropped_sentence, warn_of_ignored
 from evo_grpo.envs.thinking import COLUMN, check_tags, parted
 from evo_grpo.errors import ConfigError, RewardError
 from evo_grpo.seeding import generator
@@ -65,6 +67,8 @@ class ReasoningGym:
             results. A reward model or a judge is a mapping, as in YAML's `env.reward`.
         conversation_template: Messages such as [{"role": "user", "content": "Q: {question}"}] for
             the chat template, or a raw string such as "Q: {question}\nA:". Braces name columns.
+            With None, the column "prompt", "question" or "messages" is the message of the user, or
+            the conversation where it holds messages.
         batch_size: P, prompts per step, >= 1.
         validation_dataset: Rows for selection. None holds out a tenth of train; fewer than ten
             different prompts are too few for that, and selection then reads the train rows
@@ -93,7 +97,7 @@ class ReasoningGym:
         test_dataset: object,
         tokenizer: PreTrainedTokenizerBase,
         reward_fn: RewardFn,
-        conversation_template: str | Messages,
+        conversation_template: str | Messages | None = None,
         *,
         batch_size: int = 8,
         validation_dataset: object = None,
@@ -179,6 +183,10 @@ class ReasoningGym:
         self._functions = [one for one in task.rewards if not isinstance(one.fn, Scorer)]
         isolated = task.calls.isolate == "process" and bool(self._functions)
         self._process = RewardProcess(self._functions, task.calls) if isolated else None
+        for name in task.prompts or [None]:
+            template = Template.of_task(task, name)
+            for sentence in dropped_sentence(template, task.splits["train"], tokenizer):
+                warnings.warn(sentence, UserWarning, stacklevel=3)
         if max_context_length is not None:
             self.limit_context(max_context_length)
 
@@ -366,7 +374,7 @@ class ReasoningGym:
             answers,
             columns,
             [prompt.text for prompt, _ in rows],
-            [prompt.index for prompt, _ in rows],
+            [place_of(prompt.columns, f"row {prompt.index}") for prompt, _ in rows],
         )
         if self._process is not None:
             with self._shared:

@@ -1,13 +1,24 @@
-"""Keyword arguments of a chat template, and those that the template never reads."""
+"""What a chat template reads of keywords and messages, and its text without transformers."""
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.messages import listed
+from evo_grpo.envs.prompts import Template, chat
+from evo_grpo.envs.task import DatasetRow
+from evo_grpo.errors import ConfigError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
+
+LOOKED_AT = 1000
+"""Rows among which one with many roles is looked for."""
 SETTING = "env.chat_template_kwargs"
 
 
@@ -40,12 +51,81 @@ def sentence_of_ignored(names: Iterable[str]) -> str:
     )
 
 
+def dropped_sentence(
+    template: Template, rows: Sequence[DatasetRow], tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
+    """Return a sentence about messages that the chat template leaves out, if there are such.
+
+    Args:
+        template: The template of the prompts.
+        rows: Rows that are asked with it; where a column holds messages, the one with the most
+            roles among the first is looked at.
+        tokenizer: The tokenizer, or one with its methods.
+    """
+    if template.conversation is None:
+        return []
+    few = rows[:LOOKED_AT] if template.conversations else rows[:1]
+    asked = max(map(template.messages, few), key=lambda one: len({m["role"] for m in one}))
+    marked = [{**message, "content": f"@{n}@"} for n, message in enumerate(asked)]
+    try:
+        text = chat(marked, tokenizer, template.keywords)
+    except ConfigError:  # rendering the first prompt reports it
+        return []
+    if not (lost := [m["role"] for m in marked if m["content"] not in text]):
+        return []
+    return [
+        f"the model's chat template leaves out messages of the role {listed(set(lost))}, which the "
+        "model will not see; say it in a message of the user, or take a model whose template has it"
+    ]
+
+
+def rendered_chat(
+    template: str, messages: Sequence[Mapping[str, Any]], keywords: Mapping[str, Any]
+) -> str:
+    """Return the text of a conversation by a chat template, as transformers renders it.
+
+    Raises:
+        ValueError: The template leaves out the message that is to be continued.
+        Exception: It is malformed, or refuses the messages.
+    """
+    mark = "@@continued@@ "
+    given = dict(keywords)
+    if continued := given.pop("continue_final_message", False):
+        messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + mark}]
+    text = _compiled(template).render(messages=messages, **given)
+    if not continued:
+        return text
+    before, found, after = text.rpartition(mark.strip())
+    if not found:
+        raise ValueError("it leaves out the message of the assistant that is to be continued")
+    # A template that trims the message trims the space of the mark.
+    return before if after.startswith(" ") else before.rstrip()
+
+
 def _variables(template: str) -> set[str]:
     """Return the variables that a template reads from its keyword arguments."""
     # Imported here: it comes with transformers, and only keywords need it.
-    from jinja2 import Environment, TemplateSyntaxError, meta, nodes
+    from jinja2 import TemplateSyntaxError, meta
+
+    try:
+        return meta.find_undeclared_variables(_environment().parse(template))
+    except (TemplateSyntaxError, RecursionError):  # rendering the first prompt reports it
+        return set()
+
+
+@lru_cache
+def _compiled(template: str) -> Any:  # noqa: ANN401 -- of jinja2
+    return _environment().from_string(template)
+
+
+@cache
+def _environment() -> Any:  # noqa: ANN401 -- jinja2 is imported here
+    """Return the environment in which transformers compiles chat templates."""
+    # Imported here: it comes with transformers, and loads slowly.
+    from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
         """The tag `generation` of transformers, which marks the assistant's tokens."""
@@ -56,8 +136,16 @@ def _variables(template: str) -> set[str]:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    environment: Any = Environment(extensions=["jinja2.ext.loopcontrols", Generation])
-    try:
-        return meta.find_undeclared_variables(environment.parse(template))
-    except TemplateSyntaxError:  # rendering the first prompt reports it
-        return set()
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def dumped(value: object, ensure_ascii: bool = False, **form: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **form)
+
+    environment: Any = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+    )
+    environment.filters["tojson"] = dumped
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment

@@ -94,6 +94,12 @@ class EnvConfig(Group):
     test: Source = setting(
         None, "Rows evaluated once, at the end, as for `train`; null holds out a part of `train`."
     )
+    max_data_gb: float = setting(
+        1.0,
+        "Most memory, in GB by an estimate, that the rows of a file or of a dataset of the Hub may "
+        "take; a larger one is refused.",
+        gt=0,
+    )
     prompt: str | None = setting(
         None,
         'A raw template such as `"{question}\\nA:"`; null takes that of the task.',

@@ -19,7 +19,10 @@ from evo_grpo.settings.given import Given, is_function
 class Message(Group):
     """One message of a conversation."""
 
-    role: str = setting(meaning="`system`, `user` or `assistant`.", min_length=1)
+    role: str = setting(
+        meaning="`system`, `user` or `assistant`; `messages` where the column holds messages.",
+        min_length=1,
+    )
     content: str = setting(meaning="A template; `{column}` is replaced by the value of the row.")
 
 

@@ -318,7 +318,7 @@ BAD_YAML = {
     "missing column": (
         "model: tiny-sums\n"
         "env: {kind: dataset, train: rows.csv, prompt: '{qestion}', reward: 'rewards:exact'}",
-        'train (rows.csv), row 0: no column "qestion", which the prompt template needs',
+        'train (rows.csv), line 2: no column "qestion", which the prompt template needs',
     ),
     "missing reward function": (
         "model: tiny-sums\nenv: {kind: dataset, train: rows.csv, reward: 'rewards:exakt'}",
@@ -547,7 +547,8 @@ def test_a_reward_function_that_raises_leaves_a_run_to_go_on_with(rewarded):
     result = evo("run", name, "--out", "here")
     assert result.exit_code == 2
     assert re.search(
-        r"^error: reward function 'score', row \d+.* it raised SystemExit: 3\n"
+        r"^error: reward function 'score', train \(.*\), line \d+.* it raised SystemExit: 3 in "
+        r"cli_reward.py, line 2, score\n"
         r"fix the cause, then continue with: evo-grpo resume here\n\Z",
         result.stderr,
         re.M,

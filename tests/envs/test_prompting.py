@@ -152,7 +152,10 @@ def test_a_tag_that_decoding_drops_is_refused(tokenizer):
             {"few_shot": {"rows": [{"question": "a"}], "answer": "{answer}"}},
             'env.few_shot.rows, row 0: no column "answer"',
         ),
-        ({"system_prompt": "{nope}"}, 'train, row 0: no column "nope", which the prompt template'),
+        (
+            {"system_prompt": "{nope}"},
+            r'train, row \d+: no column "nope", which the prompt template',
+        ),
         (
             {"train": [*ROWS, {"question": None, "answer": "1"}]},
             'train, row 20: the column "question" is None, which .* would print as "None"',

@@ -233,7 +233,7 @@ def test_the_same_prompt_is_never_in_two_splits(folder):
     ("changes", "error", "message"),
     [
         ({"train": "trian.jsonl"}, DataError, "train: no file 'trian.jsonl'"),
-        ({"prompt": "{qestion}"}, DataError, r'train \(train.jsonl\), row 0: no column "qestion"'),
+        ({"prompt": "{qestion}"}, DataError, r'train \(train.jsonl\), line 1: no column "qestion"'),
         (
             {"reward": "task_rewards:needs_gold"},
             DataError,
@@ -264,7 +264,7 @@ def test_an_empty_dataset_is_named(folder):
 def test_a_dataset_with_nothing_to_ask_is_named(folder):
     (folder / "train.jsonl").write_text('{"text": "a", "answer": "b"}')
     with pytest.raises(
-        DataError, match=r'no column "prompt" or "question".*env.prompt.*text, answer'
+        DataError, match=r'no column "prompt", "question" or "messages".*env.prompt.*text, answer'
     ):
         build_task(dataset(), 0)
 

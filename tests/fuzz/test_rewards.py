@@ -116,7 +116,7 @@ def scored(functions: list[Callable[..., Any]], completions: list[str], keep_err
     rewards = [RewardFunction("any", function) for function in functions]
     count = len(completions)
     rows, prompts = [{"q": text} for text in completions], completions[::-1]
-    batch = CompletionBatch(completions, rows, prompts, range(count))
+    batch = CompletionBatch(completions, rows, prompts, [f"row {n}" for n in range(count)])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that all abstain
         table = told_or(partial(score, rewards, completions, rows, prompts), RewardError)

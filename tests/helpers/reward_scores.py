@@ -13,7 +13,7 @@ SET_ASIDE = RewardCalls(reward_timeout=None, reward_errors="set_aside")
 def score(rewards, completions, rows, prompts, numbers=None, *, timeout=None):
     """(B, K) rewards without weights, as an environment's own `score` has them."""
     numbers = range(len(completions)) if numbers is None else numbers
-    batch = CompletionBatch(completions, rows, prompts, numbers)
+    batch = CompletionBatch(completions, rows, prompts, [f"row {n}" for n in numbers])
     scored = score_batch(rewards, batch, RewardCalls(reward_timeout=timeout))
     for failure in scored.failures:
         raise RewardError(failure.text)

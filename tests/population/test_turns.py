@@ -349,7 +349,7 @@ def test_a_run_that_is_resumed_keeps_what_auto_has_decided(tmp_path, monkeypatch
 def test_no_function_is_called_after_an_interruption(isolate, tmp_path):
     calls = RewardCalls(isolate=isolate, reward_timeout=None)
     function = RewardFunction("slow", partial(slow_reward, folder=str(tmp_path)))
-    batch = CompletionBatch(["a"] * 500, [{}] * 500, ["p"] * 500, [0] * 500)
+    batch = CompletionBatch(["a"] * 500, [{}] * 500, ["p"] * 500, ["row 0"] * 500)
     process = RewardProcess([function], calls) if isolate == "process" else None
 
     def scoring():

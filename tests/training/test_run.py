@@ -717,7 +717,9 @@ def test_a_reward_that_changes_the_working_folder_ends_the_run_and_leaves_it_who
     config = small(env={"kind": "dataset", "train": "t.jsonl", "reward": "wandering:reward"})
     Path("t.jsonl").write_text("".join(f'{{"question": "1+{n}="}}\n' for n in range(40)))
     Path("wandering.py").write_text(f"{module}{leaves}    return float(len(completion))\n")
-    with pytest.raises(RewardAbortError, match=r"'reward', row .* the working folder at / in"):
+    with pytest.raises(
+        RewardAbortError, match=r"'reward', train \(t.jsonl\), line .* the working folder at / in"
+    ):
         run(config, out="run")
     assert Path.cwd() == tmp_path
     assert {"population.yaml", "inputs.json"} <= {p.name for p in Path("run").iterdir()}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.asking import asking
+from evo_grpo.envs.conversations import MESSAGES
 from evo_grpo.envs.prompts import Template
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.schema.hparams import Hparams
@@ -166,11 +167,15 @@ def _asked(use: Use) -> list[str]:
     lines = [f"row = {{{row}}}"] if row else []
     if use.template.conversation is None:
         return [*lines, f"prompt = {_filled(use.template.text or '', use)}"]
-    messages = ", ".join(
-        f'{{"role": {_literal(message["role"])}, "content": {_filled(message["content"], use)}}}'
-        for message in use.template.conversation
-    )
+    messages = ", ".join(_message(message, use) for message in use.template.conversation)
     return [*lines, f"messages = [{messages}]"]
+
+
+def _message(message: Mapping[str, str], use: Use) -> str:
+    role, content = message["role"], message["content"]
+    if role == MESSAGES:
+        return f"*row[{_literal(content[1:-1])}]"
+    return f'{{"role": {_literal(role)}, "content": {_filled(content, use)}}}'
 
 
 def _inputs(use: Use) -> list[str]:
@@ -211,9 +216,11 @@ def _filled(text: str, use: Use) -> str:
 def _row(use: Use) -> dict[str, Any]:
     """Return values with which the template can be filled, plain ones that Python can print."""
     row: dict[str, Any] = {}
+    chats = use.template.conversations
     for name, value in use.row.items():
         fits = type(value) in (str, int, float, bool)
-        row[name] = value if fits else PLACEHOLDER
+        asked = [{"role": "user", "content": PLACEHOLDER}]
+        row[name] = asked if name in chats else value if fits else PLACEHOLDER
     try:
         use.template.plain(row)
     except EvoGrpoError:  # a format such as {answer:03d}, which takes a number

@@ -15,6 +15,7 @@ def plan_document(plan: Plan, source: str) -> dict[str, Any]:
         "config": plan.config.model_dump(mode="json"),
         "task": plan.task,
         "rows": plan.rows,
+        "prompt_tokens": None if plan.prompts is None else plan.prompts._asdict(),
         "places": list(plan.places),
         "decisions": list(plan.decisions),
         "rows_per_step": plan.rows_per_step,

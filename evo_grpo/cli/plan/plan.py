@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings import EngineConfig, RunConfig, warnings
@@ -38,6 +38,10 @@ from evo_grpo.training.sizing.planning import (
 )
 from evo_grpo.training.strategies import check_strategies
 
+if TYPE_CHECKING:
+    from evo_grpo.envs.task import Task  # for annotations only: it may load pandas
+    from evo_grpo.training.sizing.prompt_lengths import PromptLengths
+
 
 class Plan(NamedTuple):
     """The plan of a run. Token counts are upper bounds: completions may end early.
@@ -67,6 +71,7 @@ class Plan(NamedTuple):
             unknown. On a CUDA device of unknown size, with few rows and tokens at once.
         fit: Whether the run fits into the GPU that was named or seen, or into this machine; None
             without a known memory or size.
+        prompts: Lengths of the prompts; None for a task that makes its own.
         warnings: One sentence for each setting without effect, and for each missing requirement.
     """
 
@@ -91,6 +96,7 @@ class Plan(NamedTuple):
     adapter_parameters: int | None
     memory: tuple[MemoryPlan, ...]
     fit: Fit | None
+    prompts: PromptLengths | None
     warnings: tuple[str, ...]
 
     @property
@@ -162,8 +168,8 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
     base = read_model_size(config.model.name)
     if silent is not None and base.parameters is None:
         base = base._replace(note=silent)
-    _check_chat_template(config, task)
     check_adapters_fit(config, base)
+    lengths, dropped = _read_prompts(config, task, base)
     algorithm, fitness = config.algorithm, config.evolve.fitness
     longest = algorithm.longest_output(config.search_space()) or task.output_tokens
     prompts = algorithm.prompts_per_step or DEFAULT_PROMPTS
@@ -200,6 +206,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
         adapter_parameters=lora_parameters(base, config.largest_lora),
         memory=memory,
         fit=fit,
+        prompts=lengths,
         warnings=(
             *warnings(config),
             *((f"model {base.name}: {base.note}",) if silent and base.parameters is None else ()),
@@ -208,6 +215,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
             *(missing_device(config.engine.device, devices) if gpu is None else ()),
             *(() if fit is None or fit.fits else (fit.sentence(),)),
             *_of_models(config),
+            *dropped,
             *_missing_packages(config.engine),
         ),
     )
@@ -346,6 +354,7 @@ class _Task(NamedTuple):
     output_tokens: int
     turns: int = 1
     chats: bool = False
+    whole: Task | None = None
 
 
 def _read_task(config: RunConfig) -> _Task:
@@ -364,7 +373,21 @@ def _read_task(config: RunConfig) -> _Task:
     check_rewards(weights, config.search_space(), fitness.reward, fitness.objectives)
     rows = {str(split): len(its_rows) for split, its_rows in task.splits.items()}
     chats = task.conversation is not None
-    return _Task(task.name, rows, task.max_output_tokens, chats=chats)
+    return _Task(task.name, rows, task.max_output_tokens, chats=chats, whole=task)
+
+
+def _read_prompts(
+    config: RunConfig, task: _Task, base: ModelSize
+) -> tuple[PromptLengths | None, list[str]]:
+    """Return the lengths of the prompts, and warnings, after checking that they can be made."""
+    _check_chat_template(config, task)
+    # Imported here, since a task may load pandas or reasoning-gym.
+    from evo_grpo.training.sizing.prompt_lengths import read_prompts
+
+    if task.whole is None:
+        return None, []
+    known = [one for one in (config.algorithm.max_model_len, base.context) if one is not None]
+    return read_prompts(task.whole, config.model.name, min(known, default=None))
 
 
 def _group_sizes(config: RunConfig) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -30,6 +31,9 @@ from evo_grpo.settings.learning_rate import usual_lr
 from evo_grpo.settings.storage import is_url
 from evo_grpo.training.sizing.fit import MACHINE, dtypes
 from evo_grpo.training.sizing.planning import format_bytes
+
+if TYPE_CHECKING:
+    from evo_grpo.training.sizing.prompt_lengths import PromptLengths  # it may load pandas
 
 ROUNDS_SHOWN = 8
 """Most decisions, and most entries of a schedule, that the plan lists."""
@@ -73,6 +77,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "schedule", _schedule(exploration)
     yield "lr", _lr(plan)
     yield "task", _task(plan)
+    if plan.prompts is not None:
+        yield "prompts", _prompts(plan.prompts)
     yield "a step", _step(plan)
     yield "a round", f"at most {plan.tokens_per_round:,} tokens to train on"
     yield "evaluation", _evaluation(plan)
@@ -102,6 +108,14 @@ def _task(plan: Plan) -> str:
         return f"{plan.task}: episodes of at most {plan.turns} turns, started from seeds"
     rows = ", ".join(f"{plan.rows[split]:,} {split}" for split in ("train", "validation", "test"))
     return f"{plan.task}: {rows} rows"
+
+
+def _prompts(lengths: PromptLengths) -> str:
+    least, most, read, rows = lengths
+    if not read:
+        return "their lengths are read when the run loads the tokenizer"
+    tokens = f"{least:,} to {most:,} tokens" if least < most else count(most, "token")
+    return tokens if read == rows else f"{tokens}, in a sample of {read:,} of {rows:,} rows"
 
 
 def _decisions(plan: Plan) -> str:

@@ -11,16 +11,17 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.adapters.helpers import PrivateGenerators, check_call, check_integer, try_out
+from evo_grpo.envs.conversations import is_conversation, messages_of, text_of
 from evo_grpo.envs.data.tables import read_rows
 from evo_grpo.envs.episodes.step_values import check_reward
 from evo_grpo.envs.finding import find_name
 from evo_grpo.envs.loading import load_function
 from evo_grpo.envs.rewards.calls import await_result
 from evo_grpo.envs.task import DatasetRow
-from evo_grpo.errors import ConfigError
+from evo_grpo.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from evo_grpo.settings import EnvConfig
@@ -52,7 +53,7 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], TrlStyleEnv]:
         seed: Seed of the episodes that are begun without a seed.
     """
     kind = env.kind
-    rows = [] if env.train is None else read_rows(env.train, "train")
+    rows = _rows(env)
     made_by = load_function(name, "env.kind")
     max_turns, settings = _arguments(env.args)
     check_call(kind, settings, made_by)
@@ -69,8 +70,7 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], TrlStyleEnv]:
 def check(name: str, env: EnvConfig, seed: int) -> None:
     """Check the user's class in the source of its module, without importing it."""
     del seed
-    if env.train is not None:
-        read_rows(env.train, "train")
+    _rows(env)
     found = find_name(name, "env.kind")
     check_call(env.kind, _arguments(env.args)[1], found.stand_in())
     for needed in _METHODS:
@@ -151,6 +151,17 @@ class TrlStyleEnv:
             return str({"error": str(error)})
 
 
+def _rows(env: EnvConfig) -> Sequence[DatasetRow]:
+    """Return the rows of the episodes, after reading the messages in their prompts."""
+    rows = [] if env.train is None else read_rows(env.train, "train", env.max_data_gb)
+    for row in rows:
+        try:
+            _text(row.get("prompt"))
+        except DataError as error:
+            raise DataError(f"{row.place}: {error}") from error
+    return rows
+
+
 def _arguments(args: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     """Return `max_turns` and the arguments of the class."""
     max_turns = check_integer("max_turns", args.get("max_turns", MAX_TURNS), 1)
@@ -199,11 +210,8 @@ def _describe(kind: str, tools: Mapping[str, Callable[..., Any]]) -> str:
 
 def _text(content: object) -> str:
     """Return the text of a prompt or observation: a string, messages, or blocks of content."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
+    if not isinstance(content, str | list) or not content:
         return ""
-    blocks = cast("list[Mapping[str, Any]]", content)
-    if "role" in blocks[-1]:
-        return "\n\n".join(_text(message["content"]) for message in blocks)
-    return "".join(str(block.get("text", "")) for block in blocks)
+    if isinstance(content, list) and is_conversation(content):
+        return "\n\n".join(one["content"] for one in messages_of(content, "the prompt"))
+    return text_of(content, "what reset returned")

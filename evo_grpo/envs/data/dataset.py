@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evo_grpo.envs.conversations import MESSAGES, holds_messages
+from evo_grpo.envs.data.rows import place_of
 from evo_grpo.envs.data.tables import divide, read_rows, require_columns
 from evo_grpo.envs.from_config import configured_rewards, configured_template
 from evo_grpo.envs.loading import Loader, load_function
 from evo_grpo.envs.messages import listed
 from evo_grpo.envs.prompts import Messages, Template
 from evo_grpo.envs.rewards.functions import RewardFunction
+from evo_grpo.envs.rewards.scorer import Scorer
 from evo_grpo.envs.task import SPLITS, DatasetRow, Split, Task
 from evo_grpo.envs.thinking import COLUMN
 from evo_grpo.errors import ConfigError, DataError
@@ -37,7 +39,11 @@ def build(name: str, env: EnvConfig, seed: int, load: Loader = load_function) ->
         )
     if env.args:
         raise ConfigError(f'env.args: kind "dataset" takes none, got {listed(env.args)}')
-    sources: dict[Split, Any] = {split: getattr(env, split) for split in SPLITS}
+    sources: dict[Split, Any] = {
+        split: read_rows(source, split, env.max_data_gb)
+        for split in SPLITS
+        if (source := getattr(env, split)) is not None
+    }
     provided = (COLUMN,) if env.thinking is not None else ()
     return dataset_task(seed, sources, configured_template(env), rewards, provided=provided)
 
@@ -78,13 +84,14 @@ def dataset_task(
     if "train" not in rows:
         raise DataError("env.train: expected a dataset to learn from, got none")
     made = Template.of(default_template(rows["train"][0]) if template is None else template)
-    asked = made.columns()
+    rows = {split: made.fitted(own, split) for split, own in rows.items()}
     needs = dict[str, str]()
     for reward in rewards:
         needs |= reward.required_columns()
-    needs = {name: who for name, who in needs.items() if name not in provided} | asked
+    needs = {name: who for name, who in needs.items() if name not in provided}
     for split, its_rows in rows.items():
-        require_columns(its_rows, needs, _called(split, sources[split]), filled=asked)
+        require_columns(its_rows, needs, split)
+    _try_templates(rewards, rows["train"][0])
     missing: list[Split] = [split for split in SPLITS if split not in rows]
     if (
         validation_from_few
@@ -104,21 +111,38 @@ def dataset_task(
     )
 
 
+def _try_templates(rewards: Sequence[RewardFunction], row: DatasetRow) -> None:
+    """Fill in the templates of judges and reward models with the first row, before any training."""
+    for reward in rewards:
+        if isinstance(reward.fn, Scorer):
+            try:
+                reward.fn.fill({**row, "completion": "", "prompt": ""})
+            except DataError as error:
+                place = place_of(row, "train, row 0")
+                raise DataError(f"env.reward: {reward.name}: {place}: {error}") from error
+
+
 def default_template(row: DatasetRow) -> Messages:
-    """Return the template for a dataset without one: its column "prompt" or "question"."""
-    for column in ("prompt", "question"):
+    """Return the template for a dataset without one.
+
+    The column "prompt", "question" or "messages" is the message of the user, or the conversation.
+    """
+    for column in ("prompt", "question", MESSAGES):
         if column in row:
-            return [{"role": "user", "content": f"{{{column}}}"}]
+            role = MESSAGES if holds_messages(row[column]) else "user"
+            return [{"role": role, "content": f"{{{column}}}"}]
     raise DataError(
-        'train: no column "prompt" or "question" to ask with; say what to ask in env.prompt '
-        f"(conversation_template in Python) with its columns: {', '.join(map(str, row))}"
+        'train: no column "prompt", "question" or "messages" to ask with; say what to ask in '
+        "env.prompt (conversation_template in Python) with its columns: "
+        f"{', '.join(map(str, row))}"
     )
 
 
 def _hold_out(
     train: Sequence[DatasetRow], missing: Sequence[Split], template: Template, seed: int
 ) -> dict[Split, Sequence[DatasetRow]]:
-    different = _different(train, template)
+    texts = {id(row): template.plain(row) for row in train}
+    different = len(set(texts.values()))
     if different < FEWEST_TO_DIVIDE:
         named = " and ".join(f"env.{split}" for split in missing)
         raise DataError(
@@ -128,13 +152,9 @@ def _hold_out(
         )
     held_out = max(1, round(different * HELD_OUT))
     shares = {split: held_out for split in missing} | {"train": different - held_out * len(missing)}
-    divided = divide(train, shares, template.plain, seed)
+    divided = divide(train, shares, lambda row: texts[id(row)], seed)
     return {split: divided[split] for split in ("train", *missing)}
 
 
 def _different(rows: Sequence[DatasetRow], template: Template) -> int:
     return len({template.plain(row) for row in rows})
-
-
-def _called(split: str, source: object) -> str:
-    return f"{split} ({source})" if isinstance(source, str | Path) else split

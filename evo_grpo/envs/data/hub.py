@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evo_grpo.envs.data.bounded import MAX_GIGABYTES
 from evo_grpo.envs.messages import listed, nearest
 from evo_grpo.errors import DataError, EngineUnavailable
 from evo_grpo.places import find
@@ -51,16 +52,19 @@ def hub_dataset(source: object) -> HubDataset | None:
     return HubDataset(path=source)
 
 
-def read_hub(dataset: HubDataset, name: str) -> list[dict[str, Any]]:
+def read_hub(
+    dataset: HubDataset, name: str, gigabytes: float = MAX_GIGABYTES
+) -> list[dict[str, Any]]:
     """Read a split of a dataset.
 
     Args:
         dataset: The dataset; its split is that of `name` where it has none.
         name: Name in messages, such as "train" or "env.train".
+        gigabytes: The most memory that its rows may take, in units of 10^9 bytes.
 
     Raises:
-        DataError: There is no such dataset, revision, configuration, split or column; it is gated;
-            or the Hub does not answer and the cache does not have it.
+        DataError: There is no such dataset, revision, configuration, split or column; it is gated
+            or too large; or the Hub does not answer and the cache does not have it.
         EngineUnavailable: The package is not installed.
     """
     wanted = _with_split(dataset, name)
@@ -68,7 +72,7 @@ def read_hub(dataset: HubDataset, name: str) -> list[dict[str, Any]]:
     if key in _ROWS:
         return _ROWS[key]
     where = f"{name}: the dataset {dataset.path!r}"
-    rows = _rows(wanted, _commit(wanted, where), where)
+    rows = _rows(wanted, _commit(wanted, where), where, gigabytes)
     if _is_pinned(wanted):
         _ROWS[key] = rows
     return rows
@@ -168,7 +172,9 @@ def packages(where: str) -> Any:  # noqa: ANN401 -- a module
     return datasets
 
 
-def _rows(dataset: HubDataset, commit: str | None, where: str) -> list[dict[str, Any]]:
+def _rows(
+    dataset: HubDataset, commit: str | None, where: str, gigabytes: float
+) -> list[dict[str, Any]]:
     datasets = packages(where)
     from pyarrow import ArrowException
 
@@ -210,6 +216,12 @@ def _rows(dataset: HubDataset, commit: str | None, where: str) -> list[dict[str,
                     f"{nearest(theirs, data.column_names)}"
                 )
         read = data.select_columns(list(dict.fromkeys(columns.values())))
+        if read.data.nbytes > gigabytes * 1e9:
+            raise DataError(
+                f"{where}, split {split!r}: expected rows of at most {gigabytes:g} GB, got "
+                f"{read.data.nbytes / 1e9:.1f}; read a part, such as {base}[:10000], or raise "
+                "env.max_data_gb"
+            )
         return [{ours: row[theirs] for ours, theirs in columns.items()} for row in read]
 
 

@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+from evo_grpo.envs.data.bounded import MAX_GIGABYTES, VALUE_BYTES, BoundedFile
 from evo_grpo.envs.data.hub import hub_dataset, read_hub
+from evo_grpo.envs.data.rows import Row, place_of
 from evo_grpo.envs.messages import excerpt, listed, nearest
 from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import DataError, EngineUnavailable
@@ -22,6 +24,9 @@ from evo_grpo.settings.given import OBJECT, Given
 MOST_LEVELS = 200
 """Deepest nesting of a row; recursive functions write, compare and send it."""
 
+ROWS_AT_ONCE = 16
+"""Rows of a Parquet file that are decoded together."""
+
 NO_NONE = "give it a value, or drop the row"
 """Remedy for None in a column that a prompt prints."""
 
@@ -31,14 +36,16 @@ _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 _field_limit = threading.Lock()
 
 
-def read_rows(source: object, name: str = "dataset") -> list[dict[str, Any]]:
-    """Read a dataset into one dict per row.
+def read_rows(source: object, name: str = "dataset", gigabytes: float = MAX_GIGABYTES) -> list[Row]:
+    """Read a dataset into one `Row` per row.
 
     Args:
         source: A path ending in .csv, .tsv, .jsonl, .json or .parquet, a `datasets.Dataset`, a
             pandas frame, a sequence of mappings, or `Given`, which holds one of them; or a dataset
             of the Hub.
         name: Name in messages, e.g. "train".
+        gigabytes: The most memory that a file or a dataset of the Hub may take, as in
+            `env.max_data_gb`.
 
     Returns:
         The rows in order, at least one. Values of CSV files are strings ("019" keeps its zero); a
@@ -48,10 +55,11 @@ def read_rows(source: object, name: str = "dataset") -> list[dict[str, Any]]:
         source = source.value
     hub = hub_dataset(source)
     if hub is not None:
-        rows: list[Any] = read_hub(hub, name)
-    elif isinstance(source, str | Path):
-        rows = _read_file(Path(source), name)
-    elif hasattr(source, "columns") and hasattr(source, "notna"):  # a pandas frame
+        return _checked(read_hub(hub, name, gigabytes), f"{name} ({hub.path}), row")
+    if isinstance(source, str | Path):
+        return _read_file(Path(source), name, gigabytes)
+    rows: list[Any]
+    if hasattr(source, "columns") and hasattr(source, "notna"):  # a pandas frame
         frame = cast("Any", source)
         _check_once(map(str, frame.columns), f"{name}: the frame")
         rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
@@ -67,7 +75,9 @@ def read_rows(source: object, name: str = "dataset") -> list[dict[str, Any]]:
             f"{name}: expected a datasets.Dataset, a list of dicts, a pandas frame or a path, "
             f"got {type(source).__name__}; a stream becomes a list with list(stream.take(1000))"
         )
-    return _checked(rows, name)
+    if not rows:
+        raise DataError(f"{name}: expected at least one row, got an empty dataset")
+    return _checked(rows, f"{name}, row")
 
 
 def require_columns(
@@ -90,16 +100,18 @@ def require_columns(
     """
     for number, row in enumerate(rows):
         for column, who in needs.items():
+            if column in row and (row[column] is not None or column not in filled):
+                continue
+            place = place_of(row, f"{name}, row {number}")
             if column not in row:
                 raise DataError(
-                    f'{name}, row {number}: no column "{column}", which {who} needs.'
+                    f'{place}: no column "{column}", which {who} needs.'
                     f"{nearest(column, row)} Columns of the row: {listed(row)}"
                 )
-            if column in filled and row[column] is None:
-                raise DataError(
-                    f'{name}, row {number}: the column "{column}" is None, which {who} would print '
-                    f'as "None"; {NO_NONE}'
-                )
+            raise DataError(
+                f'{place}: the column "{column}" is None, which {who} would print as "None"; '
+                f"{NO_NONE}"
+            )
 
 
 def divide(
@@ -142,31 +154,39 @@ def divide(
     return divided
 
 
-def _checked(rows: Sequence[Any], name: str) -> list[dict[str, Any]]:
-    if not rows:
-        raise DataError(f"{name}: expected at least one row, got an empty dataset")
-    for number, row in enumerate(rows):
+def _checked(rows: Sequence[Any], source: str, numbers: Sequence[int] | None = None) -> list[Row]:
+    """Return rows with their places.
+
+    Args:
+        rows: What was read, which may be anything.
+        source: What stands before the number of a row in its place.
+        numbers: Number of each row in the file; None counts from 0.
+    """
+    checked: list[Row] = []
+    for number, row in zip(numbers or range(len(rows)), rows, strict=True):
         if not isinstance(row, Mapping):
             raise DataError(
-                f"{name}, row {number}: expected a mapping of column to value, "
+                f"{source} {number}: expected a mapping of column to value, "
                 f"got {type(row).__name__} {str(row)[:60]!r}"
             )
         wrong = [key for key in row if not isinstance(key, str)]
         if wrong:
             raise DataError(
-                f"{name}, row {number}: expected strings as names of columns, got {wrong[0]!r}; "
+                f"{source} {number}: expected strings as names of columns, got {wrong[0]!r}; "
                 "rename it"
             )
-    return [dict(row) for row in rows]
+        checked.append(row if isinstance(row, Row) else Row(row, source, number))
+    return checked
 
 
-def _read_file(path: Path, name: str) -> list[Any]:
+def _read_file(path: Path, name: str, gigabytes: float) -> list[Row]:
     if str(path).startswith(OBJECT):
         raise DataError(
             f"{name}: expected rows, got {str(path)!r}, which stands for rows given from Python; "
             "give them from Python again"
         )
     reader = _READERS.get(path.suffix.lower())
+    called = f"{name} ({path})"
     try:
         path = find(path)
         there, is_folder = path.exists(), path.is_dir()
@@ -184,7 +204,7 @@ def _read_file(path: Path, name: str) -> list[Any]:
             f"got {'a folder' if is_folder else f'the ending {path.suffix!r}'}"
         )
     try:
-        rows = reader(path, name)
+        rows, lines = reader(BoundedFile(path, name, gigabytes))
     except OSError as error:
         raise DataError(f"{name}: cannot read {str(path)!r}: {error}") from error
     except UnicodeDecodeError as error:
@@ -193,37 +213,47 @@ def _read_file(path: Path, name: str) -> list[Any]:
         ) from error
     if not rows:
         raise DataError(f"{name}: expected at least one row in {str(path)!r}, got none")
-    return rows
+    return _checked(rows, f"{called}, {'row' if lines is None else 'line'}", lines)
 
 
 def _folders() -> str:
     return " and ".join(map(str, folders()))
 
 
-def _read_csv(path: Path, name: str) -> list[Any]:
+_Read = tuple[list[Any], Sequence[int] | None]
+"""Rows of a file, and the line in which each begins, or None where lines are no rows."""
+
+
+def _read_csv(file: BoundedFile) -> _Read:
     import csv  # only this kind of file needs it
 
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    # utf-8-sig: spreadsheets begin a CSV with a byte-order mark, which would become part of a
-    # column's name.
-    with path.open(encoding="utf-8-sig", newline="") as file, _fields_up_to(path.stat().st_size):
-        reader = csv.DictReader(file, delimiter=delimiter, restkey=None, restval=None)
+    path, name = str(file.path), file.name
+    delimiter = "\t" if file.path.suffix.lower() == ".tsv" else ","
+    rows: list[Any] = []
+    lines: list[int] = []
+    with file.open(newline="") as text, _fields_up_to(file.left):
+        reader = csv.DictReader(text, delimiter=delimiter, restkey=None, restval=None)
         try:
-            _check_header(list(reader.fieldnames or ()), f"{name}: the header of {str(path)!r}")
-            rows = list(reader)
+            columns = list(reader.fieldnames or ())
+            _check_header(columns, f"{name}: the header of {path!r}")
+            for row in reader:
+                file.spend(VALUE_BYTES * (len(columns) + 1))
+                if None in row or None in row.values():
+                    raise DataError(
+                        f"{name}: line {reader.line_num} of {path!r} has more or fewer values than "
+                        f"the header has columns ({listed(c for c in row if c)}); quote values "
+                        f"that hold a {delimiter!r}"
+                    )
+                rows.append(row)
+                # A row ends in the line that was read last, and may have begun above it.
+                lines.append(reader.line_num - sum(value.count("\n") for value in row.values()))
         except csv.Error as error:
             raise DataError(
-                f"{name}: line {reader.line_num} of {str(path)!r} cannot be read: {error}"
+                f"{name}: line {reader.line_num} of {path!r} cannot be read: {error}"
             ) from error
-    for number, row in enumerate(rows):
-        if None in row or None in row.values():
-            raise DataError(
-                f"{name}: row {number} of {str(path)!r} has more or fewer values than the header "
-                "has columns "
-                f"({listed(c for c in row if c)}); quote values that hold a {delimiter!r}"
-            )
+    for row in rows:
         row.pop("", None)  # the index of a pandas frame
-    return rows
+    return rows, lines
 
 
 def _check_header(columns: Sequence[str], where: str) -> None:
@@ -270,31 +300,42 @@ def _fields_up_to(characters: int) -> Generator[None]:
             csv.field_size_limit(before)
 
 
-def _read_jsonl(path: Path, name: str) -> list[Any]:
+def _read_jsonl(file: BoundedFile) -> _Read:
     rows: list[Any] = []
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
+    lines: list[int] = []
+    with file.open() as text:
+        for number, line in enumerate(text, start=1):
             if line.strip():
-                where = f"{name}: line {number} of {str(path)!r}"
+                where = f"{file.name}: line {number} of {str(file.path)!r}"
+                file.spend(_values_in(line))
                 rows.append(_parsed(line, where))
+                lines.append(number)
                 if _is_suspect(line):
                     _check(rows[-1], where)
-    return rows
+    return rows, lines
 
 
-def _read_json(path: Path, name: str) -> list[Any]:
-    text = path.read_text(encoding="utf-8-sig")
-    rows = _parsed(text, f"{name}: {str(path)!r}")
+def _read_json(file: BoundedFile) -> _Read:
+    path, name = str(file.path), file.name
+    with file.open() as opened:
+        text = opened.read()
+    file.spend(_values_in(text))
+    rows = _parsed(text, f"{name}: {path!r}")
     if not isinstance(rows, list):
         raise DataError(
-            f"{name}: expected {str(path)!r} to hold a list of objects, got {type(rows).__name__}; "
+            f"{name}: expected {path!r} to hold a list of objects, got {type(rows).__name__}; "
             "one object per line belongs in a file ending in .jsonl"
         )
     found = cast("list[Any]", rows)
     if _is_suspect(text):
         for number, row in enumerate(found):
-            _check(row, f"{name}: row {number} of {str(path)!r}")
-    return found
+            _check(row, f"{name}: row {number} of {path!r}")
+    return found, None
+
+
+def _values_in(text: str) -> int:
+    """Return an estimate of the memory of the values in JSON, beside their characters."""
+    return VALUE_BYTES * sum(map(text.count, ",[{"))
 
 
 def _parsed(text: str, where: str) -> object:
@@ -338,24 +379,49 @@ def _too_deep(where: str) -> DataError:
     )
 
 
-def _read_parquet(path: Path, name: str) -> list[Any]:
+def _read_parquet(file: BoundedFile) -> _Read:
+    path, name = str(file.path), file.name
     try:
         # Imported here: an extra, and slow to load for runs that read no Parquet.
         from pyarrow import ArrowException
-        from pyarrow.parquet import read_table
+        from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise EngineUnavailable(
-            f'{name}: reading {str(path)!r} needs pyarrow: pip install "evo-grpo[data]"'
+            f'{name}: reading {path!r} needs pyarrow: pip install "evo-grpo[data]"'
         ) from error
+    rows: list[Any] = []
     try:
-        return read_table(path).to_pylist()
+        with ParquetFile(file.path) as opened:
+            _check_once(opened.schema_arrow.names, f"{name}: {path!r}")
+            # A value that is stored once may stand in every row and fill any memory, so rows are
+            # decoded few at a time.
+            for part in opened.iter_batches(ROWS_AT_ONCE):
+                try:
+                    read = part.to_pylist()
+                # A time or number that Python has no type for, or text that is not UTF-8.
+                except (
+                    ArrowException,
+                    ValueError,
+                    ArithmeticError,
+                    RecursionError,
+                    ImportError,
+                ) as error:
+                    raise DataError(
+                        f"{name}: {path!r}, rows {len(rows)} to {len(rows) + part.num_rows - 1}: "
+                        f"expected values that Python can hold: {shorten(str(error))}; convert the "
+                        "column, for instance to strings"
+                    ) from error
+                # The text of the values, since Arrow stores equal ones once.
+                file.spend(len(repr(read)) + VALUE_BYTES * len(read) * (part.num_columns + 1))
+                rows += read
     except ArrowException as error:
-        raise DataError(f"{name}: {str(path)!r} is not a Parquet file: {error}") from error
+        raise DataError(f"{name}: {path!r} is not a Parquet file: {shorten(str(error))}") from error
+    return rows, None
 
 
 # Not pandas: its readers parse numbers and dates ("019" becomes 19), turn integers beside a missing
 # value into floats and lists into arrays, and accept rows of the wrong length.
-_READERS: dict[str, Callable[[Path, str], list[Any]]] = {
+_READERS: dict[str, Callable[[BoundedFile], _Read]] = {
     ".csv": _read_csv,
     ".tsv": _read_csv,
     ".jsonl": _read_jsonl,

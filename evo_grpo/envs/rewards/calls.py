@@ -9,6 +9,7 @@ from functools import partial
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
+from evo_grpo.envs.rewards.hints import hint, place_in_code
 from evo_grpo.envs.rewards.watch import Call, ExitedError, TimedOut, Watch, in_a_thread, watching
 from evo_grpo.errors import RewardAbortError, RewardError
 from evo_grpo.printable import error_text
@@ -128,7 +129,8 @@ def _checked(watch: Watch, call: Call, result: object, keep_errors: bool) -> obj
 
 
 def _failed(call: Call, error: BaseException, keep_errors: bool) -> Raised:
-    named = RewardError(f"{call.title()}: it raised {error_text(error)}")
+    where = place_in_code(error)
+    named = RewardError(f"{call.title()}: it raised {error_text(error)}{where}{hint(error)}")
     if not keep_errors:
         raise named from error
     return Raised(named)

@@ -9,6 +9,7 @@ from inspect import Parameter, isclass, signature
 from typing import Any, cast
 
 from evo_grpo.envs.messages import listed, nearest
+from evo_grpo.envs.rewards.hints import FOREIGN, PAGE
 from evo_grpo.envs.rewards.scorer import Scorer
 from evo_grpo.errors import ConfigError
 from evo_grpo.schema.validation import LARGEST_REWARD as LARGEST
@@ -68,6 +69,7 @@ class RewardFunction:
                 f"reward function {self.name!r}: expected a parameter named completion (called per "
                 "row) or "
                 f"completions (called per batch), got ({', '.join(self._parameters())})"
+                f"{''.join(map(_foreign, self._parameters()))}"
             )
 
     @cached_property  # scoring reads it once per row; reading a signature takes 15 us
@@ -91,7 +93,7 @@ class RewardFunction:
             return dict.fromkeys(self.fn.columns, f"the templates of the reward {self.name!r}")
         own = BATCH_NAMES if self.is_batch else ROW_NAMES
         return {
-            p.name: f"the reward function {self.name!r}"
+            p.name: f"the reward function {self.name!r}{_foreign(p.name)}"
             for p in self._parameters().values()
             if p.kind in _BY_NAME and p.default is Parameter.empty and p.name not in own
         }
@@ -167,6 +169,11 @@ def unknown_reward(name: str, names: Sequence[str]) -> str:
         return f"expected an environment with named reward functions, got {name!r} for one without"
     known = listed(names)
     return f"expected a reward function of the task, {known}, got {name!r}.{nearest(name, names)}"
+
+
+def _foreign(parameter: str) -> str:
+    """Return what a parameter of other trainers is here, in parentheses, or ""."""
+    return f" ({FOREIGN[parameter]}: see {PAGE})" if parameter in FOREIGN else ""
 
 
 def _name_of(fn: object) -> str:

@@ -56,6 +56,11 @@ class Judge(Scorer):
         self._asked = set[str]()
         self._change = threading.Condition()
 
+    def fill(self, row: Mapping[str, Any]) -> None:
+        """See `Scorer.fill`."""
+        for template in self._templates.values():
+            template.plain(row)
+
     def prepare(self, device: str) -> None:
         """Check that the environment has the key; see `Scorer.prepare`."""
         del device

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.rewards.scorer import Scorer, needed_columns, template_rows
-from evo_grpo.errors import RewardError
+from evo_grpo.errors import ConfigError, RewardError
 from evo_grpo.settings.rewards import ModelReward
 
 if TYPE_CHECKING:
@@ -33,6 +33,12 @@ class RewardModel(Scorer):
         if settings.conversation is not None:
             messages = [message.model_dump() for message in settings.conversation]
             self._templates = [Template.of(messages)]
+            if "prompt" in self._templates[0].conversations:
+                raise ConfigError(
+                    "env.reward: kind model, conversation: expected the role messages with "
+                    "{messages}, the conversation of a row, got {prompt}, the text that the agent "
+                    "was given"
+                )
         else:
             texts = [settings.text or DEFAULT_TEXT, settings.text_pair]
             self._templates = [Template.of(text) for text in texts if text is not None]
@@ -42,6 +48,11 @@ class RewardModel(Scorer):
         self._warned = False
         #: The device computes for one thread at a time.
         self._serving = Lock()
+
+    def fill(self, row: Mapping[str, Any]) -> None:
+        """See `Scorer.fill`."""
+        for template in self._templates:
+            template.plain(row)
 
     def prepare(self, device: str) -> None:
         """Load the classifier to a device; see `Scorer.prepare`.

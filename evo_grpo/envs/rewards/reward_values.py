@@ -19,12 +19,12 @@ class UnusableRewardError(RewardError):
 
 @dataclass(frozen=True)
 class CompletionBatch:
-    """B completions with their rows, prompts and row numbers; made by `scoring.score`."""
+    """B completions with their rows, prompts and the places of the rows in the person's file."""
 
     completions: Sequence[str]
     rows: Sequence[Mapping[str, Any]]
     prompts: Sequence[str]
-    numbers: Sequence[int]
+    places: Sequence[str]
 
     def title(self, function: str, position: int | None = None) -> str:
         """Return the title of a call for one completion, or with None for all completions."""
@@ -37,7 +37,7 @@ class CompletionBatch:
 
     def _place(self, position: int) -> str:
         return (
-            f"row {self.numbers[position]}, prompt {excerpt(self.prompts[position])}, "
+            f"{self.places[position]}, prompt {excerpt(self.prompts[position])}, "
             f"completion {excerpt(self.completions[position])}"
         )
 

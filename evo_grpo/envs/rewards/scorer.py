@@ -23,6 +23,13 @@ class Scorer(ABC):
     __name__: str = "scorer"
     columns: Sequence[str] = ()
 
+    def fill(self, row: Mapping[str, Any]) -> None:  # noqa: B027 -- not all have templates
+        """Fill in the templates with a row, a completion and a prompt.
+
+        Raises:
+            DataError: A column has a value that a template cannot print.
+        """
+
     def prepare(self, device: str) -> None:  # noqa: B027 -- not all have something to do
         """Load and check what scoring needs, before the first batch; repeated calls do nothing.
 

@@ -38,6 +38,7 @@ _HONOURED = (
     "engine.offload_adapters",
     *(f"engine.{name}.{own}" for name, kind in ENGINES.items() for own in kind.adjustable),
     *("env.reward_timeout", "env.reward_failures", "env.reward_errors", "env.isolate"),
+    "env.max_data_gb",
     *(f"population.stop.{rule}" for rule in StopConfig.model_fields),
 )
 """Settings that may change between two rounds without an effect on the results."""

@@ -94,7 +94,7 @@ def inputs_of(config: RunConfig) -> Inputs:
     for name in DATA:
         rows = _data(config, name)
         if isinstance(rows, Given) or hub_dataset(rows) is not None:
-            files[name] = _digest(read_rows(rows, name))
+            files[name] = _digest(read_rows(rows, name, config.env.max_data_gb))
     return Inputs(settings_of(config), files, _software(config), places=places)
 
 

@@ -197,6 +197,17 @@ def test_a_prefilled_answer_is_continued(own_data, tmp_path):
     ran(blocks(out)[0], out)
 
 
+@pytest.mark.slow
+def test_a_column_of_messages_is_asked_as_a_conversation(own_data, tmp_path):
+    folder = own_data()
+    config = yaml.safe_load((folder / "population.yaml").read_text())
+    config["env"]["conversation"][0]["role"] = "messages"
+    config["env"]["system_prompt"] = "Add."
+    (folder / "population.yaml").write_text(yaml.safe_dump(config))
+    code = blocks(export(folder, tmp_path / "best"))[0]
+    ran(f'{code}\nassert [m["role"] for m in messages] == ["system", "user"]', tmp_path / "best")
+
+
 def test_a_base_of_the_hub_is_named_and_its_tokenizer_is_there_or_told_of(
     finished, tmp_path, monkeypatch
 ):

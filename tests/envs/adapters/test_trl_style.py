@@ -3,7 +3,7 @@ import json
 import pytest
 from env_contract import EnvContract
 
-from evo_grpo.envs.registry import build_multi_turn
+from evo_grpo.envs.registry import build_multi_turn, check_multi_turn
 from evo_grpo.errors import ConfigError, DataError, RewardError
 from evo_grpo.settings import EnvConfig
 
@@ -108,6 +108,15 @@ class TestTrlStyle(EnvContract):
         return draw.choice(
             [call("increment", step=2), call("roll"), call("none"), "<tool_call>{", "Done."]
         )
+
+
+def test_a_prompt_with_parts_that_are_no_text_is_refused_by_its_row(tmp_path):
+    picture = {"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}
+    path = tmp_path / "more.jsonl"
+    path.write_text("\n".join(map(json.dumps, [*ROWS, picture])))
+    for make in (build_multi_turn, check_multi_turn):
+        with pytest.raises(DataError, match=r"line 3: the prompt, message 0, part 0: expected a"):
+            make(EnvConfig(kind="trl:counter:Counter", train=str(path)), 0)
 
 
 def test_tools_are_described_and_answered():

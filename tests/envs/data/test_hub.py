@@ -27,8 +27,17 @@ configs:
 - config_name: socratic
   data_files:
   - {split: train, path: socratic/train.jsonl}
+- config_name: chat
+  data_files:
+  - {split: train, path: chat/train.jsonl}
 ---
 """
+
+CHATS = [
+    [{"role": "user" if turn % 2 == 0 else "assistant", "content": f"{n}.{turn}"} for turn in turns]
+    for n, turns in enumerate(range(count) for count in (2, 3, 4, 5, 6))
+]
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}a:"
 
 
 def repository(tag):
@@ -45,6 +54,9 @@ def repository(tag):
         "main/train.jsonl": lines(30, "train"),
         "main/test.jsonl": lines(5, "test"),
         "socratic/train.jsonl": lines(4, "socratic"),
+        "chat/train.jsonl": b"".join(
+            json.dumps({"messages": chat}).encode() + b"\n" for chat in CHATS
+        ),
     }
 
 
@@ -87,6 +99,17 @@ found["validation"] = len(task.splits["validation"])
 found["pinned"] = {name: one.revision for name, one in hub.pinned(env(test="openai/gsm8k")).items()}
 narrow = {"path": "openai/gsm8k", "name": "socratic", "columns": {"question": "answer"}}
 found["columns"] = hub.read_hub(hub.HubDataset(**narrow), "train")[0]
+tokenizer.chat_template = sys.argv[2]
+chat = {"path": "openai/gsm8k", "name": "chat"}
+chats = dict.fromkeys(("train", "validation", "test"), chat | {"split": "train"})
+task = build_task(EnvConfig(kind="dataset", reward=lambda completion: 1.0, **chats), 0)
+made = ReasoningGym.from_task(task, tokenizer)
+found["chats"] = [list(made.row("test", n).token_ids) for n in range(5)]
+found["expected"] = [
+    tokenizer.apply_chat_template(
+        [m for m in row["messages"] if m is not row["messages"][-1] or m["role"] == "user"],
+        add_generation_prompt=True, return_dict=False)
+    for row in datasets.load_dataset("openai/gsm8k", "chat", split="train")]
 config = from_dict({"model": "tiny-sums", "env": env()})
 found["digest"] = len(inputs_of(config).files["env.train"])
 for name, train in json.loads(sys.argv[1]).items():
@@ -134,7 +157,7 @@ def test_a_dataset_of_the_hub_is_found_pinned_read_as_datasets_does_or_named(tmp
         environment = {**asking(url, tmp_path), "HF_TOKEN": "hf_not-to-be-shown"}
         cases = json.dumps({name: train for name, (train, _) in REFUSED.items()})
         done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, cases],
+            [sys.executable, "-c", SCRIPT, cases, TEMPLATE],
             env=environment,
             cwd=tmp_path,
             capture_output=True,
@@ -151,6 +174,7 @@ def test_a_dataset_of_the_hub_is_found_pinned_read_as_datasets_does_or_named(tmp
     assert found["pinned"] == {"train": COMMITS[1], "test": COMMITS[1]}
     assert found["columns"] == {"question": "new: 0\n#### 0"}
     assert found["digest"] == 64
+    assert found["chats"] == found["expected"]
     for name, (_, message) in REFUSED.items():
         assert message in found[name], name
         assert not found[f"{name}: late"], name

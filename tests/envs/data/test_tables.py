@@ -1,5 +1,9 @@
 import csv
 import json
+import os
+import pickle
+import subprocess
+import sys
 
 import pandas as pd
 import pytest
@@ -102,11 +106,11 @@ def test_what_is_no_table_is_named(source, message):
         ("a.jsonl", "", r"at least one row in '.*a.jsonl', got none"),
         ("a.json", "[]", r"at least one row in '.*a.json', got none"),
         ("a.jsonl", '{"a": 1}\n{"a": \n', "line 2 of .* is not JSON"),
-        ("a.jsonl", "[1]\n", "row 0: expected a mapping"),
+        ("a.jsonl", "[1]\n", r"^train \(.*a.jsonl\), line 1: expected a mapping"),
         ("a.json", '{"a": 1}', "list of objects, got dict; one object per line"),
         ("a.json", "{", "is not JSON"),
-        ("a.csv", "a,b\n1,2,3\n", "row 0 of .* more or fewer values than the header"),
-        ("a.csv", "a,b\n1\n", "row 0 of .* more or fewer values than the header"),
+        ("a.csv", "a,b\n1,2,3\n", "line 2 of .* more or fewer values than the header"),
+        ("a.csv", "a,b\n1\n", "line 2 of .* more or fewer values than the header"),
         ("a.parquet", "not parquet", "is not a Parquet file"),
         ("a.txt", "x", r"ending in .csv, .json, .jsonl, .parquet, .tsv, got the ending '.txt'"),
     ],
@@ -318,3 +322,116 @@ def test_columns_of_objects_are_named_once_and_by_strings():
         DataError, match=r"train, row 0: expected strings as names .* got 0; rename"
     ):
         read_rows(pd.DataFrame([[1]]), "train")
+
+
+def compressed(folder):
+    """Parquet of 3 MB, with a text of 1 MB in each of 3,000 rows."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow.parquet import ParquetWriter
+
+    texts = pyarrow.table({"question": ["x" * 1_000_000] * 50})
+    with ParquetWriter(folder / "rows.parquet", texts.schema) as writer:
+        for _ in range(60):
+            writer.write_table(texts)
+    return folder / "rows.parquet"
+
+
+def repeated(folder):
+    """Parquet of 100 kB: the same, in a column of numbers of a list of texts."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow.parquet import write_table
+
+    texts = pyarrow.DictionaryArray.from_arrays([0] * 3000, ["x" * 1_000_000])
+    write_table(pyarrow.table({"question": texts}), folder / "rows.parquet")
+    return folder / "rows.parquet"
+
+
+def holes(folder):
+    path = folder / "rows.jsonl"
+    with path.open("wb") as file:
+        file.truncate(10**12)
+    return path
+
+
+def small_values(folder):
+    path = folder / "rows.json"
+    path.write_text("[" + "[]," * 5_000_000 + "[]]")
+    return path
+
+
+def empty_rows(folder):
+    path = folder / "rows.jsonl"
+    path.write_text("{}\n" * 5_000_000)
+    return path
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("make", [compressed, repeated, holes, small_values, empty_rows])
+def test_a_file_that_unfolds_beyond_the_limit_is_refused_in_bounded_memory(tmp_path, make):
+    path = make(tmp_path)
+    code = (
+        "import re, time\n"
+        "from pathlib import Path\n"
+        "from evo_grpo.envs.data.tables import read_rows\n"
+        "from evo_grpo.errors import DataError\n"
+        "start = time.monotonic()\n"
+        "try:\n"
+        f"    read_rows({str(path)!r}, 'train', 0.25)\n"
+        "except DataError as error:\n"
+        "    print(error)\n"
+        "assert time.monotonic() - start < 20\n"
+        "peak = re.search(r'VmHWM:\\s*(\\d+) kB', Path('/proc/self/status').read_text())\n"
+        "assert int(peak[1]) < 10**6, peak[0]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    expected = "got bytes of 0" if make is holes else "at most 0.25 GB in memory, got more; give"
+    assert expected in done.stdout
+
+
+def test_pipes_and_devices_are_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.csv").symlink_to("/dev/zero")
+    for name in ("rows.jsonl", "rows.csv"):
+        with pytest.raises(DataError, match="expected a regular file, got a pipe, a device or"):
+            read_rows(tmp_path / name)
+
+
+def test_values_of_parquet_that_python_cannot_hold_are_named_with_their_rows(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow.parquet import write_table
+
+    path = tmp_path / "rows.parquet"
+    times = pyarrow.array([0, 2**62], pyarrow.timestamp("ms"))
+    torn = pyarrow.StringArray.from_buffers(
+        1, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff")
+    )
+    for column, rows in ((times, "rows 0 to 1"), (torn, "rows 0 to 0")):
+        write_table(pyarrow.table({"a": column}), path)
+        with pytest.raises(DataError, match=rf"{rows}: expected values that Python can hold: .*;"):
+            read_rows(path)
+    write_table(pyarrow.table([times, times], ["a", "a"]), path)
+    with pytest.raises(DataError, match='expected each column once, got "a" twice'):
+        read_rows(path)
+
+
+def test_a_row_has_the_line_in_which_it_begins(tmp_path):
+    (tmp_path / "a.csv").write_text('question,answer\n"two\nlines",1\n\nx,2\n"y\n\n",3\n')
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n\n{"a": 2}\n')
+    (tmp_path / "a.json").write_text('[{"a": 1}, {"a": 2}]')
+    places = {
+        name: [row.place for row in read_rows(tmp_path / name, "train")]
+        for name in ("a.csv", "a.jsonl", "a.json")
+    }
+    assert [place.rpartition(", ")[2] for place in places["a.csv"]] == [
+        "line 2",
+        "line 5",
+        "line 6",
+    ]
+    assert places["a.jsonl"][1] == f"train ({tmp_path / 'a.jsonl'}), line 3"
+    assert places["a.json"][1].endswith("a.json), row 1")
+    divided = divide(read_rows(tmp_path / "a.jsonl"), {"x": 1, "y": 1}, str, 0)
+    copies = pickle.loads(pickle.dumps(divided))
+    assert {r.place for rows in copies.values() for r in rows} == {
+        f"dataset ({tmp_path / 'a.jsonl'}), line {line}" for line in (1, 3)
+    }

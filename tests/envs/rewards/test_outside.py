@@ -26,6 +26,7 @@ from evo_grpo.settings.env import RewardCalls
 COMPLETIONS = ["2", "x", "4"]
 ROWS = [{"level": 1}, {"level": 2}, {"level": 3}]
 PROMPTS = ["1+1=", "1+2=", "1+3="]
+PLACES = [f"row {n}" for n in range(3)]
 LIMIT = 0.3
 
 
@@ -140,7 +141,7 @@ def test_a_call_that_cannot_be_interrupted_ends_the_process_with_its_name():
             mutex = ctypes.create_string_buffer(256)
             for _ in range(2):  # waits for itself, in C, where no signal reaches Python
                 ctypes.CDLL(None).pthread_mutex_lock(mutex)
-        batch = CompletionBatch(["a"], [{}], ["p"], range(1))
+        batch = CompletionBatch(["a"], [{}], ["p"], ["row 0"])
         score_batch(as_rewards(deaf), batch, RewardCalls(reward_timeout=0.3))
         """
     )
@@ -242,7 +243,7 @@ def test_a_result_that_raises_when_it_is_looked_at_is_named(how):
     functions = (lambda completion: Liar(), lambda completions: Liar(), later, all_later)
     for function in functions:
         rewards = as_rewards([later, function])
-        batch = CompletionBatch(COMPLETIONS, ROWS, PROMPTS, range(3))
+        batch = CompletionBatch(COMPLETIONS, ROWS, PROMPTS, ["row 0", "row 1", "row 2"])
         if how is SET_ASIDE and "completion" in rewards[1].names():
             failures = score_batch(rewards, batch, how).failures
             assert len(failures) == 6
@@ -475,7 +476,7 @@ def test_a_thread_of_a_call_that_ends_the_process_ends_it_with_an_error():
             thread.start()
             thread.join()
             return 1.0
-        batch = CompletionBatch(["a"], [{}], ["p"], range(1))
+        batch = CompletionBatch(["a"], [{}], ["p"], ["row 0"])
         score_batch(as_rewards(leaves), batch, RewardCalls(reward_timeout=None))
         """
     )
@@ -506,7 +507,7 @@ def test_a_fork_that_comes_back_is_ended(tmp_path):
         def forks(completion):
             os.fork()
             return 1.0
-        batch = CompletionBatch(["a", "b"], [{{}}] * 2, ["p"] * 2, range(2))
+        batch = CompletionBatch(["a", "b"], [{{}}] * 2, ["p"] * 2, ["row 0", "row 1"])
         score_batch(as_rewards(forks), batch, RewardCalls(reward_timeout=None))
         open({str(tmp_path / "came_back")!r}, "a").write(f"{{os.getpid()}}\\n")
         """
@@ -518,7 +519,7 @@ def test_a_fork_that_comes_back_is_ended(tmp_path):
 
 
 def batch_of(count=3):
-    return CompletionBatch(COMPLETIONS[:count], ROWS[:count], PROMPTS[:count], range(count))
+    return CompletionBatch(COMPLETIONS[:count], ROWS[:count], PROMPTS[:count], PLACES[:count])
 
 
 def test_failures_are_told_with_their_positions():

@@ -67,7 +67,7 @@ BATCH = CompletionBatch(
     ["2", "x", "4"],
     [{"answer": "2", "level": 1}, {"answer": "3", "level": 2}, {"answer": "4", "level": 3}],
     ["1+1=", "1+2=", "1+3="],
-    [10, 11, 12],
+    ["row 10", "row 11", "row 12"],
 )
 
 
@@ -150,7 +150,7 @@ def test_after_an_error_the_next_batch_has_a_process(process):
     isolated = process("sleeps", reward_timeout=0.3)
     with pytest.raises(RewardAbortError):
         isolated.score(BATCH)
-    easy = CompletionBatch(["2"], [{"level": 1}], ["1+1="], [0])
+    easy = CompletionBatch(["2"], [{"level": 1}], ["1+1="], ["row 0"])
     assert isolated.score(easy).rewards.tolist() == [[1.0]]
 
 

@@ -3,6 +3,7 @@ import functools
 import inspect
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from evo_grpo.errors import ConfigError, RewardError
 COMPLETIONS = ["2", "x", "4"]
 ROWS = [{"answer": "2", "level": 1}, {"answer": "3", "level": 2}, {"answer": "4", "level": 3}]
 PROMPTS = ["1+1=", "1+2=", "1+3="]
+
+FILE = Path(__file__).relative_to(Path.cwd())
 
 
 def run(*functions, weights=None, **changes):
@@ -216,7 +219,7 @@ def test_a_function_that_raises_is_named_with_row_and_prompt(function):
         run(function, numbers=[10, 11, 12])
     assert str(caught.value) == (
         f"reward function '{function.__name__}', row 11, prompt '1+2=', completion 'x': "
-        "it raised KeyError: 'gold'"
+        f"it raised KeyError: 'gold' in {FILE}, line {boom.__code__.co_firstlineno + 2}, boom"
     )
     assert isinstance(caught.value.__cause__, KeyError)
     assert caught.value.exit_code == 2
@@ -227,8 +230,46 @@ def test_a_batch_function_that_raises_is_named_with_its_first_row():
         run(batch_boom)
     assert str(caught.value) == (
         "reward function 'batch_boom', 3 completions, the first: row 0, prompt '1+1=', "
-        "completion '2': it raised KeyError: 'gold'"
+        f"completion '2': it raised KeyError: 'gold' in {FILE}, "
+        f"line {batch_boom.__code__.co_firstlineno + 1}, batch_boom"
     )
+
+
+def of_messages(completions):
+    return [len(completion[0]["content"]) for completion in completions]
+
+
+def of_ids(completions, **columns):
+    return [len(ids) for ids in columns["completion_ids"]]
+
+
+def with_package(completion):
+    return functools.reduce(int.__add__, [completion, inspect.signature(completion)])
+
+
+@pytest.mark.parametrize(
+    ("function", "hint"),
+    [
+        (of_messages, "; completions and prompts are strings here, where TRL has messages"),
+        (of_ids, "; TRL passes token ids; here text alone: see docs/from_trl.md"),
+        (with_package, ""),  # the innermost call is that of an installed module
+    ],
+)
+def test_an_exception_is_told_with_the_line_of_the_users_code_and_what_to_change(function, hint):
+    with pytest.raises(RewardError) as caught:
+        run(function)
+    line = function.__code__.co_firstlineno + 1
+    place = f" in {FILE}, line {line}, {function.__name__}{hint}"
+    assert place in str(caught.value)
+    assert hint or str(caught.value).endswith(place)
+
+
+@pytest.mark.parametrize("name", ["completion_ids", "trainer_state", "log_metric"])
+def test_a_parameter_of_another_trainer_is_explained(name):
+    reward = RewardFunction("mine", eval(f"lambda completions, {name}: 1"))
+    assert "TRL passes" in reward.required_columns()[name]
+    with pytest.raises(ConfigError, match=r"solution_str.*verl passes the completion so"):
+        RewardFunction("mine", lambda data_source, solution_str: 1.0)
 
 
 def test_an_error_leaves_no_coroutine_waiting():

@@ -1,0 +1,161 @@
+"""Reads how long the prompts of a task are, with a model's tokenizer.json and no transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+from evo_grpo.envs.prompts import RenderedPrompts, Template
+from evo_grpo.envs.task import SPLITS, DatasetRow, LazyRows, Split, Task
+from evo_grpo.envs.template_keywords import dropped_sentence, rendered_chat
+from evo_grpo.errors import ModelError
+from evo_grpo.printable import shorten
+from evo_grpo.sources import resolve
+from evo_grpo.training.sizing.chat_template import CONFIG, OWN_FILE, chat_template_of
+from evo_grpo.training.sizing.model_size import read_object
+
+MOST_READ = 10_000
+"""Most rows whose prompts are read; of more, a sample."""
+_NO_LIMIT = 2**62
+
+
+class PromptLengths(NamedTuple):
+    """Lengths of the prompts of all splits, in tokens.
+
+    Attributes:
+        least: The shortest.
+        most: The longest.
+        read: Number of rows that were read.
+        rows: Number of rows in all.
+    """
+
+    least: int
+    most: int
+    read: int
+    rows: int
+
+
+def read_prompts(
+    task: Task, model: str, context: int | None
+) -> tuple[PromptLengths | None, list[str]]:
+    """Return the lengths of the prompts of a task, and warnings about the chat template.
+
+    Args:
+        task: The task.
+        model: Name of the base model.
+        context: Most tokens of prompt and completion together, None if unknown.
+
+    Returns:
+        None for the lengths of a task that makes its rows, which are short. They are 0, of no row,
+        if the model has no tokenizer.json here.
+
+    Raises:
+        PromptTooLongError: A prompt leaves no room for a completion, by its row.
+        ModelError: The tokenizer is damaged.
+        ConfigError: The chat template refuses the messages.
+    """
+    tokenizer: Any = FileTokenizer(model)
+    lazy = isinstance(task.splits["train"], LazyRows)
+    total = sum(map(len, task.splits.values()))
+    splits: dict[Split, Sequence[DatasetRow]] = {
+        split: _sample(task.splits[split], total) for split in SPLITS
+    }
+    lengths: list[int] = []
+    found: dict[str, None] = {}
+    for name in task.prompts or [None]:
+        template = Template.of_task(task, name)
+        found |= dict.fromkeys(dropped_sentence(template, splits["train"], tokenizer))
+        if not (lazy or tokenizer.backend is None):
+            rendered = RenderedPrompts(splits, template, tokenizer)
+            rendered.limit(context or _NO_LIMIT)
+            prompts = (
+                rendered.get(split, n) for split in SPLITS for n in range(len(splits[split]))
+            )
+            lengths += [len(prompt.token_ids) for prompt in prompts]
+    read = sum(map(len, splits.values())) if lengths else 0
+    known = PromptLengths(min(lengths, default=0), max(lengths, default=0), read, total)
+    return None if lazy else known, list(found)
+
+
+def _sample(rows: Sequence[DatasetRow], total: int) -> Sequence[DatasetRow]:
+    """Return the rows of a split, or its share of the sample, evenly spread."""
+    if total <= MOST_READ:
+        return rows
+    count = max(1, len(rows) * MOST_READ // total)
+    return [rows[number * len(rows) // count] for number in range(count)]
+
+
+@final
+class FileTokenizer:
+    """The methods of a transformers tokenizer that prompts are rendered with.
+
+    Args:
+        model: Name of the model.
+
+    Attributes:
+        backend: The tokenizer of the package tokenizers, None if there is no tokenizer.json.
+    """
+
+    def __init__(self, model: str) -> None:
+        file, config = (_file(model, name) for name in ("tokenizer.json", CONFIG))
+        self.backend: Any = None if file is None else _backend(model, file)
+        found = chat_template_of(model) or ""
+        named = found if isinstance(found, dict) else {"default": found}
+        self.chat_template = named.get(Path(OWN_FILE).stem) or named.get("default")
+        self._special: dict[str, str] = {}
+        for name, value in ({} if config is None else read_object(model, config)).items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(text, str):
+                self._special[name] = text
+        end = self._special.get("eos_token")
+        self.eos_token_id = self.backend and end and self.backend.token_to_id(end)
+
+    def __call__(
+        self, texts: str | list[str], *, add_special_tokens: bool = True, verbose: bool = True
+    ) -> dict[str, Any]:
+        """Return the ids of a text, or of each of several."""
+        del verbose
+        many = [texts] if isinstance(texts, str) else texts
+        encoded = self.backend.encode_batch_fast(many, add_special_tokens=add_special_tokens)
+        ids = [one.ids for one in encoded]
+        return {"input_ids": ids[0] if isinstance(texts, str) else ids}
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, verbose: bool = True
+    ) -> list[int]:
+        """Return the ids of a text."""
+        return self(text, add_special_tokens=add_special_tokens, verbose=verbose)["input_ids"]
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], *, tokenize: bool, **keywords: Any
+    ) -> str:
+        """Return the text of messages."""
+        del tokenize
+        return rendered_chat(str(self.chat_template), messages, {**self._special, **keywords})
+
+
+def _file(model: str, name: str) -> Path | None:
+    """Return a file of a model, or None if it is not on this machine."""
+    source = resolve(model)
+    if source.gguf_file is not None:
+        return None
+    found: Any = Path(source.path) / name
+    if not source.local:
+        # Imported here: only a hub id needs it; it is a dependency of transformers.
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(source.path, name)
+    return Path(found) if isinstance(found, str | Path) and Path(found).is_file() else None
+
+
+def _backend(model: str, file: Path) -> Any:  # noqa: ANN401 -- the package has no types
+    # Imported here: only `evo-grpo check` needs it; it is a dependency of transformers.
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises nothing finer
+        raise ModelError(
+            f"model {model!r}: {file} cannot be read: {shorten(str(error))}; fetch it anew"
+        ) from error

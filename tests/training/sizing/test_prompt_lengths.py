@@ -1,0 +1,119 @@
+"""Lengths of prompts that `check` reads by a tokenizer.json, beside those of transformers."""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from evo_grpo.cli.plan.plan import make_plan
+from evo_grpo.cli.plan.render import _prompts
+from evo_grpo.envs.prompts import Template
+from evo_grpo.envs.registry import build_task
+from evo_grpo.envs.single_turn import ReasoningGym
+from evo_grpo.errors import ConfigError, ModelError, PromptTooLongError
+from evo_grpo.settings import EnvConfig, from_dict
+from evo_grpo.sources import embedded_models
+from evo_grpo.training.sizing import prompt_lengths
+from evo_grpo.training.sizing.prompt_lengths import FileTokenizer, read_prompts
+
+QUESTION = [{"role": "user", "content": "{question}"}]
+BEGUN = [*QUESTION, {"role": "assistant", "content": "It is "}]
+#: With what the templates of real models use: tags, white space, filters, functions, tokens.
+JINJA = """{% for m in messages %}
+    {%- if m.tools is defined %}{{ m.tools | tojson }}{% endif %}
+    {% if m.role == "assistant" %}{% generation %}{{ m.content | trim }}{% endgeneration %}
+    {% else %}{{ bos_token }}{{ m.role }}: {{ m.content }}{% endif %}
+    {% if loop.index > 9 %}{% break %}{% endif %}
+{% endfor %}{{ strftime_now("%Y") }}{% if add_generation_prompt %}A{{ brief }}:{% endif %}"""
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A copy of the embedded model's tokenizer, with a chat template of its own."""
+
+    def make(template=JINJA):
+        tokenizer = AutoTokenizer.from_pretrained(embedded_models()["tiny-sums"])
+        tokenizer.chat_template = template
+        tokenizer.bos_token = "<"
+        tokenizer.save_pretrained(tmp_path / "model")
+        source = embedded_models()["tiny-sums"]
+        (tmp_path / "model" / "config.json").write_bytes((source / "config.json").read_bytes())
+        return str(tmp_path / "model")
+
+    return make
+
+
+@pytest.mark.parametrize("asked", ["{question}=", QUESTION, BEGUN])
+@pytest.mark.parametrize("name", ["tiny-sums", "tiny-foods", None])
+def test_prompts_are_those_of_transformers_token_for_token(asked, name, model):
+    path = model() if name is None else name
+    template = Template.of(asked)
+    rows = [{"question": text} for text in ("1+1", " two\n lines ", 'é "' * 50)]
+    transformers = AutoTokenizer.from_pretrained(embedded_models().get(name, path))
+    expected = template.render_all(rows, transformers)
+    assert template.render_all(rows, FileTokenizer(path)) == expected
+
+
+def rows_in(folder, count, longest=0):
+    rows = [{"question": f"{n:03d}"} for n in range(count)]
+    rows[longest]["question"] = "1" * 60
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (folder / "mine.py").write_text("def score(completion):\n    return 1.0\n")
+
+
+def config(**changes):
+    env = {"kind": "dataset", "train": "rows.jsonl", "reward": "mine:score"}
+    settings = {"model": "tiny-sums", "env": env, "population": {"size": 2, "rounds": 1}}
+    return from_dict({**settings, **changes})
+
+
+def test_check_refuses_a_prompt_as_a_run_does_by_the_line_of_its_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows_in(tmp_path, 40, longest=31)
+    settings = config(algorithm={"max_model_len": 60, "max_output_tokens": 4})
+    with pytest.raises(PromptTooLongError) as told:
+        make_plan(settings)
+    assert str(told.value).startswith(
+        "train (rows.jsonl), line 32: expected a prompt of at most 59"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(embedded_models()["tiny-sums"])
+    task = build_task(settings.env, 0, lambda *_: lambda completion: 1.0)
+    with pytest.raises(PromptTooLongError) as refused:
+        ReasoningGym.from_task(task, tokenizer, max_context_length=60)
+    assert str(refused.value) == str(told.value)
+
+
+def test_beyond_a_number_of_rows_a_sample_of_each_split_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows_in(tmp_path, 200)
+    whole = make_plan(config()).prompts
+    assert (whole.read, whole.rows, whole.most - whole.least) == (200, 200, 57)
+    monkeypatch.setattr(prompt_lengths, "MOST_READ", 100)
+    sample = make_plan(config()).prompts
+    assert (sample.read, sample.rows) == (100, 200)
+    assert _prompts(sample).endswith("tokens, in a sample of 100 of 200 rows")
+
+
+def test_messages_that_the_chat_template_leaves_out_are_told_by_check_and_run(model):
+    path = model(
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    kind = {"kind": "dataset", "reward": len, "train": [{"question": f"{n}"} for n in range(20)]}
+    env = EnvConfig(**(kind | {"reward": lambda completion: 1.0}), system_prompt="Add.")
+    task = build_task(env, 0)
+    _, (told,) = read_prompts(task, path, None)
+    assert "leaves out messages of the role system, which the model will not see" in told
+    with pytest.warns(UserWarning, match="leaves out messages of the role system"):
+        ReasoningGym.from_task(task, AutoTokenizer.from_pretrained(path))
+    assert read_prompts(build_task(env.replace(system_prompt=None), 0), path, None)[1] == []
+
+
+def test_a_damaged_tokenizer_and_an_endless_template_are_named(model, tmp_path):
+    kind = {"kind": "dataset", "train": [{"question": f"{n}"} for n in range(20)]}
+    task = build_task(EnvConfig(**kind, reward=lambda completion: 1.0), 0)
+    deep = "{% if 1 %}" * 5000 + "{% endif %}" * 5000
+    with pytest.raises(ConfigError, match="it is nested too deep"):
+        read_prompts(task, model(deep), None)
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"tokenizer.json cannot be read: .*; fetch it anew"):
+        read_prompts(task, str(tmp_path / "model"), None)
