@@ -86,13 +86,19 @@ def report(
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", help="Default: report.html in the run folder."),
     ] = None,
+    samples: Annotated[
+        bool,
+        typer.Option(
+            "--samples/--no-samples", help="Show prompts, answers and completions: your data."
+        ),
+    ] = True,
     open_it: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
     debug: Debug = False,
 ) -> None:
     """Write a page with figures of a run, finished or not, that needs no network."""
     from evo_grpo.readers.report.run_page import write_report
 
-    written = write_report(folder, out)
+    written = write_report(folder, out, samples=samples)
     say(f"wrote {written}")
     if open_it:
         typer.launch(written.resolve().as_uri())
