@@ -10,7 +10,7 @@ from typing import Any
 
 from evo_grpo.after.export.writing import is_export_file
 from evo_grpo.errors import ConfigError, RunFailedError
-from evo_grpo.printable import shorten
+from evo_grpo.printable import redacted, shorten
 
 TOKEN = "HF_TOKEN"
 """The environment variable with the token, which huggingface_hub reads too."""
@@ -87,7 +87,7 @@ class Push:
 def _why(error: Exception) -> str:
     from huggingface_hub.errors import HfHubHTTPError
 
-    said = shorten(f"{type(error).__name__}: {error}")
+    said = shorten(redacted(f"{type(error).__name__}: {error}", os.environ.get(TOKEN, "").strip()))
     if isinstance(error, HfHubHTTPError):
         if _status(error) in (401, 403):
             return f"the Hub refuses the token in {TOKEN}, which needs write access there ({said})"

@@ -18,6 +18,7 @@ from evo_grpo.envs.rewards.reward_values import UnusableRewardError
 from evo_grpo.envs.rewards.scorer import Scorer, needed_columns, template_rows
 from evo_grpo.envs.rewards.watch import check_not_stopped
 from evo_grpo.errors import RewardError
+from evo_grpo.printable import redacted
 from evo_grpo.settings.rewards import JudgeReward
 
 LIKELIEST = 20
@@ -120,6 +121,7 @@ class Judge(Scorer):
     def _keep(self, key: str, reply: Mapping[str, Any]) -> None:
         """Keep the answer in a reply, also if it has no score: it has been paid for."""
         score, text = read_score(self.settings, reply)
+        text = redacted(text, self._client.key())
         usage = reply.get("usage")
         counts = cast("Mapping[str, object]", usage) if isinstance(usage, Mapping) else {}
         tokens = [_count(counts.get(name)) for name in ("prompt_tokens", "completion_tokens")]

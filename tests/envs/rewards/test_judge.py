@@ -238,6 +238,31 @@ def test_a_refused_key_ends_the_run_and_is_never_shown(status, caplog):
     assert KEY not in shown
 
 
+@pytest.mark.parametrize("key", [KEY, "sk-\"a/very\\secret'-key"])
+@pytest.mark.parametrize("before", [*range(170, 201, 3), *range(1982, 2000, 3)])
+def test_no_part_of_the_key_is_shown_or_kept_where_a_text_is_cut(
+    tmp_path, monkeypatch, key, before
+):
+    monkeypatch.setenv("JUDGE_KEY", key)
+    where = [key, json.dumps(key)[1:-1], json.dumps(key)[1:-1].replace("/", "\\/")]
+
+    def answer(body, number):
+        text = "x" * before + where[number % 3] + "y" * 490
+        return (400, text.encode()) if number <= 3 else (200, says(text))
+
+    with judging(answer) as server:
+        judge = made(server.url, key_variable="JUDGE_KEY", retries=0)
+        judge.record_in(tmp_path, "judge")
+        shown = "".join(str(one) for n in range(6) for one in ask(judge, [str(n)]))
+    assert server.requests == 6
+    kept = (tmp_path / "judge.jsonl").read_text()
+    for text in (shown, kept):
+        assert "***" in text or before > 200
+        assert "secret" not in text
+        assert "sk-" not in text
+        assert "-key" not in text
+
+
 def test_a_key_that_is_missing_or_broken_is_refused_before_anything_is_sent(monkeypatch):
     judge = made("http://127.0.0.1:1/v1", key_variable="JUDGE_KEY")
     judge.prepare("cpu")
