@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -17,6 +18,7 @@ from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any, NoReturn, TypeVar, cast, final
 
 import torch
@@ -32,7 +34,7 @@ from evo_grpo.population.ranks.heartbeat import (
 )
 from evo_grpo.population.ranks.lockstep import Lockstep
 from evo_grpo.population.ranks.pickled import put_together, taken_apart
-from evo_grpo.population.ranks.team import Team, is_one_of_several
+from evo_grpo.population.ranks.team import STORE, Team, is_one_of_several
 from evo_grpo.printable import error_text
 
 #: Ranks wait for each other without a practical limit; the heartbeat reports a lost rank.
@@ -377,7 +379,7 @@ def find_team(to_meet: timedelta | None = None) -> Team:
     if not dist.is_initialized():
         try:
             _join(to_meet)
-        except (RuntimeError, ValueError, KeyError) as error:
+        except (RuntimeError, ValueError, KeyError, OSError) as error:
             raise _NotMetError(
                 f"ranks: expected {os.environ.get('WORLD_SIZE')} processes that reach each other "
                 f"at MASTER_ADDR={os.environ.get('MASTER_ADDR')} "
@@ -407,4 +409,34 @@ def _join(to_meet: timedelta) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     # Do not use accelerate's PartialState, which tries MPI first on a CPU and sets the number of
     # threads; it adopts an existing group. No data moves between devices, so NCCL is not needed.
-    dist.init_process_group("gloo", timeout=to_meet)
+    store, rank, size = _loopback_store(to_meet), -1, -1
+    if store is not None:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=to_meet)
+
+
+def _loopback_store(to_meet: timedelta) -> Any:  # noqa: ANN401 -- torch exports no Store
+    """Return a store that listens on the loopback alone, if that is where the ranks meet.
+
+    torch's own listens on all interfaces, for whoever connects. gloo and NCCL are bound to the
+    loopback too. None on several machines, and where a launcher keeps the store.
+    """
+    try:
+        address = socket.gethostbyname(os.environ["MASTER_ADDR"])
+    except OSError:  # torch knows more kinds of addresses, and its error is reported
+        return None
+    if not ip_address(address).is_loopback:
+        return None
+    loopback = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
+    os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    store: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage] -- documented there
+    port, size = int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
+    if os.environ["RANK"] != "0":
+        return store(address, port, size, timeout=to_meet)
+    given = os.environ.pop(STORE, "")
+    listener = socket.socket(fileno=int(given)) if given else socket.create_server((address, port))
+    os.set_inheritable(listener.fileno(), False)
+    fd = listener.detach()
+    return store(address, port, size, is_master=True, timeout=to_meet, master_listen_fd=fd)

@@ -12,6 +12,10 @@ from typing import Any, TypeVar
 
 from evo_grpo.population.ranks.lockstep import Lockstep
 
+STORE = "EVO_GRPO_STORE"
+"""Environment variable with the descriptor of the socket on which the first rank of `--nproc` is to
+listen; the launcher has bound it."""
+
 T = TypeVar("T")
 R = TypeVar("R")
 
