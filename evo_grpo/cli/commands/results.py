@@ -172,6 +172,14 @@ def follow(
             help="Another database for optuna than that of the run's settings; without a password.",
         ),
     ] = None,
+    outside: Annotated[
+        bool,
+        typer.Option(
+            "--outside",
+            help="Also write to folders, servers and databases outside of the run folder that the "
+            "run's settings name.",
+        ),
+    ] = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print only what goes wrong.")
     ] = False,
@@ -181,7 +189,7 @@ def follow(
     from evo_grpo.cli.readers import feed_readers
 
     names = [name.strip() for name in to.split(",")] if to else []
-    feed_readers(folder, names, storage, quiet=quiet)
+    feed_readers(folder, names, storage, outside=outside, quiet=quiet)
 
 
 @app.command(rich_help_panel=PANEL, hidden=True)
