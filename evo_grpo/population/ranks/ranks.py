@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from evo_grpo.envs.rewards.scorer import Board
 from evo_grpo.errors import ConfigError, EvoGrpoError, LostRankError, OtherRankError
 from evo_grpo.population.ranks.heartbeat import (
     THREAD,
@@ -52,6 +53,10 @@ R = TypeVar("R")
 _THREAD = "exchange between ranks"
 #: One per process, like the process group of torch.distributed.
 _heartbeat: Heartbeat | None = None
+#: Boards of this process; each is a part of the store.
+_boards = 0
+_AT_ONCE = 1000
+"""Texts that are written to the store in one message."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +134,18 @@ class Ranks(Team):
         self._meet("receive", transfer, other=source)
         return found[0]
 
+    def board(self) -> Board:
+        """See `Team`."""
+        global _boards
+        _boards += 1
+        store: Any = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage] -- no public one
+        return _Board(distributed_c10d.PrefixStore(f"board-{_boards}", store.clone()), self)
+
     def in_lockstep(
         self, join_forward: Callable[[], None], join_backward: Callable[[], None]
     ) -> Lockstep:
         """See `Team`."""
-        naming = self._naming_the_lost_rank(None)
+        naming = self.naming_the_lost_rank(None)
         self._lockstep = Lockstep(self._highest, naming(join_forward), naming(join_backward))
         return self._lockstep
 
@@ -247,7 +259,7 @@ class Ranks(Team):
         why = self._heartbeat.wait(lambda s: bool(wait_for([result], s).done), place)
         if why:
             raise self._lost(why)
-        with self._naming_the_lost_rank(error):
+        with self.naming_the_lost_rank(error):
             result.result()
         self._broken = broken
 
@@ -263,8 +275,13 @@ class Ranks(Team):
         if self._lockstep is not None:
             self._lockstep.idle()
 
+    def check_for_lost_ranks(self) -> None:
+        """Raise an error if another rank is lost, which this one may wait for."""
+        if why := self._heartbeat.verdict():
+            raise self._lost(why)
+
     @contextmanager
-    def _naming_the_lost_rank(self, error: BaseException | None) -> Generator[None]:
+    def naming_the_lost_rank(self, error: BaseException | None = None) -> Generator[None]:
         """Raise an error that names the lost rank if a message does not arrive."""
         try:
             yield
@@ -282,6 +299,34 @@ class Ranks(Team):
             f"rank {self.rank} of {self.size} ends, since {why}; finished rounds are in the run "
             "folder; continue with: evo-grpo resume RUN"
         )
+
+
+@final
+class _Board:
+    """A `Board` in the store over which the ranks met."""
+
+    def __init__(self, store: Any, ranks: Ranks) -> None:  # noqa: ANN401 -- torch exports no Store
+        self._store = store
+        self._ranks = ranks
+
+    def swap(self, name: str, old: str, new: str) -> str:
+        """See `Board`."""
+        with self._ranks.naming_the_lost_rank():
+            return self._store.compare_set(name, old, new).decode()
+
+    def write(self, texts: Mapping[str, str]) -> None:
+        """See `Board`."""
+        names = list(texts)
+        with self._ranks.naming_the_lost_rank():
+            for start in range(0, len(names), _AT_ONCE):
+                part = names[start : start + _AT_ONCE]
+                self._store.multi_set(part, [texts[name] for name in part])
+
+    def read(self, names: Sequence[str]) -> Sequence[str]:
+        """See `Board`."""
+        self._ranks.check_for_lost_ranks()
+        with self._ranks.naming_the_lost_rank():
+            return [text.decode() for text in self._store.multi_get(list(names))]
 
 
 def _wait(begun: Iterable[dist.Work | None]) -> None:

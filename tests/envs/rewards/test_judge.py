@@ -357,6 +357,100 @@ def test_of_200_answers_with_a_tenth_failing_none_is_paid_for_twice_after_a_kill
     assert judge.spent()["answers"] == 200
 
 
+class Shared(dict):
+    """A board of two judges in threads of this process."""
+
+    def swap(self, name, old, new):
+        return self.setdefault(name, new) if old == "" else self._changed(name, old, new)
+
+    def _changed(self, name, old, new):
+        if self[name] == old:
+            self[name] = new
+        return self[name]
+
+    def write(self, texts):
+        self.update(texts)
+
+    def read(self, names):
+        return [self[name] for name in names]
+
+
+def test_processes_that_share_a_board_ask_each_question_once():
+    def answer(body, number):
+        """An answer that differs from call to call."""
+        time.sleep(0.01)
+        return 200, says(f"<score>{number % 11}</score>")
+
+    board = Shared()
+    with judging(answer) as server:
+        judges = [made(server.url, concurrency=4) for _ in range(3)]
+        for judge in judges:
+            judge.share(board, known=False)
+        completions = [str(n) for n in range(30)]
+        asked = [in_a_thread("ask", partial(ask, judge, completions)) for judge in judges]
+        first, *others = [one.result() for one in asked]
+        assert all(other == first for other in others)
+        assert server.requests == 30
+        assert sum(judge.spent()["answers"] for judge in judges) == 30
+
+
+def test_a_process_hears_that_another_one_got_no_answer_and_may_ask_later():
+    board, refuses = Shared(), True
+
+    def answer(body, number):
+        time.sleep(0.2)
+        return (400, "no") if refuses else (200, says("<score>5</score>"))
+
+    with judging(answer) as server:
+        one, two = made(server.url), made(server.url)
+        one.share(board, known=False)
+        two.share(board, known=False)
+        under_way = in_a_thread("ask", partial(ask, one, ["x"]))
+        while server.requests == 0:
+            time.sleep(0.01)
+        (heard,) = ask(two, ["x"])
+        assert server.requests == 1
+        assert str(heard) == str(under_way.result()[0])
+        refuses = False
+        assert ask(two, ["x"]) == ask(one, ["x"]) == [0.5]
+        assert server.requests == 2
+    # A refused key ends a process: nobody waits for it.
+    with judging(lambda body, number: (401, "no")) as server:
+        one, two = made(server.url), made(server.url)
+        one.share(board := Shared(), known=False)
+        two.share(board, known=False)
+        for judge in (one, two):
+            with pytest.raises(RewardError, match="refused the key"):
+                ask(judge, ["x"])
+
+
+def test_all_files_of_a_judge_are_counted_by_one_process(tmp_path):
+    with judging(by_digits) as server:
+        for name in ("judge-0-rank-0", "judge-0-rank-1", "judge-1-rank-0"):
+            judge = made(server.url)
+            judge.record_in(tmp_path / name, name)
+            ask(judge, [name[::2]])
+            (tmp_path / f"{name}.jsonl").write_text((tmp_path / name / f"{name}.jsonl").read_text())
+        for rank, answers in ((0, 2), (1, 0)):
+            judge = made(server.url)
+            judge.record_in(tmp_path, f"judge-0-rank-{rank}", counts=rank == 0)
+            assert judge.spent()["answers"] == answers
+        # What a process without the folder was answered is written by the one that has it.
+        away = made(server.url)
+        asked = ask(away, ["1", "2"])
+        judge.record(away.unrecorded())
+        resumed = made(server.url)
+        resumed.record_in(tmp_path, "judge-0-rank-0")
+        assert resumed.spent()["answers"] == 4
+        # And is known, after a resume, where the folder is not seen.
+        resumed.share(board := Shared(), known=True)
+        away = made(server.url)
+        away.share(board, known=False)
+        requests = server.requests
+        assert ask(away, ["1", "2"]) == asked
+        assert server.requests == requests
+
+
 def test_a_damaged_answer_is_asked_again_and_a_link_is_refused(tmp_path):
     with judging(by_digits) as server:
         judge = made(server.url)
