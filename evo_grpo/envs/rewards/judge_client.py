@@ -64,9 +64,23 @@ class Client:
         """Check that the environment has a key that can be sent, if the settings name one.
 
         Raises:
-            ConfigError: It has none, or one with characters that no key has.
+            ConfigError: It has none, or one with characters that no key has; or a proxy or
+                certificates that cannot be used.
         """
         self.key()
+        # Imported here: only a judge needs it, and it takes a tenth of a second.
+        import httpx2
+
+        try:
+            httpx2.AsyncClient()
+        # Its errors are those of URLs, of files, of ssl, and of a package for SOCKS.
+        except (ValueError, OSError, ImportError, httpx2.InvalidURL) as error:
+            # A proxy may hold a password, so its address is not shown.
+            raise ConfigError(
+                f"env.reward: kind judge: no connection to {self.settings.url} can be set up "
+                f"({type(error).__name__}); correct or unset the proxy in HTTP_PROXY, HTTPS_PROXY "
+                "or ALL_PROXY, and the certificates in SSL_CERT_FILE or SSL_CERT_DIR"
+            ) from None
 
     def key(self) -> str | None:
         """Return the key, None where the settings name none; see `check_key`."""

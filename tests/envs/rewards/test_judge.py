@@ -274,6 +274,25 @@ def test_a_key_that_is_missing_or_broken_is_refused_before_anything_is_sent(monk
         judge.prepare("cpu")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HTTPS_PROXY", "ftp://me:secret@127.0.0.1"),
+        ("ALL_PROXY", "http://[::bad"),
+        ("SSL_CERT_FILE", "/no/such/file"),
+        ("SSL_CERT_FILE", __file__),
+    ],
+)
+def test_a_proxy_or_certificates_that_cannot_be_used_are_refused(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    judge = made("https://127.0.0.1:1/v1")
+    with pytest.raises(
+        ConfigError, match=rf"no connection to https.*correct or unset.*{name}"
+    ) as e:
+        judge.prepare("cpu")
+    assert "secret" not in str(e.value)
+
+
 def test_a_key_in_place_of_the_name_of_its_variable_is_refused_unseen():
     with pytest.raises(ConfigError, match="expected the name of an environment") as caught:
         made("http://127.0.0.1:1/v1", key_variable="sk-abc-123")
