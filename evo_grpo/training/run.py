@@ -19,6 +19,7 @@ from typing import Any
 
 from evo_grpo import settings as configuration
 from evo_grpo.errors import EvoGrpoError, RunDirError
+from evo_grpo.places import expanded
 from evo_grpo.population.checkpoints.write import snapshot_agent
 from evo_grpo.population.plan import ends_by_request
 from evo_grpo.population.ranks.ranks import find_team, sharing_early_errors
@@ -98,7 +99,7 @@ def run(
     observer = observer or Observer()
     check_observer(observer)
     team = find_team()
-    where = None if out is None else Path(out)
+    where = None if out is None else expanded(out)
     with Followers(report=report) as followers, ExitStack() as stack, team.sharing_errors():
         check_same_run(team, "run", {}, config)
         config = with_shards(config, team)
