@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from evo_grpo.errors import ConfigError
+
 
 class _Place(NamedTuple):
     folder: Path
@@ -48,6 +50,20 @@ def looking_in(folder: str | Path | None, *, is_code: bool = False) -> Generator
 def folders() -> list[Path]:
     """Return the folders in which files and modules are found, the working folder first."""
     return list(dict.fromkeys([Path.cwd(), *(place.folder for place in _PLACES)]))
+
+
+def expanded(path: str | Path) -> Path:
+    """Return a path with the home directory written out.
+
+    Raises:
+        ConfigError: It begins with ~, and no home directory is known.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{path}: expected a path without ~, since no home directory is known; write it in full"
+        ) from None
 
 
 def find(path: str | Path) -> Path:

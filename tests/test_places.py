@@ -12,7 +12,7 @@ from evo_grpo import evaluate_adapter, resume, run, sample
 from evo_grpo.cli.commands import app
 from evo_grpo.envs.loading import load_function
 from evo_grpo.errors import ConfigError
-from evo_grpo.places import find, looking_in
+from evo_grpo.places import expanded, find, looking_in
 from evo_grpo.record.code import beside
 
 REWARD = "def exact(completion, total):\n    return float(completion == total)\n"
@@ -95,3 +95,11 @@ def test_a_module_of_another_folder_is_not_taken_for_one_of_the_same_name(jobs, 
         assert load_function("beside_rewards:exact")("1", total="1") == 1.0
     with looking_in(other), pytest.raises(ConfigError, match="has imported another one of that"):
         load_function("beside_rewards:exact")
+
+
+def test_a_home_that_is_not_known_becomes_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert expanded("~/run") == tmp_path / "run"
+    with pytest.raises(ConfigError, match="~nobody-of-here/run: expected a path without ~, since"):
+        run(SETTINGS, out="~nobody-of-here/run")
+    assert not Path("~nobody-of-here").exists()

@@ -29,6 +29,7 @@ def main() -> None:
     # `_signal`, not `signal`: importing the latter takes milliseconds, in which Ctrl-C prints a
     # traceback.
     import _signal  # pyright: ignore[reportMissingImports] -- has no types
+    import sys
 
     if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
         _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
@@ -36,6 +37,12 @@ def main() -> None:
     from evo_grpo.cli import stopping
 
     stopping.install()
+    if sys.flags.optimize > 1:
+        sys.stderr.write(
+            "error: Python was started with -OO or PYTHONOPTIMIZE=2, without the docstrings that "
+            "transformers reads; start it with -O, or without\n"
+        )
+        sys.exit(2)
     try:
         from evo_grpo.cli.commands import app
         from evo_grpo.cli.failures import bugs_to_exit_codes
@@ -43,8 +50,6 @@ def main() -> None:
         with bugs_to_exit_codes():
             app(prog_name="evo-grpo")
     except SystemExit as ended:
-        import sys
-
         if (ranks := sys.modules.get("evo_grpo.population.ranks.ranks")) is not None:
             ranks.end_process(ended.code if isinstance(ended.code, int) else 0)
         raise

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 
+from evo_grpo.errors import ModelError
 from evo_grpo.sources import PACKAGED, embedded_models, fetched, installed
 from evo_grpo.training.sizing.planning import (
     format_bytes,
@@ -173,7 +174,11 @@ def _extras(needed: list[Requirement]) -> Iterator[tuple[str, str]]:
 def _models() -> str:
     found = [f"{name} (embedded)" for name in embedded_models()]
     for name in PACKAGED:
-        there = installed(name) is not None or fetched(name).is_file()
+        try:
+            there = installed(name) is not None or fetched(name).is_file()
+        except ModelError as error:  # no folder for models is known
+            found.append(f"{name} ({error})")
+            continue
         found.append(f"{name} ({'there' if there else f'not fetched: evo-grpo fetch {name}'})")
     return ", ".join(found)
 

@@ -11,17 +11,20 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
 from evo_grpo.errors import ConfigError, EvoGrpoError
-from evo_grpo.population.ranks.team import is_one_of_several
+from evo_grpo.population.ranks.team import STORE, is_one_of_several
 
 #: Seconds after the end of a rank until the remaining ranks are terminated.
 SECONDS_TO_END = 15.0
 _POLL_SECONDS = 0.05
+_LAUNCHER = "EVO_GRPO_LAUNCHER"
+"""Environment variable with the process that started a rank, with which the rank ends."""
 
 
 @contextmanager
@@ -48,6 +51,8 @@ def launch_ranks(ranks: int | None, arguments: Sequence[str]) -> None:
         ConfigError: This process is a rank of a run with another number of ranks.
     """
     if is_one_of_several():
+        if launcher := os.environ.pop(_LAUNCHER, ""):
+            threading.Thread(target=_end_with, args=(int(launcher),), daemon=True).start()
         # No C++ traces of connections to a rank that has ended; evo-grpo prints a sentence.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         world = int(os.environ["WORLD_SIZE"])
@@ -62,12 +67,16 @@ def launch_ranks(ranks: int | None, arguments: Sequence[str]) -> None:
 
 
 def _run_ranks(ranks: int, command: Sequence[str]) -> NoReturn:
+    # Bound before the ranks start, so that no other process can take the port in between.
+    store = socket.socket()
+    store.bind(("127.0.0.1", 0))
     shared = {
         **os.environ,
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(store.getsockname()[1]),
+        _LAUNCHER: str(os.getpid()),
     }
     # Divide the cores: more threads than cores wait for each other.
     shared.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // ranks)))
@@ -84,13 +93,16 @@ def _run_ranks(ranks: int, command: Sequence[str]) -> NoReturn:
     for rank in range(ranks):
         process = subprocess.Popen(
             command,
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            | ({STORE: str(store.fileno())} if rank == 0 else {}),
+            pass_fds=[store.fileno()] if rank == 0 else [],
             stdin=None if rank == 0 else subprocess.DEVNULL,
             # Use a separate process group, so that Ctrl-C in a terminal reaches the rank only
             # through `pass_on`, and therefore only once.
             process_group=0,
         )
         processes.append(process)
+    store.close()  # that of the first rank stays open
     sys.exit(_wait(processes))
 
 
@@ -130,7 +142,8 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+def _end_with(launcher: int) -> None:
+    """End this rank, as SIGTERM does, once its launcher has ended, also by a kill."""
+    while os.getppid() == launcher:
+        time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGTERM)

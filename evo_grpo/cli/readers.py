@@ -26,7 +26,9 @@ READER = "reader-"
 """Prefix of the names of reader threads."""
 
 
-def feed_readers(folder: Path, to: Sequence[str], storage: str | None, *, quiet: bool) -> None:
+def feed_readers(
+    folder: Path, to: Sequence[str], storage: str | None, *, outside: bool, quiet: bool
+) -> None:
     """Follow a run, by default with the readers of its settings, and print their progress."""
     output = _own_output()
     print_line = _line_printer(output)
@@ -35,7 +37,7 @@ def feed_readers(folder: Path, to: Sequence[str], storage: str | None, *, quiet:
     from evo_grpo.readers.follow import follow_all
 
     try:
-        found = follow_all(folder, to, storage=storage, warn=print_line)
+        found = follow_all(folder, to, storage=storage, outside=outside, warn=print_line)
         failed = [one.error for one in found if one.error is not None]
         for one in () if quiet else found:
             if one.error is None:

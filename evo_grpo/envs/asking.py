@@ -34,11 +34,13 @@ class Asking:
         template: Turns a row into a prompt.
         max_output_tokens: Tokens of a usual answer.
         example: A row of a built-in task; empty for the user's own rows.
+        hidden: Number of examples in the template whose values are not shown.
     """
 
     template: Template
     max_output_tokens: int
     example: Mapping[str, Any]
+    hidden: int = 0
 
     @property
     def columns(self) -> list[str]:
@@ -46,8 +48,25 @@ class Asking:
         return list(self.template.columns())
 
 
-def asking(env: EnvConfig, seed: int, prompt: str | None = None) -> Asking:
-    """Return how the task of a configuration asks; `prompt` is a name in `env.prompts`."""
+class _Hidden(str):
+    """A value of a row that is not shown: "..." in every format of a template."""
+
+    def __new__(cls) -> _Hidden:
+        return super().__new__(cls, "...")
+
+    def __format__(self, form: str) -> str:
+        return str(self)
+
+    __repr__ = str.__str__
+
+
+def asking(
+    env: EnvConfig, seed: int, prompt: str | None = None, *, show_rows: bool = True
+) -> Asking:
+    """Return how the task of a configuration asks; `prompt` is a name in `env.prompts`.
+
+    Without `show_rows`, the examples of `env.few_shot` have "..." in place of the user's values.
+    """
     if is_multi_turn(env.kind):
         messages = opening(env.system_prompt) or [{"role": "user", "content": f"{{{OBSERVATION}}}"}]
         first = replace(Template.of(messages), keywords=env.chat_template_kwargs)
@@ -55,8 +74,13 @@ def asking(env: EnvConfig, seed: int, prompt: str | None = None) -> Asking:
     family = FAMILIES.get(env.kind.partition(":")[0])
     is_object = env.kind.startswith(OBJECT)
     own = is_object or (family is not None and family.names_code)
+    few_shot, hidden = env.few_shot, 0
+    if few_shot is not None and not show_rows and not isinstance(few_shot.rows, int):
+        rows = [dict.fromkeys(row, _Hidden()) for row in few_shot.rows]
+        env, hidden = env.replace(few_shot=few_shot.replace(rows=rows)), len(rows)
     examples = [] if env.few_shot is None else env.few_shot.rows
-    if own and not isinstance(examples, int):  # otherwise they depend on the rows of train
+    # Examples that are shown, and are a number of rows, depend on the rows of train.
+    if own and not (show_rows and isinstance(examples, int)):
         template = configured_template(env)
         if is_object and template is None:
             raise ConfigError(
@@ -64,9 +88,21 @@ def asking(env: EnvConfig, seed: int, prompt: str | None = None) -> Asking:
                 "send your prompt as it is with --raw, or sample a row in Python"
             )
         if template is None and env.train is not None:
+<<<<<<< HEAD
             template = default_template(read_rows(env.train, "train", env.max_data_gb)[0])
         asked = named_template(prompt, Template.of(template), env.prompting(), examples)
         return Asking(asked, DEFAULT_OUTPUT_TOKENS, {})
+=======
+            template = default_template(read_rows(env.train, "train")[0])
+        made = Template.of(template)
+        if few_shot is not None and isinstance(examples, int):
+            question = named_template(prompt, made, env.replace(few_shot=None).prompting(), ())
+            names = question.columns() | Template.of(few_shot.answer).columns()
+            examples, hidden = [dict.fromkeys(names, _Hidden())] * examples, examples
+        assert not isinstance(examples, int), "without few_shot, there are no examples"
+        asked = named_template(prompt, made, env.prompting(), examples)
+        return Asking(asked, DEFAULT_OUTPUT_TOKENS, {}, hidden)
+>>>>>>> safe
     task = build_task(env, seed, find_function)
     example = {} if own else task.splits["validation"][0]
-    return Asking(Template.of_task(task, prompt), task.max_output_tokens, example)
+    return Asking(Template.of_task(task, prompt), task.max_output_tokens, example, hidden)

@@ -22,7 +22,7 @@ from evo_grpo.envs.rewards.from_settings import made_of
 from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
 from evo_grpo.envs.rewards.process import RewardProcess
 from evo_grpo.envs.rewards.reward_values import CompletionBatch
-from evo_grpo.envs.rewards.scorer import Scorer
+from evo_grpo.envs.rewards.scorer import Board, Scorer
 from evo_grpo.envs.rewards.scoring import (
     Scored,
     SetAside,
@@ -348,7 +348,22 @@ class ReasoningGym:
     def record_rewards(self, folder: Path, rank: int = 0) -> None:
         """Keep the answers of judges in a folder of the run, and use those that are there."""
         for number, scorer in enumerate(self._scorers()):
-            scorer.record_in(folder, f"{scorer.__name__}-{number}-rank-{rank}")
+            name = f"{scorer.__name__}-{number}-rank-{rank}"
+            scorer.record_in(folder, name, counts=rank == 0)
+
+    def share_rewards(self, board: Board, *, known: bool) -> None:
+        """Have judges ask each question once in all processes; see `Scorer.share`."""
+        for scorer in self._scorers():
+            scorer.share(board, known=known)
+
+    def unrecorded_rewards(self) -> list[Mapping[str, Any]]:
+        """Return, by judge, the answers that this process could not keep; see `keep_rewards`."""
+        return [scorer.unrecorded() for scorer in self._scorers()]
+
+    def keep_rewards(self, unrecorded: Sequence[Mapping[str, Any]]) -> None:
+        """Keep what another process could not keep."""
+        for scorer, answers in zip(self._scorers(), unrecorded, strict=True):
+            scorer.record(answers)
 
     def spent_on_rewards(self) -> dict[str, float]:
         """Return what judges have cost since the start of the run, summed; empty without one."""

@@ -37,6 +37,7 @@ from evo_grpo.learn.objective.shaping import token_advantages
 from evo_grpo.learn.packing import pack
 from evo_grpo.learn.rows import AgentBatch, AgentTraining, MicroBatch, Row, collate
 from evo_grpo.learn.updates import OwnOptimizers, Updates
+from evo_grpo.model.alone import beside_no_load
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.train import TrainForward, open_forward
 from evo_grpo.model.lora.slots import AdapterSlots
@@ -102,6 +103,7 @@ class Learner:
         #: Tokens of a micro-batch after the device ran out of memory; None before.
         self.reduced: int | None = None
 
+    @beside_no_load()
     def learn(
         self,
         agents: Sequence[AgentTraining],

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from evo_grpo.errors import ModelError
+from evo_grpo.model.alone import loading
 from evo_grpo.printable import shorten
 from evo_grpo.sources import Source
 
@@ -146,7 +147,13 @@ def from_pretrained(
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Hide transformers' progress bars: a command line prints its own lines."""
+    """Load alone (`model.alone`), without transformers' progress bars: commands print lines."""
+    with loading(), _no_bars():
+        yield
+
+
+@contextmanager
+def _no_bars() -> Generator[None]:
     from transformers import modeling_gguf_pytorch_utils as gguf_files
     from transformers.utils import logging
 

@@ -62,7 +62,11 @@ class Followed:
 
 
 def follow(
-    run: str | Path, to: Sequence[str] = (), *, storage: str | None = None
+    run: str | Path,
+    to: Sequence[str] = (),
+    *,
+    storage: str | None = None,
+    outside: bool = False,
 ) -> list[Followed]:
     """Feed readers of a run with the entries that they have not read; wait until the run has ended.
 
@@ -71,6 +75,8 @@ def follow(
         to: Names of readers: "optuna" for the database of `record.storage`, "report", or a kind of
             tracker. An empty sequence stands for the readers in the settings of the run.
         storage: Database for "optuna" in place of that of the settings.
+        outside: Use folders outside of the run folder, servers and databases that the settings of
+            the run name. They may come from a stranger, so that otherwise these are refused.
 
     Returns:
         The progress of each reader.
@@ -83,7 +89,8 @@ def follow(
     """
     if isinstance(to, str):
         raise ConfigError(f"to: expected a list of names, of {', '.join(NAMES)}, got {to!r}")
-    found = follow_all(run, to, storage=storage, warn=partial(warnings.warn, stacklevel=2))
+    warn = partial(warnings.warn, stacklevel=2)
+    found = follow_all(run, to, storage=storage, outside=outside, warn=warn)
     for one in found:
         if one.error is not None:
             raise one.error
@@ -91,7 +98,12 @@ def follow(
 
 
 def follow_all(
-    run: str | Path, to: Sequence[str], *, storage: str | None, warn: Callable[[str], None]
+    run: str | Path,
+    to: Sequence[str],
+    *,
+    storage: str | None,
+    outside: bool = False,
+    warn: Callable[[str], None],
 ) -> list[Followed]:
     """Follow a run as `follow` does, and return the errors of readers instead of raising them.
 
@@ -100,7 +112,7 @@ def follow_all(
     folder = expect_run(run)
     for part in (folder, *_compared(folder)):
         refuse_links_in_run(part)
-    feedings = list(_feedings(folder, to, storage, warn))
+    feedings = list(_feedings(folder, to, storage, warn, outside=outside))
     for feeding in feedings:
         feeding.start()
     while any(feeding.is_alive() for feeding in feedings):
@@ -112,9 +124,15 @@ def follow_all(
 
 
 def _feedings(
-    folder: Path, to: Sequence[str], storage: str | None, warn: Callable[[str], None]
+    folder: Path,
+    to: Sequence[str],
+    storage: str | None,
+    warn: Callable[[str], None],
+    *,
+    outside: bool,
 ) -> Iterator[_Feeding]:
     config = read_config(folder)
+    also = " --outside" if outside else ""
     names = list(dict.fromkeys(to)) or config.record.readers
     if not names:
         raise ConfigError(
@@ -123,12 +141,12 @@ def _feedings(
         )
     for name in names:
         if name == OPTUNA:
-            url = _database(folder, config, storage)
+            url = _database(folder, config, storage, outside=outside)
             # The file of a database that the settings do not name has another name.
             in_settings = url == config.record.storage
             digest = hashlib.sha256(url.encode()).hexdigest()[:8]
             reader = OPTUNA if in_settings else f"{OPTUNA}-{digest}"
-            option = OPTUNA if in_settings else f"{OPTUNA} --storage {url}"
+            option = f"{OPTUNA}{also}" if in_settings else f"{OPTUNA} --storage {url}"
             for part in (folder, *_compared(folder)):
                 make = partial(DatabaseReader, part, url, warn=warn)
                 label = f"optuna ({url})"
@@ -140,13 +158,31 @@ def _feedings(
         elif name in KINDS:
             settings = {tracker.kind: tracker for tracker in config.record.trackers}
             tracker = settings.get(name) or TrackerConfig(kind=name)
+            if not outside and (where := _elsewhere(tracker, folder)):
+                raise _not_inside(folder, f"record.trackers has {name} write to {where}")
             check_trackers([tracker])
-            yield _Feeding(folder, name, partial(open_tracker, tracker, folder, config), warn)
+            make = partial(open_tracker, tracker, folder, config)
+            yield _Feeding(folder, name, make, warn, option=f"{name}{also}")
         else:
             raise ConfigError(f"{folder}: expected readers of {', '.join(NAMES)}, got {name!r}")
 
 
-def _database(folder: Path, config: RunConfig, storage: str | None) -> str:
+def _elsewhere(tracker: TrackerConfig, run: Path) -> str:
+    """Return where a tracker writes outside of the run folder; empty if it does not."""
+    if tracker.online or tracker.server is not None:
+        return tracker.server or "its service"
+    folder = Path(tracker.folder or run).expanduser().resolve()
+    return "" if folder.is_relative_to(run.resolve()) else str(folder)
+
+
+def _not_inside(run: Path, what: str, more: str = "") -> ConfigError:
+    return ConfigError(
+        f"{run}: {what}, outside of the run folder, whose settings may come from somebody else; "
+        f"allow it with --outside (outside=True in Python){more}"
+    )
+
+
+def _database(folder: Path, config: RunConfig, storage: str | None, *, outside: bool) -> str:
     if storage is not None:
         RecordConfig(storage=storage)  # raises for an invalid URL or one with a password
     url = storage or config.record.storage
@@ -155,6 +191,9 @@ def _database(folder: Path, config: RunConfig, storage: str | None) -> str:
             f"{folder}: expected a database outside of the run folder for optuna, got "
             f"{url or 'null'} in record.storage; name one with --storage"
         )
+    if storage is None and not outside:
+        what = f"record.storage names the database {url}"
+        raise _not_inside(folder, what, f", or name it with --storage {url}")
     check_driver(url)
     return url
 

@@ -287,6 +287,7 @@ def _expected(kind: str, found: ErrorDetails, field: FieldInfo | None) -> str:
     context: Mapping[str, Any] = found.get("ctx", {})
     table: dict[str, Callable[[], str]] = {
         "literal_error": lambda: str(context["expected"]),
+        "string_too_long": lambda: f"a string of at most {context['max_length']} characters",
         "too_short": lambda: f"at least {context['min_length']} entries",
         "string_pattern_mismatch": lambda: _PATTERNS[str(found["loc"][-1])],
     }

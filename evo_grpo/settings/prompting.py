@@ -2,6 +2,8 @@
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self, cast
 
@@ -55,6 +57,19 @@ class FewShot(Group):
     separator: str = setting(
         "\n\n", "Text after each example of a raw `prompt`; messages need none."
     )
+
+
+def without_rows(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with the number and the digest of rows in place of the user's rows."""
+    env = settings.get("env")
+    shots = cast("Mapping[str, Any]", env).get("few_shot") if isinstance(env, Mapping) else None
+    rows = cast("Mapping[str, Any]", shots).get("rows") if isinstance(shots, Mapping) else None
+    if not isinstance(rows, list):
+        return dict(settings)
+    digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+    told = f"{len(cast('list[object]', rows))} rows, sha256 {digest[:8]}"
+    few_shot = {**cast("dict[str, Any]", shots), "rows": told}
+    return {**settings, "env": {**cast("dict[str, Any]", env), "few_shot": few_shot}}
 
 
 class ThinkingTags(Group):

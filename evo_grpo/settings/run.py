@@ -94,6 +94,7 @@ class RunConfig(Group):
         "population",
         "Name of the run; its folder is `runs/<name>-<n>`.",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        max_length=200,
     )
     seed: int = setting(0, "Seed of all random numbers of the run; any integer of up to 20 digits.")
     model: ModelConfig = setting(meaning="The base model: a name, or a group of settings.")

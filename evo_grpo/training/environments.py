@@ -1,12 +1,17 @@
-"""Resolution of the `env` argument of methods of `GRPO` and `Population`."""
+"""Environments of a cohort: the `env` argument of methods, and the answers of judges in a run."""
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.envs.resolve import resolve_environment
+from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.population.ranks.team import Team
+from evo_grpo.record.names import JUDGED
 
 
 def environment_for(cohort: Cohort, env: object) -> Environment[Any]:
@@ -26,3 +31,28 @@ def environment_for(cohort: Cohort, env: object) -> Environment[Any]:
     )
     cohort.adapt_to(made)
     return made
+
+
+def record_rewards(env: object, path: Path, team: Team, *, writes: bool, shared: bool) -> None:
+    """Keep the answers of judges in a run folder, and ask each question once over all ranks.
+
+    `writes` is whether this rank writes the folder's records, `shared` whether all ranks see it.
+    """
+    if not isinstance(env, ReasoningGym):
+        return
+    if writes or shared:
+        env.record_rewards(path / JUDGED, team.rank)
+    if (board := team.board()) is not None:
+        env.share_rewards(board, known=writes and not shared)
+
+
+def spent_on_rewards(env: object, team: Team, *, writes: bool) -> dict[str, float]:
+    """Return what judges have cost in all processes; all their answers are kept then."""
+    spent = Counter[str]()
+    if isinstance(env, ReasoningGym):
+        part = env.spent_on_rewards(), env.unrecorded_rewards()
+        for cost, unrecorded in team.gather(part):
+            spent.update(cost)
+            if writes:
+                env.keep_rewards(unrecorded)
+    return dict(spent)

@@ -117,8 +117,9 @@ class Followers(Observer):
         self._listen()
 
     def _start(self, run: Path, names: str) -> None:
-        self._command = f"evo-grpo follow {shlex.quote(str(run))} --to {names}"
-        command = ["follow", "--quiet", "--to", names, "--", str(run.resolve())]
+        # The settings of a run are those of the person who trains it.
+        self._command = f"evo-grpo follow {shlex.quote(str(run))} --to {names} --outside"
+        command = ["follow", "--quiet", "--outside", "--to", names, "--", str(run.resolve())]
         folder = run / READERS
         try:
             folder.mkdir(exist_ok=True)

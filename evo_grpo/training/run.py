@@ -11,7 +11,6 @@ import logging
 import shutil
 import time
 import warnings
-from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from evo_grpo import settings as configuration
-from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import EvoGrpoError, RunDirError
+from evo_grpo.places import expanded
 from evo_grpo.population.checkpoints.write import snapshot_agent
 from evo_grpo.population.plan import ends_by_request
 from evo_grpo.population.ranks.ranks import find_team, sharing_early_errors
@@ -39,7 +38,7 @@ from evo_grpo.record.folder import (
     refuse_taken,
 )
 from evo_grpo.record.leaderboard import write_csv
-from evo_grpo.record.names import BASELINE, JUDGED, MEAN, RECORDED_IN_PYTHON
+from evo_grpo.record.names import BASELINE, MEAN, RECORDED_IN_PYTHON
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord, outline
 from evo_grpo.record.run_dir import RunDir
@@ -60,6 +59,7 @@ from evo_grpo.training.assemble import (
     with_revisions,
     with_shards,
 )
+from evo_grpo.training.environments import record_rewards, spent_on_rewards
 from evo_grpo.training.extending import check_rounds, with_plan
 from evo_grpo.training.followers import Followers
 from evo_grpo.training.inputs.differences import (
@@ -99,7 +99,7 @@ def run(
     observer = observer or Observer()
     check_observer(observer)
     team = find_team()
-    where = None if out is None else Path(out)
+    where = None if out is None else expanded(out)
     with Followers(report=report) as followers, ExitStack() as stack, team.sharing_errors():
         check_same_run(team, "run", {}, config)
         config = with_shards(config, team)
@@ -342,11 +342,9 @@ def _finish(
     if cohort.is_local(candidates[0].slot):
         judged = _judged(folder, prepared, past.rounds, candidates, study, start)
         summary = {**judged, "earlier": past.earlier}
-    spent = Counter[str]()
-    for part in cohort.team.gather(_spent_on_rewards(prepared)):
-        spent.update(part)
+    spent = spent_on_rewards(prepared.env, cohort.team, writes=folder is not None)
     if summary is not None and spent:
-        summary["judge"] = dict(spent)
+        summary["judge"] = spent
     if folder is not None and summary is not None:
         write_csv(folder.rounds(), folder.path, summary)
         folder.write_summary(summary)
@@ -355,19 +353,13 @@ def _finish(
     return summary
 
 
-def _spent_on_rewards(prepared: Prepared) -> dict[str, float]:
-    env = prepared.env
-    return env.spent_on_rewards() if isinstance(env, ReasoningGym) else {}
-
-
 def _writer(
     config: RunConfig, path: Path, folder: RunDir | None, prepared: Prepared
 ) -> tuple[RunWriter, FolderStudy | None]:
     """Return the writer of rounds and the folder's study; called after the run is restored."""
     team, env = prepared.cohort.team, prepared.env
     shared = sees_folder(path, team)
-    if isinstance(env, ReasoningGym) and (shared or folder is not None):
-        env.record_rewards(path / JUDGED, team.rank)
+    record_rewards(env, path, team, writes=folder is not None, shared=shared)
     if folder is None:
         return RankWriter(path, shared=shared, idle=prepared.cohort.together), None
     # Drop only after restoring: if restoring fails, the unfinished files may be all that is left.

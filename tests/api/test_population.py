@@ -236,7 +236,7 @@ def test_a_folder_records_rounds_trials_and_checkpoints(tmp_path):
         GSPO.load(tmp_path / "run" / table["checkpoint"][0])
     export(tmp_path / "run", tmp_path / "best")
     card = (tmp_path / "best" / "README.md").read_text()
-    assert "base_model: tiny-sums" in card
+    assert "A LoRA adapter over `tiny-sums`" in card
     assert "trained on `sums`" in card
 
 

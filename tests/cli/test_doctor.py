@@ -1,6 +1,9 @@
 """`evo-grpo doctor`: what an issue needs to know of an installation, nothing private."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,3 +65,26 @@ def test_a_version_that_is_too_old_is_found(monkeypatch, found, is_old):
     monkeypatch.setattr(planning, "cuda_devices", list)
     assert ("torch 2.12.1+cpu is below 2.13" in said()) == is_old
     assert ("torch is missing: pip install" in said()) == (found is None)
+
+
+def test_a_machine_without_a_home_is_described_too(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("EVO_GRPO_CACHE", raising=False)
+    monkeypatch.setattr("evo_grpo.cli.doctor.installed", lambda name: None)
+    assert "smollm2 (cache: Could not determine home directory" in said()
+
+
+def test_a_python_without_docstrings_is_refused_at_once():
+    done = subprocess.run(
+        [sys.executable, "-OO", "-m", "evo_grpo", "doctor"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: Python was started with -OO")
+    assert done.stderr.count("\n") == 1

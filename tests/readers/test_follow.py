@@ -1,10 +1,13 @@
 """`evo_grpo.follow`: readers get what they have not read, each once, whatever one of them does."""
 
+import json
+import shutil
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from fake_tracker import package  # noqa: F401 -- a fixture
 from shown_run import run_folder
 from small_run import small
@@ -35,8 +38,6 @@ def finished(tmp_path_factory):
 @pytest.fixture
 def run(finished, tmp_path):
     """A finished run that no reader has seen."""
-    import shutil
-
     return shutil.copytree(finished, tmp_path / "run")
 
 
@@ -190,6 +191,44 @@ def test_what_cannot_be_followed_is_refused(run, to, storage, said):
         evo_grpo.follow(run, to, storage=storage)
     assert "secret" not in str(error.value)
     assert not (run / "readers").exists()
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"trackers": [{"kind": "wandb", "folder": "{outside}"}]}, "wandb write to .*outside"),
+        ({"trackers": [{"kind": "wandb", "folder": "~/boards"}]}, "wandb write to /.*boards"),
+        ({"trackers": [{"kind": "wandb", "online": True}]}, "wandb write to its service"),
+        ({"storage": "sqlite:///{outside}"}, "names the database sqlite:///.*"),
+    ],
+)
+def test_a_place_that_a_strangers_settings_name_is_used_where_the_command_allows_it(
+    run,
+    package,  # noqa: F811
+    tmp_path,
+    record,
+    said,
+):
+    package.write()
+    outside = tmp_path / "outside"
+    text = json.dumps(record).replace("{outside}", str(outside))
+    config = yaml.safe_load((run / "population.yaml").read_text())
+    config["record"] |= json.loads(text)
+    (run / "population.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(ConfigError, match=f"{said}.*allow it with --outside"):
+        evo_grpo.follow(run)
+    assert not outside.exists()
+    assert not (run / "readers").exists()
+    # A folder inside of the run is the run's own.
+    config["record"] |= {"storage": None, "trackers": [{"kind": "wandb", "folder": f"{run}/w"}]}
+    (run / "population.yaml").write_text(yaml.safe_dump(config))
+    evo_grpo.follow(run)
+    if str(outside) in text:
+        config["record"] |= json.loads(text)
+        (run / "population.yaml").write_text(yaml.safe_dump(config))
+        shutil.rmtree(run / "readers")
+        evo_grpo.follow(run, outside=True)
+        assert outside.exists()
 
 
 @pytest.mark.parametrize("name", ["readers", "trackers", "readers/.tensorboard.json.tmp"])

@@ -512,6 +512,10 @@ def test_contradictions(overrides: list[str], message: str):
     assert message in refused(*overrides)
 
 
+def test_a_name_that_no_folder_can_have_is_refused():
+    assert "name: expected a string of at most 200 characters" in refused(f"name={'n' * 255}")
+
+
 def test_one_agent_needs_no_tournament():
     config = from_dict(MINIMAL, ["population.size=1", "evolve.selection.kind=none"])
     assert config.population.size == 1

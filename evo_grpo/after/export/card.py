@@ -37,7 +37,7 @@ def card(choice: ChosenAgent, config: Mapping[str, Any], use: Use, digest: str) 
 
     `config` has the run's settings, `digest` is the recorded SHA-256 of the adapter's tensors.
     """
-    merged, base = use.contents.dtype is not None, use.base.name
+    merged, base = use.contents.dtype is not None, use.base.shown
     record, lines = choice.agent.record, choice.agent.lines
     facts = [_origin(choice)]
     if (score := choice.agent.fitness) is not None:
@@ -61,7 +61,7 @@ def card(choice: ChosenAgent, config: Mapping[str, Any], use: Use, digest: str) 
         else f"A LoRA adapter over {_code(base)}"
     )
     return _CARD.format(
-        front=front_matter(base, merged=merged),
+        front=_front_matter(use.base.hub_id, merged=merged),
         what=what,
         task=_code(_name(config.get("env"), "kind")),
         run=_plain(run),
@@ -74,8 +74,11 @@ def card(choice: ChosenAgent, config: Mapping[str, Any], use: Use, digest: str) 
     )
 
 
-def front_matter(base: str | None, *, merged: bool) -> str:
-    """Return the header of the card, one line for each key; without a base where it is None."""
+def _front_matter(base: str | None, *, merged: bool) -> str:
+    """Return the header of the card, one line for each key.
+
+    `base` is the id of the base on the Hub, None where it has none: the Hub refuses other names.
+    """
     front: dict[str, Any] = {} if base is None else {"base_model": base}
     front["library_name"] = "transformers" if merged else "peft"
     front["tags"] = ["grpo", *([] if merged else ["lora"]), "evo-grpo"]
@@ -83,7 +86,6 @@ def front_matter(base: str | None, *, merged: bool) -> str:
         front,
         sort_keys=False,
         default_flow_style=None,
-        default_style=None if base is None or base.isprintable() else '"',
         width=math.inf,
     )
 
@@ -224,6 +226,11 @@ def _use(use: Use) -> str:
         parts.append(
             f"It was trained over the base in {use.base.quantization} (engine.quantization); over "
             "its full weights it answers slightly otherwise."
+        )
+    if use.hidden:
+        parts.append(
+            f"It was trained with {count(use.hidden, 'solved example')} in front of each question. "
+            "They are rows of the run's data, so the code has `...` in their place: write your own."
         )
     packages = "transformers" if merged else "transformers and PEFT"
     where = "anywhere" if pushed is not None else "in this folder"

@@ -63,9 +63,17 @@ class BaseModel:
 
     @property
     def hub_id(self) -> str | None:
-        """Its id on the Hub, None for another source."""
+        """Its id on the Hub, None if it is not known to be there."""
+        if self.name in PACKAGED:
+            return PACKAGED[self.name].hub_id
         found = self.source is not None and not self.source.local
         return self.reference if found else None
+
+    @property
+    def shown(self) -> str:
+        """Its name for others: of a path of this machine, the last part."""
+        is_path = self.source is not None and self.source.local
+        return self.name.rstrip("/").rpartition("/")[2] if is_path else self.name
 
 
 @dataclass(frozen=True)

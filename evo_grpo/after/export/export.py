@@ -9,6 +9,7 @@ pushing   pushing.py: pushes the folder to the Hub
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -122,6 +123,11 @@ def export_choice(
         place = check_target(target, [CARD, MANIFEST, WEIGHTS, ADAPTER], force=force)
     config = read_settings(choice.run)
     base = find_base(choice, config, adapter[ADAPTER])
+    if push is not None and not merge and os.path.isabs(base.reference):
+        raise ConfigError(
+            f"push: expected a base that others have too, got {base.name!r}, a folder of this "
+            "machine; push one model with --merge, or push the base and name it by its Hub id"
+        )
     contents = (merged_contents if merge else adapter_contents)(choice, base, adapter)
     digest = choice.files[f"actor/{WEIGHTS}"]
     use = Use.of(base, contents, config, push, choice.agent.record.hparams)
@@ -133,7 +139,7 @@ def export_choice(
     for note in contents.notes:
         warnings.warn(note, UserWarning, stacklevel=3)
     if pushing is not None:
-        pushing.push(place, names, base=base.hub_id, merged=merge)
+        pushing.push(place, names)
     return target
 
 
@@ -148,7 +154,7 @@ def _about(choice: ChosenAgent, base: BaseModel, *, dtype: str | None) -> dict[s
         "member": choice.agent.member,
         "round": choice.agent.record.round,
         "adapter_sha256": choice.files[f"actor/{WEIGHTS}"],
-        "base": base.name,
+        "base": base.shown,
         "base_digest": base.digest,
         "merged": dtype,
         **{name: values[name] for name in OF_ANSWERS if name in values},

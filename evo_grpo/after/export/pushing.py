@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evo_grpo.after.export.card import front_matter
-from evo_grpo.after.export.writing import CARD, is_export_file
+from evo_grpo.after.export.writing import is_export_file
 from evo_grpo.errors import ConfigError, RunFailedError
-from evo_grpo.printable import shorten
+from evo_grpo.printable import redacted, shorten
 
 TOKEN = "HF_TOKEN"
 """The environment variable with the token, which huggingface_hub reads too."""
@@ -26,9 +25,12 @@ class Push:
 
     @classmethod
     def prepare(cls, repository: str) -> Push:
-        """Check the repository name and the token, before anything is written."""
+        """Check the repository name, the token and what the Hub says of it, before writing.
+
+        A network that fails now may work once the export is written.
+        """
         # Imported here: it takes a second, and few exports are pushed.
-        from huggingface_hub import HfApi
+        from huggingface_hub import HfApi, constants
         from huggingface_hub.errors import HFValidationError
         from huggingface_hub.utils import validate_repo_id
 
@@ -47,19 +49,23 @@ class Push:
                 f"push: expected a token of the Hub with write access in the environment, as "
                 f"{TOKEN}, got none; make one on huggingface.co/settings/tokens"
             )
-        return cls(repository, HfApi(token=token))
+        if constants.HF_HUB_OFFLINE:
+            raise ConfigError("push: HF_HUB_OFFLINE is set, so that nothing is sent; unset it")
+        api = HfApi(token=token)
+        if wrong := _wrong_token(api):
+            raise ConfigError(
+                f"push: expected a token of the Hub with write access in {TOKEN}, got one that "
+                f"{wrong}; make one on huggingface.co/settings/tokens"
+            )
+        return cls(repository, api)
 
-    def push(self, folder: Path, names: Sequence[str], *, base: str | None, merged: bool) -> None:
+    def push(self, folder: Path, names: Sequence[str]) -> None:
         """Push the files of an export in one commit.
 
         Files of an earlier export that this one does not have are removed from the repository.
-        `base` is the Hub id of the base, None if it has none: the Hub refuses other names.
         """
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, errors
 
-        card = (folder / CARD).read_text(encoding="utf-8")
-        body = card.partition("\n---\n")[2]
-        for_hub = f"---\n{front_matter(base, merged=merged)}---\n{body}".encode()
         # The base class of the errors of its HTTP client.
         http: type[Exception] = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage] -- documented there
         try:
@@ -67,10 +73,7 @@ class Push:
             there = self.api.list_repo_files(self.repository)
             stale = [name for name in there if name not in names and is_export_file(name)]
             operations: list[Any] = [CommitOperationDelete(name) for name in stale]
-            operations += [
-                CommitOperationAdd(name, for_hub if name == CARD else str(folder / name))
-                for name in names
-            ]
+            operations += [CommitOperationAdd(name, str(folder / name)) for name in names]
             self.api.create_commit(
                 self.repository, operations, commit_message="Export from evo-grpo"
             )
@@ -82,14 +85,27 @@ class Push:
 
 
 def _why(error: Exception) -> str:
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError
 
-    said = shorten(f"{type(error).__name__}: {error}")
-    if isinstance(error, OfflineModeIsEnabled):
-        return f"no request was sent, because HF_HUB_OFFLINE is set; unset it ({said})"
+    said = shorten(redacted(f"{type(error).__name__}: {error}", os.environ.get(TOKEN, "").strip()))
     if isinstance(error, HfHubHTTPError):
-        status = getattr(error.response, "status_code", None)
-        if status in (401, 403):
+        if _status(error) in (401, 403):
             return f"the Hub refuses the token in {TOKEN}, which needs write access there ({said})"
         return f"the Hub refused ({said})"
     return f"the Hub cannot be reached; check the network ({said})"
+
+
+def _wrong_token(api: Any) -> str:  # noqa: ANN401 -- of a package that is loaded late
+    """Return what is wrong with a token; empty where nothing is, or the Hub does not say it."""
+    from huggingface_hub import errors
+
+    http: type[Exception] = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage] -- documented there
+    try:
+        role = api.whoami()["auth"]["accessToken"]["role"]
+    except (http, OSError, KeyError, TypeError) as error:
+        return "the Hub does not know" if _status(error) == 401 else ""
+    return "may only read" if role == "read" else ""
+
+
+def _status(error: Exception) -> int | None:
+    return getattr(getattr(error, "response", None), "status_code", None)

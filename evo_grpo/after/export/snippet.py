@@ -35,6 +35,7 @@ class Use:
         tokens: The greatest number of tokens of an answer in the run.
         temperature: The temperature of the run's evaluations.
         pushed: The repository on the Hub, None if the export is not pushed.
+        hidden: Number of the user's rows in the template that "..." stands for.
     """
 
     base: BaseModel
@@ -44,6 +45,7 @@ class Use:
     tokens: int
     temperature: float
     pushed: str | None = None
+    hidden: int = 0
 
     @classmethod
     def of(
@@ -62,10 +64,12 @@ class Use:
         own = own or Hparams()
         template, example = Template.of("{prompt}"), dict[str, Any]()
         tokens: int | None = None
+        hidden = 0
         try:
             env, seed = EnvConfig.model_validate(config.get("env")), int(config.get("seed", 0))
-            found = asking(env, seed, own.prompt)
+            found = asking(env, seed, own.prompt, show_rows=False)
             template, example, tokens = found.template, dict(found.example), found.max_output_tokens
+            hidden = found.hidden
         # The task does not exist any more, or was a Python object.
         except (EvoGrpoError, ValueError, TypeError):
             pass
@@ -79,6 +83,7 @@ class Use:
             said if isinstance(said, int) else tokens or DEFAULT_OUTPUT_TOKENS,
             temperature if isinstance(temperature, int | float) else 1.0,
             pushed,
+            hidden,
         )
 
 

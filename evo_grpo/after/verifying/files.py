@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from evo_grpo.after.verifying.findings import Digests, Findings
 from evo_grpo.after.verifying.records import Records
+from evo_grpo.envs.rewards.judge_answers import answer_files, read_answers
 from evo_grpo.record.family import best_ever
 from evo_grpo.record.files import is_temporary
 from evo_grpo.record.folder import round_entries
@@ -14,14 +16,17 @@ from evo_grpo.record.names import (
     BEST,
     CHECKPOINTS,
     COMPLETIONS,
+    JUDGED,
     METRICS,
     OF_ROUNDS,
     STEERING,
+    SUMMARY,
     WRITTEN_IN,
 )
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.requests import read_requests
 from evo_grpo.record.retention import kept_throughout
+from evo_grpo.record.wording import count
 
 _STAY = (f"{COMPLETIONS}/", f"{METRICS}/")
 """Prefixes of the names of files that no retention policy removes."""
@@ -41,6 +46,7 @@ def check_files(records: Records, digests: Digests, found: Findings) -> None:
         }
         digests.compare(folder, expected, f"round {record.round + 1} recorded", found)
     _check_best(records, digests, found)
+    _check_answers(records, found)
     _check_leftovers(records, found)
 
 
@@ -90,6 +96,29 @@ def _bests(rounds: Sequence[RoundRecord]) -> Iterator[AgentRecord]:
         if so_far is not None and so_far is not last:
             last = so_far
             yield so_far
+
+
+def _check_answers(records: Records, found: Findings) -> None:
+    """Check the answers of judges: each line has a seal, and the summary their number."""
+    number = 0
+    for file in answer_files(records.folder / JUDGED):
+        read = found.read(partial(read_answers, file))
+        if read is None:
+            return
+        number += len(read.answers)
+        if read.damaged:
+            found.damage.append(f"{file}: {count(read.damaged, 'answer')} of the judge changed")
+        if read.cut_off:
+            found.report(
+                f"{file}: ends in {read.cut_off} bytes of an incomplete line",
+                repaired=not records.finished,
+            )
+    expected = int(((records.summary or {}).get("judge") or {}).get("answers", 0))
+    if number < expected:
+        found.damage.append(
+            f"{records.folder / JUDGED}: expected the {expected} answers of the judge that "
+            f"{SUMMARY} counts, got {number}"
+        )
 
 
 def _check_leftovers(records: Records, found: Findings) -> None:

@@ -86,13 +86,19 @@ def report(
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", help="Default: report.html in the run folder."),
     ] = None,
+    samples: Annotated[
+        bool,
+        typer.Option(
+            "--samples/--no-samples", help="Show prompts, answers and completions: your data."
+        ),
+    ] = True,
     open_it: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
     debug: Debug = False,
 ) -> None:
     """Write a page with figures of a run, finished or not, that needs no network."""
     from evo_grpo.readers.report.run_page import write_report
 
-    written = write_report(folder, out)
+    written = write_report(folder, out, samples=samples)
     say(f"wrote {written}")
     if open_it:
         typer.launch(written.resolve().as_uri())
@@ -166,6 +172,14 @@ def follow(
             help="Another database for optuna than that of the run's settings; without a password.",
         ),
     ] = None,
+    outside: Annotated[
+        bool,
+        typer.Option(
+            "--outside",
+            help="Also write to folders, servers and databases outside of the run folder that the "
+            "run's settings name.",
+        ),
+    ] = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print only what goes wrong.")
     ] = False,
@@ -175,7 +189,7 @@ def follow(
     from evo_grpo.cli.readers import feed_readers
 
     names = [name.strip() for name in to.split(",")] if to else []
-    feed_readers(folder, names, storage, quiet=quiet)
+    feed_readers(folder, names, storage, outside=outside, quiet=quiet)
 
 
 @app.command(rich_help_panel=PANEL, hidden=True)

@@ -6,18 +6,21 @@ import hashlib
 import json
 import math
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, final
+from uuid import uuid4
 
 from evo_grpo.envs.messages import excerpt
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.rewards.judge_answers import Answer, Answers
 from evo_grpo.envs.rewards.judge_client import Body, Client, Unanswered
 from evo_grpo.envs.rewards.reward_values import UnusableRewardError
-from evo_grpo.envs.rewards.scorer import Scorer, needed_columns, template_rows
+from evo_grpo.envs.rewards.scorer import Board, Scorer, needed_columns, template_rows
 from evo_grpo.envs.rewards.watch import check_not_stopped
 from evo_grpo.errors import RewardError
+from evo_grpo.printable import redacted
 from evo_grpo.settings.rewards import JudgeReward
 
 LIKELIEST = 20
@@ -32,9 +35,9 @@ LEAST_PROBABILITY = 0.5
 class Judge(Scorer):
     """Scores completions with the model that `settings` name; see `JudgeReward`.
 
-    A question is asked once: equal questions of a run, also of a run that was resumed, get the same
-    answer. A failure of the API is not an answer and is not kept. Several threads may ask at once;
-    together they send `concurrency` requests at a time.
+    A question is asked once: equal questions of a run, in any of its processes, also of a run that
+    was resumed, get the same answer. A failure of the API is not an answer and is not kept. Several
+    threads may ask at once; together they send `concurrency` requests at a time.
 
     Raises:
         ConfigError: A template is malformed.
@@ -55,6 +58,8 @@ class Judge(Scorer):
         #: Questions that a thread is asking, and the condition that they are answered.
         self._asked = set[str]()
         self._change = threading.Condition()
+        self._board: Board | None = None
+        self._claim = f"asked by {uuid4().hex}"
 
     def fill(self, row: Mapping[str, Any]) -> None:
         """See `Scorer.fill`."""
@@ -66,9 +71,25 @@ class Judge(Scorer):
         del device
         self._client.check_key()
 
-    def record_in(self, folder: Path, name: str) -> None:
+    def record_in(self, folder: Path, name: str, *, counts: bool = True) -> None:
         """Keep answers in a file of a folder; use the answers in all files of the folder."""
-        self._answers.record_in(folder, name)
+        self._answers.record_in(folder, name, counts=counts)
+
+    def share(self, board: Board, *, known: bool) -> None:
+        """Ask no question that another process asks; see `Scorer.share`."""
+        self._board = board
+        if known:
+            board.write({key: _told(answer) for key, answer in self._answers.known().items()})
+
+    def unrecorded(self) -> Mapping[str, Answer]:
+        """Return the answers to this process that no file has."""
+        return self._answers.unrecorded()
+
+    def record(self, answers: Mapping[str, Any]) -> None:
+        """Write the answers to another process, that has no file, into the file of this one."""
+        if answers:
+            self._answers.write(answers)
+            self._answers.sync()
 
     def spent(self) -> Mapping[str, float]:
         """Return the number of answers, their tokens, and their cost by the prices given."""
@@ -115,21 +136,65 @@ class Judge(Scorer):
                     check_not_stopped()
                     continue
             try:
-                failed |= self._client.ask(mine, self._keep)
+                failed |= self._ask(mine)
                 self._answers.sync()
             finally:
                 with self._change:
                     self._asked -= mine.keys()
                     self._change.notify_all()
 
+    def _ask(self, questions: Mapping[str, Body]) -> Mapping[str, Unanswered]:
+        """Ask what no other process asks; wait for what one does; return what failed."""
+        board = self._board
+        if board is None:
+            return self._client.ask(questions, self._keep)
+        waiting = {key for key in questions if not self._claimed(board, key)}
+        mine = {key: body for key, body in questions.items() if key not in waiting}
+        failed = dict[str, Unanswered]()
+        try:
+            if mine:
+                failed = self._client.ask(mine, self._keep)
+        finally:  # also after an error: the others wait
+            why = {key: failed.get(key, Unanswered("it was not asked")).why for key in mine}
+            lost = {key: json.dumps({"why": why[key]}) for key in mine if key not in self._answers}
+            board.write(lost)
+        while waiting:
+            names = sorted(waiting)
+            for key, text in zip(names, board.read(names), strict=True):
+                if text.startswith("{"):
+                    waiting.remove(key)
+                    failed |= self._heard(key, json.loads(text))
+            if waiting:
+                time.sleep(WAIT_SECONDS / 10)
+                check_not_stopped()
+        return failed
+
+    def _claimed(self, board: Board, key: str) -> bool:
+        """Return whether this process is to ask a question: no other one asks or has asked it."""
+        there = board.swap(key, "", self._claim)
+        if there.startswith("{") and "why" in json.loads(there):  # it failed, some time ago
+            there = board.swap(key, there, self._claim)
+        return there == self._claim
+
+    def _heard(self, key: str, told: Mapping[str, Any]) -> dict[str, Unanswered]:
+        """Keep what another process tells of a question; return its failure, if it is one."""
+        if "why" in told:
+            return {key: Unanswered(told["why"])}
+        with self._change:
+            self._answers.keep(key, Answer(told["score"], told["text"]), counts=False)
+        return {}
+
     def _keep(self, key: str, reply: Mapping[str, Any]) -> None:
         """Keep the answer in a reply, also if it has no score: it has been paid for."""
         score, text = read_score(self.settings, reply)
+        text = redacted(text, self._client.key())
         usage = reply.get("usage")
         counts = cast("Mapping[str, object]", usage) if isinstance(usage, Mapping) else {}
         tokens = [_count(counts.get(name)) for name in ("prompt_tokens", "completion_tokens")]
         with self._change:
-            self._answers.add(key, Answer(score, text, *tokens))
+            answer = self._answers.add(key, Answer(score, text, *tokens))
+        if self._board is not None:
+            self._board.write({key: _told(answer)})
 
     def _reward(
         self, key: str, completion: str, failed: Mapping[str, Unanswered]
@@ -174,6 +239,12 @@ class Judge(Scorer):
         how = (settings.tag, settings.range) if settings.score == "tag" else settings.answers
         asked = json.dumps([settings.url, body, settings.score, how], sort_keys=True)
         return hashlib.sha256(asked.encode("utf-8", errors="replace")).hexdigest()
+
+
+def _told(answer: Answer) -> str:
+    """Return what other processes need to know of an answer; the text is for messages alone."""
+    text = answer.text if answer.score is None else ""
+    return json.dumps({"score": answer.score, "text": text})
 
 
 def read_score(settings: JudgeReward, reply: Mapping[str, Any]) -> tuple[float | None, str]:

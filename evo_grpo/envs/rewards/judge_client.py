@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 from evo_grpo.envs.rewards.watch import check_not_stopped, in_a_thread
 from evo_grpo.errors import ConfigError, RewardError
-from evo_grpo.printable import error_text, shorten
+from evo_grpo.printable import printable, redacted, shorten
 from evo_grpo.settings.rewards import JudgeReward
 
 if TYPE_CHECKING:
@@ -64,11 +64,26 @@ class Client:
         """Check that the environment has a key that can be sent, if the settings name one.
 
         Raises:
-            ConfigError: It has none, or one with characters that no key has.
+            ConfigError: It has none, or one with characters that no key has; or a proxy or
+                certificates that cannot be used.
         """
-        self._key()
+        self.key()
+        # Imported here: only a judge needs it, and it takes a tenth of a second.
+        import httpx2
 
-    def _key(self) -> str | None:
+        try:
+            httpx2.AsyncClient()
+        # Its errors are those of URLs, of files, of ssl, and of a package for SOCKS.
+        except (ValueError, OSError, ImportError, httpx2.InvalidURL) as error:
+            # A proxy may hold a password, so its address is not shown.
+            raise ConfigError(
+                f"env.reward: kind judge: no connection to {self.settings.url} can be set up "
+                f"({type(error).__name__}); correct or unset the proxy in HTTP_PROXY, HTTPS_PROXY "
+                "or ALL_PROXY, and the certificates in SSL_CERT_FILE or SSL_CERT_DIR"
+            ) from None
+
+    def key(self) -> str | None:
+        """Return the key, None where the settings name none; see `check_key`."""
         name = self.settings.key_variable
         if name is None:
             return None
@@ -101,7 +116,7 @@ class Client:
         Raises:
             RewardError: The API refuses the key, or does not know the URL or the model.
         """
-        asking = _Asking(self._url, self._key(), self.settings, keep, self._places)
+        asking = _Asking(self._url, self.key(), self.settings, keep, self._places)
         work = asking.all(bodies)
         try:
             asyncio.get_running_loop()
@@ -237,7 +252,8 @@ class _Asking:
         except TimeoutError:
             raise _Trouble(f"the API gave no answer within {limit:g} s") from None
         except httpx2.HTTPError as error:
-            raise _Trouble(f"the API cannot be reached ({self._safe(error_text(error))})") from None
+            said = f"{type(error).__name__}: {error}"
+            raise _Trouble(f"the API cannot be reached ({self._told(said)})") from None
         if response.status_code != 200:
             raise self._refusal(response.status_code, bytes(data), response.headers)
         try:
@@ -272,10 +288,10 @@ class _Asking:
         return _Trouble(f"the API answered with status {status}: {said}", again=again, wait=wait)
 
     def _excerpt(self, data: bytes) -> str:
-        return self._safe(repr(shorten(data[:2000].decode("utf-8", errors="replace"), 200)))
+        return repr(shorten(redacted(data.decode("utf-8", errors="replace"), self._key), 200))
 
-    def _safe(self, text: str) -> str:
-        return text.replace(self._key, "***") if self._key else text
+    def _told(self, text: str) -> str:
+        return printable(shorten(redacted(text, self._key)))
 
 
 def _seconds(text: str) -> float:

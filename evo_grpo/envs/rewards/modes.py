@@ -11,6 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from evo_grpo.model.alone import beside_no_load
+
 _modules = sys.modules
 _folder = os.getcwd
 
@@ -68,6 +70,7 @@ MODES = (
 )
 
 
+@beside_no_load()
 def current_modes() -> tuple[object, ...]:
     """Return the value of each mode; only the working folder if torch is not loaded."""
     try:
@@ -93,6 +96,7 @@ def current_modes() -> tuple[object, ...]:
         return (folder,)
 
 
+@beside_no_load()
 def restore(before: tuple[object, ...]) -> str:
     """Set every mode to the value that `current_modes` returned before.
 

@@ -5,9 +5,25 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from evo_grpo.errors import RewardError
+
+
+class Board(Protocol):
+    """Small texts by name that the processes of a run share."""
+
+    def swap(self, name: str, old: str, new: str) -> str:
+        """Write a text where `old` stands, "" where none does; return the text that is there."""
+        ...
+
+    def write(self, texts: Mapping[str, str]) -> None:
+        """Write texts by name."""
+        ...
+
+    def read(self, names: Sequence[str]) -> Sequence[str]:
+        """Return the texts of names, each of which has one."""
+        ...
 
 
 class Scorer(ABC):
@@ -40,8 +56,21 @@ class Scorer(ABC):
             ConfigError: Something is missing.
         """
 
-    def record_in(self, folder: Path, name: str) -> None:  # noqa: B027 -- the same
-        """Keep results in a folder of the run, under a name of its own, and use earlier ones."""
+    def record_in(self, folder: Path, name: str, *, counts: bool = True) -> None:  # noqa: B027 -- the same
+        """Keep results in a folder of the run, under a name of its own, and use earlier ones.
+
+        `counts` is whether this process counts what the earlier ones have cost: one of them does.
+        """
+
+    def share(self, board: Board, *, known: bool) -> None:  # noqa: B027 -- the same
+        """Share results with the other processes; `known`: tell them those of record_in too."""
+
+    def unrecorded(self) -> Mapping[str, Any]:
+        """Return the results that are not kept, because this process sees no folder of the run."""
+        return {}
+
+    def record(self, answers: Mapping[str, Any]) -> None:  # noqa: B027 -- the same
+        """Keep the results of another process, which it returned from `unrecorded`."""
 
     def spent(self) -> Mapping[str, float]:
         """Return what scoring has cost since the start of the run; empty if it costs nothing."""

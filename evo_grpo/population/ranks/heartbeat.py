@@ -123,6 +123,10 @@ class Heartbeat:
         finally:
             self.place = None
 
+    def verdict(self) -> str:
+        """Return a sentence that names a lost rank; empty while none is known to be."""
+        return self._last_word() if self._verdict or self._cut_off else ""
+
     def closed(self) -> str:
         """Return a sentence that names the rank that has ended, after a connection was closed.
 

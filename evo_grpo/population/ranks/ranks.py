@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any, NoReturn, TypeVar, cast, final
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from evo_grpo.envs.rewards.scorer import Board
 from evo_grpo.errors import ConfigError, EvoGrpoError, LostRankError, OtherRankError
 from evo_grpo.population.ranks.heartbeat import (
     THREAD,
@@ -32,7 +35,7 @@ from evo_grpo.population.ranks.heartbeat import (
 )
 from evo_grpo.population.ranks.lockstep import Lockstep
 from evo_grpo.population.ranks.pickled import put_together, taken_apart
-from evo_grpo.population.ranks.team import Team, is_one_of_several
+from evo_grpo.population.ranks.team import STORE, Team, is_one_of_several
 from evo_grpo.printable import error_text
 
 #: Ranks wait for each other without a practical limit; the heartbeat reports a lost rank.
@@ -50,6 +53,10 @@ R = TypeVar("R")
 _THREAD = "exchange between ranks"
 #: One per process, like the process group of torch.distributed.
 _heartbeat: Heartbeat | None = None
+#: Boards of this process; each is a part of the store.
+_boards = 0
+_AT_ONCE = 1000
+"""Texts that are written to the store in one message."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +134,18 @@ class Ranks(Team):
         self._meet("receive", transfer, other=source)
         return found[0]
 
+    def board(self) -> Board:
+        """See `Team`."""
+        global _boards
+        _boards += 1
+        store: Any = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage] -- no public one
+        return _Board(distributed_c10d.PrefixStore(f"board-{_boards}", store.clone()), self)
+
     def in_lockstep(
         self, join_forward: Callable[[], None], join_backward: Callable[[], None]
     ) -> Lockstep:
         """See `Team`."""
-        naming = self._naming_the_lost_rank(None)
+        naming = self.naming_the_lost_rank(None)
         self._lockstep = Lockstep(self._highest, naming(join_forward), naming(join_backward))
         return self._lockstep
 
@@ -245,7 +259,7 @@ class Ranks(Team):
         why = self._heartbeat.wait(lambda s: bool(wait_for([result], s).done), place)
         if why:
             raise self._lost(why)
-        with self._naming_the_lost_rank(error):
+        with self.naming_the_lost_rank(error):
             result.result()
         self._broken = broken
 
@@ -261,8 +275,13 @@ class Ranks(Team):
         if self._lockstep is not None:
             self._lockstep.idle()
 
+    def check_for_lost_ranks(self) -> None:
+        """Raise an error if another rank is lost, which this one may wait for."""
+        if why := self._heartbeat.verdict():
+            raise self._lost(why)
+
     @contextmanager
-    def _naming_the_lost_rank(self, error: BaseException | None) -> Generator[None]:
+    def naming_the_lost_rank(self, error: BaseException | None = None) -> Generator[None]:
         """Raise an error that names the lost rank if a message does not arrive."""
         try:
             yield
@@ -280,6 +299,34 @@ class Ranks(Team):
             f"rank {self.rank} of {self.size} ends, since {why}; finished rounds are in the run "
             "folder; continue with: evo-grpo resume RUN"
         )
+
+
+@final
+class _Board:
+    """A `Board` in the store over which the ranks met."""
+
+    def __init__(self, store: Any, ranks: Ranks) -> None:  # noqa: ANN401 -- torch exports no Store
+        self._store = store
+        self._ranks = ranks
+
+    def swap(self, name: str, old: str, new: str) -> str:
+        """See `Board`."""
+        with self._ranks.naming_the_lost_rank():
+            return self._store.compare_set(name, old, new).decode()
+
+    def write(self, texts: Mapping[str, str]) -> None:
+        """See `Board`."""
+        names = list(texts)
+        with self._ranks.naming_the_lost_rank():
+            for start in range(0, len(names), _AT_ONCE):
+                part = names[start : start + _AT_ONCE]
+                self._store.multi_set(part, [texts[name] for name in part])
+
+    def read(self, names: Sequence[str]) -> Sequence[str]:
+        """See `Board`."""
+        self._ranks.check_for_lost_ranks()
+        with self._ranks.naming_the_lost_rank():
+            return [text.decode() for text in self._store.multi_get(list(names))]
 
 
 def _wait(begun: Iterable[dist.Work | None]) -> None:
@@ -377,7 +424,7 @@ def find_team(to_meet: timedelta | None = None) -> Team:
     if not dist.is_initialized():
         try:
             _join(to_meet)
-        except (RuntimeError, ValueError, KeyError) as error:
+        except (RuntimeError, ValueError, KeyError, OSError) as error:
             raise _NotMetError(
                 f"ranks: expected {os.environ.get('WORLD_SIZE')} processes that reach each other "
                 f"at MASTER_ADDR={os.environ.get('MASTER_ADDR')} "
@@ -407,4 +454,34 @@ def _join(to_meet: timedelta) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     # Do not use accelerate's PartialState, which tries MPI first on a CPU and sets the number of
     # threads; it adopts an existing group. No data moves between devices, so NCCL is not needed.
-    dist.init_process_group("gloo", timeout=to_meet)
+    store, rank, size = _loopback_store(to_meet), -1, -1
+    if store is not None:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=to_meet)
+
+
+def _loopback_store(to_meet: timedelta) -> Any:  # noqa: ANN401 -- torch exports no Store
+    """Return a store that listens on the loopback alone, if that is where the ranks meet.
+
+    torch's own listens on all interfaces, for whoever connects. gloo and NCCL are bound to the
+    loopback too. None on several machines, and where a launcher keeps the store.
+    """
+    try:
+        address = socket.gethostbyname(os.environ["MASTER_ADDR"])
+    except OSError:  # torch knows more kinds of addresses, and its error is reported
+        return None
+    if not ip_address(address).is_loopback:
+        return None
+    loopback = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
+    os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    store: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage] -- documented there
+    port, size = int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
+    if os.environ["RANK"] != "0":
+        return store(address, port, size, timeout=to_meet)
+    given = os.environ.pop(STORE, "")
+    listener = socket.socket(fileno=int(given)) if given else socket.create_server((address, port))
+    os.set_inheritable(listener.fileno(), False)
+    fd = listener.detach()
+    return store(address, port, size, is_master=True, timeout=to_meet, master_listen_fd=fd)

@@ -10,7 +10,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
+from evo_grpo.envs.rewards.scorer import Board
 from evo_grpo.population.ranks.lockstep import Lockstep
+
+STORE = "EVO_GRPO_STORE"
+"""Environment variable with the descriptor of the socket on which the first rank of `--nproc` is to
+listen; the launcher has bound it."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -83,6 +88,13 @@ class Team:
     def receive(self, source: int) -> Any:  # noqa: ANN401 -- what was sent
         """Return the value that a rank sends."""
         raise AssertionError(f"rank {source} is not the only one of this run")
+
+    def board(self) -> Board | None:
+        """Return a new board for small texts of all ranks, None for one process.
+
+        All ranks call this equally often. A rank may use a board at any time, in any thread.
+        """
+        return None
 
     def in_lockstep(
         self, join_forward: Callable[[], None], join_backward: Callable[[], None]

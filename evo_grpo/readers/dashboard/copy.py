@@ -57,21 +57,34 @@ class StudyCopy:
         from optuna.storages import InMemoryStorage
 
         self._folder = folder = expect_run(run)
-        self._config = config = read_config(folder)
+        self._config = read_config(folder)
         self.storage = InMemoryStorage()
+        # Untyped: type checkers may not have the package.
+        self._pages: Any = import_module("optuna_dashboard")
+        self._begin()
+        self.update()
+
+    def _begin(self) -> None:
+        """Make the study, before any entry of the log is read."""
         self._cursor = START
         self._rounds: list[RoundRecord] = []
         self._summary: Mapping[str, Any] | None = None
-        further = config.evolve.fitness.further
-        self._study = open_study(self.storage, folder.resolve().name, further=further)
+        config = self._config
+        self._study = open_study(
+            self.storage, self._folder.resolve().name, further=config.evolve.fitness.further
+        )
         self._lineage = Lineage(self._study, config.search_space())
-        # Untyped: type checkers may not have the package.
-        self._pages: Any = import_module("optuna_dashboard")
         self._show()
-        self.update()
 
     def update(self) -> None:
-        """Read the entries that the run has appended since the last call."""
+        """Read the entries that the run has appended since the last call.
+
+        A study that was deleted in the dashboard is made anew.
+        """
+        try:
+            self._study.get_trials(deepcopy=False)
+        except KeyError:  # the storage has no such study
+            self._begin()
         before = (len(self._rounds), self._summary)
         for self._cursor, entry in entries(self._folder, self._cursor):  # noqa: B020 -- it moves on
             if isinstance(entry, RoundDone):

@@ -127,9 +127,12 @@ def serve(run: str | Path, port: int, *, say: Callable[[str], None]) -> None:
 
 
 def _keep_up(copy: StudyCopy, stop: threading.Event, say: Callable[[str], None]) -> None:
+    said = ""
     while not stop.wait(SECONDS):
         try:
             copy.update()
+        except KeyError:  # the study was deleted in the dashboard meanwhile
+            continue
         except (EvoGrpoError, OSError) as error:
-            say(f"the rounds cannot be read any more, so the dashboard is not updated: {error}")
-            return
+            if said != (said := str(error)):
+                say(f"the rounds cannot be read now, so the dashboard is not updated: {error}")

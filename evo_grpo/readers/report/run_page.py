@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
+import yaml
+
 from evo_grpo.readers.report.figures.diagnostics import curves, metric_names, plot_metric
 from evo_grpo.readers.report.figures.fitness import plot_fitness
 from evo_grpo.readers.report.figures.front import plot_front
@@ -28,6 +30,7 @@ from evo_grpo.record.log import Entry, RoundDone, RunFinished, RunStarted
 from evo_grpo.record.names import REPORT, SUMMARY
 from evo_grpo.record.view import RunView, view_of
 from evo_grpo.record.wording import count
+from evo_grpo.settings.prompting import without_rows
 
 MOST = 32
 """Agents that are drawn: with more, lines hide each other, and the page needs seconds to load."""
@@ -37,12 +40,13 @@ SHARE = 10
 
 
 @many_objects()
-def write_report(run: str | Path, out: str | Path | None = None) -> Path:
+def write_report(run: str | Path, out: str | Path | None = None, *, samples: bool = True) -> Path:
     """Write a run as a page that a browser opens without a network.
 
     Args:
         run: The run folder, finished or not.
         out: The file; None writes report.html into the run folder.
+        samples: Whether it shows prompts, answers and completions, and rows in the settings.
 
     Returns:
         The file.
@@ -57,7 +61,7 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
     graph_objects("report")
     folder = expect_run(run)
     file = folder / REPORT if out is None else Path(out)
-    atomic_write(file, report_html(view_of(folder)), "report")
+    atomic_write(file, report_html(view_of(folder), samples=samples), "report")
     return file
 
 
@@ -103,19 +107,22 @@ class ReportReader:
         self._behind, self._next = False, ended + SHARE * (ended - began)
 
 
-def report_html(view: RunView) -> str:
-    """Return the page of a run.
+def report_html(view: RunView, *, samples: bool = True) -> str:
+    """Return the page of a run, without `samples` free of rows of the user's data.
 
     Raises:
         EngineUnavailable: plotly is not installed.
         EvoGrpoError: A file of the run is damaged.
     """
     finished = view.summary is not None
+    if not samples and view.text:
+        settings = yaml.safe_dump(without_rows(view.config), sort_keys=False, allow_unicode=True)
+        view = replace(view, text=settings)
     page = Page(view.name, _lead(view), live=not finished)
     page.section("overview", "Overview", _overview(view))
     if view.rounds:
         _add_figures(page, view)
-        _add_tables(page, view)
+        _add_tables(page, view, samples=samples)
     add_arms(page, view)
     settings = f'<pre class="settings">{_lines(view.text)}</pre>' if view.text else ""
     page.section("settings", "Settings", settings, "As the run resolved them, defaults included.")
@@ -246,7 +253,7 @@ def _add_agents_figures(page: Page, view: RunView, note: str) -> None:
     )
 
 
-def _add_tables(page: Page, view: RunView) -> None:
+def _add_tables(page: Page, view: RunView, *, samples: bool) -> None:
     table = leaderboard_table(view)
     classes = [
         "gone" if row["left"] is not None else "first" if row["rank"] == 1 else ""
@@ -261,14 +268,15 @@ def _add_tables(page: Page, view: RunView) -> None:
         "the test prompts. Agents that left come last. "
         f"{order_text(view.leaderboard)} {fitness_text(view.rounds)}".strip(),
     )
-    found = completions_table(view)
-    page.data("completions", found)
-    page.section(
-        "completions",
-        "Completions",
-        _COMPLETIONS if found["rows"] else "",
-        "Samples of every round, by prompt; agents of a round answer the same prompt.",
-    )
+    if samples:
+        found = completions_table(view)
+        page.data("completions", found)
+        page.section(
+            "completions",
+            "Completions",
+            _COMPLETIONS if found["rows"] else "",
+            "Samples of every round, by prompt; agents of a round answer the same prompt.",
+        )
     body = page.chart(plot_seconds(view)) + page.chart(plot_tokens(view))
     page.section("spending", "Time and tokens", f'<div class="grid">{body}</div>')
 

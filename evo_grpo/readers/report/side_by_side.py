@@ -36,7 +36,11 @@ from evo_grpo.record.replay import read_replay
 from evo_grpo.record.view import RunView, view_of
 from evo_grpo.record.wording import claim_text, number, with_error
 from evo_grpo.schema.shown import shown_value
+<<<<<<< HEAD
 from evo_grpo.settings.evolve import FITNESS
+=======
+from evo_grpo.settings.prompting import without_rows
+>>>>>>> safe
 from evo_grpo.training.inputs.recorded_inputs import DATA, flat, read_inputs_of
 from evo_grpo.types import Score
 
@@ -257,7 +261,7 @@ def _setting(config: Mapping[str, Any], name: str) -> object:
 
 
 def _differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[object]]:
-    each = [dict(flat(config)) for config in configs]
+    each = [dict(flat(without_rows(config))) for config in configs]
     names = dict.fromkeys(name for one in each for name in one)
     values: dict[str, list[object]] = {name: [one.get(name) for one in each] for name in names}
     return {

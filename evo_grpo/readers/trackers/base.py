@@ -19,6 +19,7 @@ from evo_grpo.readers.trackers.values import Values, values_of
 from evo_grpo.record.log import Entry
 from evo_grpo.record.names import TRACKERS
 from evo_grpo.record.plain import refuse_links
+from evo_grpo.settings.prompting import without_rows
 from evo_grpo.settings.trackers import TrackerConfig, check_trackers
 from evo_grpo.training.inputs.recorded_inputs import flat
 
@@ -143,11 +144,14 @@ def _folder(config: TrackerConfig, run: Path | None, name: str) -> Path:
 
 
 def flat_settings(settings: object) -> dict[str, str | float | None]:
-    """Return settings as a mapping from path to value for trackers; empty without settings."""
+    """Return settings as a mapping from path to value for trackers; empty without settings.
+
+    Rows of the user that stand in the settings are counted: a tracker may send them away.
+    """
     dump = getattr(settings, "model_dump", None)
     found: dict[str, str | float | None] = {}
     values = cast("dict[str, Any]", dump(mode="json")) if callable(dump) else {}
-    for path, value in flat(values):
+    for path, value in flat(without_rows(values)):
         if isinstance(value, list):
             found[path] = ", ".join(map(str, cast("list[object]", value)))
         elif value != {}:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from evo_grpo.model.alone import beside_no_load
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import FusedForward, RowLayout, population_forward
 from evo_grpo.model.forward.sending import send
@@ -91,6 +92,7 @@ class NativeEngine(RolloutEngine):
             self.ability = ability_of(self.base, self.slots.layers)
 
     @torch.no_grad()
+    @beside_no_load()
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
         """Sample the completions of all requests; see `RolloutEngine`."""
         for request in requests:

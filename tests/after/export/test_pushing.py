@@ -1,16 +1,23 @@
 """An export on the Hub: one commit with its files, and errors that say what to do; no network."""
 
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import yaml
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
-from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from shown_run import run_folder
 
+from evo_grpo import sources
+from evo_grpo.after.export import export as export_module
+from evo_grpo.after.export.contents import Contents, find_base
 from evo_grpo.after.export.export import export
 from evo_grpo.errors import ConfigError, RunFailedError
+from evo_grpo.record.choice import choose_of
+from evo_grpo.sources import resolve
 
 
 class Hub:
@@ -28,6 +35,11 @@ class Hub:
 
     failing: ClassVar[dict[str, Exception]] = {}
     holding: ClassVar[list[str]] = []
+    role: ClassVar[str] = "write"
+
+    def whoami(self):
+        self._called("whoami")
+        return {"auth": {"accessToken": {"role": Hub.role}}}
 
     def create_repo(self, repo_id, *, private, exist_ok):
         self._called("create_repo")
@@ -70,26 +82,38 @@ def test_the_files_of_the_export_go_there_in_one_commit(hub, run, tmp_path):
     assert all(isinstance(one, CommitOperationAdd) for one in operations)
     written = {p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file()}
     assert set(added) == written - {"mine.txt"}
-    for name, data in added.items():
-        if name != "README.md":
-            assert data == str(out / name)
+    assert all(data == str(out / name) for name, data in added.items())
 
 
-def test_the_card_names_no_base_that_the_hub_does_not_know(hub, run, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("tiny-sums", None),
+        ("owner/base", "owner/base"),
+        ("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ("base", None),
+    ],
+)
+def test_the_card_names_a_base_as_the_hub_knows_it_or_not_at_all(
+    hub, run, tmp_path, monkeypatch, name, known
+):
     """The Hub refuses a card whose base_model is none of its own."""
-    out = export(run, tmp_path / "out", push="me/sums")
-    here = (out / "README.md").read_text()
-    (operation,) = [one for one in hub.made.commits[0][1] if one.path_in_repo == "README.md"]
-    there = operation.path_or_fileobj.decode()
-    assert yaml.safe_load(here.split("---\n")[1])["base_model"] == "tiny-sums"
-    assert yaml.safe_load(there.split("---\n")[1]) == {
-        "library_name": "peft",
-        "tags": ["grpo", "lora", "evo-grpo"],
-    }
-    assert here.split("---\n", 2)[2] == there.split("---\n", 2)[2]
-    # It is brought here before it is loaded, since its base lies in it.
-    assert 'os.chdir(snapshot_download("me/sums"))' in there
-    assert "Run anywhere" in there
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(resolve("tiny-sums").path, tmp_path / "base")
+    Path("fetched.gguf").touch()
+    monkeypatch.setattr(sources, "installed", lambda name: tmp_path / "fetched.gguf")
+    monkeypatch.setattr(export_module, "adapter_contents", lambda *_: Contents({}))
+    base = find_base(choose_of(run), {"model": {"name": name}}, b"{}")
+    monkeypatch.setattr(export_module, "find_base", lambda *_: base)
+    card = (export(run, tmp_path / "out") / "README.md").read_text()
+    assert yaml.safe_load(card.split("---\n")[1]).get("base_model") == known
+    assert str(tmp_path) not in card.split("## Use")[0]
+
+
+def test_the_pushed_card_brings_the_export_here(hub, run, tmp_path):
+    card = (export(run, tmp_path / "out", push="me/sums") / "README.md").read_text()
+    assert 'os.chdir(snapshot_download("me/sums"))' in card
+    assert "Run anywhere" in card
 
 
 def test_what_an_earlier_export_left_there_is_removed_and_nothing_else(hub, run, tmp_path):
@@ -119,6 +143,27 @@ def test_a_name_that_is_no_repository(hub, run, tmp_path, name):
     assert not (tmp_path / "out").exists()
 
 
+def refuses_early(run, tmp_path, match):
+    with pytest.raises(ConfigError, match=match):
+        export(run, tmp_path / "out", push="me/sums")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_pushed_is_refused_before_anything_is_written(
+    hub, run, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(hub, "role", "read")
+    refuses_early(run, tmp_path, "write access in HF_TOKEN, got one that may only read")
+    hub.failing = {"whoami": refused(401)}
+    refuses_early(run, tmp_path, "got one that the Hub does not know")
+    hub.failing = {"whoami": ConnectionError("down")}
+    there = find_base(choose_of(run), {"model": {"name": resolve("tiny-sums").path}}, b"{}")
+    monkeypatch.setattr(export_module, "find_base", lambda *_: there)
+    refuses_early(run, tmp_path, "a folder of this machine; push one model with --merge")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refuses_early(run, tmp_path, "HF_HUB_OFFLINE is set, so that nothing is sent; unset it")
+
+
 def refused(status):
     response = SimpleNamespace(status_code=status, headers={}, request=None)
     return HfHubHTTPError("refused", response=response)
@@ -129,7 +174,6 @@ def refused(status):
     [
         (HTTPError("no route to host"), "the Hub cannot be reached; check the network"),
         (ConnectionError("refused"), "the Hub cannot be reached; check the network"),
-        (OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE is set; unset it"),
         (refused(401), "the Hub refuses the token in HF_TOKEN, which needs write access"),
         (refused(403), "the Hub refuses the token in HF_TOKEN"),
         (refused(500), "the Hub refused"),

@@ -24,6 +24,8 @@ from evo_grpo import run, sources
 from evo_grpo.after.export.export import export
 from evo_grpo.after.export.writing import read_manifest
 from evo_grpo.errors import CheckpointError, EngineUnavailable, ModelError
+from evo_grpo.readers.report.run_page import write_report
+from evo_grpo.readers.trackers.base import flat_settings
 from evo_grpo.record.choice import choose_of
 from evo_grpo.settings import from_dict
 from evo_grpo.sources import embedded_digests, embedded_models, resolve
@@ -172,6 +174,24 @@ def test_rows_of_the_users_own_are_not_on_the_card(own_data, tmp_path):
     Path("rows.jsonl").unlink()
     Path("exported_reward.py").unlink()
     assert export(tmp_path / "run", tmp_path / "again").joinpath("README.md").is_file()
+
+
+@pytest.mark.parametrize("template", [{}, {"conversation": None, "prompt": "{question:>9}\n"}])
+@pytest.mark.parametrize("rows", [2, ROWS[20:22]])
+def test_no_row_of_the_users_own_leaves_with_what_is_shared(own_data, tmp_path, rows, template):
+    folder = own_data()
+    config = yaml.safe_load((folder / "population.yaml").read_text())
+    config["env"] |= {"few_shot": {"rows": rows, "answer": "{answer}"}, **template}
+    (folder / "population.yaml").write_text(yaml.safe_dump(config))
+    card = (export(folder, tmp_path / "best") / "README.md").read_text()
+    page = write_report(folder, tmp_path / "page.html", samples=False).read_text()
+    tracked = str(flat_settings(from_dict(config)))
+    questions = [f"{n}+{n}=" for n in range(10, 30)]
+    assert not any(one in text for one in questions for text in (card, page, tracked))
+    own_page = write_report(folder).read_text()
+    assert any(one in own_page for one in questions)
+    assert "trained with 2 solved examples in front of each question" in card
+    assert card.count(r"...\n...\n\n" if template else '"content": "..."') >= 2
 
 
 @pytest.mark.slow

@@ -238,6 +238,31 @@ def test_a_refused_key_ends_the_run_and_is_never_shown(status, caplog):
     assert KEY not in shown
 
 
+@pytest.mark.parametrize("key", [KEY, "sk-\"a/very\\secret'-key"])
+@pytest.mark.parametrize("before", [*range(170, 201, 3), *range(1982, 2000, 3)])
+def test_no_part_of_the_key_is_shown_or_kept_where_a_text_is_cut(
+    tmp_path, monkeypatch, key, before
+):
+    monkeypatch.setenv("JUDGE_KEY", key)
+    where = [key, json.dumps(key)[1:-1], json.dumps(key)[1:-1].replace("/", "\\/")]
+
+    def answer(body, number):
+        text = "x" * before + where[number % 3] + "y" * 490
+        return (400, text.encode()) if number <= 3 else (200, says(text))
+
+    with judging(answer) as server:
+        judge = made(server.url, key_variable="JUDGE_KEY", retries=0)
+        judge.record_in(tmp_path, "judge")
+        shown = "".join(str(one) for n in range(6) for one in ask(judge, [str(n)]))
+    assert server.requests == 6
+    kept = (tmp_path / "judge.jsonl").read_text()
+    for text in (shown, kept):
+        assert "***" in text or before > 200
+        assert "secret" not in text
+        assert "sk-" not in text
+        assert "-key" not in text
+
+
 def test_a_key_that_is_missing_or_broken_is_refused_before_anything_is_sent(monkeypatch):
     judge = made("http://127.0.0.1:1/v1", key_variable="JUDGE_KEY")
     judge.prepare("cpu")
@@ -247,6 +272,25 @@ def test_a_key_that_is_missing_or_broken_is_refused_before_anything_is_sent(monk
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(ConfigError, match="JUDGE_KEY, got none; set it: export JUDGE_KEY"):
         judge.prepare("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HTTPS_PROXY", "ftp://me:secret@127.0.0.1"),
+        ("ALL_PROXY", "http://[::bad"),
+        ("SSL_CERT_FILE", "/no/such/file"),
+        ("SSL_CERT_FILE", __file__),
+    ],
+)
+def test_a_proxy_or_certificates_that_cannot_be_used_are_refused(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    judge = made("https://127.0.0.1:1/v1")
+    with pytest.raises(
+        ConfigError, match=rf"no connection to https.*correct or unset.*{name}"
+    ) as e:
+        judge.prepare("cpu")
+    assert "secret" not in str(e.value)
 
 
 def test_a_key_in_place_of_the_name_of_its_variable_is_refused_unseen():
@@ -330,6 +374,100 @@ def test_of_200_answers_with_a_tenth_failing_none_is_paid_for_twice_after_a_kill
     judge = made(server.url)
     judge.record_in(tmp_path, "judge-0-rank-0")
     assert judge.spent()["answers"] == 200
+
+
+class Shared(dict):
+    """A board of two judges in threads of this process."""
+
+    def swap(self, name, old, new):
+        return self.setdefault(name, new) if old == "" else self._changed(name, old, new)
+
+    def _changed(self, name, old, new):
+        if self[name] == old:
+            self[name] = new
+        return self[name]
+
+    def write(self, texts):
+        self.update(texts)
+
+    def read(self, names):
+        return [self[name] for name in names]
+
+
+def test_processes_that_share_a_board_ask_each_question_once():
+    def answer(body, number):
+        """An answer that differs from call to call."""
+        time.sleep(0.01)
+        return 200, says(f"<score>{number % 11}</score>")
+
+    board = Shared()
+    with judging(answer) as server:
+        judges = [made(server.url, concurrency=4) for _ in range(3)]
+        for judge in judges:
+            judge.share(board, known=False)
+        completions = [str(n) for n in range(30)]
+        asked = [in_a_thread("ask", partial(ask, judge, completions)) for judge in judges]
+        first, *others = [one.result() for one in asked]
+        assert all(other == first for other in others)
+        assert server.requests == 30
+        assert sum(judge.spent()["answers"] for judge in judges) == 30
+
+
+def test_a_process_hears_that_another_one_got_no_answer_and_may_ask_later():
+    board, refuses = Shared(), True
+
+    def answer(body, number):
+        time.sleep(0.2)
+        return (400, "no") if refuses else (200, says("<score>5</score>"))
+
+    with judging(answer) as server:
+        one, two = made(server.url), made(server.url)
+        one.share(board, known=False)
+        two.share(board, known=False)
+        under_way = in_a_thread("ask", partial(ask, one, ["x"]))
+        while server.requests == 0:
+            time.sleep(0.01)
+        (heard,) = ask(two, ["x"])
+        assert server.requests == 1
+        assert str(heard) == str(under_way.result()[0])
+        refuses = False
+        assert ask(two, ["x"]) == ask(one, ["x"]) == [0.5]
+        assert server.requests == 2
+    # A refused key ends a process: nobody waits for it.
+    with judging(lambda body, number: (401, "no")) as server:
+        one, two = made(server.url), made(server.url)
+        one.share(board := Shared(), known=False)
+        two.share(board, known=False)
+        for judge in (one, two):
+            with pytest.raises(RewardError, match="refused the key"):
+                ask(judge, ["x"])
+
+
+def test_all_files_of_a_judge_are_counted_by_one_process(tmp_path):
+    with judging(by_digits) as server:
+        for name in ("judge-0-rank-0", "judge-0-rank-1", "judge-1-rank-0"):
+            judge = made(server.url)
+            judge.record_in(tmp_path / name, name)
+            ask(judge, [name[::2]])
+            (tmp_path / f"{name}.jsonl").write_text((tmp_path / name / f"{name}.jsonl").read_text())
+        for rank, answers in ((0, 2), (1, 0)):
+            judge = made(server.url)
+            judge.record_in(tmp_path, f"judge-0-rank-{rank}", counts=rank == 0)
+            assert judge.spent()["answers"] == answers
+        # What a process without the folder was answered is written by the one that has it.
+        away = made(server.url)
+        asked = ask(away, ["1", "2"])
+        judge.record(away.unrecorded())
+        resumed = made(server.url)
+        resumed.record_in(tmp_path, "judge-0-rank-0")
+        assert resumed.spent()["answers"] == 4
+        # And is known, after a resume, where the folder is not seen.
+        resumed.share(board := Shared(), known=True)
+        away = made(server.url)
+        away.share(board, known=False)
+        requests = server.requests
+        assert ask(away, ["1", "2"]) == asked
+        assert server.requests == requests
 
 
 def test_a_damaged_answer_is_asked_again_and_a_link_is_refused(tmp_path):
