@@ -88,12 +88,7 @@ def asking(
                 "send your prompt as it is with --raw, or sample a row in Python"
             )
         if template is None and env.train is not None:
-<<<<<<< HEAD
             template = default_template(read_rows(env.train, "train", env.max_data_gb)[0])
-        asked = named_template(prompt, Template.of(template), env.prompting(), examples)
-        return Asking(asked, DEFAULT_OUTPUT_TOKENS, {})
-=======
-            template = default_template(read_rows(env.train, "train")[0])
         made = Template.of(template)
         if few_shot is not None and isinstance(examples, int):
             question = named_template(prompt, made, env.replace(few_shot=None).prompting(), ())
@@ -102,7 +97,6 @@ def asking(
         assert not isinstance(examples, int), "without few_shot, there are no examples"
         asked = named_template(prompt, made, env.prompting(), examples)
         return Asking(asked, DEFAULT_OUTPUT_TOKENS, {}, hidden)
->>>>>>> safe
     task = build_task(env, seed, find_function)
     example = {} if own else task.splits["validation"][0]
     return Asking(Template.of_task(task, prompt), task.max_output_tokens, example, hidden)

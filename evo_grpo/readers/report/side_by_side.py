@@ -36,11 +36,8 @@ from evo_grpo.record.replay import read_replay
 from evo_grpo.record.view import RunView, view_of
 from evo_grpo.record.wording import claim_text, number, with_error
 from evo_grpo.schema.shown import shown_value
-<<<<<<< HEAD
 from evo_grpo.settings.evolve import FITNESS
-=======
 from evo_grpo.settings.prompting import without_rows
->>>>>>> safe
 from evo_grpo.training.inputs.recorded_inputs import DATA, flat, read_inputs_of
 from evo_grpo.types import Score
 
