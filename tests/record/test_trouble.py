@@ -114,6 +114,15 @@ def test_a_metric_beyond_its_bound_is_told_once_for_each_agent(metric, value, sa
     assert kinds(changed({metric: 0.01})) == []
 
 
+def test_lora_dropout_explains_a_gap_between_sampler_and_trainer():
+    rounds = changed({"sampler_gap": 0.2})
+    told = [
+        {one.kind for one in find_trouble(rounds, config=small_config(*given))}
+        for given in ((), ("model.lora.dropout=0.1",))
+    ]
+    assert told[0] - told[1] == {"sampler_gap"}
+
+
 def test_entropy_that_is_gone_is_told():
     def run(first, last):
         rounds = changed({"entropy": first}, round=0)
