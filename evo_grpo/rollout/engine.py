@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from evo_grpo.errors import PromptTooLongError, ShapeError
+from evo_grpo.errors import ModelError, PromptTooLongError, ShapeError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.rollout.sampling import Sampling
@@ -38,12 +38,13 @@ class RolloutRequest:
     seed: int
     keys: Sequence[int] | None = None
 
-    def check(self, context: int) -> None:
-        """Check that the request can be sampled in a context of `context` tokens.
+    def check(self, context: int, vocabulary: int) -> None:
+        """Check that a model of so many embeddings can sample in a context of `context` tokens.
 
         Raises:
             ShapeError: A prompt without tokens, no sample or no token.
             PromptTooLongError: A prompt leaves no room for a completion.
+            ModelError: A token of a prompt has no embedding.
         """
         if self.samples < 1 or self.sampling.max_output_tokens < 1:
             raise ShapeError(
@@ -61,6 +62,12 @@ class RolloutRequest:
                     f"prompt {prompt.index} has {len(prompt.token_ids)} tokens, which leaves no "
                     f"room in the context of {context} tokens: shorten or drop it "
                     f"({prompt.text[:60]!r}...)"
+                )
+            if (token := max(prompt.token_ids)) >= vocabulary:
+                raise ModelError(
+                    f"prompt {prompt.index} has the token {token}, and the model has embeddings of "
+                    f"{vocabulary} tokens: the tokenizer has more than the model; resize the "
+                    f"model's embeddings, or take its own tokenizer ({prompt.text[:60]!r}...)"
                 )
 
     def part(self, places: Sequence[int]) -> RolloutRequest:

@@ -387,7 +387,8 @@ def _read_prompts(
     if task.whole is None:
         return None, []
     known = [one for one in (config.algorithm.max_model_len, base.context) if one is not None]
-    return read_prompts(task.whole, config.model.name, min(known, default=None))
+    vocabulary = None if base.shape is None else base.shape.vocabulary or None
+    return read_prompts(task.whole, config.model.name, min(known, default=None), vocabulary)
 
 
 def _group_sizes(config: RunConfig) -> tuple[int, int]:

@@ -96,7 +96,7 @@ class NativeEngine(RolloutEngine):
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
         """Sample the completions of all requests; see `RolloutEngine`."""
         for request in requests:
-            request.check(self._context)
+            request.check(self._context, self.base.vocabulary)
         if not self._by_modules:
             self._choose_path()
         if self._specialized or self._in_one_batch(requests):

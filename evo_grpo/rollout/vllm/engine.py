@@ -92,7 +92,7 @@ class VLLMEngine(RolloutEngine):
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
         """Sample the completions of all requests; see `RolloutEngine`."""
         for request in requests:
-            request.check(self._context)
+            request.check(self._context, self.base.vocabulary)
         asked = [request for request in requests if request.prompts]
         if not asked:
             return [[] for _ in requests]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
+from evo_grpo.envs.data.rows import place_of
 from evo_grpo.envs.prompts import RenderedPrompts, Template
 from evo_grpo.envs.task import SPLITS, DatasetRow, LazyRows, Split, Task
 from evo_grpo.envs.template_keywords import dropped_sentence, rendered_chat
@@ -37,7 +38,7 @@ class PromptLengths(NamedTuple):
 
 
 def read_prompts(
-    task: Task, model: str, context: int | None
+    task: Task, model: str, context: int | None, vocabulary: int | None
 ) -> tuple[PromptLengths | None, list[str]]:
     """Return the lengths of the prompts of a task, and warnings about the chat template.
 
@@ -45,6 +46,7 @@ def read_prompts(
         task: The task.
         model: Name of the base model.
         context: Most tokens of prompt and completion together, None if unknown.
+        vocabulary: Number of embeddings of the model, None if unknown.
 
     Returns:
         None for the lengths of a task that makes its rows, which are short. They are 0, of no row,
@@ -52,7 +54,7 @@ def read_prompts(
 
     Raises:
         PromptTooLongError: A prompt leaves no room for a completion, by its row.
-        ModelError: The tokenizer is damaged.
+        ModelError: The tokenizer is damaged, or has tokens that the model has not.
         ConfigError: The chat template refuses the messages.
     """
     tokenizer: Any = FileTokenizer(model)
@@ -69,10 +71,17 @@ def read_prompts(
         if not (lazy or tokenizer.backend is None):
             rendered = RenderedPrompts(splits, template, tokenizer)
             rendered.limit(context or _NO_LIMIT)
-            prompts = (
-                rendered.get(split, n) for split in SPLITS for n in range(len(splits[split]))
-            )
-            lengths += [len(prompt.token_ids) for prompt in prompts]
+            for split in SPLITS:
+                for number in range(len(splits[split])):
+                    prompt = rendered.get(split, number)
+                    lengths.append(len(prompt.token_ids))
+                    if vocabulary is not None and max(prompt.token_ids) >= vocabulary:
+                        raise ModelError(
+                            f"{place_of(prompt.columns, f'{split}, row {number}')}: the prompt has "
+                            f"the token {max(prompt.token_ids)}, and model {model!r} has "
+                            f"embeddings of {vocabulary} tokens: its tokenizer has more than the "
+                            "model; resize the model's embeddings, or take its own tokenizer"
+                        )
     read = sum(map(len, splits.values())) if lengths else 0
     known = PromptLengths(min(lengths, default=0), max(lengths, default=0), read, total)
     return None if lazy else known, list(found)

@@ -471,6 +471,14 @@ class TestContext:
         with pytest.raises(PromptTooLongError, match=r"prompt 0 has 12 tokens, .* of 12 tokens: s"):
             engine.rollout(requests_for(slots, lengths=(12,)))
 
+    def test_a_token_without_an_embedding_is_refused(self):
+        slots = tiny.population(tiny.llama(), (4,))
+        (request,) = requests_for(slots, lengths=(3,))
+        beyond = slots.base.vocabulary
+        prompt = replace(request.prompts[0], token_ids=(1, beyond))
+        with pytest.raises(ModelError, match=rf"prompt 0 has the token {beyond}, and the model"):
+            engine_of(slots).rollout([replace(request, prompts=[prompt])])
+
     def test_nothing_is_sampled_when_one_prompt_is_too_long(self):
         slots = tiny.population(tiny.llama(), (4,))
         engine = engine_of(slots, max_decode_prompts=1)

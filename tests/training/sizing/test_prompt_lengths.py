@@ -83,6 +83,17 @@ def test_check_refuses_a_prompt_as_a_run_does_by_the_line_of_its_file(tmp_path, 
     assert str(refused.value) == str(told.value)
 
 
+def test_check_refuses_a_token_without_an_embedding_by_its_line(tmp_path, monkeypatch, model):
+    monkeypatch.chdir(tmp_path)
+    rows_in(tmp_path, 40)
+    path = model()
+    settings = tmp_path / "model" / "config.json"
+    values = json.loads(settings.read_text())
+    settings.write_text(json.dumps(values | {"vocab_size": 12}))
+    with pytest.raises(ModelError, match=r"^train \(rows.jsonl\), line \d+: .* of 12 tokens: its"):
+        make_plan(config(model=path))
+
+
 def test_beyond_a_number_of_rows_a_sample_of_each_split_is_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows_in(tmp_path, 200)
@@ -101,11 +112,11 @@ def test_messages_that_the_chat_template_leaves_out_are_told_by_check_and_run(mo
     kind = {"kind": "dataset", "reward": len, "train": [{"question": f"{n}"} for n in range(20)]}
     env = EnvConfig(**(kind | {"reward": lambda completion: 1.0}), system_prompt="Add.")
     task = build_task(env, 0)
-    _, (told,) = read_prompts(task, path, None)
+    _, (told,) = read_prompts(task, path, None, None)
     assert "leaves out messages of the role system, which the model will not see" in told
     with pytest.warns(UserWarning, match="leaves out messages of the role system"):
         ReasoningGym.from_task(task, AutoTokenizer.from_pretrained(path))
-    assert read_prompts(build_task(env.replace(system_prompt=None), 0), path, None)[1] == []
+    assert read_prompts(build_task(env.replace(system_prompt=None), 0), path, None, None)[1] == []
 
 
 def test_a_damaged_tokenizer_and_an_endless_template_are_named(model, tmp_path):
@@ -113,7 +124,7 @@ def test_a_damaged_tokenizer_and_an_endless_template_are_named(model, tmp_path):
     task = build_task(EnvConfig(**kind, reward=lambda completion: 1.0), 0)
     deep = "{% if 1 %}" * 5000 + "{% endif %}" * 5000
     with pytest.raises(ConfigError, match="it is nested too deep"):
-        read_prompts(task, model(deep), None)
+        read_prompts(task, model(deep), None, None)
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"tokenizer.json cannot be read: .*; fetch it anew"):
-        read_prompts(task, str(tmp_path / "model"), None)
+        read_prompts(task, str(tmp_path / "model"), None, None)
