@@ -209,8 +209,8 @@ def test_check_prints_the_plan():
     assert lines["places"] == "8 agents in rounds 1-2, 4 in round 3, 2 in rounds 4-6"
     assert lines["a step"].startswith("256 rows in all, of at most 4 tokens: 32 per agent")
     assert lines["a round"] == "at most 8,224 tokens to train on"
-    assert lines["evaluation"].startswith("at most 5,632 tokens, 9% of the run: 64 prompts x 1")
-    assert "up to 3 finalists on 64 validation prompts x 2: at most 1,536" in lines["the end"]
+    assert lines["evaluation"].startswith("at most 4,096 tokens, 7% of the run: 64 prompts x 1")
+    assert "up to 2 finalists on 64 validation prompts x 2: at most 1,024" in lines["the end"]
     assert "256 test prompts x 4: at most 8,192 tokens" in result.stdout
     assert lines["the run"] == "at most 64,704 tokens"
     assert "453,216 parameters, 1.8 MB in float32 on the CPU" in lines["base model"]
@@ -230,8 +230,8 @@ def test_check_as_one_json_document():
     assert plan["file"] == "population.yaml"
     assert plan["places"] == [8, 8, 4, 2, 2, 2]
     assert plan["decisions"] == [2, 3, 4, 6]
-    assert plan["tokens"]["evaluations"] == [0, 2_048, 1_536, 1_024, 0, 1_024]
-    assert plan["tokens"]["run"] == 64_704
+    assert plan["tokens"]["evaluations"] == [0, 2_048, 1_024, 512, 0, 512]
+    assert plan["tokens"]["run"] == 62_656
     assert plan["tokens"]["a_round"] == 8_224
     assert plan["base"]["parameters"] == 453_216
     assert plan["config"]["population"]["steps_per_round"] == 8

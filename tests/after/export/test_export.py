@@ -121,7 +121,7 @@ def test_peft_loads_it_over_the_plain_base_to_the_agents_own_logits(finished, tm
 def test_the_card_names_run_lineage_and_schedule(finished, tmp_path):
     card = (export(finished, tmp_path / "best") / "README.md").read_text()
     best, summary = leaderboard(finished).iloc[0], read_summary(finished)
-    assert card.startswith("---\nbase_model: tiny-sums\nlibrary_name: peft\n")
+    assert card.startswith("---\nlibrary_name: peft\n")
     assert f"# sums-1: agent {best['agent']}, member {best['member']}" in card
     assert "trained on `sums` by the evo-grpo run `sums-1`" in card
     assert f"validation fitness: {best['fitness']:.4f}" in card
@@ -530,8 +530,7 @@ def test_the_card_quotes_what_a_configuration_says(finished, tmp_path, name):
     card = (out / "README.md").read_text()
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == name
     front = yaml.safe_load(card.split("---\n")[1])
-    assert set(front) == {"base_model", "library_name", "tags"}
-    assert front["base_model"] == name
+    assert set(front) == {"library_name", "tags"}
     assert card.count("\n---\n") == 1
     (said,) = [line for line in card.split("\n") if line.startswith("A LoRA adapter over `")]
     assert printable(name) in said
