@@ -212,7 +212,7 @@ def test_check_prints_the_plan():
     assert lines["evaluation"].startswith("at most 4,096 tokens, 7% of the run: 64 prompts x 1")
     assert "up to 2 finalists on 64 validation prompts x 2: at most 1,024" in lines["the end"]
     assert "256 test prompts x 4: at most 8,192 tokens" in result.stdout
-    assert lines["the run"] == "at most 64,704 tokens"
+    assert lines["the run"] == "at most 62,656 tokens"
     assert "453,216 parameters, 1.8 MB in float32 on the CPU" in lines["base model"]
     assert "58,368 parameters, 934 kB with gradient and Adam" in lines["an agent"]
     assert lines["memory"].startswith("about ")
