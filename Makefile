@@ -18,6 +18,8 @@
 #   make fuzz          look for inputs that break a property of tests/fuzz, ten minutes for each of
 #                      them; EVO_GRPO_FUZZ_SECONDS=60 for a minute, ARGS="-k cli" for some of them
 
+#   make test-kernels  the kernels of a decode step, in Triton's interpreter and compiled for cards
+#                      that are not here; installs Triton
 #   make test-vllm     vLLM as the engine that generates, on this machine's CPU
 #   make test-minimum  the fast tests on the oldest versions that pyproject.toml allows
 #   make check         lint, types, import directions, docs
@@ -43,7 +45,7 @@ BROWSER_STAMP := .venv/.browser-$(SUM)
 DEEPSPEED_STAMP := .venv/.deepspeed-$(SUM)
 # Two workers with one thread each: more threads than cores spin and make the tests several times slower.
 # Each of the others has a target of its own.
-FAST := not slow and not torture and not device and not distributed and not deepspeed and not postgres and not vllm and not browser and not trackers
+FAST := not slow and not torture and not device and not distributed and not deepspeed and not postgres and not vllm and not kernels and not browser and not trackers
 # Tests start many interpreters, which share compiled files, and write many run folders, which a run syncs
 # to the disk file by file: they go to memory where it has room. pytest removes those of tests that passed.
 ROOM := $(shell df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)
@@ -65,6 +67,10 @@ TRACKERS_STAMP := $(TRACKERS)/.installed-$(shell cksum < $(TRACKERS_PINS) | cut 
 VLLM := .vllm
 VLLM_PINS := tests/rollout/vllm/requirements-vllm.txt
 VLLM_STAMP := $(VLLM)/.installed-$(shell cksum < $(VLLM_PINS) | cut -d' ' -f1)
+# Triton, in an environment of its own over the packages of .venv.
+KERNELS := .kernels
+KERNELS_PINS := tests/model/llama/cuda/requirements-kernels.txt
+KERNELS_STAMP := $(KERNELS)/.installed-$(shell cksum < $(KERNELS_PINS) | cut -d' ' -f1)
 # The lower bounds of pyproject.toml, in an environment of their own.
 MINIMUM := .venv-minimum
 MINIMUM_STAMP := $(MINIMUM)/.installed-$(shell cat pyproject.toml constraints-minimum.txt | cksum | cut -d' ' -f1)
@@ -77,7 +83,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 BUILD_DOCS := $(MKDOCS) build -q --strict
 PORT ?= 8000
 
-.PHONY: help install environments run test test-slow torture torture-io test-device test-distributed test-deepspeed test-browser test-postgres test-trackers test-outside test-vllm test-minimum fuzz check docs site sbom clean-venv
+.PHONY: help install environments run test test-slow torture torture-io test-device test-distributed test-deepspeed test-browser test-postgres test-trackers test-outside test-vllm test-kernels test-minimum fuzz check docs site sbom clean-venv
 .DEFAULT_GOAL := help
 
 help:
@@ -86,7 +92,7 @@ help:
 install: $(STAMP)
 
 # All of them, for .ci/run; `make -j2 environments` makes two at a time.
-environments: $(STAMP) $(MINIMUM_STAMP) $(OUTSIDE_STAMP) $(TRACKERS_STAMP) $(VLLM_STAMP)
+environments: $(STAMP) $(MINIMUM_STAMP) $(OUTSIDE_STAMP) $(TRACKERS_STAMP) $(VLLM_STAMP) $(KERNELS_STAMP)
 
 $(RUN_STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -210,6 +216,19 @@ test-vllm: $(VLLM_STAMP)
 	EVO_GRPO_VLLM=$(CURDIR)/$(VLLM)/bin/python $(PYTEST) -m vllm \
 	  --timeout 300 tests/rollout/vllm $(ARGS)
 
+$(KERNELS_STAMP): $(STAMP)
+	@echo 'Installing into $(KERNELS): less than a minute.'
+	@rm -rf $(KERNELS)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) \
+	  --no-deps --target $(KERNELS) -r $(KERNELS_PINS)
+	@touch $@
+
+# The interpreter is chosen when Triton is imported, and compiles nothing.
+test-kernels: $(KERNELS_STAMP)
+	PYTHONPATH=$(KERNELS) $(PYTEST) -m kernels --timeout 300 tests/model/llama/cuda/test_cubins.py $(ARGS)
+	PYTHONPATH=$(KERNELS) TRITON_INTERPRET=1 $(PYTEST) -m kernels --timeout 300 \
+	  --ignore tests/model/llama/cuda/test_cubins.py tests/model/llama/cuda $(ARGS)
+
 # At the end it says of each property how many inputs were tried and whether one failed. `make test`
 # and `make test-slow` try up to fifty inputs of each, the same ones every time. One that hangs is
 # given five minutes.
@@ -285,4 +304,4 @@ sbom: $(SBOM_STAMP)
 	  --spec-version 1.6 --output-reproducible --output-file sbom.cdx.json constraints.txt
 
 clean-venv:
-	rm -rf .venv $(OUTSIDE) $(TRACKERS) $(VLLM) $(MINIMUM) $(SBOM)
+	rm -rf .venv $(OUTSIDE) $(TRACKERS) $(VLLM) $(KERNELS) $(MINIMUM) $(SBOM)

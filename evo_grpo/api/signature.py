@@ -106,6 +106,7 @@ class AgentSignature(ABC):
         gradient_checkpointing: bool = False,
         compile: str | None = None,
         cuda_graphs: bool = True,
+        kernels: Literal["auto", "on", "off"] = "auto",
     ) -> None:
         """Build one agent over a new base; see `population` for several agents over one base.
 
@@ -244,6 +245,10 @@ class AgentSignature(ABC):
                 the Llama family.
             cuda_graphs: Generate by CUDA graphs, which launch the kernels of a decode step at once.
                 Acts on a CUDA device, with the built-in engine, on models of the Llama family.
+            kernels: Generate by kernels made for a decode step of many adapters, with the built-in
+                engine: `auto` takes them on CUDA devices of compute capability 8.0 or newer, with
+                Triton, in half precision, for models of the Llama family; `on` in float32 too;
+                `off` takes torch's own. They give other last digits.
 
         Raises:
             ConfigError: An unknown name, a value of a wrong type or out of range, or values that
@@ -341,6 +346,7 @@ class AgentSignature(ABC):
         gradient_checkpointing: bool = False,
         compile: str | None = None,
         cuda_graphs: bool = True,
+        kernels: Literal["auto", "on", "off"] = "auto",
     ) -> Population[Any]:
         """Build agents over one shared base. All keywords of the constructor are accepted too.
 

@@ -126,6 +126,11 @@ class RowSampling:
             alike=len(set(minimum)) == 1,
         )
 
+    @property
+    def plain(self) -> bool:
+        """Whether no row has a filter or a penalty."""
+        return all(v is None for v in (self.top_p, self.top_k, self.min_p, self.penalty))
+
     def select(self, rows: Tensor) -> RowSampling:
         """Return the settings of the rows at some positions."""
         return self._mapped(lambda value: value.index_select(0, rows))

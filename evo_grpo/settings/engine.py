@@ -31,6 +31,8 @@ def _parts(value: object) -> object:
     raise ValueError("a number of parts in [2, 64], 'auto' or null")
 
 
+Kernels = Literal["auto", "on", "off"]
+
 AnnotatedOverlap = Annotated[
     Annotated[int, Field(ge=2, le=64)] | Literal["auto"] | None, BeforeValidator(_parts)
 ]
@@ -133,6 +135,14 @@ class EngineConfig(Group):
         True,
         "Generate by CUDA graphs, which launch the kernels of a decode step at once. Acts on a "
         "CUDA device, with the built-in engine, on models of the Llama family.",
+    )
+    kernels: Kernels = setting(
+        "auto",
+        "Generate by kernels made for a decode step of many adapters, with the built-in engine: "
+        "`auto` takes them on CUDA devices of compute capability 8.0 or newer, with Triton, in "
+        "half precision, for models of the Llama family; `on` in float32 too; `off` takes torch's "
+        "own. "
+        "They give other last digits.",
     )
 
     @property

@@ -5,6 +5,8 @@ counts.json has the numbers, which may fall and not grow. Write them anew after 
     EVO_GRPO_WRITE_COUNTS=1 make test-device ARGS="-k counts_of -n 0"
 """
 
+import json
+
 import pytest
 import rehearsal
 import tiny
@@ -12,12 +14,14 @@ import torch
 from architectures import FAMILIES
 from device_counts import (
     STEPS,
+    TABLE,
     Watch,
     compared,
     counted_learn,
     decode_counts,
     differing,
     family_counts,
+    kernel_counts,
     rollout,
 )
 from torch import nn
@@ -39,6 +43,38 @@ def _counted(device):
 
 def test_counts_of_a_decode_step():
     compared(decode_counts(), "decode step")
+
+
+KERNELS = "decode step by kernels"
+
+
+def test_counts_of_a_decode_step_by_kernels():
+    compared(kernel_counts(min_output_tokens=STEPS), KERNELS)
+
+
+@pytest.mark.parametrize("given", [
+    {"ranks": (1, 2, 3, 4, 5, 6, 7, 16)},
+    {"samples": (1, 2, 3, 2, 5, 2, 1, 9)},
+    {"samples": (1, 2, 3, 2, 5, 2, 1, 9), "min_output_tokens": 2},  # rows leave
+])  # fmt: skip
+def test_unequal_ranks_and_rows_launch_no_more_kernels(given):
+    assert (
+        kernel_counts(**{"min_output_tokens": STEPS, **given})
+        == json.loads(TABLE.read_text())[KERNELS]
+    )
+
+
+def test_ranks_that_are_too_wide_are_a_product_more():
+    compared(kernel_counts(ranks=(64,) * 8, min_output_tokens=STEPS), f"{KERNELS}, A apart")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-window", "gemma3"])
+def test_steps_by_kernels_can_be_captured(monkeypatch, family):
+    watch = Watch(monkeypatch)
+    build = {"llama": tiny.llama, **FAMILIES}[family]
+    rollout(build=build, kernels="on", min_output_tokens=STEPS)
+    assert [len(block) for block in watch.blocks if block] == [8] * (STEPS // 8)
+    assert differing(watch.blocks) is None
 
 
 def test_counts_of_a_rollout_without_its_steps():

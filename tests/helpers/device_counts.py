@@ -2,9 +2,11 @@
 
 import json
 import os
+from functools import partial
 from itertools import pairwise, zip_longest
 from pathlib import Path
 
+import kernel_reference
 import pytest
 import rehearsal
 import tiny
@@ -12,11 +14,13 @@ from engine_contract import prompts_of
 from tiny_cohort import PLAIN, build_cohort, build_model, learn, make_rows
 
 from evo_grpo.model.llama.cache import FixedCache
+from evo_grpo.model.llama.cuda.decode import KernelDecoder
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native.batch import Batch
 from evo_grpo.rollout.native.engine import NativeEngine
 from evo_grpo.rollout.native.loop import DecodeLoop
 from evo_grpo.rollout.sampling import Sampling
+from evo_grpo.settings import AgentSettings
 
 TABLE = Path(__file__).parents[1] / "device" / "counts.json"
 ANEW = 'EVO_GRPO_WRITE_COUNTS=1 make test-device ARGS="-k counts_of -n 0"'
@@ -28,8 +32,9 @@ class Watch:
     """Counts of each step of `rollout`, in blocks, and of each draw."""
 
     def __init__(self, monkeypatch):
-        self.blocks, self.draws = [], []
+        self.blocks, self.draws, self.kernel_draws = [], [], []
         step, draw, reserve = DecodeLoop._step, Batch.draw, FixedCache.reserve
+        by_kernels, prepare = Batch.draw_by_kernels, KernelDecoder.reserve
 
         def watched_step(loop):
             with rehearsal.counting() as counts:
@@ -41,34 +46,50 @@ class Watch:
                 draw(batch, *given)
             self.draws.append(counts)
 
+        def watched_kernels(batch, *given):
+            with rehearsal.counting() as counts:
+                by_kernels(batch, *given)
+            self.kernel_draws.append(counts)
+
         def watched_reserve(cache, columns):
             self.blocks.append([])
             reserve(cache, columns)
 
+        def watched_prepare(decoder, columns):
+            self.blocks.append([])
+            return prepare(decoder, columns)
+
         monkeypatch.setattr(DecodeLoop, "_step", watched_step)
         monkeypatch.setattr(Batch, "draw", watched_draw)
+        monkeypatch.setattr(Batch, "draw_by_kernels", watched_kernels)
         monkeypatch.setattr(FixedCache, "reserve", watched_reserve)
+        monkeypatch.setattr(KernelDecoder, "reserve", watched_prepare)
 
     @property
     def steps(self):
         return [counts for block in self.blocks for counts in block]
 
 
-def rollout(layers=2, agents=8, build=None, **sampling):
-    """Completions of some agents with four prompts each; the counts of the whole call."""
+def rollout(layers=2, agents=8, build=None, kernels="auto", ranks=None, samples=2, **sampling):
+    """Completions of some agents with four prompts each; the counts of the whole call.
+
+    `samples` are those of each prompt, one number or one for each agent.
+    """
+    samples = [samples] * agents if isinstance(samples, int) else samples
     model = build() if build else tiny.llama(num_hidden_layers=layers)
     model = model.to(rehearsal.NAME)
-    slots = tiny.population(model, (4,) * agents)
+    slots = tiny.population(model, ranks or (4,) * agents)
     asked = [
         RolloutRequest(
-            i, name, prompts_of(3, 9, 1, 5), 2,
+            i, name, prompts_of(3, 9, 1, 5), samples[i],
             Sampling(max_output_tokens=STEPS + 1, **sampling), i,
         )
         for i, name in enumerate(slots.names)
     ]  # fmt: skip
-    engine = NativeEngine(slots)
-    with rehearsal.counting() as counts:
+    engine = NativeEngine(slots, AgentSettings(engine={"kernels": kernels}))
+    with rehearsal.counting() as counts, kernel_reference.instead():
         engine.rollout(asked)
+    assert kernels != "on" or "kernels refused" not in engine.base.derived
     return counts
 
 
@@ -126,6 +147,28 @@ def decode_counts():
         "launches of a layer, agents of unequal rows": unequal,
         "launches of a draw": draw,
         "launches of the rest": steps[2][0] - 2 * equal - draw,
+        "syncs in steps": sum(c.syncs.total() for c in watch.steps),
+        "copies in steps": sum(c.copies.total() for c in watch.steps),
+    }
+
+
+def kernel_counts(**given):
+    """The counts of a decode step by kernels, from models of two layers and of four."""
+    steps = {}
+    for layers in (2, 4):
+        with pytest.MonkeyPatch.context() as patch:
+            watch = Watch(patch)
+            # Wide enough for the A of eight agents to lie below its weights.
+            wide = {"hidden_size": 256, "intermediate_size": 256}
+            build = partial(tiny.llama, num_hidden_layers=layers, **wide)
+            rollout(build=build, kernels="on", **given)
+        (steps[layers],) = {c.launches.total() for c in watch.steps}
+        (draw,) = {c.launches.total() for c in watch.kernel_draws}
+    layer = (steps[4] - steps[2]) // 2
+    return {
+        "launches of a layer": layer,
+        "launches of a draw": draw,
+        "launches of the rest": steps[2] - 2 * layer - draw,
         "syncs in steps": sum(c.syncs.total() for c in watch.steps),
         "copies in steps": sum(c.copies.total() for c in watch.steps),
     }

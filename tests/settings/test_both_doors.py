@@ -86,6 +86,7 @@ AGENT = {
     "gradient_checkpointing": True,
     "compile": "default",
     "cuda_graphs": False,
+    "kernels": "off",
 }
 # What a setting needs beside it.
 BESIDE = {"offload_adapters": {"shards": 3}}
@@ -304,10 +305,12 @@ def test_a_setting_arrives_at_the_object_that_uses_it(name, monkeypatch):
 
 
 def test_the_rest_arrives_while_the_base_is_loaded(tmp_path, monkeypatch):
-    # DeepSpeed tests its stage, tests/device the graphs and agents in host memory; a memory decides
+    # DeepSpeed tests its stage, tests/device the graphs and agents in host memory, those of the
+    # model the kernels; a memory decides
     # the limits of a run, and nothing here.
     elsewhere = {
-        "trust_remote_code", "adapter", "zero", "memory", "cuda_graphs", "offload_adapters",
+        "trust_remote_code", "adapter", "zero", "memory", "cuda_graphs", "kernels",
+        "offload_adapters",
     }  # fmt: skip
     assert set(AGENT) - set(ARRIVES) == elsewhere
     first = GRPO(model="tiny-sums")

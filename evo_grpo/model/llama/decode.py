@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from evo_grpo.model.forward.chunks import Chunks, make_chunks
 from evo_grpo.model.forward.fused import FusedForward
-from evo_grpo.model.forward.stacks import build_stack
+from evo_grpo.model.forward.stacks import Stack, build_stack
 from evo_grpo.model.llama.attention import causal
 from evo_grpo.model.llama.blocks import Block, JoinedStack
 from evo_grpo.model.llama.cache import KeyValues, Refill, cache_for
@@ -130,7 +130,7 @@ class LlamaDecoder:
     """One rollout over `LlamaWeights` with the active adapters; see `Decoder`.
 
     `columns` is the longest prompt plus completion, for the rotary tables; `cache` is an empty one,
-    None for that of the device.
+    None for that of the device; `parts` are `stacks_of` them, which are made otherwise.
     """
 
     def __init__(
@@ -139,6 +139,7 @@ class LlamaDecoder:
         fused: FusedForward,
         columns: int,
         cache: KeyValues | None = None,
+        parts: list[list[list[Stack | None]]] | None = None,
     ) -> None:
         self.weights = weights
         self.fused = fused
@@ -148,8 +149,13 @@ class LlamaDecoder:
         self.tables = [(cos, sin) for cos, sin in tables if sin is not None]
         self.cache = cache or cache_for(weights.base.device, d.scale, d.windows)
         self._adapters = fused.layout.adapters
+        parts = parts or stacks_of(weights, fused)
         self._stacks = [
-            [self._stack(base, probe.dtype) for base in layer.linears()] for layer in weights.layers
+            [
+                JoinedStack.of(stacks, base.sizes)
+                for base, stacks in zip(layer.linears(), own, strict=True)
+            ]
+            for layer, own in zip(weights.layers, parts, strict=True)
         ]
         compiled = weights.base.compiled is not None
         self._layers = [
@@ -315,10 +321,17 @@ class LlamaDecoder:
             for layer, stacks in zip(self.weights.layers, self._stacks, strict=True)
         ]
 
-    def _stack(self, base: JoinedLinear, dtype: torch.dtype) -> JoinedStack | None:
-        layers = self.fused.layers
-        parts = [
-            build_stack(layers[name], self._adapters, dtype) if self.fused.adapts(name) else None
-            for name in base.names
+
+def stacks_of(weights: LlamaWeights, fused: FusedForward) -> list[list[list[Stack | None]]]:
+    """Return the active adapters of each part of each joined layer; None where none adapts it."""
+    dtype, adapters = weights.dtype, fused.layout.adapters
+    return [
+        [
+            [
+                build_stack(fused.layers[name], adapters, dtype) if fused.adapts(name) else None
+                for name in base.names
+            ]
+            for base in layer.linears()
         ]
-        return JoinedStack.of(parts, base.sizes)
+        for layer in weights.layers
+    ]

@@ -46,6 +46,7 @@ class Family:
         trunk: Name of the model below the head, after the prefix.
         embedding: Class of the embeddings after the prefix; empty for torch's own.
         activation: Key of the activation in the configuration.
+        kernels: Whether `llama.cuda` serves its decode step, with nine launches a layer.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Family:
     trunk: str = "Model"
     embedding: str = ""
     activation: str = "hidden_act"
+    kernels: bool = True
 
 
 _POST_NORMS = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
@@ -85,7 +87,9 @@ FAMILIES = {
         multipliers=True,
         scale=lambda config, size: float(config.attention_multiplier),
     ),
-    "olmo2": Family("Olmo2", "olmo2", norms=_POST_NORMS, head_norms="all", rounds_once=True),
+    "olmo2": Family(
+        "Olmo2", "olmo2", norms=_POST_NORMS, head_norms="all", rounds_once=True, kernels=False
+    ),
     "olmo3": Family(
         "Olmo3",
         "olmo3",
@@ -94,6 +98,7 @@ FAMILIES = {
         rounds_once=True,
         windows="types",
         tables=True,
+        kernels=False,
     ),
     "gemma3_text": Family(
         "Gemma3",

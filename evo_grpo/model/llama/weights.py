@@ -176,6 +176,11 @@ class LlamaWeights:
             JoinedLayer.join(x, family, self._names, in_place=True) for x in layers_of(self.base)
         ]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype of the layers; a head may have another."""
+        return self.layers[0].qkv.weight.dtype
+
     @classmethod
     def of(cls, base: SharedBase, adapted: Mapping[str, LoraLayer]) -> LlamaWeights:
         """Return the joined weights of a base, made once.

@@ -8,10 +8,15 @@ from typing import final
 import torch
 from torch import Tensor
 
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.llama.cuda import operators
 from evo_grpo.rollout.native.output import Output, StopConditions
 from evo_grpo.rollout.native.rows import Rows
-from evo_grpo.rollout.sampling import sample_tokens
+from evo_grpo.rollout.sampling import RowSampling, sample_tokens
 from evo_grpo.settings.engines.native import DRAWN_LOGITS
+
+#: Logits from which kernels draw at once. They need none of the tensors in fp32 that count there.
+_KERNEL_LOGITS = 8 * DRAWN_LOGITS
 
 
 @final
@@ -25,17 +30,24 @@ class Batch:
         vocabulary: V.
 
     Attributes:
+        before: (B,) int64, the position before that of each row's first token.
         tokens: (B,) int64, the last ones.
         finished: (B,) bool.
     """
 
     def __init__(self, rows: Rows, drawn: Tensor, vocabulary: int, *, alike: bool) -> None:
         self.rows, self.drawn, self._alike = rows, drawn, alike
+        self.before = rows.lengths - 1
         self.tokens = torch.zeros_like(rows.origin)
         self.finished = torch.zeros_like(rows.origin, dtype=torch.bool)
-        size = max(1, DRAWN_LOGITS // vocabulary)
+        self._parts = self._cut(DRAWN_LOGITS // vocabulary)
+        self._large_parts = self._cut(_KERNEL_LOGITS // vocabulary)
+
+    def _cut(self, size: int) -> list[tuple[slice, RowSampling]]:
+        """Return slices of at most so many rows, with their settings."""
+        size, rows = max(1, size), self.rows
         slices = [slice(start, start + size) for start in range(0, len(rows.origin), size)]
-        self._parts = [(part, rows.sampling.part(part)) for part in slices]
+        return [(part, rows.sampling.part(part)) for part in slices]
 
     def draw(self, logits: Callable[[slice], Tensor], ends: StopConditions, output: Output) -> None:
         """Draw a token of each row, from the logits of some rows at a time."""
@@ -66,6 +78,26 @@ class Batch:
         if not self._alike:
             # Rows that have ended stay at the place behind the last token.
             drawn.clamp_(max=len(rows.draws) - 1)
+
+    def draw_by_kernels(
+        self, base: SharedBase, hidden: Tensor, ends: StopConditions, output: Output
+    ) -> None:
+        """Draw a token of each row from final hidden states (B, H), by two kernels; see `draw`.
+
+        It serves sampling without filters and penalties.
+        """
+        rows, scale, cap = self.rows, base.logit_scale, base.softcap
+        for part, sampling in self._large_parts:
+            logits: Tensor = base.head(hidden[part])
+            drawn, temperature = self.drawn[part], sampling.temperature[:, 0]
+            weighed = operators.weigh_blocks(
+                logits, temperature, drawn, sampling.minimum, ends.tokens, scale, cap
+            )
+            operators.draw_token(
+                logits, weighed, temperature, sampling.greedy, rows.draws[:, part],
+                sampling.minimum, sampling.limit, ends.tokens, rows.origin[part], scale, cap,
+                drawn, self.finished[part], self.tokens[part], output.tokens, output.logprobs,
+            )  # fmt: skip
 
     def put(self, other: Batch, places: Tensor) -> None:
         """Copy the state of the rows of another batch to places of this one."""

@@ -21,7 +21,8 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import FusedForward, RowLayout, population_forward
 from evo_grpo.model.forward.sending import send
 from evo_grpo.model.llama.choice import takes_fast_path
-from evo_grpo.model.llama.decode import LlamaDecoder
+from evo_grpo.model.llama.cuda.choice import open_decoder
+from evo_grpo.model.llama.cuda.decode import KernelDecoder
 from evo_grpo.model.llama.weights import LlamaWeights
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.model.out_of_memory import free_cached, halved, is_out_of_memory
@@ -39,6 +40,7 @@ from evo_grpo.rollout.native.loop import DecodeLoop, hands_on_places
 from evo_grpo.rollout.native.output import Output
 from evo_grpo.rollout.native.queue import RowQueue
 from evo_grpo.settings import AgentSettings
+from evo_grpo.settings.engine import Kernels
 from evo_grpo.types import Completion, CompletionGroup
 
 #: Most rows in one call of the decode loop over those at once, where rows wait: all have draws and
@@ -77,6 +79,7 @@ class NativeEngine(RolloutEngine):
         wanted = settings.engine.cuda_graphs and self.base.device.type == "cuda"
         self._graphs = StepGraphs(self.base.device) if wanted else None
         self._compiled: CompiledStep | None = None
+        self._kernels: Kernels = settings.engine.kernels
         self._by_modules = not self.base.specialized
         self._choose_path()
 
@@ -212,14 +215,16 @@ class NativeEngine(RolloutEngine):
                 vocabulary=self.base.vocabulary,
                 context=self._context,
             )
+            decoder = self._decoder(fused, total, equal=equal)
             loop = DecodeLoop(
                 self.base,
                 fused,
-                self._decoder(fused, total, equal=equal),
+                decoder,
                 queue,
                 context=self._context,
                 graphs=self._graphs if self._specialized and not equal else None,
                 compiled=self._compiled,
+                kernels=isinstance(decoder, KernelDecoder),
             )
             output = loop.run()
         return self._groups(requests, output)
@@ -229,7 +234,8 @@ class NativeEngine(RolloutEngine):
             return EqualLengthDecoder(self.base)
         if not self._specialized:
             return ModuleDecoder(self.base, decoder_layers(self.base))
-        return LlamaDecoder(LlamaWeights.of(self.base, self.slots.layers), fused, columns)
+        weights = LlamaWeights.of(self.base, self.slots.layers)
+        return open_decoder(weights, fused, columns, self._kernels)
 
     def _pad(self, requests: Sequence[RolloutRequest], columns: int) -> tuple[Tensor, Tensor]:
         """Return the padded prompts: ids (NP, columns) and lengths (NP,)."""

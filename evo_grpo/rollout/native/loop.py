@@ -52,6 +52,7 @@ class DecodeLoop:
         context: Most tokens of prompt plus completion.
         graphs: Holds steps as CUDA graphs; None for plain steps.
         compiled: Compiles steps that read and write the same memory; None for plain steps.
+        kernels: Whether tokens are drawn by the kernels of `llama.cuda` where they serve it.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class DecodeLoop:
         context: int,
         graphs: StepGraphs | None = None,
         compiled: CompiledStep | None = None,
+        kernels: bool = False,
     ) -> None:
         self.base = base
         self.fused = fused
@@ -76,6 +78,7 @@ class DecodeLoop:
         self._ends = StopConditions(queue.rows.sampling, base.eos_ids, base.vocabulary, device)
         self._block = block_of(device)
         self._alike = queue.places is None
+        self._kernels = kernels
         self._columns = queue.columns + queue.steps + (0 if self._alike else SPARE_COLUMNS)
         #: Columns of the cache that are used, and most tokens that a row has left to draw.
         self._used = self._left = 0
@@ -133,9 +136,12 @@ class DecodeLoop:
         """Run the last tokens, and draw the next ones."""
         batch = self.batch
         # A finished row that is still in the batch may be at the model's last position.
-        positions = (batch.rows.lengths + (batch.drawn - 1)).clamp_(max=self._last)
+        positions = (batch.before + batch.drawn).clamp_(max=self._last)
         hidden = self.decoder.step(batch.tokens, positions)
-        batch.draw(lambda part: self.base.logits(hidden[part]), self._ends, self.output)
+        if self._kernels and batch.rows.sampling.plain:
+            batch.draw_by_kernels(self.base, hidden, self._ends, self.output)
+        else:
+            batch.draw(lambda part: self.base.logits(hidden[part]), self._ends, self.output)
 
     @property
     def _leave_share(self) -> float:
@@ -148,8 +154,8 @@ class DecodeLoop:
         old = self.batch
         stay = (~old.finished).nonzero()[:, 0]
         self.decoder.keep(stay)
-        drawn = old.drawn if self._alike else old.drawn.index_select(0, stay)
-        batch = Batch(old.rows.select(stay), drawn, self.base.vocabulary, alike=self._alike)
+        drawn = old.drawn.index_select(0, stay) if len(old.drawn) > 1 else old.drawn
+        batch = self._batch(old.rows.select(stay), drawn)
         batch.tokens.copy_(old.tokens.index_select(0, stay))
         self._go_on(batch)
 
@@ -197,9 +203,12 @@ class DecodeLoop:
         return batch
 
     def _undrawn(self, rows: Rows) -> Batch:
-        count = 1 if self._alike else len(rows.origin)
-        drawn = torch.zeros(count, dtype=torch.long, device=rows.origin.device)
-        return Batch(rows, drawn, self.base.vocabulary, alike=self._alike)
+        # Kernels count the tokens of each row apart.
+        count = 1 if self._alike and not self._kernels else len(rows.origin)
+        return self._batch(rows, torch.zeros(count, dtype=torch.long, device=rows.origin.device))
+
+    def _batch(self, rows: Rows, drawn: Tensor) -> Batch:
+        return Batch(rows, drawn, self.base.vocabulary, alike=self._alike and not self._kernels)
 
     def _go_on(self, batch: Batch) -> None:
         """Decode other rows from now on."""

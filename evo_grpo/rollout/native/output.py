@@ -44,8 +44,8 @@ class StopConditions:
     def __init__(
         self, sampling: RowSampling, eos: Sequence[int], vocabulary: int, device: torch.device
     ) -> None:
-        self._mask = torch.zeros(vocabulary, dtype=torch.bool, device=device)
-        self._mask[list(eos)] = True
+        self.tokens = torch.zeros(vocabulary, dtype=torch.bool, device=device)
+        self.tokens[list(eos)] = True
         self._least, self._shortest = sampling.least, sampling.shortest
 
     def possible(self, drawn: int) -> bool:
@@ -61,11 +61,11 @@ class StopConditions:
         if minimum is None:
             return None
         # One minimum for all rows needs no mask per row.
-        return self._mask & (drawn < (minimum[:1] if sampling.alike else minimum))[:, None]
+        return self.tokens & (drawn < (minimum[:1] if sampling.alike else minimum))[:, None]
 
     def met(self, drawn: Tensor, tokens: Tensor, sampling: RowSampling) -> Tensor:
         """Return the rows (B,) that end with `tokens` (B,), drawn after `drawn` (1,) others."""
-        ended = self._mask.index_select(0, tokens)
+        ended = self.tokens.index_select(0, tokens)
         if sampling.minimum is not None:
             ended = ended & (drawn >= sampling.minimum)
         return ended | (sampling.limit <= drawn + 1)

@@ -1,0 +1,379 @@
+"""The kernels of a decode step, in Triton; `operators` launches each of them by one operator.
+
+Rows of an agent lie side by side. A tile is up to 16 rows of one agent, (first row, rows, agent) in
+the table `tiles`. The table `adapters` holds, for each agent and each part of a joined layer, the
+first of its columns in `low`, its rank, and where its B (rank, outputs) begins in `b`; B has rows
+of a multiple of 16 numbers. No program reads numbers of another agent, and what it computes for a
+row does not depend on the rows beside it. Sums are in fp32. `EXACT` multiplies in fp32 too, as for
+weights in fp32, and in the interpreter, which has no product of bf16.
+
+"""
+
+# pyright: basic, reportMissingImports=false
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rounded(value, like):
+    """Return fp32 numbers as they are when stored with the dtype of a pointer."""
+    return value.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _add_product(
+    y, low, low_stride, rows, present, entry, b, b_stride, columns, inside,
+    RANK: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Return y (16, C) plus the product of a tile's low columns with its agent's B."""
+    start, rank = tl.load(entry), tl.load(entry + 1)
+    own = b + tl.multiple_of(tl.load(entry + 2), 16)
+    for first in tl.static_range(0, RANK, 16):
+        r = first + tl.arange(0, 16)
+        real = r < rank
+        left = tl.load(
+            low + rows[:, None] * low_stride + start + r[None, :],
+            present[:, None] & real[None, :], 0.0,
+        )  # fmt: skip
+        right = tl.load(
+            own + r[:, None] * b_stride + columns[None, :], real[:, None] & inside[None, :], 0.0
+        )
+        if EXACT:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        y = tl.dot(left, right, y, input_precision="ieee")
+    return y
+
+
+@triton.jit
+def embed_norm(
+    tokens, table, weight, x, normed, factor, eps,
+    H: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Read the embedding of a row's token, and normalize it."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, COLUMNS)
+    inside = c < H
+    y = tl.load(table + tl.load(tokens + row) * H + c, inside, 0.0).to(tl.float32)
+    y = _rounded(y * factor, x)
+    tl.store(x + row * H + c, y.to(x.dtype.element_ty), inside)
+    w = tl.load(weight + c, inside, 0.0).to(tl.float32)
+    y = y * tl.rsqrt(tl.sum(y * y, 0) / H + eps) * w
+    tl.store(normed + row * H + c, y.to(normed.dtype.element_ty), inside)
+
+
+@triton.jit
+def _halves(pointer, i, half):
+    """Return both halves of the numbers of a head, in fp32."""
+    one = tl.load(pointer + i, i < half, 0.0).to(tl.float32)
+    return one, tl.load(pointer + half + i, i < half, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_halves(pointers, one, two, half, full):
+    """Write both halves of the numbers of a head for each row of a tile."""
+    kind = pointers.dtype.element_ty
+    tl.store(pointers, one.to(kind), full)
+    tl.store(pointers + half, two.to(kind), full)
+
+
+@triton.jit
+def qkv(
+    z, z_stride, low, low_stride, b, adapters, bias, tiles, positions, cos, sin, q_norm, k_norm,
+    q, keys, values, room, q_eps, k_eps,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, RANK: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Finish one head of a tile: adapter, bias, norm, rotary positions; write q, or k or v."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    first = tl.load(tiles + 3 * tile).to(tl.int64)
+    count, agent = tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
+    at, i = tl.arange(0, 16), tl.arange(0, HALF)
+    rows, present = first + at, at < count
+    half: tl.constexpr = D // 2
+    inside = i < half
+    full = present[:, None] & inside[None, :]
+    part = tl.where(head < HEADS, 0, tl.where(head < HEADS + KV, 1, 2))
+    own = head - tl.where(part == 0, 0, tl.where(part == 1, HEADS, HEADS + KV))
+    place = z + rows[:, None] * z_stride + head * D + i[None, :]
+    one = tl.load(place, full, 0.0).to(tl.float32)
+    two = tl.load(place + half, full, 0.0).to(tl.float32)
+    if RANK > 0:
+        entry = adapters + (agent * 3 + part) * 3
+        stride = tl.where(part == 0, (HEADS * D + 15) // 16 * 16, (KV * D + 15) // 16 * 16)
+        columns = own * D + i
+        one = _add_product(
+            one, low, low_stride, rows, present, entry, b, stride, columns, inside, RANK, EXACT
+        )
+        two = _add_product(
+            two, low, low_stride, rows, present, entry, b, stride, columns + half, inside, RANK,
+            EXACT,
+        )  # fmt: skip
+    if BIAS:
+        more = _halves(bias + head * D, i, half)
+        one, two = one + more[0][None, :], two + more[1][None, :]
+    if NORM:
+        if part < 2:
+            square = (tl.sum(one * one, 1) + tl.sum(two * two, 1)) / D
+            factor = tl.rsqrt(square + tl.where(part == 0, q_eps, k_eps))[:, None]
+            of_q, of_k = _halves(q_norm, i, half), _halves(k_norm, i, half)
+            one = one * factor * tl.where(part == 0, of_q[0], of_k[0])[None, :]
+            two = two * factor * tl.where(part == 0, of_q[1], of_k[1])[None, :]
+    position = tl.load(positions + rows, present, 0)
+    if TURN:
+        if part < 2:
+            angle = position[:, None] * half + i[None, :]
+            c = tl.load(cos + angle, full, 0.0).to(tl.float32)
+            s = tl.load(sin + angle, full, 0.0).to(tl.float32)
+            one, two = one * c - two * s, two * c + one * s
+    if part == 0:
+        _store_halves(q + (rows[:, None] * HEADS + own) * D + i[None, :], one, two, half, full)
+    else:
+        to = ((rows * KV + own) * room + position)[:, None] * D + i[None, :]
+        if part == 1:
+            _store_halves(keys + to, one, two, half, full)
+        else:
+            _store_halves(values + to, one, two, half, full)
+
+
+@triton.jit
+def attend(
+    q, keys, values, positions, out, room, scale,
+    KV: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Attend of a row's query heads of one key head to its columns, up to that of its position."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    g, d, c = tl.arange(0, PADDED), tl.arange(0, WIDTH), tl.arange(0, BLOCK)
+    last = tl.load(positions + row).to(tl.int32)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(last + 1 - WINDOW, 0)
+    heads = (row * KV + head) * GROUP + g
+    real = (g < GROUP)[:, None] & (d < D)[None, :]
+    query = tl.load(q + heads[:, None] * D + d[None, :], real, 0.0)
+    if EXACT:
+        query = query.to(tl.float32)
+    top = tl.full([PADDED], float("-inf"), tl.float32)
+    total = tl.zeros([PADDED], tl.float32)
+    mixed = tl.zeros([PADDED, WIDTH], tl.float32)
+    base = (row * KV + head) * room * D
+    to_two = scale * 1.4426950408889634  # exp(x) is 2 ** (x log2(e))
+    for at in range(begin, last + 1, BLOCK):
+        seen = at + c <= last
+        place = base + (at + c)[:, None] * D + d[None, :]
+        there = seen[:, None] & (d < D)[None, :]
+        key = tl.load(keys + place, there, 0.0)
+        value = tl.load(values + place, there, 0.0)
+        if EXACT:
+            key, value = key.to(tl.float32), value.to(tl.float32)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * to_two
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        fewer = tl.exp2(top - higher)
+        total = total * fewer + tl.sum(weights, 1)
+        mixed = tl.dot(
+            weights.to(value.dtype), value, mixed * fewer[:, None], input_precision="ieee"
+        )
+        top = higher
+    mixed = mixed / total[:, None]
+    tl.store(out + heads[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), real)
+
+
+@triton.jit
+def _add_ranks(
+    y, low, b, stride: tl.constexpr, first, rank, inside, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Return y (C,) plus the product of some ranks of a row's low columns and B."""
+    r = first + tl.arange(0, CHUNK)
+    left = tl.load(low + r, r < rank, 0.0).to(tl.float32)
+    right = tl.load(b + r[:, None] * stride, (r < rank)[:, None] & inside[None, :], 0.0)
+    return y + tl.sum(left[:, None] * right.to(tl.float32), 0)
+
+
+@triton.jit
+def add_norm(
+    z, z_stride, low, low_stride, b, adapters, bias, owners, x, post, weight, out, normed,
+    post_eps, eps, factor,
+    H: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
+    BIAS: tl.constexpr, POST: tl.constexpr,
+):  # fmt: skip
+    """Finish a row of a linear layer, add it to the residual, and normalize the sum."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, COLUMNS)
+    inside = c < H
+    # The norm's weight, from before the kernel that this one waits for.
+    w = tl.load(weight + c, inside, 0.0).to(tl.float32)
+    y = tl.load(z + row * z_stride + c, inside, 0.0).to(tl.float32)
+    before = tl.load(x + row * H + c, inside, 0.0).to(tl.float32)
+    if RANK > 0:
+        entry = adapters + 3 * tl.load(owners + row)
+        start, rank = tl.load(entry), tl.load(entry + 1)
+        own = b + tl.multiple_of(tl.load(entry + 2), 16)
+        stride: tl.constexpr = (H + 15) // 16 * 16
+        place, low_place = own + c[None, :], low + row * low_stride + start
+        if RANK <= 16:
+            for first in tl.static_range(0, RANK, CHUNK):
+                y = _add_ranks(y, low_place, place, stride, first, rank, inside, CHUNK)
+        else:
+            # Unrolled, so many would need more registers than there are.
+            for first in range(0, rank, CHUNK):
+                y = _add_ranks(y, low_place, place, stride, first, rank, inside, CHUNK)
+    if BIAS:
+        y += tl.load(bias + c, inside, 0.0).to(tl.float32)
+    if POST:
+        own_weight = tl.load(post + c, inside, 0.0).to(tl.float32)
+        y = y * tl.rsqrt(tl.sum(y * y, 0) / H + post_eps) * own_weight
+    # As the next layers read it: rounded.
+    y = _rounded(before + y * factor, out)
+    tl.store(out + row * H + c, y.to(out.dtype.element_ty), inside)
+    y = y * tl.rsqrt(tl.sum(y * y, 0) / H + eps) * w
+    tl.store(normed + row * H + c, y.to(normed.dtype.element_ty), inside)
+
+
+@triton.jit
+def gate_up(
+    z, z_stride, low, low_stride, b, adapters, bias, tiles, out,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, BIAS: tl.constexpr,
+    GELU: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Finish some columns of a tile's gate and up, and multiply the activated gate by up."""
+    tile = tl.program_id(0)
+    first = tl.load(tiles + 3 * tile).to(tl.int64)
+    count, agent = tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
+    at = tl.arange(0, 16)
+    rows, present = first + at, at < count
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < SIZE
+    full = present[:, None] & inside[None, :]
+    place = z + rows[:, None] * z_stride + c[None, :]
+    gate = tl.load(place, full, 0.0).to(tl.float32)
+    up = tl.load(place + SIZE, full, 0.0).to(tl.float32)
+    if RANK > 0:
+        entry = adapters + 6 * agent
+        stride: tl.constexpr = (SIZE + 15) // 16 * 16
+        gate = _add_product(
+            gate, low, low_stride, rows, present, entry, b, stride, c, inside, RANK, EXACT
+        )
+        up = _add_product(
+            up, low, low_stride, rows, present, entry + 3, b, stride, c, inside, RANK, EXACT
+        )
+    if BIAS:
+        gate += tl.load(bias + c, inside, 0.0).to(tl.float32)[None, :]
+        up += tl.load(bias + SIZE + c, inside, 0.0).to(tl.float32)[None, :]
+    if GELU:
+        # 2 sigmoid(2 x) - 1 is tanh(x).
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        gate = gate * tl.sigmoid(2.0 * inner)
+    else:
+        gate = gate * tl.sigmoid(gate)
+    tl.store(out + rows[:, None] * SIZE + c[None, :], (gate * up).to(out.dtype.element_ty), full)
+
+
+@triton.jit
+def _scaled(raw, temperature, scale, cap, CAP: tl.constexpr):
+    """Return logits (C,) fp32 of the head's outputs, divided by the temperature."""
+    z = raw.to(tl.float32) * scale
+    if CAP:
+        z = cap * (2.0 * tl.sigmoid(2.0 * z / cap) - 1.0)
+    return z / temperature
+
+
+@triton.jit
+def _weighed(z):
+    """Return the maximum of logits and the sum of exp(z - maximum); -inf and 0 for none."""
+    top = tl.max(z, 0)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    return top, tl.sum(tl.exp(z - safe), 0)
+
+
+@triton.jit
+def weigh_blocks(
+    logits, temperatures, drawn, minimum, ends, out, stride, V, scale, cap,
+    BLOCK: tl.constexpr, MINIMUM: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """Write maximum and sum of a block of a row's logits, and those without forbidden tokens."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    c = block * BLOCK + tl.arange(0, BLOCK)
+    raw = tl.load(logits + row * stride + c, c < V, float("-inf"))
+    z = _scaled(raw, tl.load(temperatures + row), scale, cap, CAP)
+    z = tl.where(c < V, z, float("-inf"))
+    top, total = _weighed(z)
+    place = out + (row * tl.num_programs(1) + block) * 4
+    tl.store(place, top)
+    tl.store(place + 1, total)
+    if MINIMUM:
+        if tl.load(drawn + row) < tl.load(minimum + row):
+            top, total = _weighed(tl.where(tl.load(ends + c, c < V, 0) != 0, float("-inf"), z))
+        tl.store(place + 2, top)
+        tl.store(place + 3, total)
+
+
+@triton.jit
+def _place(weights, sums, target, places, end):
+    """Return the first of the places whose sum is beyond the target, or the last with weight."""
+    last = tl.max(tl.where(weights > 0, places, 0), 0)
+    found = tl.min(tl.where((sums > target) & (weights > 0), places, end), 0)
+    return tl.minimum(found, last)
+
+
+@triton.jit
+def draw_token(
+    logits, weighed, temperatures, greedy, draws, drawn, minimum, limit, ends, origin, finished,
+    tokens, out_tokens, out_logprobs, stride, draws_stride, total_rows, steps, V, scale, cap,
+    BLOCK: tl.constexpr, COUNT: tl.constexpr, BLOCKS: tl.constexpr, GREEDY: tl.constexpr,
+    MINIMUM: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """Draw a row's token by the sums of blocks, write it, and say whether the row has ended.
+
+    The block is found by these sums, and only that block of logits is read.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCKS)
+    own = weighed + (row * COUNT + n) * 4
+    tops = tl.load(own, n < COUNT, float("-inf"))
+    masses = tl.load(own + 1, n < COUNT, 0.0)
+    top = tl.max(tops, 0)
+    # Log of the sum over all tokens, also those that may not be drawn.
+    log_total = tl.log(tl.sum(masses * tl.exp(tops - top), 0)) + top
+    step = tl.load(drawn + row)
+    forbids = step < 0
+    if MINIMUM:
+        tops = tl.load(own + 2, n < COUNT, float("-inf"))
+        masses = tl.load(own + 3, n < COUNT, 0.0)
+        top = tl.max(tops, 0)
+        forbids = step < tl.load(minimum + row)
+    weights = tl.where(n < COUNT, masses * tl.exp(tops - top), 0.0)
+    sums = tl.cumsum(weights, 0)
+    total = tl.max(sums, 0)
+    # Below the total, so that rounding selects no token behind the last one with weight.
+    uniform = tl.minimum(tl.load(draws + step * draws_stride + row).to(tl.float32), 0.99999994)
+    target = uniform * total
+    block = _place(weights, sums, target, n, BLOCKS)
+    if GREEDY:
+        takes_top = tl.load(greedy + row) != 0
+        likeliest = tl.min(tl.where(tops == top, n, BLOCKS), 0)
+        block = tl.where(takes_top, tl.minimum(likeliest, COUNT - 1), block)
+    before = tl.sum(tl.where(n < block, weights, 0.0), 0)
+    c = block * BLOCK + tl.arange(0, BLOCK)
+    raw = tl.load(logits + row * stride + c, c < V, float("-inf"))
+    z = _scaled(raw, tl.load(temperatures + row), scale, cap, CAP)
+    real = c < V
+    if MINIMUM:
+        real = real & ~(forbids & (tl.load(ends + c, c < V, 0) != 0))
+    p = tl.where(real, tl.exp(z - top), 0.0)
+    token = _place(p, before + tl.cumsum(p, 0), target, c, V)
+    if GREEDY:
+        likeliest = tl.min(tl.where(real & (z == top), c, V), 0)
+        token = tl.where(takes_top, tl.minimum(likeliest, V - 1), token)
+    logprob = tl.sum(tl.where(c == token, z, 0.0), 0) - log_total
+    done = tl.load(finished + row) != 0
+    place = step * total_rows + tl.load(origin + row)
+    tl.store(out_tokens + place, tl.where(done, -1, token.to(tl.int64)))
+    tl.store(out_logprobs + place, logprob)
+    tl.store(tokens + row, token.to(tl.int64))
+    ended = (tl.load(ends + token) != 0) & ~forbids
+    ended = ended | (tl.load(limit + row) <= step + 1) | done
+    tl.store(finished + row, ended.to(tl.uint8))
+    tl.store(drawn + row, tl.minimum(step + 1, steps - 1))

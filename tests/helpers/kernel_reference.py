@@ -1,0 +1,198 @@
+"""What the kernels of a decode step compute, by torch: the reference of their tests and benches.
+
+Numbers are those of `kernels`, with sums in fp32 (float64 for float64). The functions have the
+arguments of the operators.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from evo_grpo.model.llama.cuda import operators
+from evo_grpo.model.llama.cuda.operators import drawn_block, padded
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _normed(y: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * _wide(weight)
+
+
+def _added(
+    y: Tensor, low: Tensor, b: Tensor, entries: Tensor, rows: list[tuple[int, int, int]]
+) -> None:
+    """Add low·B of some rows' own agents to y (B, size); `rows` are (first, count, agent)."""
+    size = y.shape[1]
+    for first, count, agent in rows:
+        start, rank, offset = entries[agent].tolist()
+        own = b[offset : offset + rank * padded(size)].view(rank, padded(size))[:, :size]
+        part = slice(first, first + count)
+        y[part] += _wide(low[part, start : start + rank]) @ _wide(own)
+
+
+def embed_norm(
+    tokens: Tensor, table: Tensor, weight: Tensor, factor: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See `kernels.embed_norm`."""
+    x = (_wide(table[tokens]) * factor).to(table.dtype)
+    return x, _normed(_wide(x), weight, eps).to(table.dtype)
+
+
+def qkv(
+    z: Tensor, low: Tensor, b: Tensor, adapters: Tensor, rank: int, bias: Tensor | None,
+    tiles: Tensor, positions: Tensor, cos: Tensor | None, sin: Tensor | None,
+    q_norm: Tensor | None, k_norm: Tensor | None, q_eps: float, k_eps: float,
+    q: Tensor, keys: Tensor, values: Tensor,
+) -> None:  # fmt: skip
+    """See `kernels.qkv`."""
+    (rows, heads, size), kv = q.shape, keys.shape[1]
+    parts = list(
+        _wide(z[:, : (heads + 2 * kv) * size])
+        .clone()
+        .split([heads * size, kv * size, kv * size], 1)
+    )
+    for number, part in enumerate(parts):
+        if rank:
+            _added(part, low, b, adapters[:, number], tiles.tolist())
+    y = torch.cat(parts, 1)
+    if bias is not None:
+        y += _wide(bias)
+    turned = list(y.view(rows, -1, size).split([heads, kv, kv], 1))
+    for i, (norm, eps) in enumerate(((q_norm, q_eps), (k_norm, k_eps))):
+        if norm is not None:
+            turned[i] = _normed(turned[i], norm, eps)
+        if cos is not None and sin is not None:
+            c, s = (_wide(table[positions])[:, None] for table in (cos, sin))
+            one, two = turned[i].chunk(2, -1)
+            turned[i] = torch.cat([one * c - two * s, two * c + one * s], -1)
+    every = torch.arange(rows, device=z.device)
+    q.copy_(turned[0])
+    keys[every, :, positions] = turned[1].to(keys.dtype)
+    values[every, :, positions] = turned[2].to(values.dtype)
+
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int
+) -> Tensor:
+    """See `kernels.attend`."""
+    rows, heads, size = q.shape
+    group = heads // keys.shape[1]
+    out = q.new_empty(rows, heads, size)
+    for row, last in enumerate(positions.tolist()):
+        seen = slice(max(0, last + 1 - window) if window else 0, last + 1)
+        k, v = (_wide(part[row, :, seen]).repeat_interleave(group, 0) for part in (keys, values))
+        weights = torch.softmax(torch.einsum("hd,hcd->hc", _wide(q[row]), k) * scale, -1)
+        out[row] = torch.einsum("hc,hcd->hd", weights, v).to(q.dtype)
+    return out.view(rows, -1)
+
+
+def add_norm(
+    z: Tensor, low: Tensor, b: Tensor, adapters: Tensor, rank: int, bias: Tensor | None,
+    owners: Tensor, x: Tensor, post: Tensor | None, post_eps: float, weight: Tensor, eps: float,
+    factor: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See `kernels.add_norm`."""
+    y = _wide(z[:, : x.shape[1]]).clone()
+    if rank:
+        rows = [(row, 1, agent) for row, agent in enumerate(owners.tolist())]
+        _added(y, low, b, adapters[:, 0], rows)
+    if bias is not None:
+        y += _wide(bias)
+    if post is not None:
+        y = _normed(y, post, post_eps)
+    out = (_wide(x) + y * factor).to(x.dtype)
+    return out, _normed(_wide(out), weight, eps).to(x.dtype)
+
+
+def gate_up(
+    z: Tensor, low: Tensor, b: Tensor, adapters: Tensor, rank: int, bias: Tensor | None,
+    tiles: Tensor, size: int, gelu: bool,
+) -> Tensor:  # fmt: skip
+    """See `kernels.gate_up`."""
+    parts = [part.clone() for part in _wide(z[:, : 2 * size]).split(size, 1)]
+    for number, part in enumerate(parts):
+        if rank:
+            _added(part, low, b, adapters[:, number], tiles.tolist())
+        if bias is not None:
+            part += _wide(bias[number * size : (number + 1) * size])
+    gate, up = parts
+    gate = (
+        torch.nn.functional.gelu(gate, approximate="tanh")
+        if gelu
+        else torch.nn.functional.silu(gate)
+    )
+    return (gate * up).to(z.dtype)
+
+
+def scaled(logits: Tensor, temperature: Tensor, scale: float, cap: float) -> Tensor:
+    """Return logits (B, V) divided by the temperatures, as tokens are drawn from."""
+    z = _wide(logits) * scale
+    z = cap * torch.tanh(z / cap) if cap else z
+    return z / temperature[:, None]
+
+
+def _forbids(drawn: Tensor, minimum: Tensor | None) -> Tensor:
+    return torch.zeros_like(drawn, dtype=torch.bool) if minimum is None else drawn < minimum
+
+
+def weigh_blocks(
+    logits: Tensor, temperature: Tensor, drawn: Tensor, minimum: Tensor | None, ends: Tensor,
+    scale: float, cap: float,
+) -> Tensor:  # fmt: skip
+    """See `kernels.weigh_blocks`."""
+    z = scaled(logits, temperature, scale, cap)
+    allowed = z.masked_fill(_forbids(drawn, minimum)[:, None] & ends, float("-inf"))
+    found: list[Tensor] = []
+    block = drawn_block(z.shape[1])
+    for part in (z, allowed):
+        blocks = torch.nn.functional.pad(part, (0, -part.shape[1] % block), value=float("-inf"))
+        blocks = blocks.unflatten(1, (-1, block))
+        top = blocks.amax(-1)
+        safe = top.masked_fill(top == float("-inf"), 0.0)
+        found += [top, (blocks - safe[..., None]).exp().sum(-1)]
+    return torch.stack(found, -1).float()
+
+
+def draw_token(
+    logits: Tensor, weighed: Tensor, temperature: Tensor, greedy: Tensor | None, draws: Tensor,
+    minimum: Tensor | None, limit: Tensor, ends: Tensor, origin: Tensor, scale: float, cap: float,
+    drawn: Tensor, finished: Tensor, tokens: Tensor, out_tokens: Tensor, out_logprobs: Tensor,
+) -> None:  # fmt: skip
+    """See `kernels.draw_token`; draws from cumulative sums of the whole vocabulary."""
+    del weighed
+    z = scaled(logits, temperature, scale, cap)
+    forbids = _forbids(drawn, minimum)
+    allowed = z.masked_fill(forbids[:, None] & ends, float("-inf"))
+    weights = (allowed - allowed.amax(-1, keepdim=True)).exp().double()
+    sums = weights.cumsum(-1)
+    uniform = draws.gather(0, drawn[None])[0].clamp(max=1 - 2**-24)
+    token = torch.searchsorted(sums, (uniform * sums[:, -1])[:, None], right=True)[:, 0]
+    index = torch.arange(z.shape[1], device=z.device)
+    last = torch.where(weights > 0, index, 0).amax(-1)
+    token = torch.minimum(token, last)
+    if greedy is not None:
+        token = torch.where(greedy, allowed.argmax(-1), token)
+    logprob = torch.log_softmax(z, -1).gather(1, token[:, None])[:, 0]
+    place = drawn * out_tokens.shape[1] + origin
+    out_tokens.view(-1)[place] = torch.where(finished, -1, token)
+    out_logprobs.view(-1)[place] = logprob.float()
+    finished |= (ends[token] & ~forbids) | (limit <= drawn + 1)
+    tokens.copy_(token)
+    drawn.add_(1).clamp_(max=len(draws) - 1)
+
+
+@contextmanager
+def instead():
+    """Let the operators compute by torch what they launch kernels for."""
+    launches = operators.LAUNCHES
+    before = dict(launches)
+    launches.update({name: globals()[name] for name in launches})
+    try:
+        yield
+    finally:
+        launches.update(before)

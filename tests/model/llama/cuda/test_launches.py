@@ -1,0 +1,72 @@
+"""An operator launches one kernel and runs nothing else, which is what counts of launches count."""
+
+import pytest
+import torch
+from kernel_cases import NAMES, Maker
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from evo_grpo.model.llama.cuda import operators
+
+#: Operations that run no kernel.
+FREE = {"new_empty", "empty_like", "empty", "view", "detach"}
+
+
+class Launches:
+    """Stands for the module of kernels, and keeps the names of those that are launched."""
+
+    def __init__(self):
+        self.names = []
+
+    def __getattr__(self, name):
+        return _Kernel(name, self.names)
+
+
+class _Kernel:
+    def __init__(self, name, names):
+        self.name, self.names = name, names
+
+    def __getitem__(self, grid):
+        assert all(size > 0 for size in grid)
+        return lambda *args, **options: self.names.append(self.name)
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+class _Inside:
+    """The operators without torch's dispatch, so that what is inside is seen."""
+
+    def __init__(self, operations):
+        self.operations = operations
+
+    def __getattr__(self, name):
+        def call(*args):
+            with self.operations:
+                return operators.LAUNCHES[name](*args)
+
+        return call
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_kernel_and_no_operation_of_torch(name, monkeypatch):
+    launched, operations = Launches(), Operations()
+    monkeypatch.setattr(operators, "_kernels", lambda: launched)
+    getattr(Maker(3, torch.float32), name)().run(_Inside(operations))
+    assert launched.names == (["weigh_blocks", "draw_token"] if name == "draw" else [name])
+    assert set(operations.names) <= FREE
+
+
+def test_a_second_operation_is_seen(monkeypatch):
+    launched, operations = Launches(), Operations()
+    monkeypatch.setattr(operators, "_kernels", lambda: launched)
+    launch = operators.LAUNCHES["attend"]
+    monkeypatch.setitem(operators.LAUNCHES, "attend", lambda *args: launch(*args).contiguous() * 2)
+    Maker(3, torch.float32).attend().run(_Inside(operations))
+    assert not set(operations.names) <= FREE
