@@ -217,7 +217,7 @@ def test_check_prints_the_plan():
     assert "58,368 parameters, 934 kB with gradient and Adam" in lines["an agent"]
     assert lines["memory"].startswith("about ")
     assert "in float32 on the CPU or " in lines["memory"]
-    assert "agents 8.2 MB, checkpoints being written 5.6 MB, activations" in result.stdout
+    assert "agents 7.5 MB, checkpoints being written 5.6 MB, activations" in result.stdout
     for name in ("rounds.jsonl", "journal.log", "leaderboard.csv", "summary.json", "checkpoints/"):
         assert name in lines["writes"]
     assert all(line == line.rstrip() for line in result.stdout.splitlines())
