@@ -80,7 +80,7 @@ def evaluating(  # noqa: PLR0913 -- what is measured, and how, one argument each
     named = (None if slot is None else cohort.agents[Slot(slot)].hparams.prompt for slot in slots)
     own = [starts_under(env, name, prompts) for name in named]
     play = yield from began(env, partial(cohort.begin, env, own, sampler.group_sizes))
-    results, units = list[Evaluation](), equal_starts(prompts)
+    results, units = list[Evaluation](), units_of(env, prompts)
     for experience in (yield from played(play, sampler.sample)):
         rewards = weighted(*fitness_rewards(env, experience.rewards, reward))
         if any(math.isnan(value) for t in experience.trajectories for value in t.logprobs or ()):
@@ -256,6 +256,18 @@ def equal_starts(starts: Sequence[object]) -> tuple[int, ...]:
     return tuple(seen.setdefault(key, len(seen)) for key in keys)
 
 
+def units_of(env: Environment[StartT], starts: Sequence[StartT]) -> tuple[int, ...]:
+    """Return `equal_starts`, but for a task of one prompt, where each answer is a unit.
+
+    A score over equal prompts is about how agents answer other prompts too, of which one says
+    little. If training has no other prompt either, it is about the answers to this one.
+    """
+    units = equal_starts(starts)
+    if max(units) == 0 and not any(equal_starts([starts[0], *env.prompts("train")])):
+        return tuple(range(len(starts)))
+    return units
+
+
 def summarise(rewards: np.ndarray, units: Sequence[int]) -> Score:
     """Return the mean over the different prompts and the standard error of that mean.
 
@@ -266,7 +278,7 @@ def summarise(rewards: np.ndarray, units: Sequence[int]) -> Score:
 
     Args:
         rewards: (P * G,) in the order of P rows, NaN where all reward functions abstained.
-        units: Number of the prompt of each row, from 0 to U - 1; see `equal_starts`.
+        units: Number of the prompt of each row, from 0 to U - 1; see `units_of`.
 
     Returns:
         A score whose `per_prompt` has U entries.

@@ -20,6 +20,7 @@ from evo_grpo.population.evaluate import (
     pass_at,
     summarise,
     undecided,
+    units_of,
     weighted,
 )
 from evo_grpo.training.assemble import prepare
@@ -175,6 +176,24 @@ def test_rows_with_equal_prompts_are_one_prompt():
     assert score.n == 2, "the third has no reward"
     assert score.mean == 0.35
     assert score.se == pytest.approx(0.15)
+
+
+class Questions:
+    """An environment of these prompts, of which the first are those of validation."""
+
+    def __init__(self, *texts):
+        self.texts = texts
+
+    def prompts(self, split, size=None):
+        assert split == "train"
+        return [Prompt(n, text, (1,)) for n, text in enumerate(self.texts)][:size]
+
+
+def test_answers_count_where_a_task_has_one_prompt_in_all():
+    asked = [Prompt(n, "a", (1,)) for n in range(3)]
+    assert units_of(Questions("a", "a"), asked) == (0, 1, 2)
+    assert units_of(Questions("a", "b"), asked) == (0, 0, 0), "one prompt of several was held out"
+    assert units_of(Questions("a"), asked[:1]) == (0,)
 
 
 def test_equal_rewards_in_another_order_are_equal_to_the_last_bit():
