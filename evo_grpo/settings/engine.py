@@ -31,6 +31,11 @@ def _parts(value: object) -> object:
     raise ValueError("a number of parts in [2, 64], 'auto' or null")
 
 
+def _switch(value: object) -> object:
+    """Accept the words that YAML reads as true and false."""
+    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+
+
 Kernels = Literal["auto", "on", "off"]
 
 AnnotatedOverlap = Annotated[
@@ -136,7 +141,7 @@ class EngineConfig(Group):
         "Generate by CUDA graphs, which launch the kernels of a decode step at once. Acts on a "
         "CUDA device, with the built-in engine, on models of the Llama family.",
     )
-    kernels: Kernels = setting(
+    kernels: Annotated[Kernels, BeforeValidator(_switch)] = setting(
         "auto",
         "Generate by kernels made for a decode step of many adapters, with the built-in engine: "
         "`auto` takes them on CUDA devices of compute capability 8.0 or newer, with Triton, in "

@@ -43,3 +43,8 @@ def test_a_wrong_number_of_parts_is_one_problem(parts):
     with pytest.raises(ConfigError, match=expected) as caught:
         small(engine={"overlap": parts})
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(("written", "kernels"), [(True, "on"), (False, "off"), ("auto", "auto")])
+def test_kernels_may_be_written_as_yaml_reads_on_and_off(written, kernels):
+    assert small(engine={"kernels": written}).engine.kernels == kernels
