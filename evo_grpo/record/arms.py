@@ -178,7 +178,9 @@ def pooled(scores: Sequence[Score]) -> Score:
     """
     if len(scores) == 1:
         return scores[0]
-    if not all(score.per_prompt for score in scores):
+    if not all(score.per_prompt for score in scores) or (
+        len({len(score.per_prompt) for score in scores}) > 1  # an earlier version counted rows
+    ):
         return Score(math.nan, math.nan, 0)
     table = np.array([score.per_prompt for score in scores], dtype=np.float64)
     per_prompt = table.mean(axis=0)

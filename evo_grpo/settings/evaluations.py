@@ -68,6 +68,8 @@ def affordable(population: PopulationConfig, evolve: EvolveConfig, rows: float) 
         fitness.final_samples
     )
     most = int((rows - sum(counts.between) * fitness.in_between * samples) / each)
+    if most < fitness.in_between:  # rounds in between take as few then
+        most = int(rows / (each + sum(counts.between) * samples))
     return fitness.replace(prompts=min(fitness.prompts, max(LEAST_PROMPTS, most)))
 
 

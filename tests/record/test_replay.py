@@ -105,6 +105,7 @@ def test_the_mean_of_trainings():
     assert found.se == pytest.approx(0.38188 / math.sqrt(3), rel=1e-4)
     assert pooled([scored(0.0, 1.0), scored(nan, 1.0)]).per_prompt[1] == 1.0
     assert pooled([scored(0.0, 1.0), scored(nan, 1.0)]).n == 1
+    assert pooled([scored(0.0, 1.0), scored(0.5)]).n == 0, "rows, then prompts: not the same units"
     nothing = pooled([scored(0.0, 1.0), Score(nan, nan, 0)])
     assert math.isnan(nothing.mean)
     assert replay({"schedule-run": [EVEN, EVEN, Score(nan, nan, 0)]}).outcome("run") == "failed"

@@ -124,6 +124,9 @@ def test_a_share_never_adds_prompts_and_counts_those_of_rounds_in_between():
     # Of 1,228 completions, 20 rounds in between take 8 prompts of 8, 4 and 2 agents: 640.
     given = ["evolve.fitness.share=0.05", "evolve.fitness.between=8"]
     assert settled(*given).evolve.fitness.prompts == 29
+    # Where rounds in between take all prompts, they take as few: 20 and 92 answers to each.
+    rule = [given[0], "population.stop.patience=3"]
+    assert settled(*rule).evolve.fitness.prompts == 1228 // (20 + 5 * 8 + 5 * 4 + 10 * 2)
 
 
 def test_shares_are_those_of_the_rounds_that_a_limit_of_tokens_leaves():

@@ -156,8 +156,15 @@ class Judge(Scorer):
                 failed = self._client.ask(mine, self._keep)
         finally:  # also after an error: the others wait
             why = {key: failed.get(key, Unanswered("it was not asked")).why for key in mine}
-            lost = {key: json.dumps({"why": why[key]}) for key in mine if key not in self._answers}
-            board.write(lost)
+            # An answer is told again: the disk may have refused it before it was told.
+            board.write(
+                {
+                    key: _told(self._answers[key])
+                    if key in self._answers
+                    else json.dumps({"why": why[key]})
+                    for key in mine
+                }
+            )
         while waiting:
             names = sorted(waiting)
             for key, text in zip(names, board.read(names), strict=True):

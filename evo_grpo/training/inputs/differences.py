@@ -43,7 +43,7 @@ _HONOURED = (
 )
 """Settings that may change between two rounds without an effect on the results."""
 ROUNDING = (
-    *("engine.threads", "engine.device", "engine.compile"),
+    *("engine.threads", "engine.device", "engine.compile", "engine.kernels"),
     *("engine.max_tokens_per_microbatch", "engine.max_rows_per_microbatch"),
     *("engine.max_decode_rows", "engine.base", "engine.zero"),
 )

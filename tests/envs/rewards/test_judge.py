@@ -443,6 +443,25 @@ def test_a_process_hears_that_another_one_got_no_answer_and_may_ask_later():
                 ask(judge, ["x"])
 
 
+def test_an_answer_that_the_disk_refuses_is_told_to_the_others(monkeypatch):
+    with judging(by_digits) as server:
+        one, two = made(server.url), made(server.url)
+        one.share(board := Shared(), known=False)
+        two.share(board, known=False)
+        add = type(one._answers).add
+
+        def full(self, key, answer):
+            add(self, key, answer)
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(one._answers), "add", full)
+            with pytest.raises(OSError, match="No space left"):
+                ask(one, ["3"])
+        assert in_a_thread("ask", partial(ask, two, ["3"])).result(20) == ask(one, ["3"])
+        assert server.requests == 1
+
+
 def test_all_files_of_a_judge_are_counted_by_one_process(tmp_path):
     with judging(by_digits) as server:
         for name in ("judge-0-rank-0", "judge-0-rank-1", "judge-1-rank-0"):

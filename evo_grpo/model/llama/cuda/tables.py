@@ -184,8 +184,9 @@ class _Plan:
         if low > _BESIDE * width:
             return AdaptedLinear(own, width, base.bias, rows, b, table, -(-rank // 16) * 16)
         total = -(-(width + low) // _ROWS) * _ROWS
-        weight = before.get(own.data_ptr())
+        weight = before.pop(own.data_ptr(), None)
         if weight is None or len(weight) < total or weight.dtype != own.dtype:
+            del weight  # one layer at a time is there twice
             weight = _with_room(base, modules, total)
         buffers[weight.data_ptr()] = weight
         weight[width : width + low].copy_(rows)
