@@ -53,7 +53,7 @@ def _refusal(weights: LlamaWeights, wanted: Kernels) -> str | None:
     base, auto = weights.base, wanted == "auto"
     if auto and (base.device.type != "cuda" or weights.dtype == torch.float32):
         return ""
-    if base.device.type not in ("cpu", "cuda"):
+    if base.device.type == "mps":
         return "they need an NVIDIA GPU of compute capability 8.0 or newer"
     if base.device.type == "cpu" and not interpreted():
         return "on a CPU they run in Triton's interpreter alone, TRITON_INTERPRET=1"
