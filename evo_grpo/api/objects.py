@@ -23,7 +23,8 @@ from evo_grpo.settings.adapters import begins_outside
 from evo_grpo.settings.keywords import agent_settings
 from evo_grpo.settings.run import doubts_of_agents, without_effect_of_agents
 from evo_grpo.settings.without_effect import WithoutEffect
-from evo_grpo.training.assemble import Objects, lora_config
+from evo_grpo.training.assemble import Objects
+from evo_grpo.training.start_adapter import lora_config
 
 _NAMED_MODEL_ONLY = ("config", "trust_remote_code", "adapter")
 

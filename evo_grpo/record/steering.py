@@ -72,6 +72,11 @@ class RunState:
         return not self.trains or (self.paused and "continue" not in requested)
 
     @property
+    def in_last_round(self) -> bool:
+        """Whether the round that is being played is the last one."""
+        return not self.between and self.playing + 1 >= self.config.population.rounds
+
+    @property
     def over(self) -> bool:
         """Whether all rounds are played."""
         played = self.playing >= self.config.population.rounds
@@ -192,6 +197,11 @@ def _check_process(now: RunState, op: str) -> None:
         raise ConfigError(
             f"{op}: expected a run that a process trains, got {now.folder}, which no process "
             f"trains at the moment; continue it with: evo-grpo resume {now.folder}"
+        )
+    if op != "continue" and now.in_last_round:
+        raise ConfigError(
+            f"{op}: expected a run with a round after the one it plays, got {now.folder} in round "
+            f"{now.playing + 1}, its last one, after which it judges its winner and ends"
         )
     requested = [one.op for one in now.waiting if one.op in ON_RUN]
     last = requested[-1] if requested else ""

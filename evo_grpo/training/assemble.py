@@ -24,13 +24,10 @@ from evo_grpo.evolve.select.own import CheckedSelector
 from evo_grpo.evolve.start import Start, start_hparams
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.loading import pick_device, pick_dtype
-from evo_grpo.model.lora.configs import read_config
-from evo_grpo.model.lora.files import AdapterCopy, read_adapter
+from evo_grpo.model.lora.files import AdapterCopy
 from evo_grpo.model.lora.from_peft import take_over, trainable
 from evo_grpo.model.refusal import unchanged_if_refused
 from evo_grpo.model.sharding import ShardedLayers
-from evo_grpo.places import find
-from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
 from evo_grpo.population.cohort.adapters import rank_alpha
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.same_base import agree_on_path, check_same_base
@@ -46,7 +43,6 @@ from evo_grpo.settings import (
     AgentSettings,
     DoubtfulSetting,
     EvolveConfig,
-    LoraSettings,
     PopulationConfig,
     RecordConfig,
     RunConfig,
@@ -69,6 +65,7 @@ from evo_grpo.training.sizing.planning import (
     torch_build,
     unseen_gpus,
 )
+from evo_grpo.training.start_adapter import lora_config, read_start
 from evo_grpo.training.strategies import check_explorer, explorer, selector
 from evo_grpo.types import Slot
 
@@ -379,22 +376,6 @@ def add_agents(
     return tuple(slots)
 
 
-def lora_config(lora: LoraSettings) -> LoraConfig:
-    """Convert the settings of an adapter into a LoraConfig of PEFT."""
-    alpha = lora.alpha if lora.alpha is not None else 2 * lora.r
-    return LoraConfig(
-        r=lora.r,
-        lora_alpha=alpha,  # pyright: ignore[reportArgumentType] -- PEFT types it as int and takes floats
-        lora_dropout=lora.dropout,
-        target_modules=lora.target_modules,
-        exclude_modules=lora.exclude_modules,
-        use_rslora=lora.use_rslora,
-        rank_pattern=dict(lora.rank_pattern),
-        alpha_pattern=dict(lora.alpha_pattern),
-        task_type="CAUSAL_LM",
-    )
-
-
 def _base(
     settings: AgentSettings, given: Objects, team: Team
 ) -> tuple[SharedBase, AdapterCopy | None]:
@@ -439,6 +420,7 @@ def _whole_base(
         network, start = take_over(given.model)
         where = pick_device(settings.engine.device)
         return SharedBase(network.to("cpu" if on_host else where), given.tokenizer), start
+    start = read_start(model)  # before the base, which takes longer
     base = SharedBase.load(
         model.name,
         device=settings.engine.device,
@@ -448,11 +430,7 @@ def _whole_base(
         on_host=on_host,
         **{"trust_remote_code": model.trust_remote_code, **model.config},
     )
-    if model.adapter is None:
-        return base, None
-    folder = find(model.adapter)
-    refuse_foreign_files(folder)
-    return base, AdapterCopy(read_adapter(folder), read_config(folder))
+    return base, start
 
 
 def settings_of_rounds(config: RunConfig) -> RoundSettings:

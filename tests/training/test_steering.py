@@ -404,12 +404,22 @@ def test_what_was_asked_of_a_process_that_has_ended_is_refused(tmp_path):
     sound(tmp_path / "run")
 
 
-def test_after_the_last_round_nothing_is_paused(tmp_path):
-    asked = {("learn", 1): [("pause", {})]}
-    rounds, observer = steered(tmp_path / "run", asked, population__rounds=2)
-    assert observer.notes == ["pause: refused: no round follows"]
-    assert rounds[1].steering[0].refused == "no round follows"
-    sound(tmp_path / "run")
+@pytest.mark.parametrize("op", ["pause", "stop-after-round"])
+def test_the_last_round_takes_no_request_to_its_process(tmp_path, op):
+    class Asks(Told):
+        said = ""
+
+        def stage(self, round, name, done, total):
+            super().stage(round, name, done, total)
+            if (name, round) == ("evaluate", 1) and not self.said:
+                with pytest.raises(ConfigError) as refused:
+                    ask(tmp_path / "run", op)
+                self.said = str(refused.value)
+
+    asks = Asks()
+    run(small(population__rounds=2), out=tmp_path / "run", observer=asks)
+    assert "in round 2, its last one, after which it judges its winner and ends" in asks.said
+    assert read_requests(tmp_path / "run").requests == ()
 
 
 # --- what the command refuses ---------------------------------------------------------------------

@@ -32,7 +32,8 @@ from evo_grpo.settings import AgentSettings, LoraSettings
 from evo_grpo.settings.keywords import agent_settings, unknown_keyword
 from evo_grpo.settings.run import without_effect_of_agents
 from evo_grpo.settings.without_effect import WithoutEffect
-from evo_grpo.training.assemble import Objects, lora_config
+from evo_grpo.training.assemble import Objects
+from evo_grpo.training.start_adapter import lora_config
 
 SPACES = ("observation_space", "action_space")
 """The first two arguments in AgileRL's examples; a language model needs neither."""

@@ -104,6 +104,9 @@ def _when(request: Request, standing: RunState) -> str:
         return f"round {played + 1} begins" if standing.paused else "the pause is cancelled"
     if standing.paused:
         return "carried out now, since the run is paused"
+    if standing.in_last_round:
+        resume = f"evo-grpo resume {standing.folder} --rounds N"
+        return f"kept, for round {request.after + 1} is the last one; carried out by: {resume}"
     return f"carried out after round {request.after + 1}, or a round later if that has ended"
 
 

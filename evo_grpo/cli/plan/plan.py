@@ -168,6 +168,11 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
     base = read_model_size(config.model.name)
     if silent is not None and base.parameters is None:
         base = base._replace(note=silent)
+    if config.model.adapter is not None:
+        # Imported here: it loads PEFT.
+        from evo_grpo.training.start_adapter import with_adapter
+
+        config = with_adapter(config, base)
     check_adapters_fit(config, base)
     lengths, dropped = _read_prompts(config, task, base)
     algorithm, fitness = config.algorithm, config.evolve.fitness

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from evo_grpo.training.sizing.prompt_lengths import PromptLengths  # it may load pandas
 
 ROUNDS_SHOWN = 8
-"""Most decisions, and most entries of a schedule, that the plan lists."""
+"""Most decisions, entries of a schedule, and names of layers, that the plan lists."""
 
 AGENTS_SHOWN = 8
 """Most agents whose first values the plan lists."""
@@ -279,6 +279,8 @@ def _agent(plan: Plan) -> str:
     lora = plan.config.model.lora
     targets = lora.target_modules
     name = targets if isinstance(targets, str) else ", ".join(targets)
+    if not isinstance(targets, str) and len(targets) > ROUNDS_SHOWN:
+        name = f"{len(targets)} layers"
     if sets := lora.searched_sets(plan.config.search_space()):
         name = f"one of {len(sets)} sets of layers, {', '.join(sets)}"
     largest = plan.config.largest_lora.r

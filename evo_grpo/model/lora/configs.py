@@ -164,8 +164,11 @@ def read_config(folder: Path) -> LoraConfig:
     return config
 
 
-def check_lora_config(config: LoraConfig) -> None:
-    """Raise ConfigError for a setting that the population forward does not support."""
+def check_lora_config(config: LoraConfig, remedy: str = "") -> None:
+    """Raise ConfigError for a setting that the population forward does not support.
+
+    `remedy` is that of the message for an adapter that exists, whose settings are what they are.
+    """
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
         raise ConfigError(f"lora: expected a plain LoraConfig, got peft_type {kind}")
@@ -175,17 +178,17 @@ def check_lora_config(config: LoraConfig) -> None:
         if value:
             raise ConfigError(
                 f"lora.{field}={value!r}: agents share one forward, which serves plain LoRA on "
-                f"linear layers (no variants such as DoRA); leave {field} out"
+                "linear layers (no variants such as DoRA); " + (remedy or f"leave {field} out")
             )
     if config.bias != "none":
         raise ConfigError(
             f"lora.bias={config.bias!r}: the base and its biases belong to every agent and stay "
-            'frozen; expected "none"'
+            'frozen; expected "none"' + (remedy and f"; {remedy}")
         )
     if config.init_lora_weights not in _STARTS:
         raise ConfigError(
             f"lora.init_lora_weights={config.init_lora_weights!r} rewrites the base, which every "
-            f"agent shares; expected one of {list(_STARTS)}"
+            f"agent shares; expected one of {list(_STARTS)}" + (remedy and f"; {remedy}")
         )
     for field, value in config.to_dict().items():
         try:
