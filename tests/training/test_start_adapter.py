@@ -1,0 +1,81 @@
+"""An adapter that a run starts from, as `check` and the run itself take it."""
+
+import re
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from evo_grpo import run
+from evo_grpo.cli.plan.plan import make_plan
+from evo_grpo.errors import ConfigError
+from evo_grpo.settings import from_dict
+from evo_grpo.sources import resolve
+
+QV = ["q_proj", "v_proj"]
+MERGE = "merge this adapter into its base"
+
+
+def settings(folder, **model):
+    return from_dict(
+        {
+            "model": {"name": "tiny-sums", "adapter": str(folder), **model},
+            "env": "sums",
+            "population": {"size": 2, "rounds": 1, "steps_per_round": 1},
+        }
+    )
+
+
+def saved(folder, **given):
+    base = AutoModelForCausalLM.from_pretrained(resolve("tiny-sums").path)
+    with torch.random.fork_rng():
+        get_peft_model(base, LoraConfig(**{"r": 4, "target_modules": QV, **given})).save_pretrained(
+            folder
+        )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"use_dora": True}, f"lora.use_dora=True: .*{MERGE}"),
+        ({"modules_to_save": ["lm_head"]}, f"lora.modules_to_save=.*{MERGE}"),
+        ({"bias": "lora_only"}, f"lora.bias='lora_only': .*{MERGE}"),
+        ({"trainable_token_indices": {"embed_tokens": [5]}}, f"trainable_token_indices=.*{MERGE}"),
+        ({"init_lora_weights": "pissa"}, f"'pissa' rewrites the base, .*{MERGE}"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, r"one of model.embed_tokens, which is non"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to")
+def test_check_refuses_what_a_run_cannot_train_with_a_remedy(tmp_path, given, said):
+    config = settings(saved(tmp_path / "start", **given))
+    with pytest.raises(ConfigError, match=said):
+        make_plan(config)
+    if "embed_tokens" not in given.get("target_modules", ()):
+        with pytest.raises(ConfigError, match=said):
+            run(config, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_check_refuses_an_adapter_of_another_base(tmp_path):
+    get_peft_model(tiny.llama(), tiny.lora(4)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"expected adapters of linear layers of tiny-sums, .* features;"):
+        make_plan(settings(tmp_path))
+
+
+def test_settings_beside_an_adapter_are_those_of_the_adapter_or_refused(tmp_path):
+    said = re.escape(f"expected r 4 of model.adapter {saved(tmp_path / 'start')}, got 16; leave mod")
+    with pytest.raises(ConfigError, match=said):
+        make_plan(settings(tmp_path / "start", lora={"r": 16}))
+
+
+@pytest.mark.parametrize(
+    ("given", "parameters"),
+    [({}, 6_144), ({"layers_to_transform": [2, 3], "layers_pattern": "layers"}, 3_072)],
+)
+def test_the_plan_has_the_size_of_the_adapter(tmp_path, given, parameters):
+    start = saved(tmp_path / "start", **given)
+    assert make_plan(settings(start)).adapter_parameters == parameters
