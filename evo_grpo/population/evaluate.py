@@ -250,10 +250,22 @@ def weighted(rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def equal_starts(starts: Sequence[object]) -> tuple[int, ...]:
-    """Number the prompts, or seeds of episodes: equal ones get the same number, from 0 in order."""
+    """Number the prompts, or seeds of episodes: equal ones get the same number, from 0 in order.
+
+    Starts that cannot be hashed, of an environment of the user's own, are all different.
+    """
     seen: dict[object, int] = {}
-    keys = (start.text if isinstance(start, Prompt) else start for start in starts)
-    return tuple(seen.setdefault(key, len(seen)) for key in keys)
+    return tuple(seen.setdefault(_key(start), len(seen)) for start in starts)
+
+
+def _key(start: object) -> object:
+    if isinstance(start, Prompt):
+        return start.text
+    try:
+        hash(start)
+    except TypeError:
+        return "unhashable", id(start)
+    return start
 
 
 def units_of(env: Environment[StartT], starts: Sequence[StartT]) -> tuple[int, ...]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from evo_grpo.envs.task import Task
+from evo_grpo.envs.prompts import Template
+from evo_grpo.envs.task import DatasetRow, LazyRows, Task
 from evo_grpo.record.wording import count
 from evo_grpo.settings import DoubtfulSetting, FitnessConfig
+
+FEWEST = 8
+"""Different prompts of a validation split below which a run warns."""
 
 
 def shortages(rows: Mapping[str, int], prompts: int, fitness: FitnessConfig) -> Iterator[str]:
@@ -46,6 +50,32 @@ def shortages(rows: Mapping[str, int], prompts: int, fitness: FitnessConfig) -> 
             yield f"{key} is {wanted}, but {split} has {count(number, 'row')}: {effect}"
 
 
+def few_prompts(task: Task) -> Iterator[str]:
+    """Yield a sentence if a validation split has too few different prompts to tell agents apart.
+
+    A task that makes its rows, or has one prompt in all, is left out: there answers count.
+    """
+    if any(isinstance(rows, LazyRows) for rows in task.splits.values()):
+        return
+    template = Template.of_task(task, next(iter(task.prompts), None))
+    number = _different(task.splits["validation"], template)
+    if number < FEWEST and (number > 1 or _different(task.splits["train"], template) > 1):
+        yield (
+            f"validation has {count(number, 'different prompt')}: equal prompts count as one, and "
+            f"the differences between agents are uncertain with fewer than {FEWEST}; add rows"
+        )
+
+
+def _different(rows: Iterable[DatasetRow], template: Template) -> int:
+    """Return the number of different prompts, counted up to `FEWEST`."""
+    seen: set[str] = set()
+    for row in rows:
+        seen.add(template.plain(row))
+        if len(seen) == FEWEST:
+            break
+    return len(seen)
+
+
 def warn_of_shortages(
     task: object, prompts: int, fitness: FitnessConfig, *, tests: bool = True
 ) -> None:
@@ -57,7 +87,9 @@ def warn_of_shortages(
         fitness: The settings of evaluations.
         tests: Whether the winner is evaluated on the test split.
     """
-    splits = task.splits if isinstance(task, Task) else {}
+    whole = task if isinstance(task, Task) else None
+    splits = {} if whole is None else whole.splits
     rows = {str(split): len(own) for split, own in splits.items() if tests or split != "test"}
-    for text in shortages(rows, prompts, fitness):
+    few = () if whole is None else few_prompts(whole)
+    for text in (*shortages(rows, prompts, fitness), *few):
         warnings.warn(text, DoubtfulSetting, stacklevel=4)

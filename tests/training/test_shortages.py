@@ -1,11 +1,16 @@
 """A run and Python say which splits have fewer rows than the settings ask for, as check does."""
 
+import io
+import json
+
 import pytest
+from rich.console import Console
 from small_run import small
 
 from evo_grpo import GRPO, run
 from evo_grpo.cli.plan.plan import make_plan
-from evo_grpo.settings import DoubtfulSetting
+from evo_grpo.cli.plan.render import render_plan
+from evo_grpo.settings import DoubtfulSetting, from_dict
 
 FEW = {"high": 20, "validation_size": 5, "test_size": 4}
 
@@ -38,3 +43,40 @@ def test_train_warns_of_the_rows_that_it_uses():
     assert [text.partition(":")[0] for text in said(caught)] == [
         "evolve.fitness.prompts is 6, but validation has 5 rows"
     ]
+
+
+def text_of(plan):
+    console = Console(width=200, file=io.StringIO())
+    console.print(render_plan(plan, "rows.yaml"))
+    return console.file.getvalue()
+
+
+DUPLICATES = [{"prompt": f"{number % 3}+1=", "answer": f"{number % 3 + 1}"} for number in range(24)]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "few_rewards.py").write_text("def right(completion, answer): return 1.0\n")
+    return tmp_path
+
+
+def rows_of(folder, **env):
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in DUPLICATES))
+    env = {"kind": "dataset", "train": str(rows), "validation": str(rows), "test": str(rows), **env}
+    return from_dict({"model": "tiny-sums", "env": {**env, "reward": "few_rewards:right"}})
+
+
+def test_check_counts_the_different_prompts_and_says_that_they_are_few(folder):
+    plan = make_plan(rows_of(folder))
+    assert plan.prompts.different == {"train": 3, "validation": 3, "test": 3}
+    assert "24 train, 24 validation, 24 test rows, of 3, 3, 3 different prompts" in text_of(plan)
+    (few,) = [text for text in plan.warnings if text.startswith("validation has 3 different prom")]
+    assert few.endswith("uncertain with fewer than 8; add rows")
+
+
+def test_a_task_of_one_prompt_has_answers_instead(folder):
+    plan = make_plan(rows_of(folder, prompt="name a food:"))
+    assert plan.prompts.different == {"train": 1, "validation": 1, "test": 1}
+    assert not [text for text in plan.warnings if "different prompt" in text]

@@ -45,7 +45,10 @@ def saved(folder, **given):
         ({"bias": "lora_only"}, f"lora.bias='lora_only': .*{MERGE}"),
         ({"trainable_token_indices": {"embed_tokens": [5]}}, f"trainable_token_indices=.*{MERGE}"),
         ({"init_lora_weights": "pissa"}, f"'pissa' rewrites the base, .*{MERGE}"),
-        ({"target_modules": ["q_proj", "embed_tokens"]}, r"one of model.embed_tokens, which is non"),
+        (
+            {"target_modules": ["q_proj", "embed_tokens"]},
+            r"one of model.embed_tokens, which is non",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
@@ -62,12 +65,16 @@ def test_check_refuses_what_a_run_cannot_train_with_a_remedy(tmp_path, given, sa
 
 def test_check_refuses_an_adapter_of_another_base(tmp_path):
     get_peft_model(tiny.llama(), tiny.lora(4)).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"expected adapters of linear layers of tiny-sums, .* features;"):
+    with pytest.raises(
+        ConfigError, match=r"expected adapters of linear layers of tiny-sums, .* features;"
+    ):
         make_plan(settings(tmp_path))
 
 
 def test_settings_beside_an_adapter_are_those_of_the_adapter_or_refused(tmp_path):
-    said = re.escape(f"expected r 4 of model.adapter {saved(tmp_path / 'start')}, got 16; leave mod")
+    said = re.escape(
+        f"expected r 4 of model.adapter {saved(tmp_path / 'start')}, got 16; leave mod"
+    )
     with pytest.raises(ConfigError, match=said):
         make_plan(settings(tmp_path / "start", lora={"r": 16}))
 

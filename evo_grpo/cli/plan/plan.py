@@ -13,7 +13,7 @@ from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.settings.evaluations import count_evaluations
 from evo_grpo.settings.storage import check_driver
 from evo_grpo.settings.trackers import check_trackers
-from evo_grpo.training.shortages import shortages
+from evo_grpo.training.shortages import few_prompts, shortages
 from evo_grpo.training.sizing.chat_template import chat_template_of, has_chat_template
 from evo_grpo.training.sizing.fit import Fit, dtypes, fit_on
 from evo_grpo.training.sizing.fitting import with_few
@@ -216,6 +216,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
             *warnings(config),
             *((f"model {base.name}: {base.note}",) if silent and base.parameters is None else ()),
             *shortages(task.rows, prompts, config.evolve.fitness),
+            *(() if task.whole is None else few_prompts(task.whole)),
             *_short_context(config, base, longest),
             *(missing_device(config.engine.device, devices) if gpu is None else ()),
             *(() if fit is None or fit.fits else (fit.sentence(),)),

@@ -107,11 +107,15 @@ def _task(plan: Plan) -> str:
     if not plan.rows:
         return f"{plan.task}: episodes of at most {plan.turns} turns, started from seeds"
     rows = ", ".join(f"{plan.rows[split]:,} {split}" for split in ("train", "validation", "test"))
-    return f"{plan.task}: {rows} rows"
+    different = {} if plan.prompts is None else plan.prompts.different
+    if different == plan.rows or not different:
+        return f"{plan.task}: {rows} rows"
+    own = ", ".join(f"{different[split]:,}" for split in ("train", "validation", "test"))
+    return f"{plan.task}: {rows} rows, of {own} different prompts"
 
 
 def _prompts(lengths: PromptLengths) -> str:
-    least, most, read, rows = lengths
+    least, most, read, rows, _ = lengths
     if not read:
         return "their lengths are read when the run loads the tokenizer"
     tokens = f"{least:,} to {most:,} tokens" if least < most else count(most, "token")

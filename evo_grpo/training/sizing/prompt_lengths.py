@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -29,12 +29,14 @@ class PromptLengths(NamedTuple):
         most: The longest.
         read: Number of rows that were read.
         rows: Number of rows in all.
+        different: Number of different prompts of each split, where all rows were read.
     """
 
     least: int
     most: int
     read: int
     rows: int
+    different: Mapping[str, int]
 
 
 def read_prompts(
@@ -64,6 +66,7 @@ def read_prompts(
         split: _sample(task.splits[split], total) for split in SPLITS
     }
     lengths: list[int] = []
+    texts: dict[str, set[str]] = {split: set() for split in SPLITS}
     found: dict[str, None] = {}
     for name in task.prompts or [None]:
         template = Template.of_task(task, name)
@@ -75,6 +78,7 @@ def read_prompts(
                 for number in range(len(splits[split])):
                     prompt = rendered.get(split, number)
                     lengths.append(len(prompt.token_ids))
+                    texts[split].add(prompt.text)
                     if vocabulary is not None and max(prompt.token_ids) >= vocabulary:
                         raise ModelError(
                             f"{place_of(prompt.columns, f'{split}, row {number}')}: the prompt has "
@@ -83,7 +87,15 @@ def read_prompts(
                             "model; resize the model's embeddings, or take its own tokenizer"
                         )
     read = sum(map(len, splits.values())) if lengths else 0
-    known = PromptLengths(min(lengths, default=0), max(lengths, default=0), read, total)
+    # Each template gives a row a prompt of its own.
+    count = {split: len(own) // max(1, len(task.prompts)) for split, own in texts.items()}
+    known = PromptLengths(
+        min(lengths, default=0),
+        max(lengths, default=0),
+        read,
+        total,
+        count if read == total else {},
+    )
     return None if lazy else known, list(found)
 
 
