@@ -19,7 +19,7 @@ TARGET = "target"
 """Column that a row gets with the target of its conversation."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 #: JSON, or what Python prints, of a list of messages.
-_LOOKS = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
+_LOOKS = re.compile(r"""\s*\[\s*\{[^{}]{0,500}?["'](role|content)["']\s*:""")
 _FORM = '[{"role": "user", "content": "..."}]'
 
 
@@ -29,8 +29,8 @@ def holds_messages(value: object) -> bool:
 
 
 def is_conversation(value: object) -> bool:
-    """Return whether a value is a list of messages of any dataset, also of other keys."""
-    first = next(iter(_as_list(value) or ()), None)
+    """Return whether a value is one message of any dataset, also of other keys, or a list."""
+    first = next(iter(_as_list(value) or ()), value)
     return isinstance(first, Mapping) and bool({"role", "content", "from"} & first.keys())
 
 

@@ -381,8 +381,9 @@ class _Present(dict[str, Any]):
         if not isinstance(value, str) and (alone or is_conversation(value)):
             if f"{{{column}!" in self._text:
                 return value
+            kind = "a mapping" if isinstance(value, Mapping) else "a list"
             raise DataError(
-                f'the column "{column}" is a list where text is expected: {excerpt(str(value))}; '
+                f'the column "{column}" is {kind} where text is expected: {excerpt(str(value))}; '
                 "join it to text in the file; or, where messages are sent, as in env.conversation, "
                 f'send it as {{role: {MESSAGES}, content: "{{{column}}}"}}; or print it as it is '
                 f"with {{{column}!r}}"

@@ -184,6 +184,8 @@ def test_a_column_of_another_name_is_named_by_the_role_messages(tokenizer):
             "message 0, part 0: expected a part of text",
         ),
         ("[{'role': 'user', 'content': 'Hi'}]", "expected messages as JSON"),
+        ("[{'name': 'Ann', 'role': 'user', 'content': 'Hi'}]", "expected messages as JSON"),
+        ({"role": "user", "content": "Hi"}, "expected text or messages"),
         (7, "expected text or messages"),
     ],
 )
@@ -194,10 +196,10 @@ def test_what_is_no_conversation_is_refused_by_its_row(tmp_path, prompt, message
 
 
 @pytest.mark.parametrize("prompt", ["{question}", [{"role": "user", "content": "{question}"}]])
-@pytest.mark.parametrize("value", [["1", "2"], conversation(2)])
+@pytest.mark.parametrize("value", [["1", "2"], conversation(2), conversation(2)[0]])
 def test_a_list_where_text_was_meant_is_refused_by_its_row(tokenizer, prompt, value):
     rows = [{"question": "1"}, {"question": value}]
-    with pytest.raises(DataError, match=r'^train, row 1: .*"question" is a list where text'):
+    with pytest.raises(DataError, match=r'^train, row 1: .*"question" is a (list|mapping) where'):
         ReasoningGym(rows, rows, tokenizer, len_of, prompt)
     with pytest.raises(DataError, match=r'^train, row 0: .*"question" is a list where text'):
         ReasoningGym([{"question": conversation(2)}], rows, tokenizer, len_of, "Q: {question}")
