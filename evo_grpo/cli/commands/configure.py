@@ -12,6 +12,7 @@ import typer
 from evo_grpo.cli.commands.app import AsDocument, Debug, File, Settings, app, refuse_folder
 from evo_grpo.cli.output import say, write, write_file
 from evo_grpo.errors import ConfigError, ModelError
+from evo_grpo.places import expanded
 
 PANEL = "Before a run"
 
@@ -101,7 +102,8 @@ def check(
 @app.command(rich_help_panel=PANEL)
 def schema(
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write it to this file.")
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", parser=expanded, help="Write it to this file."),
     ] = None,
     debug: Debug = False,
 ) -> None:

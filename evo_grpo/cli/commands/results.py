@@ -10,6 +10,7 @@ import typer
 
 from evo_grpo.cli.commands.app import AsDocument, Debug, Run, app
 from evo_grpo.cli.output import say, write
+from evo_grpo.places import expanded
 
 if TYPE_CHECKING:
     from evo_grpo.record.view import RunView
@@ -84,7 +85,13 @@ def report(
     folder: Run,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Default: report.html in the run folder."),
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FILE",
+            parser=expanded,
+            help="Default: report.html in the run folder.",
+        ),
     ] = None,
     samples: Annotated[
         bool,
@@ -111,7 +118,9 @@ def compare(
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Write a page with figures too."),
+        typer.Option(
+            "--out", "-o", metavar="FILE", parser=expanded, help="Write a page with figures too."
+        ),
     ] = None,
     debug: Debug = False,
 ) -> None:

@@ -25,6 +25,7 @@ from evo_grpo.cli.commands.app import (
 from evo_grpo.cli.host_memory import keep_freed_memory
 from evo_grpo.cli.output import say, warn
 from evo_grpo.cli.stopping import interruptible
+from evo_grpo.places import expanded
 from evo_grpo.printable import printable
 
 if TYPE_CHECKING:
@@ -40,10 +41,14 @@ PANEL = "The winner"
 def export(  # noqa: PLR0913 -- each is an option of the command
     folder: Run,
     out: Annotated[
-        Path | None, typer.Argument(metavar="OUT", help="Folder to write; new or empty.")
+        Path | None,
+        typer.Argument(metavar="OUT", parser=expanded, help="Folder to write; new or empty."),
     ] = None,
     best: Annotated[
-        Path | None, typer.Option("--best", metavar="OUT", help="The same folder, for the winner.")
+        Path | None,
+        typer.Option(
+            "--best", metavar="OUT", parser=expanded, help="The same folder, for the winner."
+        ),
     ] = None,
     agent: Agent = None,
     member: Member = None,
@@ -115,7 +120,8 @@ def _offer_best_ever(choice: ChosenAgent) -> None:
 def recipe(  # noqa: PLR0913 -- each is an option of the command
     folder: Run,
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", help="The file to write.")
+        Path,
+        typer.Option("--out", "-o", metavar="FILE", parser=expanded, help="The file to write."),
     ] = Path("recipe.yaml"),
     model: Annotated[
         str | None,
