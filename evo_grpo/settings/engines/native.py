@@ -62,7 +62,7 @@ def _joined(load: EngineLoad) -> int:
     """Return the elements of all adapters as decoding joins them.
 
     The B of joined layers is block-diagonal, so it holds zeros too; on a CPU, the blocks may stand
-    beside it.
+    beside it. Kernels have the A below the weights, and a B of their own.
     """
     shape, work = load.shape, load.work
     hidden, inner = shape.hidden, shape.inner
@@ -74,4 +74,5 @@ def _joined(load: EngineLoad) -> int:
     out = work.rank * (shape.query_width + hidden)
     gate_up = work.rank * (2 * (hidden + 2 * inner) + apart * 2 * inner)
     down = work.rank * (inner + hidden)
-    return work.agents * shape.layers * (qkv + out + gate_up + down)
+    kernels = work.parameters if load.device == "cuda" and load.element == 2 else 0
+    return work.agents * (shape.layers * (qkv + out + gate_up + down) + kernels)

@@ -31,7 +31,7 @@ def open_decoder(
     Kernels that cannot be compiled or run are not tried again, and the reason is logged once.
     """
     base = weights.base
-    reason = None if wanted == "off" else _refusal(weights, wanted)
+    reason = None if wanted == "off" else _refusal(weights, fused, wanted)
     if wanted == "off" or reason == "":
         return LlamaDecoder(weights, fused, columns)
     if reason is None:
@@ -48,7 +48,7 @@ def open_decoder(
     return LlamaDecoder(weights, fused, columns)
 
 
-def _refusal(weights: LlamaWeights, wanted: Kernels) -> str | None:
+def _refusal(weights: LlamaWeights, fused: FusedForward, wanted: Kernels) -> str | None:
     """Return why kernels do not serve a base, "" where nobody expects them; None if they may."""
     base, auto = weights.base, wanted == "auto"
     if auto and (base.device.type != "cuda" or weights.dtype == torch.float32):
@@ -57,15 +57,16 @@ def _refusal(weights: LlamaWeights, wanted: Kernels) -> str | None:
         return "they need an NVIDIA GPU of compute capability 8.0 or newer"
     if base.device.type == "cpu" and not interpreted():
         return "on a CPU they run in Triton's interpreter alone, TRITON_INTERPRET=1"
-    if base.device.type == "cuda":
-        if torch.version.hip or torch.cuda.get_device_capability(base.device) < (8, 0):
-            return "they need an NVIDIA GPU of compute capability 8.0 or newer"
-        if importlib.util.find_spec("triton") is None:
-            return "Triton is not installed"
-    return base.derived.get(_FAILED) or _unserved(weights)
+    if base.device.type == "cuda" and (
+        torch.version.hip or torch.cuda.get_device_capability(base.device) < (8, 0)
+    ):
+        return "they need an NVIDIA GPU of compute capability 8.0 or newer"
+    if base.device.type in ("cpu", "cuda") and importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    return base.derived.get(_FAILED) or _unserved(weights, fused)
 
 
-def _unserved(weights: LlamaWeights) -> str | None:
+def _unserved(weights: LlamaWeights, fused: FusedForward) -> str | None:
     """Return why kernels do not serve the layers of a base; None if they do."""
     base, d = weights.base, weights.description
     if not d.family.kernels:
@@ -80,7 +81,9 @@ def _unserved(weights: LlamaWeights) -> str | None:
             f"they serve heads of up to {MOST_HEAD_DIM} features, groups of up to {MOST_GROUP} and "
             f"{MOST_HIDDEN} hidden features, got {d.head_dim}, {group} and {hidden}"
         )
-    return None
+    names = [name for name in fused.layout.adapters if name is not None]
+    rank = max((one.r.get(n, 0) for one in fused.layers.values() for n in names), default=0)
+    return None if rank <= MOST_RANK else f"they serve ranks of up to {MOST_RANK}, got {rank}"
 
 
 def _failure(decoder: KernelDecoder) -> str | None:
@@ -89,8 +92,6 @@ def _failure(decoder: KernelDecoder) -> str | None:
     This also compiles the kernels, which a capture of CUDA graphs does not allow.
     """
     base: SharedBase = decoder.weights.base
-    if decoder.rank > MOST_RANK:
-        return f"they serve ranks of up to {MOST_RANK}, got {decoder.rank}"
     if base.device.type != "cuda":
         return None
     ran: set[object] = base.derived.setdefault(_WORKING, set())

@@ -81,11 +81,6 @@ class KernelDecoder:
         self._rows: RowTables | None = None
 
     @property
-    def rank(self) -> int:
-        """The greatest rank of an adapter, rounded up."""
-        return max(linear.rank for layer in self._linears for linear in layer)
-
-    @property
     def signature(self) -> object:
         """What decides which kernels a step launches."""
         shapes = [(x.rank, x.a is None, x.bias is None) for layer in self._linears for x in layer]
