@@ -72,6 +72,10 @@ class Saved:
                 raise ValueError(f"its format is {data['format']}, expected {FORMAT}")
             # An earlier version did not save the agents that left.
             left = data.get("left")
+            for slot in [*data["agents"], *(left or ())]:
+                # Each slot up to the largest is built; every one of a population is somewhere.
+                if not (folder / f"agent-{int(slot):02d}").is_dir():
+                    raise ValueError(f"agent {slot} has no folder agent-{int(slot):02d}")
             return cls(
                 [Slot(int(slot)) for slot in data["agents"]],
                 [round_from_json(record) for record in data["rounds"]],

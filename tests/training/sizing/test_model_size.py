@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from evo_grpo.errors import ModelError
+from evo_grpo.model.gguf_header import read_header
 from evo_grpo.settings import LoraSettings
 from evo_grpo.sources import embedded_models
-from evo_grpo.training.sizing.gguf_header import read_header
 from evo_grpo.training.sizing.model_size import (
     classifier_parameters,
     lora_parameters,
@@ -90,7 +90,8 @@ def test_excluded_layers_and_ranks_of_single_layers_are_those_of_peft(tmp_path: 
 
 
 def test_a_config_without_sizes_is_not_guessed(tmp_path: Path):
-    folder = folder_of(tmp_path, model_type="llama", hidden_size=None)
+    folder = folder_of(tmp_path)
+    (folder / "config.json").write_text('{"model_type": "llama", "hidden_size": 16}')
     assert read_model_size(str(folder)).parameters is None
 
 
