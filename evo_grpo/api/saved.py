@@ -24,6 +24,8 @@ from evo_grpo.types import Slot
 FORMAT = 3
 """Version of population.json."""
 POPULATION = "population.json"
+MOST_SLOTS = 10_000
+"""Most slots; a slot is built for each number up to the largest."""
 ARCHIVE = "archive"
 """Folder of the archive, the best agent ever."""
 
@@ -74,6 +76,8 @@ class Saved:
             left = data.get("left")
             for slot in [*data["agents"], *(left or ())]:
                 # Each slot up to the largest is built; every one of a population is somewhere.
+                if not 0 <= int(slot) < MOST_SLOTS:
+                    raise ValueError(f"agent {slot} is not in [0, {MOST_SLOTS:,})")
                 if not (folder / f"agent-{int(slot):02d}").is_dir():
                     raise ValueError(f"agent {slot} has no folder agent-{int(slot):02d}")
             return cls(

@@ -171,7 +171,7 @@ def config_file(source: Source) -> Path | None:
 
 
 def check_files(source: Source) -> None:
-    """Raise ModelError, before transformers reads them, for files that declare what no model has."""
+    """Raise ModelError, before transformers reads them, for files that no model has."""
     if source.gguf_file is not None:
         gguf_config(source.name, Path(source.path) / source.gguf_file)
     elif (file := config_file(source)) is not None:

@@ -124,8 +124,8 @@ def from_pretrained(
 def one_sentence(source: Source, what: str = "") -> Generator[None]:
     """Raise ModelError in place of what transformers raises for the files of a model.
 
-    These are exceptions of any kind, since the files may come from strangers. `what` names a part of
-    the model, such as ": its tokenizer".
+    These are exceptions of any kind, since the files may come from strangers. `what` names a part
+    of the model, such as ": its tokenizer".
     """
     try:
         yield

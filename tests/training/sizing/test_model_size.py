@@ -95,6 +95,20 @@ def test_a_config_without_sizes_is_not_guessed(tmp_path: Path):
     assert read_model_size(str(folder)).parameters is None
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("num_hidden_layers", 100_000_000, "less than or equal to 10000, got 100000000"),
+        ("hidden_size", "16", "valid integer, got '16'"),
+        ("rms_norm_eps", None, "valid number, got None"),
+    ],
+)
+def test_a_key_of_another_type_is_refused_by_file_and_key(tmp_path, key, value, why):
+    folder = folder_of(tmp_path, model_type="llama", **{key: value})
+    with pytest.raises(ModelError, match=rf"config\.json: {key}: input should be .*{why}"):
+        read_model_size(str(folder))
+
+
 def test_a_gguf_file_is_read_by_its_header(tmp_path: Path):
     file = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(str(file), "llama")
