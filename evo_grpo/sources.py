@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from evo_grpo.errors import EngineUnavailable, ModelError
 from evo_grpo.places import find
-from evo_grpo.printable import shorten
+from evo_grpo.printable import redacted, shorten
 
 #: Environment variable with the folder in which `evo-grpo fetch` keeps models.
 CACHE = "EVO_GRPO_CACHE"
@@ -131,6 +131,13 @@ def resolve(name: str) -> Source:
 def fetched(name: str) -> Path:
     """Return the file in which `evo-grpo fetch` keeps a model of `PACKAGED`; it may be missing."""
     return cache_folder() / name / PACKAGED[name].file
+
+
+def hub_words(text: str, characters: int = 300) -> str:
+    """Return what the hub's client said, cut, after its token was redacted."""
+    from huggingface_hub import get_token  # only a hub id needs it
+
+    return shorten(redacted(text, get_token()), characters)
 
 
 def cache_folder() -> Path:

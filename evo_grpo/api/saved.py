@@ -24,6 +24,8 @@ from evo_grpo.types import Slot
 FORMAT = 3
 """Version of population.json."""
 POPULATION = "population.json"
+MOST_SLOTS = 10_000
+"""Most slots; a slot is built for each number up to the largest."""
 ARCHIVE = "archive"
 """Folder of the archive, the best agent ever."""
 
@@ -72,6 +74,12 @@ class Saved:
                 raise ValueError(f"its format is {data['format']}, expected {FORMAT}")
             # An earlier version did not save the agents that left.
             left = data.get("left")
+            for slot in [*data["agents"], *(left or ())]:
+                # Each slot up to the largest is built; every one of a population is somewhere.
+                if not 0 <= int(slot) < MOST_SLOTS:
+                    raise ValueError(f"agent {slot} is not in [0, {MOST_SLOTS:,})")
+                if not (folder / f"agent-{int(slot):02d}").is_dir():
+                    raise ValueError(f"agent {slot} has no folder agent-{int(slot):02d}")
             return cls(
                 [Slot(int(slot)) for slot in data["agents"]],
                 [round_from_json(record) for record in data["rounds"]],

@@ -17,8 +17,7 @@ from safetensors import SafetensorError
 from evo_grpo.errors import CheckpointError, ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.digest import base_digest, comparable_digests
-from evo_grpo.model.loading import DTYPES, from_pretrained, quiet
-from evo_grpo.printable import shorten
+from evo_grpo.model.loading import DTYPES, from_pretrained, one_sentence, quiet
 from evo_grpo.sources import Source
 
 TOLERANCE = 1e-3
@@ -40,16 +39,10 @@ def tokenizer_files(
     given: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     if revision is not None:
         given["revision"] = revision
-    try:
-        with quiet():
-            tokenizer = cast("Any", AutoTokenizer).from_pretrained(
-                source.path, trust_remote_code=False, **given
-            )
-    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
-        raise ModelError(
-            f"model {source.name!r}: its tokenizer cannot be loaded from {source.path!r}: "
-            f"{shorten(f'{type(error).__name__}: {error}')}"
-        ) from error
+    with one_sentence(source, ": its tokenizer"), quiet():
+        tokenizer = cast("Any", AutoTokenizer).from_pretrained(
+            source.path, trust_remote_code=False, **given
+        )
     if tokenizer.pad_token is None and pad_token:
         tokenizer.pad_token = pad_token
     with TemporaryDirectory() as folder:
@@ -78,17 +71,11 @@ def stored_dtype(source: Source, revision: str | None, otherwise: str) -> str:
         return otherwise
     from transformers import AutoConfig
 
-    try:
+    pinned = {} if revision is None else {"revision": revision}
+    with one_sentence(source, ": its config.json"):
         config = cast("Any", AutoConfig).from_pretrained(
-            source.path,
-            trust_remote_code=False,
-            **({} if revision is None else {"revision": revision}),
+            source.path, trust_remote_code=False, **pinned
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"model {source.name!r}: its config.json cannot be read from {source.path!r}: "
-            f"{shorten(str(error))}"
-        ) from error
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
             f"model {source.name!r}: expected a base of float weights to merge an adapter into, "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import struct
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -11,31 +9,14 @@ from functools import partial
 from typing import Any, Literal, cast
 
 import torch
-from safetensors import SafetensorError
 
 from evo_grpo.errors import ModelError
 from evo_grpo.model.alone import loading
+from evo_grpo.model.files import check_files
 from evo_grpo.printable import shorten
 from evo_grpo.sources import Source
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-#: Exceptions of transformers, safetensors and the GGUF reader for damaged or unknown files.
-_LOAD_ERRORS = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    ImportError,
-    RuntimeError,
-    SafetensorError,
-    # For a pytorch_model.bin, which torch reads without running its code.
-    EOFError,
-    pickle.UnpicklingError,
-    RecursionError,
-    struct.error,
-)
 
 
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
@@ -116,26 +97,20 @@ def from_pretrained(
     given: dict[str, Any] = {"trust_remote_code": trust}
     if source.gguf_file:
         given["gguf_file"] = source.gguf_file
-    with quiet(), warnings.catch_warnings():
+    check_files(source)
+    with one_sentence(source), quiet(), warnings.catch_warnings():
         # The gguf reader hands transformers a read-only array; it is copied before anything writes.
         warnings.filterwarnings(
             "ignore", message="The given NumPy array is not writable", category=UserWarning
         )
-        try:
-            model, report = getattr(transformers, f"AutoModelFor{task}").from_pretrained(
-                source.path, output_loading_info=True, **{"dtype": dtype, **extra, **given}
-            )
-            tokenizer = (
-                cast("Any", AutoTokenizer).from_pretrained(source.path, **given)
-                if with_tokenizer
-                else None
-            )
-        except _LOAD_ERRORS as error:
-            hint = "" if source.local else "; a hub id needs the network or a warm cache"
-            raise ModelError(
-                f"model {source.name!r} cannot be loaded from {source.path!r}{hint}: "
-                f"{shorten(f'{type(error).__name__}: {error}', 3000)}"
-            ) from error
+        model, report = getattr(transformers, f"AutoModelFor{task}").from_pretrained(
+            source.path, output_loading_info=True, **{"dtype": dtype, **extra, **given}
+        )
+        tokenizer = (
+            cast("Any", AutoTokenizer).from_pretrained(source.path, **given)
+            if with_tokenizer
+            else None
+        )
     if missing := sorted(report["missing_keys"]):
         # transformers fills missing weights with random numbers, which only its log reports.
         raise ModelError(
@@ -143,6 +118,23 @@ def from_pretrained(
             f"{source.path!r} ({missing[0]}, ...); expected weights and config.json of one model"
         )
     return model, tokenizer
+
+
+@contextmanager
+def one_sentence(source: Source, what: str = "") -> Generator[None]:
+    """Raise ModelError in place of what transformers raises for the files of a model.
+
+    These are exceptions of any kind, since the files may come from strangers. `what` names a part
+    of the model, such as ": its tokenizer".
+    """
+    try:
+        yield
+    except Exception as error:
+        hint = "" if source.local else "; a hub id needs the network or a warm cache"
+        raise ModelError(
+            f"model {source.name!r}{what} cannot be loaded from {source.path!r}{hint}: "
+            f"{shorten(f'{type(error).__name__}: {error}', 3000)}"
+        ) from error
 
 
 @contextmanager

@@ -236,6 +236,8 @@ def check_forward(
             f"{what}: its forward draws random numbers, so that no log-prob is the same twice; "
             "use another model"
         )
+    if not bool((own < float("inf")).all()):  # NaN too; -inf excludes a token
+        raise ModelError(f"{what}: its logits are not finite, since {_broken_weight(model)}")
     _check_logits(what, own, expected, tolerance(first))
     if not _is_known(model):
         _check_late_logits(what, model, run, logits, ids.repeat(1, LATE)[:1, : min(longest, LATE)])
@@ -249,6 +251,18 @@ def check_forward(
             "size; load an encoder with is_decoder=True, or use a decoder-only language model"
         )
     return inputs
+
+
+def _broken_weight(model: nn.Module) -> str:
+    """Return the cause of logits that are not finite; weights are read only after such logits."""
+    for name, weight in model.state_dict().items():
+        if not bool(weight.isfinite().all()):
+            bad = int((~weight.isfinite()).sum())
+            return (
+                f"{bad:,} of the {weight.numel():,} numbers of its weight {name} are not: the file "
+                "is damaged, or was saved from a training that had failed; fetch the model anew"
+            )
+    return "its sums overflow, while all weights are finite; choose another dtype"
 
 
 def _check_logits(what: str, own: Tensor, expected: Tensor, allowed: float) -> None:

@@ -314,4 +314,11 @@ def _json_lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
                 "the file back as it was"
             ) from error
         if isinstance(row, dict):
-            yield cast("dict[str, Any]", row)
+            row = cast("dict[str, Any]", row)
+            for key in ("round", "agent", "tokens"):
+                if type(row.get(key, 0)) is not int:
+                    raise CheckpointError(
+                        f"{folder / name}, line {number}: expected an integer as {key}, got "
+                        f"{row[key]!r:.60}; put the file back as it was"
+                    )
+            yield row

@@ -17,8 +17,8 @@ from evo_grpo.envs.data.bounded import MAX_GIGABYTES
 from evo_grpo.envs.messages import listed, nearest
 from evo_grpo.errors import DataError, EngineUnavailable
 from evo_grpo.places import find
-from evo_grpo.printable import shorten
 from evo_grpo.settings.hub import HubDataset
+from evo_grpo.sources import hub_words
 
 if TYPE_CHECKING:
     from evo_grpo.settings import EnvConfig
@@ -140,7 +140,7 @@ def _commit(dataset: HubDataset, where: str) -> str | None:
     except HFValidationError as error:
         raise DataError(f"{where}: expected a name such as owner/name: {error}") from None
     except (HfHubHTTPError, OSError, *_transport_errors()) as error:
-        why = shorten(str(error)) or type(error).__name__
+        why = hub_words(str(error)) or type(error).__name__
         raise DataError(
             f"{where}: expected an answer of {constants.ENDPOINT} within {TIMEOUT:g} s, got none "
             f"({why}); try again, or use the copy in the cache, if there is one, with "
@@ -194,7 +194,7 @@ def _rows(
             builder.download_and_prepare()
         except failures as error:
             raise DataError(
-                f"{where} cannot be read: {shorten(' '.join(str(error).split()), 400)}"
+                f"{where} cannot be read: {hub_words(' '.join(str(error).split()), 400)}"
             ) from None
         known: Mapping[str, Any] = builder.info.splits or {}
         base = re.split(r"[\[+]", split)[0].strip()
@@ -206,7 +206,7 @@ def _rows(
         try:
             data = builder.as_dataset(split=split)
         except failures as error:
-            raise DataError(f"{where}: split {split!r}: {shorten(str(error))}") from None
+            raise DataError(f"{where}: split {split!r}: {hub_words(str(error))}") from None
         columns = dataset.columns or {name: name for name in data.column_names}
         for theirs in columns.values():
             if theirs not in data.column_names:

@@ -89,10 +89,11 @@ def check_adapter_state(
         )
     for key, value in state.items():
         want = current[key].shape
-        if not value.is_floating_point():
+        # Torch computes nothing in the floats of 8 bits.
+        if not value.is_floating_point() or value.dtype.itemsize < 2:
             raise CheckpointError(
                 f"checkpoint {folder}: {key} has dtype {value.dtype}, expected floating-point "
-                "numbers; save the adapter again with PEFT or save_checkpoint"
+                "numbers of 16 bits or more; save the adapter again with PEFT or save_checkpoint"
             )
         if value.shape != want:
             rank_only = ("lora_A" in key and value.shape[1:] == want[1:]) or (

@@ -55,7 +55,7 @@ def read_moments(folder: Path, plan: AdapterPlan) -> dict[int, dict[str, torch.T
         parameter, _, name = key.rpartition(".")
         shape = plan.own.get(parameter) if name in _MOMENTS else None
         fits = shape is not None and value.shape == (() if name == "step" else shape)
-        if not fits or not value.is_floating_point():
+        if not fits or not value.is_floating_point() or value.dtype.itemsize < 2:
             raise CheckpointError(
                 f"checkpoint {file}: {key} of shape {tuple(value.shape)} and {value.dtype} does "
                 f"not fit this agent's adapter; {_AFRESH}"

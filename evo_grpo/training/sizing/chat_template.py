@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import cast
 
 from evo_grpo.errors import ModelError
+from evo_grpo.model.files import gguf_header, read_object
 from evo_grpo.sources import Source, resolve
-from evo_grpo.training.sizing.model_size import gguf_header, read_object
 
 CONFIG = "tokenizer_config.json"
 #: This file takes precedence over the key in `CONFIG`.

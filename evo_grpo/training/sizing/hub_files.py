@@ -12,8 +12,7 @@ from threading import Thread
 from typing import Any
 
 from evo_grpo.errors import ModelError
-from evo_grpo.printable import shorten
-from evo_grpo.sources import resolve
+from evo_grpo.sources import hub_words, resolve
 
 #: Files that tell the size of a model and whether its tokenizer has a chat template.
 CONFIG = "config.json"
@@ -163,7 +162,7 @@ def _reason(name: str, error: BaseException) -> str | None:
             "name that"
         ) from None
     if isinstance(error, Exception):  # the hub's client has changed the library of its requests
-        return f"{_endpoint()} cannot be reached: {shorten(_first_line(error), 200)}"
+        return f"{_endpoint()} cannot be reached: {hub_words(_first_line(error), 200)}"
     raise error
 
 

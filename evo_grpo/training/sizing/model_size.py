@@ -14,11 +14,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from evo_grpo.errors import ConfigError, ModelError
+from evo_grpo.model.files import config_file, gguf_config, read_config
 from evo_grpo.schema.patterns import check_patterns, ending, matches, module_patterns
 from evo_grpo.settings import LoraSettings
 from evo_grpo.settings.engines.memory import Shape
-from evo_grpo.sources import Source, resolve
-from evo_grpo.training.sizing.gguf_header import GgufHeader, read_header
+from evo_grpo.sources import resolve
 
 # Architecture -> biases of (q, k, v), of o, and whether q and k have separate norms. True and False
 # are fixed by the architecture; a string names the key of config.json with the value.
@@ -27,16 +27,6 @@ LAYOUTS: dict[str, tuple[bool | str, bool | str, bool]] = {
     "mistral": (False, False, False),
     "qwen2": (True, False, False),
     "qwen3": ("attention_bias", "attention_bias", True),
-}
-GGUF_KEYS = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "max_position_embeddings": "context_length",
-    "vocab_size": "vocab_size",
 }
 
 
@@ -72,10 +62,13 @@ def read_model_size(name: str) -> ModelSize:
     source = resolve(name)
     if source.gguf_file is not None:
         return _from_gguf(name, Path(source.path) / source.gguf_file)
-    folder = Path(source.path) if source.local else _cached(source)
-    if folder is None:
+    file = config_file(source)
+    if file is None:
         return ModelSize(name, note="its size is unknown until it is downloaded from the hub")
-    return _from_folder(name, folder)
+    size = from_config(name, read_config(name, file))
+    if size.parameters is not None:
+        return size
+    return size._replace(parameters=_stored_parameters(file.parent))
 
 
 def classifier_parameters(name: str) -> int | None:
@@ -87,14 +80,13 @@ def classifier_parameters(name: str) -> int | None:
         ModelError: The model does not exist, or its files are damaged.
     """
     source = resolve(name)
-    folder = Path(source.path) if source.local else _cached(source)
-    if folder is None or source.gguf_file is not None:
+    file = config_file(source)
+    if file is None or source.gguf_file is not None:
         return None
-    stored = _stored_parameters(folder)
+    config, stored = read_config(name, file), _stored_parameters(file.parent)
     if stored is not None:
         return stored
-    config = read_object(name, folder / "config.json")
-    size = from_config(name, {"model_type": "", **config, "tie_word_embeddings": True})
+    size = from_config(name, {**config, "tie_word_embeddings": True})
     labels = config.get("num_labels") or len(config.get("id2label") or ()) or 2
     if size.parameters is None or size.shape is None:
         return None
@@ -142,28 +134,6 @@ def _rank(layer: str, lora: LoraSettings) -> int:
     return next(ranks, lora.r)
 
 
-def _from_folder(name: str, folder: Path) -> ModelSize:
-    file = folder / "config.json"
-    config = read_object(name, file)
-    if "model_type" not in config:
-        raise ModelError(f"model {name!r}: expected a model_type in {file}, found none")
-    size = from_config(name, config)
-    if size.parameters is not None:
-        return size
-    return size._replace(parameters=_stored_parameters(folder))
-
-
-def read_object(name: str, file: Path) -> dict[str, Any]:
-    """Return the object in a model's JSON file; raise ModelError if it contains no object."""
-    try:
-        found = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model {name!r}: {file} cannot be read as JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ModelError(f"model {name!r}: expected an object in {file}, got {found!r:.50}")
-    return found
-
-
 def from_config(name: str, config: Mapping[str, Any]) -> ModelSize:
     """Derive the sizes of all layers from the keys of a config.json."""
     kind = str(config["model_type"])
@@ -209,41 +179,10 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelSize:
     )
 
 
-def gguf_header(name: str, file: Path) -> GgufHeader:
-    """Return the header of a model's .gguf file; raise ModelError if it is damaged."""
-    # Imported here: only this kind of model needs it.
-    from gguf import GGML_QUANT_SIZES
-
-    try:
-        return read_header(file, {int(kind): size for kind, size in GGML_QUANT_SIZES.items()})
-    except (ValueError, OSError) as error:
-        raise ModelError(f"model {name!r}: {file} is not a complete GGUF file: {error}") from None
-
-
 def _from_gguf(name: str, file: Path) -> ModelSize:
-    header = gguf_header(name, file)
-    shapes = header.shapes
-    kind = str(header.values.get("general.architecture"))
-    config = {key: header.values.get(f"{kind}.{ours}") for key, ours in GGUF_KEYS.items()}
-    if config["vocab_size"] is None and "token_embd.weight" in shapes:
-        config["vocab_size"] = shapes["token_embd.weight"][-1]
-    # llama.cpp stores no output head if it is tied to the embedding.
-    config |= {"model_type": kind, "tie_word_embeddings": "output.weight" not in shapes}
-    return from_config(name, config)._replace(
-        parameters=sum(prod(shape) for shape in shapes.values())
-    )
-
-
-def _cached(source: Source) -> Path | None:
-    """Return the folder of a hub model in the local cache, or None."""
-    # Imported here: only a hub id needs it; it is a dependency of transformers.
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        found = try_to_load_from_cache(source.path, "config.json")
-    except ValueError as error:
-        raise ModelError(f"model {source.name!r}: expected a hub id owner/name: {error}") from None
-    return Path(found).parent if isinstance(found, str) else None
+    header, config = gguf_config(name, file)
+    parameters = sum(prod(shape) for shape in header.shapes.values())
+    return from_config(name, config)._replace(parameters=parameters)
 
 
 def _stored_parameters(folder: Path) -> int | None:

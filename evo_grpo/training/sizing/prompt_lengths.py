@@ -11,10 +11,10 @@ from evo_grpo.envs.prompts import RenderedPrompts, Template
 from evo_grpo.envs.task import SPLITS, DatasetRow, LazyRows, Split, Task
 from evo_grpo.envs.template_keywords import dropped_sentence, rendered_chat
 from evo_grpo.errors import ModelError
+from evo_grpo.model.files import read_object
 from evo_grpo.printable import shorten
 from evo_grpo.sources import resolve
 from evo_grpo.training.sizing.chat_template import CONFIG, OWN_FILE, chat_template_of
-from evo_grpo.training.sizing.model_size import read_object
 
 MOST_READ = 10_000
 """Most rows whose prompts are read; of more, a sample."""

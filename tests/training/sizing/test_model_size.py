@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from evo_grpo.errors import ModelError
+from evo_grpo.model.gguf_header import read_header
 from evo_grpo.settings import LoraSettings
 from evo_grpo.sources import embedded_models
-from evo_grpo.training.sizing.gguf_header import read_header
 from evo_grpo.training.sizing.model_size import (
     classifier_parameters,
     lora_parameters,
@@ -90,8 +90,23 @@ def test_excluded_layers_and_ranks_of_single_layers_are_those_of_peft(tmp_path: 
 
 
 def test_a_config_without_sizes_is_not_guessed(tmp_path: Path):
-    folder = folder_of(tmp_path, model_type="llama", hidden_size=None)
+    folder = folder_of(tmp_path)
+    (folder / "config.json").write_text('{"model_type": "llama", "hidden_size": 16}')
     assert read_model_size(str(folder)).parameters is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("num_hidden_layers", 100_000_000, "less than or equal to 10000, got 100000000"),
+        ("hidden_size", "16", "valid integer, got '16'"),
+        ("rms_norm_eps", None, "valid number, got None"),
+    ],
+)
+def test_a_key_of_another_type_is_refused_by_file_and_key(tmp_path, key, value, why):
+    folder = folder_of(tmp_path, model_type="llama", **{key: value})
+    with pytest.raises(ModelError, match=rf"config\.json: {key}: input should be .*{why}"):
+        read_model_size(str(folder))
 
 
 def test_a_gguf_file_is_read_by_its_header(tmp_path: Path):

@@ -20,6 +20,15 @@ ALIGNMENT = 32
 SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 STRING = 8
 ARRAY = 9
+MOST_ITEMS = 10_000_000
+"""Most strings and arrays of a header, counted together; a large vocabulary has a million."""
+MOST_NAMES = 1_000_000
+"""Most values and tensors."""
+MOST_BYTES = 1 << 26
+"""Most bytes of all strings that are kept: 64 MiB."""
+MOST_DIMENSIONS = 8
+MOST_DEPTH = 4
+"""Deepest nesting of arrays."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,7 @@ class _Reader:
         self.data = data
         self.at = len(MAGIC)
         self.order = "<"
+        self.items = self.kept = 0
 
     def header(self, sizes: Mapping[int, tuple[int, int]]) -> GgufHeader:
         version = self.number("I")
@@ -70,6 +80,8 @@ class _Reader:
         if version not in VERSIONS:
             raise ValueError(f"expected version {' or '.join(map(str, VERSIONS))}, got {version}")
         tensors, count = self.number("Q"), self.number("Q")
+        if tensors + count > MOST_NAMES:
+            raise ValueError(f"expected at most {MOST_NAMES:,} names, got {tensors + count:,}")
         values: dict[str, object] = {}
         for _ in range(count):
             key, kind = self.string(), self.number("I")
@@ -78,7 +90,9 @@ class _Reader:
         end = 0  # end of the weights, relative to their start
         for _ in range(tensors):
             name = self.string()
-            shapes[name] = tuple(self.number("Q") for _ in range(self.number("I")))
+            if (dimensions := self.number("I")) > MOST_DIMENSIONS:
+                raise ValueError(f"tensor {name!r} has {dimensions:,} dimensions")
+            shapes[name] = tuple(self.number("Q") for _ in range(dimensions))
             kind, offset = self.number("I"), self.number("Q")
             if kind not in sizes:
                 raise ValueError(f"tensor {name!r} is stored in the unknown type {kind}")
@@ -99,6 +113,9 @@ class _Reader:
 
     def string(self) -> str:
         length = self.number("Q")
+        self.kept += min(length, len(self.data))
+        if self.kept > MOST_BYTES:
+            raise ValueError(f"expected at most {MOST_BYTES:,} bytes of text in its header")
         (value,) = struct.unpack_from(f"{min(length, len(self.data) + 1)}s", self.data, self.at)
         self.at += length
         return value.decode("utf-8")
@@ -112,8 +129,16 @@ class _Reader:
             raise ValueError(f"a value is of the unknown type {kind}")
         return self.number(SCALARS[kind])
 
-    def skip_array(self) -> None:
+    def skip_array(self, depth: int = 1) -> None:
         kind, count = self.number("I"), self.number("Q")
+        self.items += 0 if kind in SCALARS else count
+        if count > len(self.data):  # an item takes a byte or more
+            raise ValueError("its header is truncated")
+        if depth > MOST_DEPTH or self.items > MOST_ITEMS:
+            raise ValueError(
+                f"expected arrays of at most {MOST_ITEMS:,} strings, at most {MOST_DEPTH} within "
+                f"each other, got {self.items:,}, {depth} deep"
+            )
         if kind in SCALARS:
             self.at += count * struct.calcsize(self.order + SCALARS[kind])
         elif kind == STRING:
@@ -124,6 +149,6 @@ class _Reader:
             self.at = at
         elif kind == ARRAY:
             for _ in range(count):
-                self.skip_array()
+                self.skip_array(depth + 1)
         else:
             raise ValueError(f"an array is of the unknown type {kind}")
