@@ -50,11 +50,12 @@ _COUNTS = (
     *("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_labels"),
     *("num_experts", "num_local_experts", "n_routed_experts"),
 )
+_Scale = Annotated[float | None, Field(ge=0, allow_inf_nan=False)]
 _SCALES = ("logit_scale", "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _EVERY: dict[str, Any] = {
     "model_type": str,
     **dict.fromkeys(_COUNTS, _Count),
-    **dict.fromkeys(_SCALES, _Real | None),
+    **dict.fromkeys(_SCALES, _Scale),
     "logits_scaling": Annotated[float, Field(gt=0, allow_inf_nan=False)],
 }
 _OWN: dict[str, Any] = {
@@ -65,7 +66,7 @@ _OWN: dict[str, Any] = {
     "max_position_embeddings": Annotated[int, Field(ge=1, le=1 << 40)],
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache"), bool),
     **dict.fromkeys(("rms_norm_eps", "initializer_range"), _Real),
-    "attention_dropout": _Real | None,
+    "attention_dropout": _Scale,
     **dict.fromkeys(("bos_token_id", "pad_token_id", "pretraining_tp"), int | None),
     "eos_token_id": int | list[int] | None,
     "hidden_act": str,

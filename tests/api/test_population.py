@@ -1,5 +1,6 @@
 """A population in Python: trains together, evolves by the classes a user passes, and records."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -279,6 +280,21 @@ def test_a_population_is_saved_and_loaded(tmp_path):
     assert repr(loaded) == repr(population)
     with pytest.raises(CheckpointError, match=r"population.json is missing"):
         Population.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("agents", "why"),
+    [
+        ([0, 1_000_000], r"agent 1000000 is not in \[0, 10,000\)"),
+        ([0, 7], "agent 7 has no folder agent-07"),
+    ],
+)
+def test_a_saved_population_of_agents_that_are_not_there_is_refused(tmp_path, agents, why):
+    make(1).save(tmp_path)
+    file = tmp_path / "population.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "agents": agents}))
+    with pytest.raises(CheckpointError, match=why):
+        Population.load(tmp_path, device="cpu")
 
 
 @pytest.mark.parametrize(

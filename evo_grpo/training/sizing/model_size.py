@@ -29,6 +29,11 @@ LAYOUTS: dict[str, tuple[bool | str, bool | str, bool]] = {
     "qwen3": ("attention_bias", "attention_bias", True),
 }
 
+MOST_HEADER = 100_000_000
+"""Longest header of a safetensors file, as in the package safetensors."""
+MOST_SIZE = 1 << 40
+"""Longest dimension of a tensor."""
+
 
 class ModelSize(NamedTuple):
     """The size of a base model, as far as it is known before loading.
@@ -195,11 +200,14 @@ def _header_parameters(file: Path) -> int:
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            if not 0 < length <= file.stat().st_size - 8:
-                raise ValueError("its header is truncated")
+            if not 0 < length <= min(file.stat().st_size - 8, MOST_HEADER):
+                raise ValueError("its header is truncated, or longer than any")
             header = json.loads(stream.read(length))
-        return sum(prod(tensor["shape"]) for key, tensor in header.items() if key != "__metadata__")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        shapes = [tensor["shape"] for key, tensor in header.items() if key != "__metadata__"]
+        if not all(type(n) is int and 0 <= n <= MOST_SIZE for shape in shapes for n in shape):
+            raise ValueError("a shape is not of integers that a tensor may have")
+        return sum(map(prod, shapes))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file} is not a complete safetensors file: {error}") from None
 
 
