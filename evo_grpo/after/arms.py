@@ -5,8 +5,8 @@ All arms and the run's winner are evaluated on the same test prompts with the sa
 
 compare   two populations without evolution, each in a run folder below RUN/compare, one after the
           other: all agents at the values of `algorithm`, then at values drawn from the ranges
-replay    the winner's schedule and its last values, at two budgets and several times each, in one
-          cohort with one batch per step
+replay    the winner's schedule and its last values, several times each at the rows of the run, in
+          one cohort with one batch per step
 """
 
 from __future__ import annotations
@@ -57,7 +57,15 @@ from evo_grpo.record.folder import (
     refuse_objects,
     remove,
 )
-from evo_grpo.record.names import BASELINE, COMPARE, COMPARED, COMPARISON, INPUTS, REPLAY
+from evo_grpo.record.names import (
+    BASELINE,
+    COMPARE,
+    COMPARED,
+    COMPARISON,
+    INPUTS,
+    REPLAY,
+    REPLAYED,
+)
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.replay import Replay, Replayed, read_replay, unmoved, write_replay
@@ -308,13 +316,13 @@ def replay(
 ) -> Replay:
     """Compare the schedule of a run's winner with its last values held constant.
 
-    Agents are trained from scratch with the schedule and with the last values, each with the tokens
-    of the winner's lineage and with those of the whole run, and each several times. They have the
-    run's data, its test split and its order of prompts. Everything else is drawn from a seed
-    derived from that of the run: the first weights of the adapters, completions, the order of
-    minibatches, dropout, and the draws on the test split. Nothing in the run folder changes but
-    `replay/`, which gets replay.json and a checkpoint of the first training of each kind. They are
-    written at the end, so an interrupted replay leaves an earlier one unchanged.
+    Agents are trained from scratch with the schedule and with the last values, with the tokens of
+    the whole run, and each several times. They have the run's data, its test split and its order of
+    prompts. Everything else is drawn from a seed derived from that of the run: the first weights of
+    the adapters, completions, the order of minibatches, dropout, and the draws on the test split.
+    Nothing in the run folder changes but `replay/`, which gets replay.json and a checkpoint of the
+    first training of each kind. They are written at the end, so an interrupted replay leaves an
+    earlier one unchanged.
 
     Args:
         run: The run folder.
@@ -468,8 +476,6 @@ def train(
 def _replayed(plan: Training, tallies: Sequence[Tally], tests: Sequence[Score]) -> Replayed:
     return Replayed(
         name=plan.name,
-        values=plan.values,
-        budget=plan.budget,
         prompts=plan.prompts,
         rows=plan.rows,
         tokens=round(sum(tally.tokens for tally in tallies) / len(tallies)),
@@ -480,6 +486,5 @@ def _replayed(plan: Training, tallies: Sequence[Tally], tests: Sequence[Score]) 
 
 def _differences(trained: Sequence[Replayed], winner: Score) -> tuple[Difference, ...]:
     tests = {one.name: one.tests for one in trained} | {WINNER: (winner,)}
-    pairs = [(f"schedule-{budget}", f"constant-{budget}") for budget in ("lineage", "run")]
-    pairs += [(one.name, WINNER) for one in trained]
+    pairs = [REPLAYED, *((one.name, WINNER) for one in trained)]
     return tuple(Difference.between(a, tests[a], b, tests[b]) for a, b in pairs)

@@ -64,8 +64,8 @@ COMPARED = ("guess", "random")
 REPLAY = "replay"
 """Files that `evo-grpo replay` adds to a finished run: its result and a checkpoint per training."""
 REPLAY_RESULT = f"{REPLAY}/replay.json"
-REPLAYED = ("schedule-lineage", "constant-lineage", "schedule-run", "constant-run")
-"""The trainings of a replay, named by values and budget, each in a folder below `REPLAY`."""
+REPLAYED = ("schedule-run", "constant-run")
+"""The trainings of a replay at the rows of the whole run, each in a folder below `REPLAY`."""
 
 BASELINE = "# Without evolution, beside the run two folders above it; training tokens: "
 """First line of population.yaml in a folder of a comparison, before the number of tokens."""

@@ -137,7 +137,7 @@ def test_what_reads_a_run_and_trains_beside_it_takes_prompts(tmp_path):
     page = Path(write_report(folder, tmp_path / "report.html")).read_text()
     assert "swapped" in page
     assert {arm["name"] for arm in compare(folder)["arms"]} == {"guess", "random", "evolved"}
-    assert 0 <= replay(folder).training("schedule-lineage").test.mean <= 1
+    assert 0 <= replay(folder).training("schedule-run").test.mean <= 1
 
 
 def test_a_prompt_is_set_by_hand(tmp_path):
