@@ -15,14 +15,13 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from evo_grpo import settings as configuration
 from evo_grpo.envs.protocol import Environment
-from evo_grpo.errors import CheckpointError, ConfigError, RunDirError
+from evo_grpo.errors import CheckpointError, RunDirError
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.start import described_start, sample_hparams
@@ -235,8 +234,7 @@ def _play(
     """Train a population in its folder, or finish it; leave a finished one unchanged."""
     path = folder / COMPARE / name
     text = f"{BASELINE}{budget}\n{configuration.to_yaml(config)}"
-    same = is_run(path) and _has_same_settings(path, config, budget)
-    same = same and _has_same_files(path, config)
+    same = is_run(path) and config_text(path) == text and _has_same_files(path, config)
     if same and not force and read_summary(path) is not None:
         return path
     opened = (
@@ -249,18 +247,6 @@ def _play(
         watching = ObserverList((limit.reported_to(observer), followers))
         play_and_judge(config, path, opened, prepared, watching, limit=limit)
     return path
-
-
-def _has_same_settings(path: Path, config: RunConfig, budget: int) -> bool:
-    """Return whether a population was started with a configuration and a budget.
-
-    An earlier version wrote no settings that are new in this one, so values are compared, not text.
-    """
-    if not config_text(path).startswith(f"{BASELINE}{budget}\n"):
-        return False
-    with suppress(ConfigError):
-        return read_config(path) == config
-    return False
 
 
 def _has_same_files(path: Path, config: RunConfig) -> bool:

@@ -70,8 +70,7 @@ class Saved:
             data = json.loads(read_plain(file, MAX_LOG_BYTES))
             if data["format"] != FORMAT:
                 raise ValueError(f"its format is {data['format']}, expected {FORMAT}")
-            # An earlier version did not save the agents that left.
-            left = data.get("left")
+            left = data["left"]
             return cls(
                 [Slot(int(slot)) for slot in data["agents"]],
                 [round_from_json(record) for record in data["rounds"]],

@@ -220,7 +220,7 @@ class _ComparedArm:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """The content of compare.json; `differences` are missing in files of version 0.2."""
+    """The content of compare.json."""
 
     agents: int
     split: str

@@ -42,8 +42,7 @@ WRITTEN_IN = (COMPLETIONS, METRICS, STEERING)
 """Folders in which a kill may leave a partly written file."""
 
 REQUEST = re.compile(r"(\d{20})-[0-9a-f]{8}\.json")
-"""Name of a request's file: its number, then random digits. Until evo-grpo 0.2 the number was the
-time in nanoseconds."""
+"""Name of a request's file: its number, then random digits."""
 COUNTER = f"{STEERING}/counter"
 """The number of the last request."""
 

@@ -69,38 +69,7 @@ def as_config(config: RunConfig | str | Path | Mapping[str, Any]) -> RunConfig:
 
 def from_written(text: str, source: str) -> RunConfig:
     """Build a configuration from the text of `to_yaml` in a run folder, without anchors."""
-    recorded = _as_recorded(parse(text, source, WrittenOutLoader))
-    return _without_objects(_build(recorded, (), source), source)
-
-
-def from_recorded(settings: Mapping[str, Any]) -> RunConfig:
-    """Build the configuration of a run from its recorded settings.
-
-    A setting that the recording version did not have gets the value with which the run goes on as
-    it was begun.
-
-    Raises:
-        ConfigError: For all problems at once, one line each.
-    """
-    return _build(_as_recorded(settings), (), "configuration")
-
-
-def _as_recorded(settings: object) -> object:
-    """Fill in settings of which the default would change how a run recorded without them goes on.
-
-    Runs of earlier versions decide after every round, and mutate by factors.
-    """
-    population: Any = settings.get("population") if isinstance(settings, Mapping) else None
-    stop: Any = population.get("stop", {}) if isinstance(population, Mapping) else None
-    if not isinstance(stop, Mapping):
-        return settings  # not a run's settings: the errors are those of any mapping
-    found = cast("Mapping[str, Any]", settings)
-    filled = {"decisions": "every", **population, "stop": {"no_signal": None, **stop}}
-    evolve: Any = found.get("evolve")
-    exploration: Any = evolve.get("exploration") if isinstance(evolve, Mapping) else None
-    if isinstance(exploration, Mapping) and exploration.get("kind") == "mutate":
-        evolve = {**evolve, "exploration": {"step": "factors", **exploration}}
-    return {**found, "population": filled, **({} if evolve is None else {"evolve": evolve})}
+    return _without_objects(_build(parse(text, source, WrittenOutLoader), (), source), source)
 
 
 def to_yaml(config: RunConfig) -> str:
