@@ -86,7 +86,6 @@ def sample(  # noqa: PLR0913 -- each is an option of the command
     from evo_grpo.after.trying.answers import answers
     from evo_grpo.after.trying.show import show_sampled
 
-    console = standard_output()
     found = answers(
         choice, () if row else _prompts(prompt), row or (), n=n, temperature=temperature,
         base=base, seed=seed, split=split, raw=raw, allow=allow or (),
@@ -94,7 +93,7 @@ def sample(  # noqa: PLR0913 -- each is an option of the command
     place = looking_in(code_folder(code), is_code=True)
     with place, warnings_to(warn), closing(found):
         for one in found:
-            show_sampled(console, one)
+            show_sampled(standard_output(), one)
 
 
 def _prompts(prompt: str | None) -> Iterator[str]:
