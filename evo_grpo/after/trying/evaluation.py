@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -271,43 +272,36 @@ def _evaluated(
     code: str | Path | None,
     env: object,
 ) -> list[Judged]:
-    """Return the result on each test file, with files and modules found as in a run."""
-    with looking_in(code_folder(code), is_code=True), looking_in(beside(config)):
-        return list(_results(adapter, config, files, asked, allow, env))
-
-
-def _results(
-    adapter: Path,
-    config: RunConfig | str | Path | Mapping[str, Any] | None,
-    files: Sequence[str | Path],
-    asked: _Asked,
-    allow: Sequence[str],
-    env: object,
-) -> Iterator[Judged]:
-    """Yield the result on each test file; on the split of the configuration without files."""
-    name, folder, run, own = _found(adapter, config, allow, env)
-    if (named := named_task(env)) is not None:
-        run, env = run.replace(env=named), None
-    asked = asked.in_run(run)
-    if files and run.env.kind != "dataset":
-        raise ConfigError(
-            f"files: expected a task of kind dataset, whose test rows come from a file, got "
-            f"{run.env.kind!r}, which has rows of its own; leave the files out"
+    """Return the result on each test file; on the split of the configuration without files."""
+    with ExitStack() as stack:  # files and modules are found as in a run
+        stack.enter_context(looking_in(code_folder(code), is_code=True))
+        stack.enter_context(looking_in(beside(config)))
+        name, folder, run, own = _found(adapter, config, allow, env)
+        if (named := named_task(env)) is not None:
+            run, env = run.replace(env=named), None
+        asked = asked.in_run(run)
+        if files and run.env.kind != "dataset":
+            raise ConfigError(
+                f"files: expected a task of kind dataset, whose test rows come from a file, got "
+                f"{run.env.kind!r}, which has rows of its own; leave the files out"
+            )
+        runs = [run.replace(env=run.env.replace(test=str(file))) for file in files] or [run]
+        tasks = [task_of(one) if env is None else None for one in runs]
+        policy = stack.enter_context(
+            loaded(runs[0], folder, with_env=True, task=tasks[0], env=env, own=own)
         )
-    runs = [run.replace(env=run.env.replace(test=str(file))) for file in files] or [run]
-    tasks = [task_of(one) if env is None else None for one in runs]
-    with loaded(runs[0], folder, with_env=True, task=tasks[0], env=env, own=own) as policy:
         assert policy.env is not None, "loaded with with_env=True"
-        for position, (one, task) in enumerate(zip(runs, tasks, strict=True)):
-            made = policy.env
-            if position:
-                assert task is not None, "a dataset has a single turn"
-                made = policy.environment(one, task)
+        if not files:
             fitness = run.evolve.fitness
             usual = fitness.test_prompts if asked.split == "test" else fitness.prompts
-            size = asked.prompts or (None if files else usual)
-            file = str(files[position]) if files else None
-            yield _judged(policy, made, replace(asked, prompts=size), name, file)
+            asked = replace(asked, prompts=asked.prompts or usual)
+            return [_judged(policy, policy.env, asked, name, None)]
+        found: list[Judged] = []
+        for file, one, task in zip(files, runs, tasks, strict=True):
+            assert task is not None, "a dataset is built from its settings"
+            made = policy.environment(one, task) if found else policy.env
+            found.append(_judged(policy, made, asked, name, str(file)))
+        return found
 
 
 def _judged(
