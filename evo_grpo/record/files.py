@@ -218,10 +218,7 @@ def unseal(line: bytes) -> dict[str, Any]:
         raise ValueError(f"it has no {_CHECKSUM}")
     del data[_CHECKSUM]
     if not _is_as_written(line):
-        raise ValueError(
-            f"its {_CHECKSUM} does not match its contents: it was changed, or evo-grpo before 0.3 "
-            "wrote it"
-        )
+        raise ValueError(f"its {_CHECKSUM} does not match its contents")
     return data
 
 

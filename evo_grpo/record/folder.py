@@ -259,6 +259,8 @@ def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> Parsed:
             except ValueError as error:
                 if is_truncated(line):  # the last one: others have their line end
                     break
+                if line.startswith(b'{"round"'):  # evo-grpo 0.2 wrote no format
+                    check_format({}, f"{path}, line {first + number}")
                 raise CheckpointError(
                     f"{path}, line {first + number}: expected round {first + len(records) + 1} as "
                     f"it was written, but {error}; put the file back as it was, from a copy"

@@ -414,6 +414,13 @@ def test_a_run_of_another_format_is_refused_and_left_as_it_is(
     assert path.read_bytes() == before
 
 
+def test_a_run_of_0_2_is_refused_by_its_version_although_its_seal_is_another(tmp_path, make_run):
+    folder = filled(tmp_path / "run", make_run(rounds=1))
+    (folder / "rounds.jsonl").write_text('{"round": 0, "agents": [], "sha256": "a6cb"}\n')
+    with pytest.raises(RunDirError, match="format 4, got None: another version of evo-grpo wrote"):
+        read_rounds(folder)
+
+
 def test_a_full_disk_leaves_no_half_of_a_line(tmp_path, make_run, monkeypatch):
     first, second = make_run(rounds=2)
     with RunDir.create(tmp_path / "run", "population", YAML) as run:
