@@ -5,8 +5,8 @@ All arms and the run's winner are evaluated on the same test prompts with the sa
 
 compare   two populations without evolution, each in a run folder below RUN/compare, one after the
           other: all agents at the values of `algorithm`, then at values drawn from the ranges
-replay    the winner's schedule and its last values, at two budgets and several times each, in one
-          cohort with one batch per step
+replay    the winner's schedule and its last values, several times each at the rows of the run, in
+          one cohort with one batch per step
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from evo_grpo import settings as configuration
 from evo_grpo.envs.protocol import Environment
-from evo_grpo.errors import CheckpointError, ConfigError, RunDirError
+from evo_grpo.errors import CheckpointError, RunDirError
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.start import described_start, sample_hparams
@@ -57,7 +56,15 @@ from evo_grpo.record.folder import (
     refuse_objects,
     remove,
 )
-from evo_grpo.record.names import BASELINE, COMPARE, COMPARED, COMPARISON, INPUTS, REPLAY
+from evo_grpo.record.names import (
+    BASELINE,
+    COMPARE,
+    COMPARED,
+    COMPARISON,
+    INPUTS,
+    REPLAY,
+    REPLAYED,
+)
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.replay import Replay, Replayed, read_replay, unmoved, write_replay
@@ -227,8 +234,7 @@ def _play(
     """Train a population in its folder, or finish it; leave a finished one unchanged."""
     path = folder / COMPARE / name
     text = f"{BASELINE}{budget}\n{configuration.to_yaml(config)}"
-    same = is_run(path) and _has_same_settings(path, config, budget)
-    same = same and _has_same_files(path, config)
+    same = is_run(path) and config_text(path) == text and _has_same_files(path, config)
     if same and not force and read_summary(path) is not None:
         return path
     opened = (
@@ -241,18 +247,6 @@ def _play(
         watching = ObserverList((limit.reported_to(observer), followers))
         play_and_judge(config, path, opened, prepared, watching, limit=limit)
     return path
-
-
-def _has_same_settings(path: Path, config: RunConfig, budget: int) -> bool:
-    """Return whether a population was started with a configuration and a budget.
-
-    An earlier version wrote no settings that are new in this one, so values are compared, not text.
-    """
-    if not config_text(path).startswith(f"{BASELINE}{budget}\n"):
-        return False
-    with suppress(ConfigError):
-        return read_config(path) == config
-    return False
 
 
 def _has_same_files(path: Path, config: RunConfig) -> bool:
@@ -308,13 +302,13 @@ def replay(
 ) -> Replay:
     """Compare the schedule of a run's winner with its last values held constant.
 
-    Agents are trained from scratch with the schedule and with the last values, each with the tokens
-    of the winner's lineage and with those of the whole run, and each several times. They have the
-    run's data, its test split and its order of prompts. Everything else is drawn from a seed
-    derived from that of the run: the first weights of the adapters, completions, the order of
-    minibatches, dropout, and the draws on the test split. Nothing in the run folder changes but
-    `replay/`, which gets replay.json and a checkpoint of the first training of each kind. They are
-    written at the end, so an interrupted replay leaves an earlier one unchanged.
+    Agents are trained from scratch with the schedule and with the last values, with the tokens of
+    the whole run, and each several times. They have the run's data, its test split and its order of
+    prompts. Everything else is drawn from a seed derived from that of the run: the first weights of
+    the adapters, completions, the order of minibatches, dropout, and the draws on the test split.
+    Nothing in the run folder changes but `replay/`, which gets replay.json and a checkpoint of the
+    first training of each kind. They are written at the end, so an interrupted replay leaves an
+    earlier one unchanged.
 
     Args:
         run: The run folder.
@@ -468,8 +462,6 @@ def train(
 def _replayed(plan: Training, tallies: Sequence[Tally], tests: Sequence[Score]) -> Replayed:
     return Replayed(
         name=plan.name,
-        values=plan.values,
-        budget=plan.budget,
         prompts=plan.prompts,
         rows=plan.rows,
         tokens=round(sum(tally.tokens for tally in tallies) / len(tallies)),
@@ -480,6 +472,5 @@ def _replayed(plan: Training, tallies: Sequence[Tally], tests: Sequence[Score]) 
 
 def _differences(trained: Sequence[Replayed], winner: Score) -> tuple[Difference, ...]:
     tests = {one.name: one.tests for one in trained} | {WINNER: (winner,)}
-    pairs = [(f"schedule-{budget}", f"constant-{budget}") for budget in ("lineage", "run")]
-    pairs += [(one.name, WINNER) for one in trained]
+    pairs = [REPLAYED, *((one.name, WINNER) for one in trained)]
     return tuple(Difference.between(a, tests[a], b, tests[b]) for a, b in pairs)

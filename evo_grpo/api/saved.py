@@ -72,8 +72,7 @@ class Saved:
             data = json.loads(read_plain(file, MAX_LOG_BYTES))
             if data["format"] != FORMAT:
                 raise ValueError(f"its format is {data['format']}, expected {FORMAT}")
-            # An earlier version did not save the agents that left.
-            left = data.get("left")
+            left = data["left"]
             for slot in [*data["agents"], *(left or ())]:
                 # Each slot up to the largest is built; every one of a population is somewhere.
                 if not 0 <= int(slot) < MOST_SLOTS:

@@ -28,7 +28,6 @@ from evo_grpo.population.evaluate import why_unranked
 from evo_grpo.population.looks import AgentReport, RankReport
 from evo_grpo.population.no_signal import without_signal
 from evo_grpo.population.rules import RoundSettings
-from evo_grpo.record.family import archived_agent
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.stopping import Played, best_of, has_signal, rules_that_hold
 from evo_grpo.schema.hparams import Hparams
@@ -254,9 +253,6 @@ def _archived(
     ranked = [(score, s) for score, s in zip(scores, standings, strict=True) if score is not None]
     best = min(ranked, key=lambda pair: best_first(pair[0]), default=None)
     before = inputs.past[-1].archived if inputs.past else None
-    if before is None and inputs.archive is not None:  # an earlier version began the run
-        held = archived_agent(inputs.past)
-        before = None if held is None else (held.round, held.member)
     if inputs.archive is None or best is None:
         decides = last or settings.decides(round)
         enters = best is not None and inputs.archive is None and decides

@@ -42,10 +42,8 @@ _LABELS = {
     "guess": "{} agents at your guess",
     "random": "{} random guesses",
     EVOLVED: "evolved",
-    "schedule-lineage": "schedule, lineage",
-    "constant-lineage": "last values, lineage",
-    "schedule-run": "schedule, whole run",
-    "constant-run": "last values, whole run",
+    "schedule-run": "schedule",
+    "constant-run": "last values",
     WINNER: "the winner",
 }
 
@@ -222,7 +220,7 @@ class _ComparedArm:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """The content of compare.json; `differences` are missing in files of version 0.2."""
+    """The content of compare.json."""
 
     agents: int
     split: str

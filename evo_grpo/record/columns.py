@@ -91,10 +91,9 @@ def was_evaluated(agent: AgentRecord) -> bool:
 def kl(agent: AgentRecord) -> float | None:
     """Return an agent's KL divergence from the reference in nats per token.
 
-    None if it was not computed. For beta 0, evo-grpo 0.2 and earlier recorded 0.
+    None if it was not computed.
     """
-    value = agent.metrics.get("kl")
-    return value or None if agent.hparams.beta == 0 else value
+    return agent.metrics.get("kl")
 
 
 def frame(rows: Sequence[Mapping[str, object]], types: Mapping[str, str]) -> pd.DataFrame:

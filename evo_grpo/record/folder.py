@@ -259,6 +259,8 @@ def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> Parsed:
             except ValueError as error:
                 if is_truncated(line):  # the last one: others have their line end
                     break
+                if line.startswith(b'{"round"'):  # evo-grpo 0.2 wrote no format
+                    check_format({}, f"{path}, line {first + number}")
                 raise CheckpointError(
                     f"{path}, line {first + number}: expected round {first + len(records) + 1} as "
                     f"it was written, but {error}; put the file back as it was, from a copy"
@@ -273,13 +275,12 @@ def refuse_lost_lines(folder: Path, rounds: Sequence[RoundRecord]) -> None:
     """Refuse a run whose rounds.jsonl has lost lines, because a resume would drop those rounds.
 
     A stopped run leaves files of at most one round after its last line, and files of a round are
-    removed only after the line of the next round is written. Earlier versions also wrote the round
-    after one that could not be written: a resume plays both again.
+    removed only after the line of the next round is written.
     """
     found = {number for number, _ in round_entries(folder / CHECKPOINTS)}
     finished = len(rounds)
     kept = not finished or finished - 1 in found or rounds[-1].unsaved
-    if (last := max(found, default=-1)) < finished or (last <= finished + 1 and kept):
+    if (last := max(found, default=-1)) < finished or (last == finished and kept):
         return
     again = (
         f"; or, to play them again, remove the folders of round {finished + 1} and later from "

@@ -42,8 +42,7 @@ WRITTEN_IN = (COMPLETIONS, METRICS, STEERING)
 """Folders in which a kill may leave a partly written file."""
 
 REQUEST = re.compile(r"(\d{20})-[0-9a-f]{8}\.json")
-"""Name of a request's file: its number, then random digits. Until evo-grpo 0.2 the number was the
-time in nanoseconds."""
+"""Name of a request's file: its number, then random digits."""
 COUNTER = f"{STEERING}/counter"
 """The number of the last request."""
 
@@ -64,8 +63,8 @@ COMPARED = ("guess", "random")
 REPLAY = "replay"
 """Files that `evo-grpo replay` adds to a finished run: its result and a checkpoint per training."""
 REPLAY_RESULT = f"{REPLAY}/replay.json"
-REPLAYED = ("schedule-lineage", "constant-lineage", "schedule-run", "constant-run")
-"""The trainings of a replay, named by values and budget, each in a folder below `REPLAY`."""
+REPLAYED = ("schedule-run", "constant-run")
+"""The trainings of a replay at the rows of the whole run, each in a folder below `REPLAY`."""
 
 BASELINE = "# Without evolution, beside the run two folders above it; training tokens: "
 """First line of population.yaml in a folder of a comparison, before the number of tokens."""

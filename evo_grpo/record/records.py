@@ -41,7 +41,7 @@ def _shared(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
 SharedHparams = Annotated[Hparams, BeforeValidator(_shared)]
 """Hyperparameters of an agent; most agents have those that it had in the round before."""
 
-#: Version of the format of rounds.jsonl. A line without one is of evo-grpo 0.1: version 1.
+#: Version of the format of rounds.jsonl.
 FORMAT = 4
 
 
@@ -125,7 +125,7 @@ class RoundRecord:
             are written.
         reduced: Engine settings that were lowered during the run because the device ran out of
             memory, with their present values; with several processes, the least of them.
-        started: Start time in seconds since 1970 (UTC); None in records of earlier versions.
+        started: Start time in seconds since 1970 (UTC); None where it is not known.
         ended: End time, likewise.
         steering: Requests of the user between this round and the next one, in order, with their
             outcomes; they are applied in `members`, `next_hparams` and `decisions`.
@@ -250,18 +250,12 @@ def to_json(record: RoundRecord | Amendment) -> dict[str, Any]:
 
 def check_format(data: Mapping[str, Any], where: str) -> None:
     """Raise RunDirError for a line of rounds.jsonl in the format of another version."""
-    found = data.get("format", 1)
-    if found == FORMAT:
-        return
-    remedy = (
-        "finish or read it with evo-grpo 0.1"
-        if found == 1
-        else "finish or read it with the evo-grpo that wrote it"
-    )
-    raise RunDirError(
-        f"{where}: expected a run in format {FORMAT}, got format {found!r}; {remedy}, or start a "
-        "new run in another folder"
-    )
+    if (found := data.get("format")) != FORMAT:
+        raise RunDirError(
+            f"{where}: expected a run in format {FORMAT}, got {shown(found)}: another version of "
+            "evo-grpo wrote it; finish or read it with that version, or start a new run in another "
+            "folder"
+        )
 
 
 def round_from_json(data: Mapping[str, Any] | bytes) -> RoundRecord:

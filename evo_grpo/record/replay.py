@@ -15,9 +15,9 @@ from evo_grpo.record import columns
 from evo_grpo.record.arms import WINNER, Arm, Arms, Difference, caveat
 from evo_grpo.record.files import atomic_write, to_line
 from evo_grpo.record.folder import expect_run, read_result
-from evo_grpo.record.names import REPLAY_RESULT
+from evo_grpo.record.names import REPLAY_RESULT, REPLAYED
 from evo_grpo.record.plain import RelativePath
-from evo_grpo.record.schedule import Budget, Schedule, Values, equal_prompts, trainings
+from evo_grpo.record.schedule import Schedule, equal_prompts, trainings
 from evo_grpo.types import Score
 
 if TYPE_CHECKING:
@@ -25,27 +25,19 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Version of replay.json."""
-BUDGETS: dict[Budget, str] = {
-    "lineage": "the tokens of the winner's lineage",
-    "run": "the tokens of the whole run",
-}
 Outcome = Literal["ahead", "behind", "same", "failed", "unclear"]
 
 
 @dataclass(frozen=True)
 class Replayed(Arm):
-    """One kind of training of a replay; its name is "<values>-<budget>".
+    """One kind of training of a replay: schedule-run or constant-run.
 
     Attributes:
-        values: "schedule" or "constant".
-        budget: "lineage" or "run".
         prompts: Prompts by round and GRPO step, each P.
         rows: Completions, or episodes, sampled by one training.
         failed_steps: Steps of all trainings that were skipped because a gradient was not finite.
     """
 
-    values: Values
-    budget: Budget
     prompts: tuple[tuple[int, ...], ...]
     rows: int
     failed_steps: int
@@ -59,9 +51,9 @@ class Replay:
         schedule: Hyperparameters that the winner was trained with.
         seed: Seed of the trainings.
         repeats: Trainings of each kind.
-        trained: schedule-lineage, constant-lineage, schedule-run, constant-run.
+        trained: schedule-run, constant-run.
         winner: The winner's mean reward, on the same test prompts with the same draws.
-        differences: Schedule minus last values at each budget, then each kind minus the winner.
+        differences: Schedule minus last values, then each kind minus the winner.
         wall_seconds: Seconds of training and judging.
         files: SHA-256 of the files of the checkpoints, by their paths below `RUN/replay`.
     """
@@ -83,25 +75,25 @@ class Replay:
         """Return a difference by the names of its two arms."""
         return next(d for d in self.differences if (d.first, d.second) == (first, second))
 
-    def outcome(self, budget: Budget) -> Outcome:
-        """Return how the schedule compares with its last values at a budget.
+    @property
+    def outcome(self) -> Outcome:
+        """How the schedule compares with its last values, at the rows of the whole run.
 
-        Returns:
-            "ahead" or "behind" if both the interval and the p-value show it; "same" where both
-            had the same values in every step, and prompts that differ by at most one; "failed"
-            if a training ended without a finite reward; else "unclear".
+        "ahead" or "behind" if both the interval and the p-value show it; "same" where both had the
+        same values in every step, and prompts that differ by at most one; "failed" if a training
+        ended without a finite reward; else "unclear".
         """
-        moving, constant = (self.training(f"{v}-{budget}") for v in ("schedule", "constant"))
+        moving, constant = map(self.training, REPLAYED)
         if not math.isfinite(moving.test.mean) or not math.isfinite(constant.test.mean):
             return "failed"
         if not self.schedule.moves and equal_prompts(moving.prompts, constant.prompts):
             return "same"
         found: dict[int, Outcome] = {1: "ahead", -1: "behind", 0: "unclear"}
-        return found[self.difference(moving.name, constant.name).sign]
+        return found[self.difference(*REPLAYED).sign]
 
-    def verdict(self, budget: Budget) -> str:
-        """Return a sentence that says whether the schedule beat its last values at a budget."""
-        found = self.difference(f"schedule-{budget}", f"constant-{budget}")
+    @property
+    def verdict(self) -> str:
+        """A sentence that says whether the schedule beat its last values."""
         outcome = {
             "ahead": "the schedule beat its last values held constant",
             "behind": "the last values held constant beat the schedule",
@@ -109,8 +101,9 @@ class Replay:
             "same": "the schedule and its last values were the same in every step, so their "
             "difference is chance",
             "failed": "there is no result, because a training ended without a finite reward",
-        }[self.outcome(budget)]
-        return f"With {BUDGETS[budget]}, {outcome}{_numbers(found)}."
+        }[self.outcome]
+        found = self.difference(*REPLAYED)
+        return f"With the tokens of the whole run, {outcome}{_numbers(found)}."
 
     def caveat(self) -> str:
         """Return what the intervals cover and what they do not."""
@@ -119,29 +112,27 @@ class Replay:
     def arms(self) -> Arms:
         """Return the result as the terminal and the report show it."""
         winner = Arm(WINNER, self.schedule.tokens, (self.winner,))
-        sentences = (*(self.verdict(budget) for budget in BUDGETS), self.caveat())
-        return Arms((*self.trained, winner), self.differences, sentences)
+        return Arms((*self.trained, winner), self.differences, (self.verdict, self.caveat()))
 
     def frame(self) -> pd.DataFrame:
         """Return the results as a typed frame.
 
         Returns:
-            One row per kind of training, then the winner: training, values, budget (both missing
-            for the winner), rows, tokens, failed_steps (missing for the winner), test, test_se
-            (over the prompts), spread (standard deviation between the repeats), prompts, and the
-            difference to the winner: ahead, ahead_se, p.
+            One row per kind of training, then the winner: training, rows, tokens, failed_steps
+            (missing for the winner), test, test_se (over the prompts), spread (standard deviation
+            between the repeats), prompts, and the difference to the winner: ahead, ahead_se, p.
         """
         rows: list[dict[str, object]] = []
         for one in self.trained:
             found = self.difference(one.name, WINNER)
-            names = ("values", "budget", "rows", "tokens", "failed_steps", "spread")
+            names = ("rows", "tokens", "failed_steps", "spread")
             fields = {name: getattr(one, name) for name in names}
             ahead = {"ahead": found.difference, "ahead_se": found.error, "p": found.p}
             rows.append({"training": one.name, **fields, **_test(one.test), **ahead})
         own = {"rows": self.schedule.rows, "tokens": self.schedule.tokens}
         rows.append({"training": WINNER, **own, **_test(self.winner)})
         types = {
-            **dict.fromkeys(("training", "values", "budget"), "string"),
+            "training": "string",
             **dict.fromkeys(("rows", "tokens", "failed_steps"), "Int64"),
             **dict.fromkeys(("test", "test_se", "spread"), "float64"),
             "prompts": "Int64",
@@ -155,9 +146,8 @@ class Replay:
             "format": FORMAT,
             **asdict(self),
             "schedule": self.schedule.to_json(),
-            "verdicts": {
-                b: {"outcome": self.outcome(b), "sentence": self.verdict(b)} for b in BUDGETS
-            },
+            "outcome": self.outcome,
+            "verdict": self.verdict,
         }
 
 
@@ -168,18 +158,17 @@ def unmoved(schedule: Schedule) -> str:
     """Return a sentence for a schedule without changes; empty if a hyperparameter changed."""
     if schedule.moves:
         return ""
-    plans = {plan.name: plan.prompts for plan in trainings(schedule)}
-    found = ["No hyperparameter changed on the winner's line: the schedule is its last values."]
-    for budget, words in BUDGETS.items():
-        if equal_prompts(plans[f"schedule-{budget}"], plans[f"constant-{budget}"]):
-            found.append(f"With {words}, both are trained in the same way and differ by chance.")
-        else:
-            found.append(f"With {words}, both differ only in the prompts of each step.")
-    found.append(
-        "The replay still shows the spread between trainings, and how far the winner is from "
-        "agents that were trained outside a population."
+    moving, constant = trainings(schedule)
+    differ = (
+        "are trained in the same way and differ by chance"
+        if equal_prompts(moving.prompts, constant.prompts)
+        else "differ only in the prompts of each step"
     )
-    return " ".join(found)
+    return (
+        "No hyperparameter changed on the winner's line: the schedule is its last values, and both "
+        f"{differ}. The replay still shows the spread between trainings, and how far the winner is "
+        "from agents that were trained outside a population."
+    )
 
 
 def read_replay(run: str | Path, file: Path | None = None) -> Replay | None:

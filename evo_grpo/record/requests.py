@@ -78,7 +78,7 @@ def last_number(folder: Path) -> int:
     with suppress(OSError, ValueError):  # missing, or refused by `refuse_links_in_run`
         found.append(int(read_plain(folder / COUNTER, _DIGITS)))
     with suppress(OSError):
-        # The counter may be lost, or behind the requests of an earlier version.
+        # The counter may be lost.
         names = os.listdir(place) if is_folder(place) else []
         found += [number_of(name) for name in names if REQUEST.fullmatch(name)]
     return max(found)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from evo_grpo.errors import RunDirError
 from evo_grpo.record import columns
 from evo_grpo.record.config import read_config
 from evo_grpo.record.files import plain_value
 from evo_grpo.record.folder import expect_run, read_rounds, refuse_objects
+from evo_grpo.record.names import REPLAYED
 from evo_grpo.record.records import HyperparameterName
 from evo_grpo.record.summary import read_summary
 from evo_grpo.record.winner import winning_lines
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from evo_grpo.record.records import AgentRecord, RoundRecord
-
-Values = Literal["schedule", "constant"]
-Budget = Literal["lineage", "run"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class Schedule:
         run_rows: Completions of all agents in all rounds of the run.
         run_tokens: Tokens of these completions.
         parents: Member ids of the two survivors of which the winner is the mean; empty for an
-            agent, and in files of version 0.2.
+            agent.
     """
 
     kind: str
@@ -148,21 +146,14 @@ class Training:
     """The plan of one kind of training of a replay, step by step.
 
     Attributes:
-        values: "schedule" (the hyperparameters of each round), or "constant" (the last ones).
-        budget: "lineage" (the completions of the winner's line), or "run" (those of all agents).
+        name: Name of the training and of its folder, one of `REPLAYED`.
         hparams: Hyperparameters of each round.
         prompts: Prompts by round and GRPO step, each P >= 1.
     """
 
-    values: Values
-    budget: Budget
+    name: str
     hparams: tuple[Hparams, ...]
     prompts: tuple[tuple[int, ...], ...]
-
-    @property
-    def name(self) -> str:
-        """Name of the training and of its folder."""
-        return f"{self.values}-{self.budget}"
 
     @property
     def rows(self) -> int:
@@ -237,34 +228,26 @@ def winner_schedule(
     )
 
 
-def trainings(schedule: Schedule) -> tuple[Training, ...]:
-    """Plan the four kinds of training: schedule and last values, each at two budgets.
+def trainings(schedule: Schedule) -> tuple[Training, Training]:
+    """Plan the two kinds of training: with the schedule, and with its last values.
 
-    All have the steps and rounds of the schedule. With the budget of the lineage, the schedule
-    samples as many rows in each round as the winner's line did; with the budget of the run, as many
-    as all agents did. The rows of rounds that the line lacks are spread over its rounds. The last
+    Both have the steps and rounds of the schedule. It samples as many rows in each round as all
+    agents of the run did; those of rounds that the line lacks are spread over its rounds. The last
     values get the same total, with the same number of prompts in every step, up to rounding.
 
     Returns:
-        schedule-lineage, constant-lineage, schedule-run, constant-run. Each samples its budget up
-        to one group, and at least one prompt per step.
+        schedule-run, constant-run. Each samples the rows of the run up to one group, and at least
+        one prompt per step.
     """
     rounds, steps = schedule.rounds, schedule.steps
-    own = [one.rows for one in rounds]
     scale = schedule.run_rows / sum(one.run_rows for one in rounds)
-    wanted: dict[Budget, list[float]] = {
-        "lineage": [float(rows) for rows in own],
-        "run": [one.run_rows * scale for one in rounds],
-    }
-    found: list[Training] = []
-    for budget, rows in wanted.items():
-        values = tuple(one.hparams for one in rounds)
-        found.append(Training("schedule", budget, values, _prompts(rows, values, steps)))
-        groups = round(sum(rows) / schedule.last.group_size)
-        counts = _evenly(groups, len(rounds) * steps)
-        by_round = tuple(counts[i * steps : (i + 1) * steps] for i in range(len(rounds)))
-        found.append(Training("constant", budget, (schedule.last,) * len(rounds), by_round))
-    return tuple(found)
+    rows = [one.run_rows * scale for one in rounds]
+    values, last = tuple(one.hparams for one in rounds), (schedule.last,) * len(rounds)
+    counts = _evenly(round(sum(rows) / schedule.last.group_size), len(rounds) * steps)
+    evenly = tuple(counts[i * steps : (i + 1) * steps] for i in range(len(rounds)))
+    prompts = (_prompts(rows, values, steps), evenly)
+    moving, constant = map(Training, REPLAYED, (values, last), prompts)
+    return moving, constant
 
 
 def equal_prompts(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> bool:

@@ -23,7 +23,7 @@ class MeanReward:
     """A score in a result file: mean reward, its standard error, and the number of prompts.
 
     `per_prompt` has the mean reward of each prompt, in the order of the split: null where all
-    reward functions abstained, empty in results of evo-grpo 0.2 and earlier.
+    reward functions abstained. It is empty in the result of a comparison.
     """
 
     mean: float | None
@@ -113,12 +113,12 @@ def read_summary(path: str | Path) -> dict[str, Any] | None:
         - candidates: see `judge.candidates_summary`
         - final_tokens: tokens sampled to compare the candidates
         - stopped: the rules of population.stop that ended the run, with their values; empty if
-          no rule did, missing if an earlier version wrote the file
+          no rule did
         - files: SHA-256 by path of the files of a mean that won
         - judge: answers of judges, their input_tokens and output_tokens, and their cost; missing
           in a run without a judge
         - earlier: the results of the run before it was extended to more rounds
-        - passes: see `judge.judge`; missing if an earlier version wrote the file
+        - passes: see `judge.judge`
     """
     return read_summary_of(Path(path) / SUMMARY)
 
@@ -144,22 +144,13 @@ def gain_interval(summary: Mapping[str, Any]) -> tuple[float, float]:
     if gain is None or error is None:
         return math.nan, math.nan
     base, best = summary["base"], summary["best"]
-    pairs = zip(base.get("per_prompt", ()), best.get("per_prompt", ()), strict=False)
-    shared = sum(None not in pair for pair in pairs)
-    # Results of evo-grpo 0.2 and earlier have no rewards of single prompts.
-    return interval(gain, error, shared or min(base["n"], best["n"]))
+    pairs = zip(base["per_prompt"], best["per_prompt"], strict=False)
+    return interval(gain, error, sum(None not in pair for pair in pairs))
 
 
 def gain_sign(summary: Mapping[str, Any]) -> int:
-    """Return 1 if the winner is shown to be ahead of the base model, -1 if behind, else 0.
-
-    Results of evo-grpo 0.2 and earlier have no rewards of single prompts: the interval decides.
-    """
-    scores = [score_of(summary[name]) for name in ("best", "base")]
-    if all(score.per_prompt for score in scores):
-        return claims(scores, 0, TEST_LEVEL)[1]
-    low, high = gain_interval(summary)
-    return int(low > 0) - int(high < 0)
+    """Return 1 if the winner is shown to be ahead of the base model, -1 if behind, else 0."""
+    return claims([score_of(summary[name]) for name in ("best", "base")], 0, TEST_LEVEL)[1]
 
 
 def score_of(part: Mapping[str, Any]) -> Score:

@@ -36,7 +36,7 @@ from evo_grpo.record.winner import SelectedAgent, rivals_of, winner_of
 from evo_grpo.record.wording import count, with_error
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings import RunConfig
-from evo_grpo.settings.yaml import from_recorded
+from evo_grpo.settings.yaml import from_dict
 from evo_grpo.types import Mutation
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class RunView:
             return None
         with warnings.catch_warnings(), suppress(EvoGrpoError):
             warnings.simplefilter("ignore")
-            return from_recorded(self.config)
+            return from_dict(self.config)
         return None
 
     @cached_property

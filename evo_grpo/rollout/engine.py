@@ -105,15 +105,13 @@ class RolloutEngine:
     exact: bool
 
     @classmethod
-    def check(cls, engine: EngineConfig, *, ranks: bool) -> None:
+    def check(cls, engine: EngineConfig) -> None:
         """Check that the engine can be used, before a model is loaded or a file is written.
 
         Args:
             engine: The settings that select it.
-            ranks: Whether this process was started as one of several.
 
         Raises:
-            ConfigError: The engine cannot run in a process that is one of several.
             EngineUnavailable: A package that it needs is not installed.
         """
 

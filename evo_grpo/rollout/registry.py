@@ -24,15 +24,10 @@ def make_engine(slots: AdapterSlots, settings: AgentSettings) -> RolloutEngine:
     return factory(slots, settings)
 
 
-def check_engine(engine: EngineConfig, *, ranks: bool) -> None:
+def check_engine(engine: EngineConfig) -> None:
     """Check that the selected engine can be used, before a model is loaded or a file is written.
 
-    Args:
-        engine: The settings that select it.
-        ranks: Whether this process was started as one of several.
-
     Raises:
-        ConfigError: The engine cannot run in a process that is one of several.
         EngineUnavailable: The engine is not installed.
     """
-    engine_class(engine).check(engine, ranks=ranks)
+    engine_class(engine).check(engine)

@@ -54,7 +54,7 @@ def with_default_lr(
     """Fill in an lr of null, and with it ranges of null.
 
     An lr that was given keeps ranges of null, which stand for a factor of ten around it: run
-    folders of earlier versions have recorded their lr, and resume unchanged.
+    folders have recorded their lr, and resume unchanged.
     """
     if algorithm.lr is not None:
         return algorithm, ranges

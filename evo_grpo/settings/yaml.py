@@ -15,11 +15,13 @@ from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.settings.plain_yaml import MAX_YAML_BYTES, Dumper, WrittenOutLoader, parse, read_text
 from evo_grpo.settings.run import RunConfig
 
-REMOVED: dict[tuple[str, str], object] = {
-    ("evolve", "recombine"): "none",
-    ("evolve", "svd_noise"): 0,
+REMOVED: dict[tuple[str, ...], tuple[object, str]] = {
+    ("evolve", "recombine"): ("none", "since it helped nowhere"),
+    ("evolve", "svd_noise"): (0, "since it helped nowhere"),
+    ("engine", "vllm", "process"): ("child", "and vLLM always runs in a separate process"),
 }
-"""Settings of earlier versions, whose run folders have them -> the value that turned them off."""
+"""Settings of earlier versions, whose run folders have them -> the value that stands for what is
+done now, and why they were removed."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -67,38 +69,7 @@ def as_config(config: RunConfig | str | Path | Mapping[str, Any]) -> RunConfig:
 
 def from_written(text: str, source: str) -> RunConfig:
     """Build a configuration from the text of `to_yaml` in a run folder, without anchors."""
-    recorded = _as_recorded(parse(text, source, WrittenOutLoader))
-    return _without_objects(_build(recorded, (), source), source)
-
-
-def from_recorded(settings: Mapping[str, Any]) -> RunConfig:
-    """Build the configuration of a run from its recorded settings.
-
-    A setting that the recording version did not have gets the value with which the run goes on as
-    it was begun.
-
-    Raises:
-        ConfigError: For all problems at once, one line each.
-    """
-    return _build(_as_recorded(settings), (), "configuration")
-
-
-def _as_recorded(settings: object) -> object:
-    """Fill in settings of which the default would change how a run recorded without them goes on.
-
-    Runs of earlier versions decide after every round, and mutate by factors.
-    """
-    population: Any = settings.get("population") if isinstance(settings, Mapping) else None
-    stop: Any = population.get("stop", {}) if isinstance(population, Mapping) else None
-    if not isinstance(stop, Mapping):
-        return settings  # not a run's settings: the errors are those of any mapping
-    found = cast("Mapping[str, Any]", settings)
-    filled = {"decisions": "every", **population, "stop": {"no_signal": None, **stop}}
-    evolve: Any = found.get("evolve")
-    exploration: Any = evolve.get("exploration") if isinstance(evolve, Mapping) else None
-    if isinstance(exploration, Mapping) and exploration.get("kind") == "mutate":
-        evolve = {**evolve, "exploration": {"step": "factors", **exploration}}
-    return {**found, "population": filled, **({} if evolve is None else {"evolve": evolve})}
+    return _without_objects(_build(parse(text, source, WrittenOutLoader), (), source), source)
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -157,7 +128,8 @@ def _build(data: object, overrides: Sequence[str], source: str) -> RunConfig:
     wrong = [key for key in settings if not isinstance(key, str)]
     if wrong:
         raise ConfigError(f"{source}: expected strings as keys, got {shown(wrong[0])}")
-    removed, heading = _take_removed(settings), f"{source} with --set" if overrides else source
+    settings, removed = without_removed(settings)
+    heading = f"{source} with --set" if overrides else source
     try:
         config = RunConfig(**settings)
     except Problems as problems:
@@ -167,22 +139,28 @@ def _build(data: object, overrides: Sequence[str], source: str) -> RunConfig:
     return config
 
 
-def _take_removed(settings: dict[Any, Any]) -> list[Problem]:
-    """Take removed settings out in place; return a problem for each that was not off."""
-    found: list[Problem] = []
-    for (group, name), off in REMOVED.items():
-        inside = settings.get(group)
-        if not isinstance(inside, Mapping) or name not in inside:
-            continue
-        rest = dict(cast("Mapping[Any, Any]", inside))
-        given, settings[group] = rest.pop(name), rest
-        if given != off:
-            text = (
-                f"expected {off}, got {shown(given)}: it was removed, since it helped nowhere; "
-                "leave it out, or finish a run with the version that began it"
+def without_removed(settings: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[Problem]]:
+    """Return settings without removed ones, and a problem for each that asks for what is gone."""
+    kept, found = dict(settings), list[Problem]()
+    for path, (harmless, why) in REMOVED.items():
+        groups = [kept]
+        for name in path[:-1]:
+            inside = groups[-1].get(name)
+            groups.append(
+                dict(cast("Mapping[Any, Any]", inside)) if isinstance(inside, Mapping) else {}
             )
-            found.append(Problem((group, name), text))
-    return found
+        if path[-1] not in groups[-1]:
+            continue
+        for name, above, below in zip(path, groups, groups[1:], strict=False):
+            above[name] = below
+        given = groups[-1].pop(path[-1])
+        if given != harmless:
+            text = (
+                f"expected {harmless}, got {shown(given)}: it was removed, {why}; leave it out, or "
+                "finish a run with the version that began it"
+            )
+            found.append(Problem(path, text))
+    return kept, found
 
 
 def _without_objects(config: RunConfig, source: str) -> RunConfig:

@@ -34,7 +34,7 @@ from evo_grpo.population.cohort.same_base import agree_on_path, check_same_base
 from evo_grpo.population.cohort.starting import check_adapters, check_widths, start_with
 from evo_grpo.population.ranks.deal import deal
 from evo_grpo.population.ranks.ranks import find_team
-from evo_grpo.population.ranks.team import Team, is_one_of_several, is_silent_rank
+from evo_grpo.population.ranks.team import Team, is_silent_rank
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.rollout.generation_config import warn_of_processors
 from evo_grpo.rollout.registry import check_engine
@@ -247,7 +247,7 @@ def with_limits(config: RunConfig, task: Task | None, team: Team) -> RunConfig:
 def check_found(config: RunConfig) -> None:
     """Check that the base and the engine of a run exist, before anything is loaded or written."""
     check_available(config.model.name)
-    check_engine(config.engine, ranks=is_one_of_several())
+    check_engine(config.engine)
 
 
 def with_shards(config: RunConfig, team: Team) -> RunConfig:
@@ -379,7 +379,7 @@ def add_agents(
 def _base(
     settings: AgentSettings, given: Objects, team: Team
 ) -> tuple[SharedBase, AdapterCopy | None]:
-    check_engine(settings.engine, ranks=is_one_of_several())
+    check_engine(settings.engine)
     if settings.engine.threads is not None:
         torch.set_num_threads(settings.engine.threads)
     # Dividing a base moves it to the device one layer at a time.

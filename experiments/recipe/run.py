@@ -18,14 +18,12 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 
 import evo_grpo
 from evo_grpo import settings
-from evo_grpo.after.recipe import carry
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.summary import read_summary
@@ -101,6 +99,22 @@ def rounds_for(budget: float, prompts: int, parameters: int) -> int:
     return max(1, round(budget / (row * each)))
 
 
+def scaled(config: settings.RunConfig, large: str, power: float) -> settings.RunConfig:
+    """Return a recipe with every lr multiplied by a power of the ratio of widths."""
+    old, new = read_model_size(SMALL).shape, read_model_size(large).shape
+    assert old is not None, "it is embedded"
+    assert new is not None, "it is embedded"
+    factor, data = (old.hidden / new.hidden) ** power, config.model_dump(mode="json")
+    data["algorithm"]["lr"] *= factor
+    for entry in data["evolve"]["exploration"].get("rounds", ()):
+        if "lr" in entry:
+            entry["lr"] *= factor
+    if (span := data["evolve"]["hyperparameters"].get("lr")) is not None:
+        for name in ("min", "max"):
+            span[name] *= factor
+    return settings.from_dict(data)
+
+
 def of_seed(seed: int, large: str, arms: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the line of each arm of a seed."""
     parameters = read_model_size(large).parameters
@@ -118,12 +132,11 @@ def of_seed(seed: int, large: str, arms: Sequence[str]) -> Iterator[dict[str, An
         budget = small["flops"] * (parameters / own - 1)
         for arm in (one for one in EXPONENTS if one in arms):
             file = place / f"{arm}.yaml"
-            with mock.patch.object(carry, "EXPONENT", EXPONENTS[arm]):
-                evo_grpo.recipe(place / "small", file, model=large)
-                prompts = settings.load(file).algorithm.prompts_per_step or 1
-                rounds = rounds_for(budget, prompts, parameters)
-                evo_grpo.recipe(place / "small", file, model=large, rounds=rounds, force=True)
-            config = settings.load(file)
+            evo_grpo.recipe(place / "small", file, model=large)
+            prompts = settings.load(file).algorithm.prompts_per_step or 1
+            rounds = rounds_for(budget, prompts, parameters)
+            evo_grpo.recipe(place / "small", file, model=large, rounds=rounds, force=True)
+            config = scaled(settings.load(file), large, EXPONENTS[arm])
             found = measured(config, place / arm, small["flops"])
             yield {"arm": arm, **found, "lr": config.algorithm.lr, "rounds": rounds}
 

@@ -9,10 +9,9 @@ from small_run import Told, outcome, small
 import evo_grpo
 from evo_grpo import resume, run
 from evo_grpo.after.arms import TokenLimit, _arm_config, compare
-from evo_grpo.after.verifying.verify import verify
 from evo_grpo.errors import CheckpointError, ConfigError, RunDirError, RunNotFoundError
 from evo_grpo.population.stats import Tally
-from evo_grpo.record.arms import comparison_arms, read_comparison
+from evo_grpo.record.arms import read_comparison
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.summary import read_summary
@@ -107,21 +106,6 @@ def test_the_run_is_compared_with_each_population_prompt_by_prompt(compared):
         assert one["prompts"] == len(apart) == 12
 
 
-def test_a_result_without_differences_as_version_0_2_wrote_it_is_shown(compared, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(compared[0], folder)
-    file = folder / "compare" / "compare.json"
-    result = {key: value for key, value in compared[1].items() if key != "differences"}
-    file.write_text(json.dumps(result))
-    assert compare(folder) == result
-    shown = comparison_arms(result)
-    assert [shown.label(arm.name) for arm in shown.arms] == [
-        *("four agents at your guess", "four random guesses", "evolved")
-    ]
-    assert shown.differences == ()
-    assert verify(folder).damage == []
-
-
 def test_the_result_is_written_and_read_instead_of_trained_again(compared):
     folder, result = compared
     told = Told()
@@ -169,20 +153,6 @@ def test_a_population_of_another_configuration_is_trained_anew(compared, tmp_pat
     told = Told()
     assert compare(folder, observer=told) == compared[1]
     assert told.calls.count(("started", 0)) == 1
-
-
-def test_a_population_without_a_setting_that_is_new_is_not_trained_again(compared, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(compared[0], folder)
-    (folder / "compare" / "compare.json").unlink()
-    config = folder / "compare" / "guess" / "population.yaml"
-    lines = config.read_text().splitlines(keepends=True)
-    older = [line for line in lines if "entropy_coef" not in line]
-    assert len(older) == len(lines) - 1
-    config.write_text("".join(older))
-    told = Told()
-    assert compare(folder, observer=told) == compared[1]
-    assert ("started", 0) not in told.calls
 
 
 def test_a_part_is_not_resumed_alone(compared):

@@ -89,7 +89,7 @@ def test_what_it_leaves(replayed, finished):
         for path in (folder / "replay" / name).rglob("*")
         if path.is_file()
     }
-    assert len(set(adapters(folder).values())) == 4
+    assert len(set(adapters(folder).values())) == 2
     rounds = len(found.schedule.rounds)
     learned = [("learn", number) for number in range(rounds) for _ in range(2)]
     assert told.calls == [("started", 0), *learned, ("test", rounds - 1)]
@@ -112,7 +112,7 @@ def test_all_are_judged_on_the_same_prompts_with_the_same_draws(replayed):
     agents = CONFIG.agents().replace(seed=derive(CONFIG.seed, "replay"))
     assert found.seed == agents.seed
     cohort, env, _ = build_parts(CONFIG, agents)
-    slots = add_agents(cohort, 5, "same")
+    slots = add_agents(cohort, 3, "same")
     places = [folder / "replay" / name for name in REPLAYED]
     for slot, place in zip(slots, [*places, folder / found.schedule.checkpoint], strict=True):
         load_agent(cohort, slot, place)
@@ -181,7 +181,7 @@ def test_each_agent_learns_what_its_plan_says(finished, monkeypatch):
     monkeypatch.setattr("evo_grpo.after.arms.train_step", spy)
     plans = trainings(read_schedule(finished))
     cohort, env, _ = build_parts(CONFIG, CONFIG.agents())
-    slots = add_agents(cohort, 4, "same")
+    slots = add_agents(cohort, 2, "same")
     train(cohort, env, slots, plans, Observer(), to_test=0)
     assert [stream for stream, *_ in seen] == [
         (r, s) for r in range(len(plans[0].hparams)) for s in (0, 1)
@@ -220,7 +220,7 @@ def test_the_time_left_is_right_within_a_factor_of_two_after_the_first_step(monk
     env = SimpleNamespace(batch=lambda step, size: [None] * size)
     pace, left = Pace(lambda: now[0], whole=True), []
     pace.start(3, 0)
-    train(cohort, env, range(4), plans, Watching(), to_test=to_test)
+    train(cohort, env, range(2), plans, Watching(), to_test=to_test)
     end = now[0] + 0.01 * to_test
     assert left[0] == (0, None)
     assert len(left) == 12

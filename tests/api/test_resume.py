@@ -127,10 +127,10 @@ def test_what_looks_at_runs_takes_it(uninterrupted, tmp_path):
     judged = evaluate_adapter(out, env=env())
     assert judged.own.mean == summary["best"]["mean"]
     assert judged.base.mean == summary["base"]["mean"]
-    (row,) = sample(out, rows=0, n=2, env=env())
-    assert all(reward in (0.0, 1.0) for reward in row.answers[0].rewards)
+    own, _ = sample(out, rows=0, n=2, env=env())
+    assert all(reward in (0.0, 1.0) for reward in own.rewards)
     # The template is recorded, so a prompt needs no environment.
-    (prompt,) = sample(out, "01+02=", n=1)
+    (prompt,) = sample(out, "01+02=", n=1, base=False)
     assert prompt.prompt == "01+02="
 
 

@@ -48,7 +48,7 @@ def test_run_folders_are_completed_below_runs_and_where_one_looks():
 def test_settings_are_completed_with_their_whole_path():
     assert completed("check --set algorithm.lr_schedule.s") == ["algorithm.lr_schedule.steps"]
     found = complete_setting("")
-    assert {"seed", "evolve.hyperparameters", "engine.vllm.process", "record.storage"} <= set(found)
+    assert {"seed", "evolve.hyperparameters", "engine.vllm.python", "record.storage"} <= set(found)
     assert not {"algorithm", "evolve.selection"} & set(found)  # groups, which have values below
     assert complete_setting("evolve.selection.s") == [
         "evolve.selection.share",

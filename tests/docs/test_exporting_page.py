@@ -29,7 +29,7 @@ def test_everything_on_the_page_runs_in_its_order(monkeypatch, capsys):
         assert result.exit_code == 0, (command, result.output)
     in_the_folder, in_python = blocks("python")
     exec(compile(in_python, "exporting.md", "exec"), {})
-    assert capsys.readouterr().out.startswith("12+07= [(")
+    assert capsys.readouterr().out.startswith("12+07= (")
     monkeypatch.chdir("out")
     exec(compile(in_the_folder, "exporting.md", "exec"), {})
     assert len(capsys.readouterr().out.strip()) <= 4

@@ -115,7 +115,7 @@ def test_the_winner_is_exported_and_asked_with_its_prompt(tmp_path):
     folder = run(named(**alone, population__init=[{"prompt": "swapped"}]), out=tmp_path / "run")
     summary = json.loads((folder / "summary.json").read_text())
     assert evaluate_adapter(folder).own.mean == summary["best"]["mean"]
-    (asked,) = sample(folder, rows=[0], n=1)
+    asked, _ = sample(folder, rows=[0], n=1)
     row = build_task(EnvConfig(**SUMS), 3).splits["validation"][0]
     assert asked.prompt == f"{row['b']}+{row['a']}="
     made = export(folder, out=tmp_path / "export", anyway=True)
@@ -137,7 +137,7 @@ def test_what_reads_a_run_and_trains_beside_it_takes_prompts(tmp_path):
     page = Path(write_report(folder, tmp_path / "report.html")).read_text()
     assert "swapped" in page
     assert {arm["name"] for arm in compare(folder)["arms"]} == {"guess", "random", "evolved"}
-    assert 0 <= replay(folder).training("schedule-lineage").test.mean <= 1
+    assert 0 <= replay(folder).training("schedule-run").test.mean <= 1
 
 
 def test_a_prompt_is_set_by_hand(tmp_path):
@@ -187,7 +187,7 @@ def test_an_environment_object_keeps_its_prompts_in_the_record(tmp_path):
     assert [agent.hparams.prompt for agent in record.agents] == ["b", "a"]
     assert environment_parts(gym("0{question}"), 0) != environment_parts(gym("1{question}"), 0)
     folder = tmp_path / "run"
-    (asked,) = sample(folder, ["07+01="], agent=0, n=1)
+    asked, _ = sample(folder, ["07+01="], agent=0, n=1)
     assert asked.prompt == "007+01="
 
 

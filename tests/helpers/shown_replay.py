@@ -53,15 +53,12 @@ def replay(tests=None, made: Schedule | None = None, repeats: int = 3) -> Replay
             plan.name,
             4 * plan.rows,
             tests[plan.name],
-            plan.values,
-            plan.budget,
             plan.prompts,
             plan.rows,
             0,
         )
         for plan in trainings(made)
     )
-    pairs = [("schedule-lineage", "constant-lineage"), ("schedule-run", "constant-run")]
-    pairs += [(one.name, WINNER) for one in trained]
+    pairs = [REPLAYED, *((one.name, WINNER) for one in trained)]
     differences = tuple(Difference.between(a, tests[a], b, tests[b]) for a, b in pairs)
     return Replay(made, 11, repeats, trained, tests[WINNER][0], differences, 2.5)

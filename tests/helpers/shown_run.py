@@ -12,11 +12,12 @@ from evo_grpo.types import Member, Mutation, Score
 
 RANGES = ["evolve.hyperparameters={lr: {min: 1e-4, max: 1e-2}, temperature: {min: 0.5, max: 2}}"]
 SUMMARY = {
-    "base": {"mean": 0.331, "se": 0.02, "n": 256},
+    "base": {"mean": 0.331, "se": 0.02, "n": 256, "per_prompt": [0.331] * 256},
     "best": {
         "mean": 0.807,
         "se": 0.02,
         "n": 256,
+        "per_prompt": [0.807] * 256,
         "kind": "last",
         "agent": 1,
         "member": 2,

@@ -15,7 +15,7 @@ REQUEST = RolloutRequest(0, "a0", prompts_of(3, 5), 2, Sampling(max_output_token
 
 
 def build(slots, **options):
-    return VLLMEngine(slots, settings_of("child", **options))
+    return VLLMEngine(slots, settings_of(**options))
 
 
 def main():

@@ -1,10 +1,13 @@
-"""A double of vLLM in place of the package, in this process or in a child."""
+"""A double of vLLM in place of the package, in this process or in the child of an engine."""
 
 import os
 import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+from evo_grpo.errors import RunFailedError
+from evo_grpo.rollout.vllm.engine import VLLMEngine
+from evo_grpo.rollout.vllm.server import Session
 from evo_grpo.settings import AgentSettings
 
 FOLDER = Path(__file__).parent / "vllm_double"
@@ -17,22 +20,42 @@ def _forget():
             del sys.modules[name]
 
 
+class InProcess:
+    """What an engine has in place of its child: the program's session, in this process."""
+
+    def __init__(self):
+        self._session = Session()
+
+    def ask(self, operation, values):
+        try:
+            return self._session.answer({**values, "operation": operation})
+        except Exception as error:
+            raise RunFailedError(f"raised {type(error).__name__}: {error}") from error
+
+    def close(self):
+        self._session = None
+
+
 @contextmanager
-def doubled(monkeypatch):
-    """Let this Python, and those that it starts, find the double; yields it."""
+def doubled(monkeypatch, *, child=False):
+    """Let this Python, and those that it starts, find the double; yields it.
+
+    Without `child`, engines have it in this process, where a test can look into it.
+    """
     path = os.pathsep.join([str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
     _forget()
     with monkeypatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
         patch.setenv("PYTHONPATH", path)
+        if not child:
+            patch.setattr(VLLMEngine, "_opened", lambda engine: InProcess())
         import vllm
 
         yield vllm
     _forget()
 
 
-def settings_of(process="inside", *, engine=None, algorithm=None, **vllm):
+def settings_of(*, engine=None, algorithm=None, **vllm):
     return AgentSettings(
-        engine={"rollout": "vllm", "vllm": {"process": process, **vllm}, **(engine or {})},
-        algorithm=algorithm or {},
+        engine={"rollout": "vllm", "vllm": vllm, **(engine or {})}, algorithm=algorithm or {}
     )

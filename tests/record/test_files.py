@@ -1,7 +1,6 @@
 """Whole files, checked lines and the lock, one level below the run folder."""
 
 import errno
-import hashlib
 import json
 import math
 import os
@@ -55,12 +54,8 @@ def test_a_changed_byte_is_noticed(data):
     at = data.draw(st.integers(0, len(line) - 2))
     other = data.draw(st.integers(32, 126).filter(lambda byte: byte != line[at]))
     changed = line[:at] + bytes([other]) + line[at + 1 :]
-    try:
-        read = unseal(changed)
-    except ValueError:
-        return
-    # What JSON reads as the same value is the same: 0.25 and 2.5e-1.
-    assert read == unseal(line)
+    with pytest.raises(ValueError, match=r"sha256|JSON"):
+        unseal(changed)
 
 
 @pytest.mark.parametrize(
@@ -232,18 +227,6 @@ def test_a_fork_writes_nothing_into_the_folder_of_its_parent(tmp_path):
     lock.release()
     assert f"expected process {os.getpid()} to write it" in outside.read_text()
     assert not inside.exists()
-
-
-def test_a_line_of_an_earlier_version_is_read_with_its_spaces_and_order():
-    data = {"round": 3, "agents": [{"text": "two\nlines", "fitness": 0.25}], "amends": None}
-    plain = json.dumps(data, sort_keys=True, separators=(",", ":"))
-    digest = hashlib.sha256(plain.encode()).hexdigest()
-    line = json.dumps({**data, "sha256": digest}) + "\n"
-    assert list(unseal(line.encode())) == list(data)
-    assert unseal(line.encode()) == unsealed_head(line.encode()) == data
-    for read in (unseal, unsealed_head):
-        with pytest.raises(ValueError, match="sha256 does not match"):
-            read(line.replace("0.25", "0.75").encode())
 
 
 def test_the_head_of_a_line_is_read_once_the_whole_line_is_found_as_it_was_written():

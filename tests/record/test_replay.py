@@ -8,9 +8,10 @@ import pytest
 from shown_replay import BETTER, EVEN, replay, schedule, scored
 from shown_run import run_folder
 
+from evo_grpo.after.export.card import replay_section
 from evo_grpo.errors import CheckpointError, RunDirError, RunNotFoundError
 from evo_grpo.record.arms import WINNER, Difference, pooled
-from evo_grpo.record.names import REPLAY_RESULT
+from evo_grpo.record.names import REPLAY_RESULT, REPLAYED
 from evo_grpo.record.replay import read_replay, unmoved, write_replay
 from evo_grpo.record.schedule import ScheduledRound
 from evo_grpo.schema.hparams import Hparams
@@ -24,22 +25,22 @@ def test_a_schedule_is_claimed_where_its_interval_is_above_zero():
     assert 0 < ahead.low < ahead.difference < ahead.high
     assert ahead.high - ahead.difference == pytest.approx(2.131 * ahead.error, rel=2e-3)
     assert ahead.p < 0.05
-    assert found.outcome("run") == "ahead"
-    assert found.verdict("run").startswith(
+    assert found.outcome == "ahead"
+    assert found.verdict.startswith(
         "With the tokens of the whole run, the schedule beat its last values held constant: "
         "schedule minus constant +0.250 [+0.1"
     )
-    assert found.outcome("lineage") == "unclear"
-    assert found.verdict("lineage").startswith(
-        "With the tokens of the winner's lineage, the schedule and its last values do not differ "
+    assert replay().outcome == "unclear"
+    assert replay().verdict.startswith(
+        "With the tokens of the whole run, the schedule and its last values do not differ "
     )
 
 
 def test_the_last_values_may_be_the_better_ones():
-    found = replay({"constant-lineage": BETTER})
-    assert found.outcome("lineage") == "behind"
-    assert "the last values held constant beat the schedule" in found.verdict("lineage")
-    assert found.difference("schedule-lineage", "constant-lineage").high < 0
+    found = replay({"constant-run": BETTER})
+    assert found.outcome == "behind"
+    assert "the last values held constant beat the schedule" in found.verdict
+    assert found.difference("schedule-run", "constant-run").high < 0
 
 
 def test_an_interval_of_few_prompts_is_not_enough():
@@ -49,14 +50,13 @@ def test_an_interval_of_few_prompts_is_not_enough():
         "constant-run": scored(0, 0, 0),
         WINNER: scored(1, 1, 1),
     }
-    tests |= {name: scored(1, 1, 1) for name in ("schedule-lineage", "constant-lineage")}
     found = replay(tests)
     ahead = found.difference("schedule-run", "constant-run")
     assert ahead.low > 0
     assert ahead.p == 0.25
-    assert found.outcome("run") == "unclear"
-    assert found.verdict("run").endswith(", and p 0.25 from 3 prompts.")
-    assert " p " not in found.verdict("lineage")
+    assert found.outcome == "unclear"
+    assert found.verdict.endswith(", and p 0.25 from 3 prompts.")
+    assert " p " not in replay().verdict
 
 
 def shifted(score, by):
@@ -91,7 +91,7 @@ def test_the_winner_is_one_agent_whatever_it_is_compared_with():
 def test_one_training_of_each_claims_nothing():
     found = replay({"schedule-run": BETTER}, repeats=1)
     assert found.difference("schedule-run", "constant-run").low > 0
-    assert found.outcome("run") == "unclear"
+    assert found.outcome == "unclear"
     assert "no difference is reported as significant" in found.caveat()
     assert math.isnan(found.training("schedule-run").spread)
     assert replay().caveat().startswith("Means of 3 trainings of each kind")
@@ -108,7 +108,7 @@ def test_the_mean_of_trainings():
     assert pooled([scored(0.0, 1.0), scored(0.5)]).n == 0, "rows, then prompts: not the same units"
     nothing = pooled([scored(0.0, 1.0), Score(nan, nan, 0)])
     assert math.isnan(nothing.mean)
-    assert replay({"schedule-run": [EVEN, EVEN, Score(nan, nan, 0)]}).outcome("run") == "failed"
+    assert replay({"schedule-run": [EVEN, EVEN, Score(nan, nan, 0)]}).outcome == "failed"
 
 
 def test_the_p_value_counts_both_directions():
@@ -122,30 +122,27 @@ def test_the_p_value_counts_both_directions():
 
 def test_equal_trainings_say_nothing_of_the_schedule():
     still = [ScheduledRound(i, 0, Hparams(lr=1e-3), 64 * (i + 1), 256, 512) for i in range(3)]
-    found = replay({f"schedule-{b}": BETTER for b in ("run", "lineage")}, schedule(still))
-    assert found.outcome("run") == "same"
-    assert "so their difference is chance" in found.verdict("run")
-    # With the rows of the line, what moves is the number of prompts.
-    assert found.outcome("lineage") == "ahead"
+    found = replay({"schedule-run": BETTER}, schedule(still))
+    assert found.outcome == "same"
+    assert "so their difference is chance" in found.verdict
 
 
 def test_what_a_replay_can_show_where_nothing_moved():
-    rows = [64, 128, 192]
-    still = [ScheduledRound(i, 0, Hparams(lr=1e-3), rows[i], 256, 512) for i in range(3)]
+    rows = [512, 256, 128]
+    still = [ScheduledRound(i, 0, Hparams(lr=1e-3), 64, 256, rows[i]) for i in range(3)]
     text = unmoved(schedule(still))
     assert text.startswith("No hyperparameter changed on the winner's line: the schedule is its")
-    assert "winner's lineage, both differ only in the prompts of each step." in text
-    assert "whole run, both are trained in the same way and differ by chance." in text
+    assert "both differ only in the prompts of each step." in text
     assert "how far the winner is from agents that were trained outside a population" in text
     even = unmoved(schedule([ScheduledRound(i, 0, Hparams(), 64, 256, 512) for i in range(3)]))
-    assert "prompts of each step" not in even
+    assert "both are trained in the same way and differ by chance." in even
     assert unmoved(schedule()) == ""
 
 
 def test_a_training_that_broke_down_tells_nothing():
     found = replay({"constant-run": scored(*(math.nan,) * 16)})
-    assert found.outcome("run") == "failed"
-    assert found.verdict("run") == (
+    assert found.outcome == "failed"
+    assert found.verdict == (
         "With the tokens of the whole run, there is no result, because a training ended without "
         "a finite reward."
     )
@@ -153,11 +150,10 @@ def test_a_training_that_broke_down_tells_nothing():
 
 
 def test_one_test_prompt_tells_nothing():
-    one = {name: scored(1.0) for name in ("schedule-run", "schedule-lineage", WINNER)}
-    zero = {name: scored(0.0) for name in ("constant-run", "constant-lineage")}
-    found = replay({**one, **zero})
-    assert found.outcome("run") == "unclear"
-    assert "nan" not in found.verdict("run")
+    one = dict.fromkeys(("schedule-run", WINNER), scored(1.0))
+    found = replay({**one, "constant-run": scored(0.0)})
+    assert found.outcome == "unclear"
+    assert "nan" not in found.verdict
     assert json.dumps(found.frame().astype(object).to_dict("records"), default=str)
 
 
@@ -171,16 +167,26 @@ def test_it_is_read_as_it_was_written(tmp_path):
     assert data["format"] == 1
     assert data["schedule"]["rounds"][2]["prompts_per_step"] == 13
     assert [one["name"] for one in data["trained"]] == [one.name for one in found.trained]
-    del data["schedule"]["parents"]  # as version 0.2 wrote it
+    assert (data["outcome"], data["verdict"]) == ("ahead", found.verdict)
+
+
+def test_a_result_at_two_budgets_is_read_as_what_it_is_at_the_larger_one(tmp_path):
+    """As versions before this one wrote it."""
+    folder, found = run_folder(tmp_path / "one"), replay({"schedule-run": BETTER})
+    write_replay(folder, found)
+    data = json.loads((folder / REPLAY_RESULT).read_text())
+    for one, values in zip(data["trained"], ("schedule", "constant"), strict=True):
+        one |= {"values": values, "budget": "run"}
+    data["trained"] = [{**data["trained"][0], "name": "schedule-lineage"}, *data["trained"]]
     (folder / REPLAY_RESULT).write_text(json.dumps(data))
-    assert read_replay(folder) == found
-    assert data["verdicts"]["run"] == {"outcome": "ahead", "sentence": found.verdict("run")}
+    again = read_replay(folder)
+    assert again.verdict == found.verdict
+    assert "| schedule-lineage | 6,176 |" in replay_section(folder)
 
 
 def test_what_is_not_known_is_null_in_the_file(tmp_path):
     folder = run_folder(tmp_path / "one")
-    names = ("schedule-run", "schedule-lineage", "constant-run", "constant-lineage", WINNER)
-    write_replay(folder, replay({name: scored(1.0) for name in names}))
+    write_replay(folder, replay(dict.fromkeys((*REPLAYED, WINNER), scored(1.0))))
     again = read_replay(folder)
     assert math.isnan(again.differences[0].error)
     assert json.loads((folder / REPLAY_RESULT).read_text())["differences"][0]["low"] is None
@@ -215,11 +221,8 @@ def test_damage_and_other_versions_are_named(tmp_path):
 def test_as_a_frame():
     found = replay({"schedule-run": BETTER})
     frame = found.frame()
-    assert frame["training"].tolist() == [
-        *("schedule-lineage", "constant-lineage", "schedule-run", "constant-run", "winner")
-    ]
-    assert frame["budget"].isna().tolist() == [False] * 4 + [True]
-    assert frame["ahead"].tolist()[:4] == [0, 0, 0.25, 0]
-    assert frame.loc[2, "test"] == 0.75
-    assert frame["rows"].tolist() == [452, 450, 1544, 1545, 452]
+    assert frame["training"].tolist() == ["schedule-run", "constant-run", "winner"]
+    assert frame["ahead"].tolist()[:2] == [0.25, 0]
+    assert frame.loc[0, "test"] == 0.75
+    assert frame["rows"].tolist() == [1544, 1545, 452]
     assert frame["tokens"].dtype == frame["failed_steps"].dtype == "Int64"

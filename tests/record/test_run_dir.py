@@ -392,8 +392,8 @@ def with_format(line, version):
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        (None, r"got format 1; finish or read it with evo-grpo 0\.1, or start a new run"),
-        (5, r"got format 5; finish or read it with the evo-grpo that wrote it, or start a new run"),
+        (None, "got None: another version of evo-grpo wrote it; finish or read it with that ver"),
+        (5, "got 5: another version of evo-grpo wrote it; finish or read it with that version"),
     ],
 )
 @pytest.mark.parametrize("place", [0, 1])
@@ -412,6 +412,13 @@ def test_a_run_of_another_format_is_refused_and_left_as_it_is(
         with pytest.raises(RunDirError, match=expected):
             read(folder)
     assert path.read_bytes() == before
+
+
+def test_a_run_of_0_2_is_refused_by_its_version_although_its_seal_is_another(tmp_path, make_run):
+    folder = filled(tmp_path / "run", make_run(rounds=1))
+    (folder / "rounds.jsonl").write_text('{"round": 0, "agents": [], "sha256": "a6cb"}\n')
+    with pytest.raises(RunDirError, match="format 4, got None: another version of evo-grpo wrote"):
+        read_rounds(folder)
 
 
 def test_a_full_disk_leaves_no_half_of_a_line(tmp_path, make_run, monkeypatch):
@@ -537,19 +544,6 @@ def test_lost_lines_are_refused_while_the_checkpoints_of_their_rounds_are_there(
         assert len(opened.rounds()) == kept
 
 
-@pytest.mark.parametrize("finished", [0, 1, 2])
-def test_checkpoints_of_two_rounds_without_a_line_are_dropped(tmp_path, make_run, finished):
-    """As earlier versions left them: the round after one that could not be written was written."""
-    folder = filled(tmp_path / "run", make_run(rounds=finished + 2))
-    path = folder / "rounds.jsonl"
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:finished]))
-    with RunDir.open(folder) as opened:
-        assert len(opened.rounds()) == finished
-        opened.drop_unfinished()
-    left = [f"round-{number:04d}" for number in range(finished)]
-    assert sorted(entry.name for entry in (folder / "checkpoints").iterdir()) == left
-
-
 @pytest.mark.parametrize("lost", [1, 2])
 def test_lost_lines_are_refused_where_nothing_is_left_to_go_on_from(tmp_path, make_run, lost):
     folder = filled(tmp_path / "run", make_run(rounds=4))
@@ -582,7 +576,7 @@ def test_a_last_line_with_all_of_its_json_is_damaged_and_not_torn(tmp_path, make
     path = folder / "rounds.jsonl"
     text = path.read_bytes().replace(b'"tokens": 100', b'"tokens": 999')
     path.write_bytes(text.removesuffix(b"\n") + end)
-    with pytest.raises(CheckpointError, match=r"sha256 does not match its contents; put the file"):
+    with pytest.raises(CheckpointError, match="sha256 does not match its contents"):
         RunDir.open(folder)
 
 

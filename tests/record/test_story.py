@@ -124,7 +124,9 @@ def test_an_archive_that_won_tells_when_it_was_the_best():
     ],
 )
 def test_a_run_that_beat_the_base_and_one_that_did_not(gain, error, words):
-    result = told({**SUMMARY, "gain": gain, "gain_se": error})["result"]
+    ahead = 0.0 if "chance" in words or not gain else gain
+    base = SUMMARY["base"] | {"per_prompt": [0.807 - ahead] * 256}
+    result = told({**SUMMARY, "base": base, "gain": gain, "gain_se": error})["result"]
     assert words in result
     assert ("chance" in result) == ("chance" in words)
 

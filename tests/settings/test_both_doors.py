@@ -74,7 +74,7 @@ AGENT = {
     "base": "sharded",
     "zero": 2,
     "rollout": "vllm",
-    "vllm": {"process": "inside", "gpu_memory_utilization": 0.5},
+    "vllm": {"gpu_memory_utilization": 0.5},
     "memory": "8GB",
     "max_tokens_per_microbatch": 77,
     "max_rows_per_microbatch": 5,
@@ -289,9 +289,8 @@ def test_a_setting_arrives_at_the_object_that_uses_it(name, monkeypatch):
         "kl_bias_correction": {"beta": 0.1},
         "separate_reference": {"beta": 0.1},
         **{name: {"loss_type": name.split("_")[0]} for name in AGENT if name.startswith(OWN)},
-        "sampler_correction": {"rollout": "vllm", "vllm": {"process": "inside"}},
-        "sampler_ratio_cap": {"rollout": "vllm", "vllm": {"process": "inside"}},
-        "rollout": {"vllm": {"process": "inside"}},
+        "sampler_correction": {"rollout": "vllm"},
+        "sampler_ratio_cap": {"rollout": "vllm"},
         "vllm": {"rollout": "vllm"},
     }
     with ExitStack() as stack:

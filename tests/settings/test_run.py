@@ -4,7 +4,6 @@ import pytest
 
 from evo_grpo.settings import from_dict
 from evo_grpo.settings.population import PopulationConfig
-from evo_grpo.settings.yaml import from_recorded
 
 MINIMAL = {"model": "tiny-sums", "env": "sums"}
 
@@ -141,23 +140,3 @@ def test_shares_are_those_of_the_rounds_that_a_limit_of_tokens_leaves():
     assert decisions(8 * 1024 * 4, output=4) == [2, 4, 6, 8]
     assert decisions(1) == [1]
     assert decisions(1e9) == [6, 12, 18, 24]
-
-
-def test_a_run_of_an_earlier_version_goes_on_deciding_after_every_round():
-    recorded = {
-        "model": "tiny-sums",
-        "env": "sums",
-        "population": {"size": 8, "rounds": 24, "sizes": None},
-        "evolve": {"exploration": {"kind": "mutate", "no_mutation": 0.2, "rl_hp": 0.8}},
-    }
-    config = from_recorded(recorded)
-    assert config.population.decided == list(range(1, 25))
-    assert config.population.places(selects=True)[:4] == (8, 4, 2, 2)
-    assert config.evolve.exploration.step == "factors"
-    # What this version records says so itself.
-    assert from_recorded(from_dict(recorded).settled(4).model_dump()).population.decided == [
-        6,
-        12,
-        18,
-        24,
-    ]

@@ -158,7 +158,7 @@ def test_what_reads_a_run_and_trains_beside_it_takes_layers(tmp_path):
     folder = run(searched(evolve__fitness=FINAL), out=tmp_path / "run")
     assert NAME in Path(write_report(folder, tmp_path / "report.html")).read_text()
     assert {arm["name"] for arm in compare(folder)["arms"]} == {"guess", "random", "evolved"}
-    assert 0 <= replay(folder).training("schedule-lineage").test.mean <= 1
+    assert 0 <= replay(folder).training("schedule-run").test.mean <= 1
 
 
 def test_layers_are_set_by_hand(tmp_path):

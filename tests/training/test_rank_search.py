@@ -142,7 +142,7 @@ def test_what_reads_a_run_and_trains_beside_it_takes_ranks(tmp_path):
     assert any("train/rank_error" in trial.user_attrs for trial in study.trials)
     assert "lora.r" in Path(write_report(folder, tmp_path / "report.html")).read_text()
     assert {arm["name"] for arm in compare(folder)["arms"]} == {"guess", "random", "evolved"}
-    assert 0 <= replay(folder).training("schedule-lineage").test.mean <= 1
+    assert 0 <= replay(folder).training("schedule-run").test.mean <= 1
 
 
 @pytest.mark.slow

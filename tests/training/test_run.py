@@ -33,7 +33,6 @@ from evo_grpo.population.evaluate import evaluate
 from evo_grpo.population.round import next_slots, play_round
 from evo_grpo.population.steps import RunWriter
 from evo_grpo.record.family import ancestry, best_ever
-from evo_grpo.record.files import seal
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.record.observer import Observer
@@ -464,32 +463,6 @@ def stopped_after_a_round(tmp_path_factory):
 def interrupted(stopped_after_a_round, tmp_path):
     """A copy for a test to damage."""
     return shutil.copytree(stopped_after_a_round, tmp_path / "run")
-
-
-def test_a_run_with_settings_that_were_off_and_removed_since_goes_on(finished, tmp_path):
-    folder = tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt):
-        run(small(), out=folder, observer=Told(("learn", 1)))
-    own, begun, played = (folder / n for n in ("population.yaml", "inputs.json", "rounds.jsonl"))
-    text = own.read_text().replace(
-        "\nevolve:\n", "\nevolve:\n  recombine: none\n  svd_noise: 0.0\n"
-    )
-    own.write_text(text)
-    inputs = json.loads(begun.read_text())
-    inputs["settings"] |= {"evolve.recombine": "none", "evolve.svd_noise": 0.0}
-    del inputs["sha256"]
-    begun.write_text(seal(inputs))
-    lines = [json.loads(line) for line in played.read_text().splitlines()]
-    for line in lines:
-        del line["sha256"]
-        for one in (*line["agents"], *line["members"]):
-            one["mutation"]["noise"] = None
-        for one in line["agents"]:
-            one["second_parent"] = None
-    played.write_text("".join(map(seal, lines)))
-    resume(folder)
-    same_outcome(finished[0], folder)
-    assert json.loads(begun.read_text())["changes"] == []
 
 
 def test_a_missing_checkpoint_stops_a_resume(interrupted):

@@ -12,7 +12,8 @@ import yaml
 
 from evo_grpo.after.export.snippet import Use, transformers_snippet, vllm_snippet
 from evo_grpo.printable import printable
-from evo_grpo.record.replay import BUDGETS, read_replay
+from evo_grpo.record.arms import arm_label
+from evo_grpo.record.replay import read_replay
 from evo_grpo.record.story import rivals_text
 from evo_grpo.record.wording import count, with_error
 from evo_grpo.schema.search_space import plain_choice
@@ -183,20 +184,18 @@ def replay_section(run: Path) -> str:
         "## Is it the schedule?",
         "",
         f"After the run, agents were trained from scratch with the schedule {whose}, and others "
-        "with its last values, at two budgets. Prompts per step of the schedule by round: "
-        f"{prompts}.",
+        "with its last values, with the tokens of the whole run. Prompts per step of the winner's "
+        f"line by round: {prompts}.",
         "",
-        "| trained with | budget | tokens | test |",
-        "|---|---|---:|---:|",
-    ]
-    for one in found.trained:
-        values = "schedule" if one.values == "schedule" else "its last values"
-        lines.append(f"| {values} | {BUDGETS[one.budget]} | {one.tokens:,} | {_score(one.test)} |")
-    own = f"{schedule.tokens:,}"
-    lines += [
-        f"| the winner, in its population | its own | {own} | {_score(found.winner)} |",
+        "| trained with | tokens | test |",
+        "|---|---:|---:|",
+        *(
+            f"| {arm_label(one.name, 0)} | {one.tokens:,} | {_score(one.test)} |"
+            for one in found.trained
+        ),
+        f"| the winner, in its population | {schedule.tokens:,} | {_score(found.winner)} |",
         "",
-        *(f"- {found.verdict(budget)}" for budget in BUDGETS),
+        found.verdict,
         "",
         found.caveat(),
         "",

@@ -175,12 +175,11 @@ def _move_up(aside: Path, target: Path, names: Sequence[str]) -> None:
 
 
 def _earlier(target: Path) -> list[str]:
-    """Return the files of an earlier export; an old version wrote no manifest."""
+    """Return the files of an earlier export."""
     manifest = read_manifest(target)
-    names = [WEIGHTS, ADAPTER, CARD] if manifest is None else [*manifest["files"], MANIFEST]
     return [
         name
-        for name in names
+        for name in ([] if manifest is None else [*manifest["files"], MANIFEST])
         if _OURS.fullmatch(name)
         and (is_plain(target / name) or (target / name).is_symlink())
         and not (target / name).parent.is_symlink()

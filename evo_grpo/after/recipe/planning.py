@@ -53,7 +53,7 @@ class Size(NamedTuple):
 
 
 def recipe_settings(
-    config: RunConfig, schedule: Schedule, size: Size, *, model: str | None, factor: float
+    config: RunConfig, schedule: Schedule, size: Size, *, model: str | None
 ) -> RunConfig:
     """Return the settings of a recipe.
 
@@ -62,7 +62,6 @@ def recipe_settings(
         schedule: The schedule of its winner.
         size: The size of the recipe's run.
         model: Name of another model; None keeps that of the run.
-        factor: Factor on every lr.
 
     Raises:
         ConfigError: The settings contradict each other, or the data of the run are missing where
@@ -70,9 +69,8 @@ def recipe_settings(
         RunDirError: A value of the schedule is none that a file can hold.
     """
     space = config.search_space()
-    line = [_with_lr(one, factor) for one in _stretched(schedule, size.rounds)]
-    alone = size.agents == 1
-    ranges = _ranges(line, space) if alone else _ranges_around(line, space, factor)
+    line = _stretched(schedule, size.rounds)
+    ranges = _ranges(line, space) if size.agents == 1 else _ranges_around(line, space)
     return config.replace(
         name=f"{config.name}-recipe",
         model=_model(config.model, line[0], list(ranges), model),
@@ -101,10 +99,6 @@ def _stretched(schedule: Schedule, rounds: int) -> list[Hparams]:
     """Return the hyperparameters of each round: those of the same share of the line."""
     line = schedule.rounds
     return [line[round * len(line) // rounds].hparams for round in range(rounds)]
-
-
-def _with_lr(hparams: Hparams, factor: float) -> Hparams:
-    return hparams if factor == 1 else hparams.replace(lr=_rounded(hparams.lr * factor))
 
 
 def _rounded(value: float) -> float:
@@ -155,9 +149,7 @@ def _differs(line: Sequence[Hparams], name: str) -> bool:
     return any(one.named().get(name) != line[0].named().get(name) for one in line)
 
 
-def _ranges_around(
-    line: Sequence[Hparams], space: HyperparameterConfig, factor: float
-) -> dict[str, RLParameter]:
+def _ranges_around(line: Sequence[Hparams], space: HyperparameterConfig) -> dict[str, RLParameter]:
     """Return the run's ranges, narrowed to a factor of `AROUND` around the values of a line.
 
     Names are narrowed to those of the line. A hyperparameter with a single value left is no longer
@@ -178,10 +170,7 @@ def _ranges_around(
             if len(near) > 1:
                 found[name] = RLParameter(choices=near)
             continue
-        least, most = own.min, own.max
-        if name == "lr":
-            least, most = _rounded(least * factor), _rounded(most * factor)
-        low, high = max(low, min(least, *numbers)), min(high, max(most, *numbers))
+        low, high = max(low, min(own.min, *numbers)), min(high, max(own.max, *numbers))
         if own.dtype == "int":
             low, high = -(-low // 1), high // 1
         if low < high:

@@ -1,28 +1,19 @@
 """recipe(run, out): the settings and the schedule of a run's winner as a file for another run.
 
-carry      carry.py: the lr, the modules and the groups of another model
 planning   planning.py: the line of the winner as settings of a run
 writing    here: the file, which begins with where its values come from
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 
-from evo_grpo.after.recipe.carry import (
-    Carried,
-    Fitted,
-    carried_lr,
-    check_modules,
-    with_groups_that_fit,
-)
 from evo_grpo.after.recipe.planning import AROUND, Size, recipe_settings
-from evo_grpo.errors import ConfigError, EvoGrpoError
+from evo_grpo.errors import ConfigError
 from evo_grpo.printable import printable
 from evo_grpo.record.config import read_config
 from evo_grpo.record.files import atomic_write, writing
@@ -32,11 +23,8 @@ from evo_grpo.record.summary import read_summary, score_of
 from evo_grpo.schema.search_space import RLParameter
 from evo_grpo.schema.shown import shown_value
 from evo_grpo.schema.validation import whole
-from evo_grpo.settings import DoubtfulSetting, RunConfig, from_dict
+from evo_grpo.settings import RunConfig, from_dict
 from evo_grpo.settings.plain_yaml import Dumper
-from evo_grpo.training.sizing.gpus import parse_gpu
-from evo_grpo.training.sizing.hub_files import fetch_small_files
-from evo_grpo.training.sizing.model_size import ModelSize, read_model_size
 
 ALWAYS: Mapping[str, tuple[str, ...]] = {
     "model": ("name",),
@@ -53,7 +41,7 @@ _RANGE = {
 }
 
 
-def recipe(  # noqa: PLR0913 -- all but the first two have defaults
+def recipe(
     run: str | Path,
     out: str | Path,
     *,
@@ -62,43 +50,31 @@ def recipe(  # noqa: PLR0913 -- all but the first two have defaults
     rounds: int | None = None,
     steps: int | None = None,
     force: bool = False,
-    gpu: str | None = None,
-    online: bool = True,
 ) -> Path:
     """Write the settings and the schedule of a run's winner as a YAML file for another run.
 
     One agent trains with the hyperparameters of the winner's line, round by round, stretched to the
-    number of rounds; several search in narrow ranges around them. The model, the lr and the group
-    size may change; everything else is as in the run.
+    number of rounds; several search in narrow ranges around them. Everything else is as in the run,
+    also for another model: `evo-grpo check` tells whether that fits into memory.
 
     Args:
         run: The run folder, of a finished run.
         out: The file.
-        model: Name of another model, as in `model.name`; None keeps that of the run. The lr is then
-            multiplied by the square root of the ratio of widths.
+        model: Name of another model, as in `model.name`; None keeps that of the run.
         size: Number of agents, >= 1.
         rounds: Rounds, >= 1; None takes those of the winner's line.
         steps: GRPO steps per round, >= 1; None takes those of the run.
         force: Replace an existing file.
-        gpu: The card to plan for: its memory, such as "24GB", or its name, such as "a100-80gb".
-            None plans for the devices of this machine.
-        online: Whether the config.json of a hub model may be fetched.
-
-    Returns:
-        The file. A warning names what could not be carried over, or does not fit into memory.
 
     Raises:
         RunNotFoundError: `run` is no run folder.
         RunDirError: The run is not finished, its winner trained for a single round, or it was
             recorded with objects that no file can name.
-        ConfigError: The file exists, the model lacks modules that the run's adapters train, or an
-            argument is out of range.
-        ModelError: The model does not exist, or its files are damaged.
+        ConfigError: The file exists, or an argument is out of range.
     """
     for name, number in (("size", size), ("rounds", rounds), ("steps", steps)):
         if number is not None:
             whole(1).check(name, number)
-    card = None if gpu is None else parse_gpu(gpu)
     path = Path(out)
     check_file(path, force=force)
     schedule = read_schedule(run)
@@ -107,15 +83,11 @@ def recipe(  # noqa: PLR0913 -- all but the first two have defaults
     if model == config.model.name:
         model = None
     wanted = Size(size, rounds or len(schedule.rounds), steps or schedule.steps)
-    carried, base = _carried(config, model, online=online)
-    found = recipe_settings(config, schedule, wanted, model=model, factor=carried.factor)
-    fitted = with_groups_that_fit(found, base, card)
-    lines = _heading(folder, config, schedule, fitted, carried, path)
+    found = recipe_settings(config, schedule, wanted, model=model)
+    lines = _heading(folder, config, schedule, found, path)
     text = "".join(f"# {printable(line)}".rstrip() + "\n" for line in lines)
     with writing(path):
-        atomic_write(path, f"{text}\n{_yaml(fitted.config)}")
-    for sentence in _doubts(carried, fitted, path):
-        warnings.warn(sentence, DoubtfulSetting, stacklevel=2)
+        atomic_write(path, f"{text}\n{_yaml(found)}")
     return path
 
 
@@ -131,47 +103,11 @@ def check_file(path: Path, *, force: bool) -> None:
         raise ConfigError(f"{path}: there is no folder {path.parent}; create it first")
 
 
-def _carried(config: RunConfig, model: str | None, *, online: bool) -> tuple[Carried, ModelSize]:
-    """Return how the lr is carried, and the size of the recipe's model."""
-    if model is None:
-        return Carried(1.0, "as in the run"), _size_of_run(config)
-    silent = fetch_small_files(model) if online else None
-    new = read_model_size(model)
-    if silent is not None and new.shape is None:
-        new = new._replace(note=silent)
-    old = _size_of_run(config)
-    check_modules(config, old, new)
-    return carried_lr(old, new), new
-
-
-def _size_of_run(config: RunConfig) -> ModelSize:
-    """Return the size of a run's model, unknown if it is not on this machine any more."""
-    try:
-        return read_model_size(config.model.name)
-    except EvoGrpoError:
-        return ModelSize(config.model.name, note="it is not on this machine")
-
-
-def _doubts(carried: Carried, fitted: Fitted, path: Path) -> Iterator[str]:
-    if carried.unknown:
-        yield (
-            f"lr is {carried.unknown}; set algorithm.lr in {path}, and its schedule, if you know "
-            "a better one"
-        )
-    if fitted.fit is not None and not fitted.fit.fits:
-        yield fitted.fit.sentence()
-
-
 def _heading(
-    folder: Path,
-    config: RunConfig,
-    schedule: Schedule,
-    fitted: Fitted,
-    carried: Carried,
-    path: Path,
+    folder: Path, config: RunConfig, schedule: Schedule, found: RunConfig, path: Path
 ) -> Iterator[str]:
     """Yield the comments that the file begins with."""
-    found, settings = fitted.config, fitted.config.population
+    settings = found.population
     alone = settings.size == 1
     summary = cast("dict[str, Any]", read_summary(folder))
     best, base = score_of(summary["best"]).mean, score_of(summary["base"]).mean
@@ -192,14 +128,9 @@ def _heading(
     else:
         yield f"  population  {settings.size} agents, {rounds}, that search around the winner"
     first = shown_value(schedule.rounds[0].hparams.lr)
-    yield f"  algorithm   the values of the winner's first round; lr {first} there, {carried.why}"
+    yield f"  algorithm   the values of the winner's first round; lr {first} there"
     prompts = found.algorithm.prompts_per_step
-    if fitted.lowered is not None:
-        yield (
-            f"  group_size  {found.algorithm.group_size} instead of {fitted.lowered}, which does "
-            "not fit into memory; prompts_per_step makes up for it"
-        )
-    elif alone:
+    if alone:
         yield f"  prompts_per_step  {prompts}, those of the winner in its round {last.round + 1}"
     else:
         yield f"  prompts_per_step  {prompts}: all agents take as many as those of the run"

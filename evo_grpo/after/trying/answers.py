@@ -36,10 +36,11 @@ from evo_grpo.types import Prompt
 
 
 @dataclass(frozen=True)
-class Answers:
+class Sampled:
     """The answers of one policy to a prompt.
 
     Attributes:
+        prompt: The prompt as the model reads it, with the chat template.
         who: Name of the policy: "agent 1, member 4", or "base" for the model without an adapter.
         texts: Completions, or episodes, in the order in which they were drawn.
         rewards: Reward of each. None for a prompt that is no row of the task, and where every
@@ -47,37 +48,11 @@ class Answers:
         ended: Whether each is complete, rather than cut at the limit of tokens.
     """
 
+    prompt: str
     who: str
     texts: tuple[str, ...]
     rewards: tuple[float | None, ...]
     ended: tuple[bool, ...]
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """A prompt with its answers.
-
-    Attributes:
-        prompt: The prompt as the model reads it, with the chat template.
-        answers: Answers of the agent, then of the base where it was sampled too.
-    """
-
-    prompt: str
-    answers: tuple[Answers, ...]
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Settings of the draws; see `sample`."""
-
-    n: int
-    temperature: float | None
-    base: bool
-    seed: int
-    split: Split
-    raw: bool
-    allow: Sequence[str]
-    env: object = None
 
 
 def sample(  # noqa: PLR0913 -- all but the first two have defaults
@@ -130,7 +105,7 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
         env: For rows, the environment as it was given to `Population.train`, if it was an object.
 
     Returns:
-        One entry per prompt, then one per row.
+        The answers to each prompt, then to each row; those of the agent before those of the base.
 
     Raises:
         CheckpointError: No round is finished, or the checkpoint is missing or damaged.
@@ -143,64 +118,70 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
     choice = choose_of(run, agent, member, round, best_ever=best_ever, prefer=prefer)
     given = [prompts] if isinstance(prompts, str) else list(prompts)
     numbers = [rows] if isinstance(rows, int) else list(rows)
-    drawn = Drawn(n, temperature, base, seed, split, raw, allow, env)
+    how: dict[str, Any] = {"n": n, "temperature": temperature, "base": base, "seed": seed}
+    how |= {"split": split, "raw": raw, "allow": allow, "env": env}
     with looking_in(code_folder(code), is_code=True):
-        return list(answers(choice, given, numbers, drawn))
+        return [one for found in answers(choice, given, numbers, **how) for one in found]
 
 
-def answers(
-    choice: ChosenAgent, prompts: Iterable[str], rows: Sequence[int], drawn: Drawn
-) -> Generator[Sampled]:
+def answers(  # noqa: PLR0913 -- the arguments of `sample`
+    choice: ChosenAgent,
+    prompts: Iterable[str],
+    rows: Sequence[int],
+    *,
+    n: int,
+    temperature: float | None,
+    base: bool,
+    seed: int,
+    split: Split,
+    raw: bool,
+    allow: Sequence[str],
+    env: object = None,
+) -> Generator[list[Sampled]]:
     """Yield the answers to each prompt, then to each row; see `sample`.
 
     Prompts are read one at a time. The task is built only for rows. The agent stays loaded until
     the generator ends or is closed.
     """
-    whole(1).check("n", drawn.n)
-    whole().check("seed", drawn.seed)
-    check_temperature(drawn.temperature)
+    whole(1).check("n", n)
+    whole().check("seed", seed)
+    check_temperature(temperature)
     # For rows the code that the task names is imported and called.
     command = f"sample {choice.run} --row N" if rows else None
     call = f"evo_grpo.sample({str(choice.run)!r}, rows=[...], env=...)"
-    config = config_of(choice, command, drawn.allow, env=drawn.env, call=call)
+    config = config_of(choice, command, allow, env=env, call=call)
     adapter, own = adapter_of(choice), choice.agent.record.hparams
-    prompt = own.prompt
     # For rows the environment has the prompts and the length of an answer.
-    how = None if rows else _how(config, prompt, raw=drawn.raw)
+    how = None if rows else _how(config, own.prompt, raw=raw)
     tokens = None if how is None else how.max_output_tokens
     with loaded(
-        config,
-        adapter,
-        with_env=bool(rows),
-        env=drawn.env,
-        max_output_tokens=tokens,
-        own=own,
+        config, adapter, with_env=bool(rows), env=env, max_output_tokens=tokens, own=own
     ) as policy:
-        how = how or _how(config, prompt, raw=drawn.raw)
-        slots = {choice.title: policy.slot, **({"base": None} if drawn.base else {})}
+        how = how or _how(config, own.prompt, raw=raw)
+        slots = {choice.title: policy.slot, **({"base": None} if base else {})}
         numbers = count(1)
         fitness = config.evolve.fitness
-        if drawn.temperature is not None:
-            fitness = fitness.replace(temperature=drawn.temperature)
+        if temperature is not None:
+            fitness = fitness.replace(temperature=temperature)
 
         def sampler() -> PopulationSampler:
             return PopulationSampler.compared(
                 policy.cohort,
                 list(slots.values()),
-                samples=fitness.per_prompt(drawn.n),
+                samples=fitness.per_prompt(n),
                 temperature=fitness.temperature,
-                stream=("sample", drawn.seed, next(numbers)),
+                stream=("sample", seed, next(numbers)),
             )
 
         for text in prompts:
             yield _answer_prompt(policy.cohort, list(slots), how, text, sampler())
         for number in rows:
-            yield _answer_row(policy, list(slots), drawn.split, number, sampler())
+            yield _answer_row(policy, list(slots), split, number, sampler())
 
 
 def _answer_prompt(
     cohort: Cohort, who: Sequence[str], how: Asking, text: str, sampler: PopulationSampler
-) -> Sampled:
+) -> list[Sampled]:
     row = _row(text, how.columns)
     rendered, ids = how.template.render(row, cohort.base.tokenizer)
     limit = cohort.context_length
@@ -211,23 +192,18 @@ def _answer_prompt(
         )
     prompt = Prompt(0, rendered, ids, row)
     groups = sampler.sample(Ask([[prompt]] * len(who), sampler.group_sizes))
-    found: list[Answers] = []
+    found: list[Sampled] = []
     for name, (group,) in zip(who, groups, strict=True):
-        check_answers(name, (one.logprobs for one in group.completions))
-        found.append(
-            Answers(
-                name,
-                tuple(one.text for one in group.completions),
-                (None,) * len(group.completions),
-                tuple(one.ended for one in group.completions),
-            )
-        )
-    return Sampled(rendered, tuple(found))
+        given = group.completions
+        check_answers(name, (one.logprobs for one in given))
+        texts, ended = tuple(one.text for one in given), tuple(one.ended for one in given)
+        found.append(Sampled(rendered, name, texts, (None,) * len(given), ended))
+    return found
 
 
 def _answer_row(
     policy: Policy, who: Sequence[str], split: Split, number: int, sampler: PopulationSampler
-) -> Sampled:
+) -> list[Sampled]:
     env = policy.env
     assert env is not None, "rows are asked of an environment"
     name = policy.cohort.agents[policy.slot].hparams.prompt
@@ -235,21 +211,15 @@ def _answer_row(
     play = policy.cohort.begin(env, [starts] * len(who), sampler.group_sizes)
     while (ask := play.ask()) is not None:
         play.tell(sampler.sample(ask))
-    found: list[Answers] = []
-    prompt = ""
+    found: list[Sampled] = []
     for name, experience in zip(who, play.experiences(), strict=True):
-        check_answers(name, (one.logprobs for one in experience.trajectories))
-        rewards = weighted(experience.rewards, env.weights)
-        prompt = experience.trajectories[0].prompt
-        found.append(
-            Answers(
-                name,
-                tuple(t.text or t.error for t in experience.trajectories),
-                tuple(None if math.isnan(one) else float(one) for one in rewards),
-                tuple(t.ended for t in experience.trajectories),
-            )
-        )
-    return Sampled(prompt, tuple(found))
+        given = experience.trajectories
+        check_answers(name, (one.logprobs for one in given))
+        earned = weighted(experience.rewards, env.weights)
+        rewards = tuple(None if math.isnan(one) else float(one) for one in earned)
+        texts, ended = tuple(t.text or t.error for t in given), tuple(t.ended for t in given)
+        found.append(Sampled(given[0].prompt, name, texts, rewards, ended))
+    return found
 
 
 def _how(config: RunConfig, prompt: str | None, *, raw: bool) -> Asking:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,49 +46,8 @@ JudgedOn = Literal["validation", "test"]
 
 
 @dataclass(frozen=True)
-class Result:
-    """A mean reward over the prompts of a split.
-
-    Attributes:
-        mean: The mean reward.
-        se: Its standard error over prompts, NaN from a single sample.
-        n: Number of prompts.
-    """
-
-    mean: float
-    se: float
-    n: int
-
-    @classmethod
-    def of(cls, score: Score) -> Result:
-        """Return a score without the rewards of single prompts."""
-        return cls(score.mean, score.se, score.n)
-
-
-@dataclass(frozen=True)
-class PassAt:
-    """pass@k of an adapter: the probability that one of k completions of a prompt is correct.
-
-    Attributes:
-        k: Completions.
-        own: pass@k of the adapter.
-        base: pass@k of the base, None if it was not evaluated.
-        gain: Adapter minus base, over the prompts that both answered.
-        gain_se: Paired standard error of the gain, NaN from fewer than two prompts.
-        interval: Interval of the gain with probability `LEVEL`, by Student's t over prompts.
-    """
-
-    k: int
-    own: Result
-    base: Result | None = None
-    gain: float | None = None
-    gain_se: float | None = None
-    interval: tuple[float, float] | None = None
-
-
-@dataclass(frozen=True)
 class Judged:
-    """The result of an adapter on a split of a task.
+    """The mean reward of an adapter on a split of a task, or its pass@k.
 
     Attributes:
         adapter: Folder of the adapter, or the agent of a run in words.
@@ -95,13 +55,15 @@ class Judged:
         split: Split of the prompts.
         samples: Completions, or episodes, per prompt.
         temperature: Sampling temperature.
-        own: Mean reward of the adapter.
-        base: Mean reward of the base with the same draws, None if it was not evaluated.
+        own: Mean reward of the adapter, or the probability that one of k completions of a prompt
+            is correct.
+        base: That of the base with the same draws, None if it was not evaluated.
         gain: Adapter minus base, over the prompts that both answered.
         gain_se: Paired standard error of the gain, NaN from fewer than two prompts.
         interval: Interval of the gain with probability `LEVEL`, by Student's t over prompts.
         file: The test file of the prompts, None for the split of the configuration.
         correct: The least reward of a correct completion, for `passes`.
+        k: Completions of pass@k; None for the mean reward.
         passes: pass@k for each k that was asked for.
         sign: 1 if the adapter is shown to be ahead of the base on these prompts, -1 if it is shown
             to be behind, else 0, at a level of .05 (`evo_grpo.evolve.claims`); None without a base.
@@ -112,23 +74,35 @@ class Judged:
     split: str
     samples: int
     temperature: float
-    own: Result
-    base: Result | None = None
+    own: Score
+    base: Score | None = None
     gain: float | None = None
     gain_se: float | None = None
     interval: tuple[float, float] | None = None
     file: str | None = None
     correct: float = 1.0
-    passes: tuple[PassAt, ...] = ()
+    k: int | None = None
+    passes: tuple[Judged, ...] = ()
     sign: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values; numbers that are not finite are None."""
-        return {"level": LEVEL, **plain_value(asdict(self))}
+        about = ("adapter", "task", "split", "samples", "temperature", "file", "correct", "sign")
+        found = {name: getattr(self, name) for name in about} | self._measured()
+        passes = [{"k": one.k, **one._measured()} for one in self.passes]
+        return {"level": LEVEL, **plain_value({**found, "passes": passes})}
+
+    def _measured(self) -> dict[str, Any]:
+        scores = {"own": self.own, "base": self.base}
+        means = {
+            who: score and {"mean": score.mean, "se": score.se, "n": score.n}
+            for who, score in scores.items()
+        }
+        return {**means, "gain": self.gain, "gain_se": self.gain_se, "interval": self.interval}
 
 
 @dataclass(frozen=True)
-class Asked:
+class _Asked:
     """The settings of an evaluation; see `evaluate_adapter`."""
 
     split: JudgedOn = "test"
@@ -152,7 +126,7 @@ class Asked:
         if self.correct is not None:
             number(math.isfinite, "a finite number").check("correct", self.correct)
 
-    def in_run(self, run: RunConfig) -> Asked:
+    def in_run(self, run: RunConfig) -> _Asked:
         """Return the settings with those of a run where none are given.
 
         Raises:
@@ -234,7 +208,7 @@ def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
             reward.
         EvoGrpoError: The base or the task cannot be loaded.
     """
-    asked = Asked(split, prompts, samples, temperature, _several(pass_at), correct, base)
+    asked = _Asked(split, prompts, samples, temperature, _several(pass_at), correct, base)
     (judged,) = _evaluated(Path(adapter), config, (), asked, allow, code, env)
     return judged
 
@@ -278,7 +252,7 @@ def evaluate_files(  # noqa: PLR0913 -- all but the first three have defaults
         ConfigError: No file is given, or the task has rows of its own.
         DataError: A file cannot be read, or lacks a column.
     """
-    asked = Asked("test", prompts, samples, temperature, _several(pass_at), correct, base)
+    asked = _Asked("test", prompts, samples, temperature, _several(pass_at), correct, base)
     given = [files] if isinstance(files, str | Path) else list(files)
     if not given:
         raise ConfigError("files: expected at least one test file, got none")
@@ -293,58 +267,51 @@ def _evaluated(
     adapter: Path,
     config: RunConfig | str | Path | Mapping[str, Any] | None,
     files: Sequence[str | Path],
-    asked: Asked,
+    asked: _Asked,
     allow: Sequence[str],
     code: str | Path | None,
     env: object,
 ) -> list[Judged]:
-    """Return the result on each test file, with files and modules found as in a run."""
-    with looking_in(code_folder(code), is_code=True), looking_in(beside(config)):
-        return list(_results(adapter, config, files, asked, allow, env))
-
-
-def _results(
-    adapter: Path,
-    config: RunConfig | str | Path | Mapping[str, Any] | None,
-    files: Sequence[str | Path],
-    asked: Asked,
-    allow: Sequence[str],
-    env: object,
-) -> Iterator[Judged]:
-    """Yield the result on each test file; on the split of the configuration without files."""
-    name, folder, run, own = _found(adapter, config, allow, env)
-    if (named := named_task(env)) is not None:
-        run, env = run.replace(env=named), None
-    asked = asked.in_run(run)
-    if files and run.env.kind != "dataset":
-        raise ConfigError(
-            f"files: expected a task of kind dataset, whose test rows come from a file, got "
-            f"{run.env.kind!r}, which has rows of its own; leave the files out"
+    """Return the result on each test file; on the split of the configuration without files."""
+    with ExitStack() as stack:  # files and modules are found as in a run
+        stack.enter_context(looking_in(code_folder(code), is_code=True))
+        stack.enter_context(looking_in(beside(config)))
+        name, folder, run, own = _found(adapter, config, allow, env)
+        if (named := named_task(env)) is not None:
+            run, env = run.replace(env=named), None
+        asked = asked.in_run(run)
+        if files and run.env.kind != "dataset":
+            raise ConfigError(
+                f"files: expected a task of kind dataset, whose test rows come from a file, got "
+                f"{run.env.kind!r}, which has rows of its own; leave the files out"
+            )
+        runs = [run.replace(env=run.env.replace(test=str(file))) for file in files] or [run]
+        tasks = [task_of(one) if env is None else None for one in runs]
+        policy = stack.enter_context(
+            loaded(runs[0], folder, with_env=True, task=tasks[0], env=env, own=own)
         )
-    runs = [run.replace(env=run.env.replace(test=str(file))) for file in files] or [run]
-    tasks = [task_of(one) if env is None else None for one in runs]
-    with loaded(runs[0], folder, with_env=True, task=tasks[0], env=env, own=own) as policy:
         assert policy.env is not None, "loaded with with_env=True"
-        for position, (one, task) in enumerate(zip(runs, tasks, strict=True)):
-            made = policy.env
-            if position:
-                assert task is not None, "a dataset has a single turn"
-                made = policy.environment(one, task)
+        if not files:
             fitness = run.evolve.fitness
             usual = fitness.test_prompts if asked.split == "test" else fitness.prompts
-            size = asked.prompts or (None if files else usual)
-            file = str(files[position]) if files else None
-            yield _judged(policy, made, replace(asked, prompts=size), name, file)
+            asked = replace(asked, prompts=asked.prompts or usual)
+            return [_judged(policy, policy.env, asked, name, None)]
+        found: list[Judged] = []
+        for file, one, task in zip(files, runs, tasks, strict=True):
+            assert task is not None, "a dataset is built from its settings"
+            made = policy.environment(one, task) if found else policy.env
+            found.append(_judged(policy, made, asked, name, str(file)))
+        return found
 
 
 def _judged(
-    policy: Policy, env: Environment[Any], asked: Asked, name: str, file: str | None
+    policy: Policy, env: Environment[Any], asked: _Asked, name: str, file: str | None
 ) -> Judged:
     """Evaluate the adapter of a policy, and its base, on the prompts of an environment."""
-    assert asked.samples is not None, "set by Asked.in_run"
-    assert asked.temperature is not None, "set by Asked.in_run"
-    correct = asked.correct
-    assert correct is not None, "set by Asked.in_run"
+    samples, temperature, correct = asked.samples, asked.temperature, asked.correct
+    assert samples is not None, "set by _Asked.in_run"
+    assert temperature is not None, "set by _Asked.in_run"
+    assert correct is not None, "set by _Asked.in_run"
     prompts = env.prompts(asked.split, asked.prompts)
     # Base first, as at the end of a run: the same batch gives the same bits.
     found = evaluate(
@@ -352,31 +319,25 @@ def _judged(
         env,
         [*([None] if asked.base else []), policy.slot],
         prompts,
-        samples=asked.samples,
-        temperature=asked.temperature,
+        samples=samples,
+        temperature=temperature,
         reward=asked.reward,
         stream=("test",) if asked.split == "test" else ("final",),
     )
     for who, one in zip(["the base", name] if asked.base else [name], found, strict=True):
         _check_finite(who, one)
+    about = name, env.name, asked.split, samples, temperature
 
-    def compared(scores: Sequence[Score]) -> dict[str, Any]:
-        own, other = scores[-1], scores[0] if asked.base else None
-        return {"own": Result.of(own), **({} if other is None else _gain(name, own, other))}
+    def judged(scores: Sequence[Score], **more: Any) -> Judged:
+        gain = _gain(name, scores[1], scores[0]) if asked.base else {}
+        return Judged(*about, scores[-1], **gain, file=file, correct=correct, **more)
 
     scores = [one.score for one in found]
-    return Judged(
-        name,
-        env.name,
-        asked.split,
-        asked.samples,
-        asked.temperature,
-        **compared(scores),
+    return judged(
+        scores,
         sign=claims(scores[::-1], 0, TEST_LEVEL)[1] if asked.base else None,
-        file=file,
-        correct=correct,
         passes=tuple(
-            PassAt(k, **compared([pass_at(r.rewards, r.units, k, correct) for r in found]))
+            judged([pass_at(one.rewards, one.units, k, correct) for one in found], k=k)
             for k in asked.passes
         ),
     )
@@ -394,7 +355,7 @@ def _gain(name: str, own: Score, base: Score) -> dict[str, Any]:
             "more prompts, or leave out the base"
         )
     return {
-        "base": Result.of(base),
+        "base": base,
         "gain": gain,
         "gain_se": ahead.error,
         "interval": interval(gain, ahead.error, ahead.prompts),

@@ -8,17 +8,20 @@ from evo_grpo.readers.terminal.console import safe, say
 from evo_grpo.record.wording import claim_text, count, number
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
     from evo_grpo.after.trying.answers import Sampled
-    from evo_grpo.after.trying.evaluation import Judged, PassAt, Result
+    from evo_grpo.after.trying.evaluation import Judged
+    from evo_grpo.types import Score
 
 
-def show_sampled(console: Console, sampled: Sampled) -> None:
-    """Print a prompt and its answers, each with its own line breaks."""
-    for line in sampled.prompt.split("\n"):
+def show_sampled(console: Console, sampled: Sequence[Sampled]) -> None:
+    """Print a prompt and the answers to it, each with its own line breaks."""
+    for line in sampled[0].prompt.split("\n"):
         say(console, f"> {line}", "bold", wrap=True)
-    for one in sampled.answers:
+    for one in sampled:
         say(console, f"{one.who}:", "dim")
         for text, reward, ended in zip(one.texts, one.rewards, one.ended, strict=True):
             first, *rest = text.split("\n")
@@ -52,7 +55,7 @@ def show_judged(console: Console, judged: Judged) -> None:
         say(console, f"correct: a reward of at least {judged.correct:g}", "dim")
 
 
-def _show_gain(console: Console, found: Judged | PassAt) -> None:
+def _show_gain(console: Console, found: Judged) -> None:
     if found.gain is None or found.interval is None:
         return
     low, high = found.interval
@@ -61,6 +64,6 @@ def _show_gain(console: Console, found: Judged | PassAt) -> None:
     say(console, safe(f"gain: {found.gain:+.4f} ± {error}{between}", "bold"))
 
 
-def _mean(result: Result) -> str:
+def _mean(result: Score) -> str:
     error = number(result.se, 4)
     return number(result.mean, 4) + ("" if error == "-" else f" ± {error}")

@@ -14,7 +14,7 @@ from evo_grpo.settings import EngineConfig, LRSchedule, VLLMSettings
 
 @dataclass(frozen=True)
 class VLLMConfig:
-    """Settings of generation with vLLM, for `use_vllm=True`: AgileRL's, and `python` and `process`.
+    """Settings of generation with vLLM, for `use_vllm=True`: AgileRL's, and `python`.
 
     In AgileRL every agent has an engine; here one engine serves all agents. So AgileRL's defaults
     of `max_num_seqs`, `max_loras` and `max_lora_rank` mean as many as the agents need. Other
@@ -40,7 +40,6 @@ class VLLMConfig:
         kv_cache_memory_bytes: Bytes for keys and values.
         lora_staging_dir: Folder in which adapters are handed to vLLM.
         python: The Python that runs vLLM; None takes this one. Not AgileRL's.
-        process: "child", or "inside" for the trainer's own process. Not AgileRL's.
 
     Raises:
         ConfigError: `sleep_mode_level` is neither 1 nor 2.
@@ -66,7 +65,6 @@ class VLLMConfig:
     kv_cache_memory_bytes: int | None = None
     lora_staging_dir: str | None = None
     python: str | None = None
-    process: str = "child"
 
     def __post_init__(self) -> None:
         """Check the settings that `engine.vllm` does not have."""
@@ -117,7 +115,7 @@ VLLM_NAMES: dict[str, str] = {
             *("tensor_parallel_size", "gpu_memory_utilization", "max_num_batched_tokens"),
             *("enforce_eager", "quantization", "kv_cache_dtype", "kv_cache_memory_bytes"),
             *("max_lora_rank", "max_loras", "presence_penalty", "frequency_penalty"),
-            *("python", "process"),
+            "python",
         )
     },
     "vllm_model_name_or_path": "model",

@@ -83,16 +83,17 @@ def sample(  # noqa: PLR0913 -- each is an option of the command
         folder, agent, member, from_zero(round), best_ever=best_ever, prefer=weights_of(prefer)
     )
     say(f"loading {choice.title} of {folder} ...", err=True)
-    from evo_grpo.after.trying.answers import Drawn, answers
+    from evo_grpo.after.trying.answers import answers
     from evo_grpo.after.trying.show import show_sampled
 
-    console = standard_output()
-    drawn = Drawn(n, temperature, base, seed, split, raw, allow or ())
-    found = answers(choice, () if row else _prompts(prompt), row or (), drawn)
+    found = answers(
+        choice, () if row else _prompts(prompt), row or (), n=n, temperature=temperature,
+        base=base, seed=seed, split=split, raw=raw, allow=allow or (),
+    )  # fmt: skip
     place = looking_in(code_folder(code), is_code=True)
     with place, warnings_to(warn), closing(found):
         for one in found:
-            show_sampled(console, one)
+            show_sampled(standard_output(), one)
 
 
 def _prompts(prompt: str | None) -> Iterator[str]:

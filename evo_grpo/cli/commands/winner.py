@@ -117,7 +117,7 @@ def _offer_best_ever(choice: ChosenAgent) -> None:
 
 
 @app.command(rich_help_panel=PANEL)
-def recipe(  # noqa: PLR0913 -- each is an option of the command
+def recipe(
     folder: Run,
     out: Annotated[
         Path,
@@ -125,7 +125,7 @@ def recipe(  # noqa: PLR0913 -- each is an option of the command
     ] = Path("recipe.yaml"),
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="NAME", help="Another model; its lr follows its width."),
+        typer.Option("--model", metavar="NAME", help="Another model; the values stay."),
     ] = None,
     size: Annotated[
         int,
@@ -141,29 +141,15 @@ def recipe(  # noqa: PLR0913 -- each is an option of the command
         int | None,
         typer.Option("--steps", min=1, help="GRPO steps per round; default: those of the run."),
     ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            "--gpu",
-            metavar="GPU",
-            help="Choose a group size that fits a card: its memory, such as 24GB, or its name.",
-        ),
-    ] = None,
-    offline: Annotated[
-        bool, typer.Option("--offline", help="Do not fetch the config.json of a hub model.")
-    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     debug: Debug = False,
 ) -> None:
     """Write the winner's settings and schedule as a run, for the same or another model."""
     from evo_grpo.after.recipe.recipe import recipe as write_recipe
-    from evo_grpo.readers.terminal.console import warnings_to
 
-    with warnings_to(warn):
-        written = write_recipe(
-            folder, out, model=model, size=size, rounds=rounds, steps=steps, force=force, gpu=gpu,
-            online=not offline,
-        )  # fmt: skip
+    written = write_recipe(
+        folder, out, model=model, size=size, rounds=rounds, steps=steps, force=force
+    )
     say(f"wrote {written}; next: evo-grpo check {written}, then evo-grpo run {written}")
 
 

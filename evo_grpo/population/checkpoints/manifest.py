@@ -21,7 +21,7 @@ from evo_grpo.schema.validation import short_integer
 from evo_grpo.types import Score
 
 FORMAT = 3
-"""Version of attributes.json; evo-grpo 0.1 wrote version 1."""
+"""Version of attributes.json."""
 ATTRIBUTES = "attributes.json"
 _OWN = (ATTRIBUTES, OPTIMIZER, CONFIG, WEIGHTS, "actor", "reference", "base")
 """All entries of a checkpoint or a PEFT folder that are ever read."""
@@ -33,7 +33,7 @@ class _Attributes:
 
     `files` has the SHA-256 of every other file of the checkpoint except those of a saved base, by
     its path in the folder. `reference` is "own", "start" (the adapter that the agents started from)
-    or "base"; versions that did not write it never used a start adapter as the reference.
+    or "base".
     """
 
     format: int
@@ -52,7 +52,7 @@ class _Attributes:
     objects: list[str]
     padding: tuple[int, str | None] | None
     files: dict[Annotated[str, AfterValidator(check_relative)], str]
-    reference: str = "base"
+    reference: str
     dead_steps: int = 0
     calls: int = 0
 
@@ -117,7 +117,7 @@ def read_attributes(folder: Path) -> dict[str, Any]:
     if read.get("format") != FORMAT:
         raise CheckpointError(
             f"checkpoint {file}: expected format {FORMAT}, got {read.get('format')!r}: another "
-            "version of evo-grpo wrote it; load it with that version (0.1 wrote format 1), or take "
+            "version of evo-grpo wrote it; load it with that version, or take "
             f"the weights alone: load_checkpoint({str(folder / 'actor')!r})"
         )
     try:

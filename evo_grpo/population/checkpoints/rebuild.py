@@ -18,6 +18,7 @@ from evo_grpo.population.checkpoints.manifest import ATTRIBUTES
 from evo_grpo.schema.problems import Problems
 from evo_grpo.schema.validation import Rule, flag, shown
 from evo_grpo.settings import AgentSettings, ModelConfig
+from evo_grpo.settings.yaml import without_removed
 from evo_grpo.sources import resolve
 
 
@@ -130,7 +131,7 @@ def recipe(
 
 def _settings(attributes: Mapping[str, Any], folder: Path) -> AgentSettings:
     try:
-        return AgentSettings(**attributes["settings"])
+        return AgentSettings(**without_removed(attributes["settings"])[0])
     except (Problems, TypeError) as error:
         raise CheckpointError(
             f"checkpoint {folder / ATTRIBUTES}: settings are not what save_checkpoint writes: "

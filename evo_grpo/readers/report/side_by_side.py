@@ -195,8 +195,8 @@ def _difference(name: str, run: RunView, first_name: str, first: RunView) -> Run
     changed, same_reward = _changed(run, first)
     if not own.n or not other.n:
         changed = "not judged yet"
-    elif not changed and (not own.per_prompt or len(own.per_prompt) != len(other.per_prompt)):
-        changed = "the rewards of single prompts were not kept"
+    elif not changed and len(own.per_prompt) != len(other.per_prompt):
+        changed = "they counted their prompts in different ways"
     if not changed:
         return RunDifference.between(name, [own], first_name, [other])
     apart, error = own.mean - other.mean, math.hypot(own.se, other.se)

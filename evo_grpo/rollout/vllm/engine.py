@@ -19,9 +19,8 @@ from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest, decoded
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.rollout.vllm.adapters import Published, PublishedAdapters, rank_of
-from evo_grpo.rollout.vllm.links import Child, Inside, Link
+from evo_grpo.rollout.vllm.links import Child
 from evo_grpo.rollout.vllm.start import (
-    INSIDE,
     base_folder,
     can_sleep,
     environment,
@@ -59,7 +58,7 @@ class VLLMEngine(RolloutEngine):
     exact = False
 
     def __init__(
-        self, slots: AdapterSlots, settings: AgentSettings, *, link: Link | None = None
+        self, slots: AdapterSlots, settings: AgentSettings, *, link: Child | None = None
     ) -> None:
         self.slots = slots
         self.base = slots.base
@@ -79,14 +78,8 @@ class VLLMEngine(RolloutEngine):
             self._start()
 
     @classmethod
-    def check(cls, engine: EngineConfig, *, ranks: bool) -> None:
-        """Check that vLLM is installed and can run in this process; see `RolloutEngine`."""
-        if ranks and engine.vllm.process == "inside":
-            raise ConfigError(
-                "engine.vllm.process: expected child where a run has several processes, got "
-                "inside: vLLM would use the connections between these processes as its own; leave "
-                "it out"
-            )
+    def check(cls, engine: EngineConfig) -> None:
+        """Check that vLLM is installed; see `RolloutEngine`."""
         find_vllm(engine.vllm)
 
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
@@ -148,11 +141,8 @@ class VLLMEngine(RolloutEngine):
         question = self._question([self._part(request) for request in first])
         self._ask("start", {"llm": keywords, **question})
 
-    def _opened(self) -> Link:
-        python = find_vllm(self._vllm)
-        if self._vllm.process == "inside":
-            return Inside(INSIDE)
-        own = environment(self.base, self._settings)
+    def _opened(self) -> Child:
+        python, own = find_vllm(self._vllm), environment(self.base, self._settings)
         return Child(python, own, self._folders, self._vllm.timeout)
 
     def _ask(self, operation: str, values: Mapping[str, Any]) -> Mapping[str, Any]:

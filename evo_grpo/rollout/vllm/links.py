@@ -1,4 +1,4 @@
-"""Connections to vLLM in a child process, or in this process."""
+"""The connection to vLLM, which runs in a child process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from io import BufferedRWPair
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, final
+from typing import Any, NoReturn, final
 
 from evo_grpo.errors import EngineUnavailable, RunFailedError
 from evo_grpo.printable import printable, shorten
 from evo_grpo.rollout.vllm import server
-from evo_grpo.rollout.vllm.server import Session, receive, send
+from evo_grpo.rollout.vllm.server import receive, send
 
 _log = logging.getLogger(__name__)
 
@@ -160,43 +160,17 @@ class Child:
         raise error
 
 
-@final
-class Inside:
-    """vLLM in this process; variables of `environment` that are not set are set for vLLM."""
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        for name, value in environment.items():
-            os.environ.setdefault(name, value)
-        self._session: Session | None = Session()
-
-    def ask(self, operation: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Child`."""
-        assert self._session is not None, "a closed engine is not used again"
-        try:
-            return self._session.answer({**values, "operation": operation})
-        except Exception as error:  # any error of vLLM
-            what = _raised(operation, type(error).__name__, str(error))
-            raise failure(operation, f"vLLM {what}", None) from error
-
-    def close(self) -> None:
-        """Release vLLM; its settings of the process remain."""
-        self._session = None
-
-
-Link: TypeAlias = Child | Inside
-
-
 def _raised(operation: str, kind: str, text: str) -> str:
     return f"raised {kind} while {_DOING[operation]}: {text.strip().rstrip('.')}"
 
 
-def failure(operation: str, what: str, log: Path | None) -> EngineUnavailable | RunFailedError:
+def failure(operation: str, what: str, log: Path) -> EngineUnavailable | RunFailedError:
     """Return the error for a failed operation; the caller adds the lines of the log as notes.
 
     A failed `start` is an error of the input, since no round has been played.
     """
     text = printable(shorten(what, 1000))
-    where = "" if log is None else f"; the last lines of its log {log} follow"
+    where = f"; the last lines of its log {log} follow"
     if operation == "start":
         return EngineUnavailable(
             f"engine.rollout: {text}; fix that, or leave engine.rollout out to generate with the "

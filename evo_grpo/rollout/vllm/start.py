@@ -34,8 +34,6 @@ _QUIET = {
     # On a CPU: use OMP_NUM_THREADS threads instead of binding one to each core.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-INSIDE = {**_QUIET, "VLLM_LOGGING_LEVEL": "ERROR"}
-"""Environment variables for vLLM inside the trainer's process, unless they are set."""
 _OF_RANKS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK")
 """A launcher's variables for the ranks of a run, which vLLM would take for its own."""
 

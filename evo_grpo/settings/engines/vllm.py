@@ -64,11 +64,6 @@ class VLLMSettings(RolloutSettings):
     adjustable: ClassVar[tuple[str, ...]] = ("timeout",)
     programs: ClassVar[tuple[str, ...]] = ("python",)
 
-    process: Literal["child", "inside"] = setting(
-        "child",
-        "`child`: vLLM runs in a separate process. `inside`: vLLM runs in the trainer's process, "
-        "where it takes over torch.distributed and the number of threads.",
-    )
     python: str | None = setting(
         None,
         "The Python that runs vLLM, for instance `~/vllm/bin/python` of a virtual environment; "
@@ -161,11 +156,6 @@ class VLLMSettings(RolloutSettings):
                 if name in type(self).model_fields:
                     text = f"use engine.vllm.{name} instead"
                 yield Problem(("options", name), text)
-        if self.process == "inside":
-            for name in ("python", "devices"):
-                if getattr(self, name) is not None:
-                    text = "expected null with process: inside, which uses the trainer's; remove it"
-                    yield Problem((name,), text)
         if self.sleep_level and device == "cpu":
             text = f"expected 0 with engine.device: cpu, which cannot sleep, got {self.sleep_level}"
             yield Problem(("sleep_level",), text)
@@ -200,8 +190,10 @@ class VLLMSettings(RolloutSettings):
     def plan_lines(self) -> Iterator[tuple[str, str]]:
         """Yield where vLLM runs, and that its log-probs are not the trainer's."""
         python = "this Python" if self.python is None else self.python
-        where = "in a separate process" if self.process == "child" else "in the trainer's process"
-        yield "generates", f"vLLM {where}, run by {python}; it loads the base once more"
+        yield (
+            "generates",
+            f"vLLM in a separate process, run by {python}; it loads the base once more",
+        )
         yield (
             "",
             "its log-probs differ from the trainer's by sampler_gap; algorithm.sampler_correction "

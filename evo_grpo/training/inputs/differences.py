@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from evo_grpo.envs.describing import DIGEST, ENVIRONMENT
-from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.errors import CheckpointError, ConfigError, RunDirError
 from evo_grpo.evolve.steer import ON_AGENTS
 from evo_grpo.places import as_option
 from evo_grpo.printable import shorten
@@ -22,7 +22,7 @@ from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings import RunConfig, StopConfig
 from evo_grpo.settings.engine import ENGINES
-from evo_grpo.settings.yaml import from_recorded
+from evo_grpo.settings.yaml import REMOVED, from_dict
 from evo_grpo.training.inputs.recorded_inputs import (
     DATA,
     ROUNDS,
@@ -59,14 +59,12 @@ Change = tuple[str, Any, Any]
 class Differences:
     """Differences between recorded and present inputs.
 
-    `unknown` are settings of the run that this version does not have. `objects` are parts of Python
-    objects; None if no objects were given.
+    `objects` are parts of Python objects; None if no objects were given.
     """
 
     folder: Path
     then: Inputs
     now: Inputs
-    unknown: set[str]
     settings: list[Change]
     files: list[Change]
     software: list[Change]
@@ -93,7 +91,7 @@ class Differences:
         allowed = set(allow)
         _check_allowed(allowed, self.then)
         refused = [
-            self._refused_setting(*one)
+            _refused_setting(*one)
             for one in self.settings
             if not may_change(one[0])
             and not (rounds and one[0] == ROUNDS)
@@ -135,18 +133,6 @@ class Differences:
         same_ending = Path(before).suffix.lower() == Path(after).suffix.lower()
         return same_ending and self.then.files.get(name) is not None
 
-    def _refused_setting(self, name: str, before: object, after: object) -> str:
-        if name in self.unknown:
-            ours, theirs = self.now.software["evo-grpo"], self.then.software.get("evo-grpo")
-            return (
-                f"{name} was {shown(before)}, and this version, {ours}, does not know it; go on "
-                f"with evo-grpo {theirs}, which the run was begun with"
-            )
-        changed = f"{name} was {shown(before)} and is {shown(after)}"
-        if name == ROUNDS:
-            return f"{changed}; put it back, and give --rounds {after} to evo-grpo resume"
-        return f"{changed}; put it back in {CONFIG}, or start another run"
-
 
 def differences(
     folder: Path, config: RunConfig, objects: Mapping[str, str] | None = None
@@ -160,15 +146,11 @@ def differences(
         CheckpointError: The record is missing or damaged.
     """
     then, now = read_inputs_of(folder), inputs_of(config)
-    # Another version may have had other settings; if this version accepts them, all are known.
-    known = _filled_in(then.settings) is not None
-    unknown = set[str]() if known else set(then.settings) - set(now.settings)
-    check_whole(folder, then, unknown)
+    check_whole(folder, then)
     return Differences(
         folder,
         then,
         now,
-        unknown,
         changed_settings(then, now.settings),
         list(_changed(then.files, now.files)),
         list(_changed(then.software, now.software)),
@@ -191,15 +173,12 @@ def may_change(name: str) -> bool:
     return name in _HONOURED or name in ROUNDING
 
 
-def check_whole(folder: Path, then: Inputs, unknown: Iterable[str] = ()) -> None:
-    """Refuse a population.yaml that lacks a setting, which would silently take its default.
-
-    The settings in `unknown`, which this version does not have, may be missing.
-    """
+def check_whole(folder: Path, then: Inputs) -> None:
+    """Refuse a population.yaml that lacks a setting, which would silently take its default."""
     left = dict(flat(read_settings(folder)))
     # A setting that a newer version filled in was never written to population.yaml.
     later = {one["name"] for one in then.changes if FILLED_IN in one}
-    missing = [name for name in then.settings if name not in {*left, *unknown, *later}]
+    missing = [name for name in then.settings if name not in {*left, *later}]
     if missing:
         raise ConfigError(
             f"{folder / CONFIG}: expected every setting of the run, got none of "
@@ -266,9 +245,11 @@ def compare_inputs(
         ConfigError: Other inputs have changed; the message names all of them. Files may change
             before the first round is finished.
         CheckpointError: The record is missing or damaged.
+        RunDirError: A version of evo-grpo began the run that decided otherwise.
     """
     record_inputs(folder, config, objects)
     found, played = differences(folder.path, config, objects), len(folder.rounds())
+    _refuse_removed(folder.path, found.then)
     found.refuse(
         f"resume {folder.path}",
         allow,
@@ -359,6 +340,23 @@ def _check_allowed(allowed: set[str], then: Inputs) -> None:
         )
 
 
+def _refuse_removed(folder: Path, then: Inputs) -> None:
+    """Refuse to go on with a run whose settings are not all here: it would go on otherwise."""
+    if gone := [name for name in map(".".join, REMOVED) if name in then.settings]:
+        raise RunDirError(
+            f"{folder}: expected a run that this version began, got one of an earlier version, "
+            f"with {', '.join(gone)}; finish it with evo-grpo "
+            f"{then.software.get('evo-grpo')}, which began it, or start another run"
+        )
+
+
+def _refused_setting(name: str, before: object, after: object) -> str:
+    changed = f"{name} was {shown(before)} and is {shown(after)}"
+    if name == ROUNDS:
+        return f"{changed}; put it back, and give --rounds {after} to evo-grpo resume"
+    return f"{changed}; put it back in {CONFIG}, or start another run"
+
+
 def _refused_file(name: str, after: str | None, command: str, place: str | None) -> str:
     begun = "" if place is None else f" (the run was begun with {place})"
     if after is None:
@@ -415,6 +413,6 @@ def _filled_in(settings: Mapping[str, Any]) -> dict[str, Any] | None:
                 return dict(settings)
         place[last] = value
     try:
-        return dict(flat(from_recorded(nested).model_dump(mode="json")))
+        return dict(flat(from_dict(nested).model_dump(mode="json")))
     except ConfigError:
         return None

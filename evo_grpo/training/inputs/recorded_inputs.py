@@ -58,9 +58,9 @@ class Inputs:
         format: Version of this record.
         places: Path of each file of the user when the run began, for messages alone: it may come
             from a stranger.
-        id: Identifies the run outside of its folder; empty if an earlier version wrote the record.
+        id: Identifies the run outside of its folder.
         objects: Parts of the Python objects that the run was given, each a text or a digest; see
-            `evo_grpo.envs.describing`. Empty if an earlier version wrote the record.
+            `evo_grpo.envs.describing`.
     """
 
     settings: Mapping[str, Any]

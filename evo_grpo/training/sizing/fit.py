@@ -68,7 +68,7 @@ class Fit(NamedTuple):
         )
 
 
-def fit_of(  # noqa: PLR0913 -- the values of a plan, one argument each
+def fit_of(
     config: RunConfig,
     base: ModelSize,
     output: int,
@@ -78,7 +78,6 @@ def fit_of(  # noqa: PLR0913 -- the values of a plan, one argument each
     place: str,
     capacity: int,
     chooses: bool,
-    proposes: bool = True,
 ) -> Fit | None:
     """Return whether a run fits into so many bytes; None if its memory is unknown.
 
@@ -91,7 +90,6 @@ def fit_of(  # noqa: PLR0913 -- the values of a plan, one argument each
         place: Name of the device or limit, for the message.
         capacity: Its bytes.
         chooses: Whether a run chooses numbers for the limits that are null.
-        proposes: Whether to look for changes with which a run that does not fit would.
     """
     processes = (config.engine.shards or 1) if config.engine.base == "sharded" else 1
     setup = Setup(base, output, dtype, device, capacity, processes)
@@ -111,7 +109,7 @@ def fit_of(  # noqa: PLR0913 -- the values of a plan, one argument each
         plan,
         {name: after for name, (before, after) in limits.items() if before is None and after},
         fits,
-        propose(config, setup) if proposes and not fits else None,
+        propose(config, setup) if not fits else None,
     )
 
 
@@ -138,8 +136,6 @@ def fit_on(
     on: Mapping[str, Device],
     gpu: Gpu | None,
     cuda: Sequence[int | None] | None,
-    *,
-    proposes: bool = True,
 ) -> Fit | None:
     """Return whether a run fits where it would compute; None if that is unknown.
 
@@ -150,7 +146,6 @@ def fit_on(
         on: Possible dtypes of the base, each with its device; see `dtypes`.
         gpu: The card to plan for; None for the devices of this machine.
         cuda: Bytes of the CUDA devices of this machine; see `cuda_devices`.
-        proposes: Whether to look for changes with which a run that does not fit would.
     """
     budget = config.engine.memory_bytes
     devices = [size for size in cuda or () if size is not None]
@@ -171,6 +166,6 @@ def fit_on(
             chooses = device == "cuda" or budget is not None
             return fit_of(
                 config, base, longest, dtype=dtype, device=device, place=place,
-                capacity=capacity, chooses=chooses, proposes=proposes,
+                capacity=capacity, chooses=chooses,
             )  # fmt: skip
     return None

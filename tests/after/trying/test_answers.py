@@ -37,12 +37,11 @@ def finished(tmp_path_factory):
 
 
 def test_agent_and_base_answer_a_prompt(finished):
-    (found,) = sample(finished, "12+07=", n=3)
-    assert found.prompt == "12+07="
-    own, base = found.answers
+    own, base = sample(finished, "12+07=", n=3)
+    assert own.prompt == base.prompt == "12+07="
     assert own.who == choose_of(finished).title
     assert base.who == "base"
-    for one in found.answers:
+    for one in (own, base):
         assert len(one.texts) == len(one.ended) == 3
         assert one.rewards == (None,) * 3
 
@@ -58,24 +57,22 @@ def test_it_is_the_agents_own_distribution_as_its_round_had_it(finished):
     expected = [group.completions[0].text for group in groups]
     rows = [prompt.index for prompt in prompts]
     found = sample(finished, rows=rows, temperature=0, base=False)
-    assert [one.answers[0].texts for one in found] == [(text,) for text in expected]
+    assert [one.texts for one in found] == [(text,) for text in expected]
     assert [one.prompt for one in found] == [prompt.text for prompt in prompts]
 
 
 def test_rows_have_rewards(finished):
     config = load(finished / "population.yaml")
     row = build_task(config.env, config.seed).splits["test"][2]
-    (found,) = sample(finished, rows=2, split="test", n=8)
-    assert found.prompt == row["question"]
-    for one in found.answers:
+    for one in sample(finished, rows=2, split="test", n=8):
+        assert one.prompt == row["question"]
         assert one.rewards == tuple(float(text == row["answer"]) for text in one.texts)
 
 
 def test_prompts_come_before_rows(finished):
     found = sample(finished, ["1+1=", "2+2="], rows=[0], n=1, base=False)
     assert [one.prompt for one in found][:2] == ["1+1=", "2+2="]
-    assert [one.answers[0].rewards == (None,) for one in found] == [True, True, False]
-    assert all(len(one.answers) == 1 for one in found)
+    assert [one.rewards == (None,) for one in found] == [True, True, False]
 
 
 def test_the_same_seed_draws_the_same_and_another_one_others(finished):
@@ -85,27 +82,25 @@ def test_the_same_seed_draws_the_same_and_another_one_others(finished):
     assert drawn() == drawn(seed=0)
     assert drawn() != drawn(seed=1)
     # Agent and base share their draws: without it, the agent's answers are the same.
-    assert drawn(base=False).answers[0] == drawn().answers[0]
+    assert drawn(base=False) == drawn()
 
 
 def test_it_stops_where_training_did(finished):
     """Three digits and the end token are the hint of sums."""
-    (found,) = sample(finished, "12+07=", n=32, temperature=5.0, base=False)
-    answers = found.answers[0]
+    (answers,) = sample(finished, "12+07=", n=32, temperature=5.0, base=False)
     assert not all(answers.ended)
     assert max(len(text) for text in answers.texts) == 4
 
 
 def test_another_agent_and_an_earlier_round(finished):
     (found,) = sample(finished, "1+1=", agent=1, round=0, n=1, base=False)
-    assert found.answers[0].who.startswith("agent 1 as it was after round 1, member")
+    assert found.who.startswith("agent 1 as it was after round 1, member")
 
 
 def test_an_unfinished_run(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(small(), out=tmp_path / "run", observer=Told(("done", 0)))
-    (found,) = sample(tmp_path / "run", "1+1=", n=1)
-    assert found.answers[0].texts
+    assert all(one.texts for one in sample(tmp_path / "run", "1+1=", n=1))
 
 
 @pytest.fixture
@@ -134,21 +129,21 @@ def own_data(tmp_path, monkeypatch):
 def test_several_columns_are_a_json_object(own_data):
     for name in ("rows.jsonl", "sampled_reward.py"):
         Path(name).unlink()  # neither is needed to ask
-    (found,) = sample(own_data, '{"a": 4, "b": 5}', n=2)
+    (found, _) = sample(own_data, '{"a": 4, "b": 5}', n=2)
     assert found.prompt == "4+5="
     for wrong in ("4+5=", '{"a": 4}', "[1]"):
         with pytest.raises(
             ConfigError, match=r"""names 2 columns; expected .*'{"a": "...", "b": "..."}', got"""
         ):
             sample(own_data, wrong)
-    (found,) = sample(own_data, "4+5={", n=2, raw=True)
+    (found, _) = sample(own_data, "4+5={", n=2, raw=True)
     assert found.prompt == "4+5={"
 
 
 def test_a_row_goes_through_the_users_reward(own_data):
     (found,) = sample(own_data, rows=1, split="train", n=6, base=False)
     assert "+" in found.prompt
-    assert set(found.answers[0].rewards) <= {0.0, 1.0}
+    assert set(found.rewards) <= {0.0, 1.0}
 
 
 @pytest.mark.slow
@@ -185,11 +180,10 @@ def test_an_episode_is_a_row_of_a_task_of_several_turns(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sampled_game", sys.modules[__name__])
     config = config.replace(env=config.env.replace(kind="python:sampled_game:Guess"))
     folder = run(config, out=tmp_path / "run")
-    (found,) = sample(folder, rows=3, n=2)
-    for one in found.answers:
+    for one in sample(folder, rows=3, n=2):
         assert all("[environment] more" in text for text in one.texts)
         assert all(reward >= 0 for reward in one.rewards)
-    (found,) = sample(folder, "begin", n=1)
+    (found, _) = sample(folder, "begin", n=1)
     assert found.prompt == "begin"
 
 

@@ -185,7 +185,7 @@ def test_a_reward_that_has_changed_is_refused_by_name_and_allowed_by_it(place, c
 def test_a_prompt_calls_no_reward(place):
     folder = sent(place)
     shutil.copy(folder / "planted.py", place)
-    assert sample(folder, "12+07=", n=1, base=False)[0].answers[0].texts
+    assert sample(folder, "12+07=", n=1, base=False)[0].texts
     assert not (place / "ran").exists()
 
 

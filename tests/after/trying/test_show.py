@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from evo_grpo.after.trying.answers import Answers, Sampled
-from evo_grpo.after.trying.evaluation import Judged, Result
+from evo_grpo.after.trying.answers import Sampled
+from evo_grpo.after.trying.evaluation import Judged
 from evo_grpo.after.trying.show import show_judged, show_sampled
+from evo_grpo.types import Score
 
 
 def shown(show, value, width=80):
@@ -18,9 +19,10 @@ def shown(show, value, width=80):
 
 
 def test_a_prompt_with_its_answers():
-    own = Answers("agent 1, member 4", ("a\nb", "\x1b[31m[red]"), (1.0, None), (True, False))
-    base = Answers("base", ("c",), (0.5,), (True,))
-    assert shown(show_sampled, Sampled("first\nsecond", (own, base))).splitlines() == [
+    prompt, texts = "first\nsecond", ("a\nb", "\x1b[31m[red]")
+    own = Sampled(prompt, "agent 1, member 4", texts, (1.0, None), (True, False))
+    base = Sampled(prompt, "base", ("c",), (0.5,), (True,))
+    assert shown(show_sampled, [own, base]).splitlines() == [
         "> first",
         "> second",
         "agent 1, member 4:",
@@ -35,7 +37,7 @@ def test_a_prompt_with_its_answers():
 
 def test_a_result_with_its_base():
     judged = Judged(
-        "best", "sums", "test", 2, 1.0, Result(0.75, 0.05, 64), Result(0.5, 0.06, 64), 0.25, 0.04,
+        "best", "sums", "test", 2, 1.0, Score(0.75, 0.05, 64), Score(0.5, 0.06, 64), 0.25, 0.04,
         (0.17, 0.33), sign=1,
     )  # fmt: skip
     assert shown(show_judged, judged).splitlines() == [
@@ -49,12 +51,12 @@ def test_a_result_with_its_base():
 
 
 def test_a_result_alone_and_of_a_single_prompt():
-    alone = Judged("best", "sums", "test", 1, 0.5, Result(1.0, math.nan, 1))
+    alone = Judged("best", "sums", "test", 1, 0.5, Score(1.0, math.nan, 1))
     assert shown(show_judged, alone).splitlines() == [
         "best: 1.0000 on 1 test prompt of sums, 1 sample each at temperature 0.5"
     ]
     single = Judged(
-        "best", "sums", "test", 1, 1.0, Result(1.0, math.nan, 1), Result(0.0, math.nan, 1), 1.0,
+        "best", "sums", "test", 1, 1.0, Score(1.0, math.nan, 1), Score(0.0, math.nan, 1), 1.0,
         math.nan, (math.nan, math.nan),
     )  # fmt: skip
     assert shown(show_judged, single).splitlines()[-1] == "gain: +1.0000 ± -"

@@ -51,7 +51,6 @@ ACTS = {
     "kv_cache_memory_bytes": (5, "kv_cache_memory_bytes", 5),
     "lora_staging_dir": ("/staging", "adapter_folder", "/staging"),
     "python": ("/other/python", "python", "/other/python"),
-    "process": ("inside", "process", "inside"),
 }
 
 
@@ -125,8 +124,6 @@ def test_what_has_no_effect_warns(config, arguments, said):
         ({"max_loras": 0}, r"^vllm_config.max_loras: expected an integer >= 1, or null, got"),
         ({"vllm_model_name_or_path": ""}, r"^vllm_config.vllm_model_name_or_path: expected"),
         ({"stop_sequences": 3}, r"^vllm_config.stop_sequences: expected a list of strings"),
-        ({"process": "here"}, r"^vllm_config.process: expected 'child' or 'inside'"),
-        ({"python": "p", "process": "inside"}, r"^vllm_config.python: expected null with proces"),
     ],
 )
 def test_a_wrong_value_has_the_name_it_was_given_by(config, said):
@@ -147,7 +144,7 @@ def test_wrong_configs():
 def test_agents_generate_with_one_vllm_and_learn(monkeypatch):
     observation = [{"input_ids": torch.tensor([[3, 4, 5]])}]
     with doubled(monkeypatch) as double:
-        config = VLLMConfig(process="inside")
+        config = VLLMConfig(max_loras=2)
         agents = GRPO.population(
             2, 0, "<pad>", "tiny-sums", use_vllm=True, vllm_config=config, group_size=4, lr=1e-2,
             beta=0.0, top_p=1.0, top_k=0, lora_config={"r": 2, "target_modules": ["q_proj"]},

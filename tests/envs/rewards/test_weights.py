@@ -134,7 +134,7 @@ def test_what_reads_a_run_and_trains_beside_it_takes_searched_weights(tmp_path):
     arms = compare(folder)["arms"]
     assert {arm["name"] for arm in arms} == {"guess", "random", "evolved"}
     assert all(0 <= arm["test"]["mean"] <= 1 for arm in arms)
-    assert 0 <= replay(folder).training("schedule-lineage").test.mean <= 1
+    assert 0 <= replay(folder).training("schedule-run").test.mean <= 1
 
 
 def test_an_agent_with_a_weight_is_not_trained_on_other_rewards(tmp_path):

@@ -352,7 +352,7 @@ def deepspeeds_alone(folder):
             break_format,
             r"expected format 3, got 99: another version of evo-grpo wrote it; .*\(.*actor",
         ),
-        (first_format, "expected format 3, got 1: another version .*0.1 wrote format 1"),
+        (first_format, "expected format 3, got 1: another version of evo-grpo wrote it"),
         (
             lose_a_key,
             "attributes.json: settings: field required, got .*; put the file back as it was",

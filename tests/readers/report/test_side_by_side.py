@@ -172,9 +172,9 @@ def test_an_environment_of_python_is_not_known_to_be_the_same(tmp_path):
     assert "env is an object of Python" in found.differences[0].why
 
 
-def test_of_a_run_that_kept_no_rewards_of_prompts_nothing_is_claimed(tmp_path):
-    found = side_by_side([run(tmp_path / "one"), run(tmp_path / "two", mean=0.2)])
-    assert found.differences[0].why == "the rewards of single prompts were not kept"
+def test_of_runs_that_counted_rows_and_prompts_nothing_is_claimed(tmp_path):
+    found = side_by_side([run(tmp_path / "one"), run(tmp_path / "two", [0.0, 1.0] * 9)])
+    assert found.differences[0].why == "they counted their prompts in different ways"
     assert found.differences[0].verdict == "not tested"
 
 

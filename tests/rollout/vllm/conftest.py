@@ -20,6 +20,12 @@ def double(monkeypatch):
         yield module
 
 
+@pytest.fixture
+def double_in_child(monkeypatch):
+    with doubled(monkeypatch, child=True):
+        yield
+
+
 @pytest.fixture(scope="session")
 def python():
     """A Python with vLLM; `make test-vllm` names one, and is not satisfied with a skip."""

@@ -405,18 +405,6 @@ def test_where_nothing_sleeps_nothing_is_asked(own, double, level):
     engine.close()
 
 
-def test_an_error_of_vllm_ends_the_run_and_says_how_to_go_on(own, double, monkeypatch, tmp_path):
-    engine = build(own)
-    (tmp_path / "order").write_text("raise")
-    monkeypatch.setenv("EVO_GRPO_DOUBLE_ORDER", str(tmp_path / "order"))
-    with pytest.raises(
-        RunFailedError,
-        match=r"vLLM raised RuntimeError while sampling: .*told to raise.*resume RUN",
-    ):
-        engine.rollout(requests_for(own))
-    engine.close()
-
-
 def test_closing_removes_what_was_written(own, double):
     engine = build(own)
     folders = engine._folders

@@ -15,7 +15,6 @@ import tiny
 from vllm_caller import REQUEST, build
 from vllm_doubles import settings_of
 
-from evo_grpo import GRPO
 from evo_grpo.errors import ConfigError, EngineUnavailable, RunFailedError
 from evo_grpo.rollout.vllm import start
 from evo_grpo.rollout.vllm.engine import VLLMEngine
@@ -23,7 +22,7 @@ from evo_grpo.rollout.vllm.links import last_lines
 
 
 @pytest.fixture
-def echo(double, monkeypatch, tmp_path):
+def echo(double_in_child, monkeypatch, tmp_path):
     """Settings of the double; `order` is a file with what it is to do in its next call."""
     monkeypatch.setenv("EVO_GRPO_DOUBLE", "echo")
     monkeypatch.setenv("EVO_GRPO_DOUBLE_LOG", str(tmp_path / "calls"))
@@ -87,7 +86,6 @@ def test_it_is_tried_when_it_is_started_with_base_and_adapter(pair, echo):
 
 def test_what_it_is_started_with(pair, echo):
     settings = settings_of(
-        "child",
         engine={"max_decode_rows": 5, "rollout": "vllm"},
         algorithm={"max_model_len": 30},
         dtype="bfloat16",
@@ -444,20 +442,14 @@ def test_it_gets_the_trainers_device_or_those_that_are_named(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if seen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
-    found = start.environment(OnCuda(index), settings_of("child", **settings))
+    found = start.environment(OnCuda(index), settings_of(**settings))
     assert found["CUDA_VISIBLE_DEVICES"] == expected
 
 
 def test_a_device_that_is_hidden(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with pytest.raises(ConfigError, match=r"among the 1 of CUDA_VISIBLE_DEVICES, got \[1\]; add"):
-        start.environment(OnCuda(0), settings_of("child", devices=[1]))
-
-
-def test_inside_is_refused_among_several_ranks(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"engine.vllm.process: expected child where a run has s"):
-        GRPO.population(size=2, model="tiny-sums", rollout="vllm", vllm={"process": "inside"})
+        start.environment(OnCuda(0), settings_of(devices=[1]))
 
 
 # --- where the base is ----------------------------------------------------------------------------

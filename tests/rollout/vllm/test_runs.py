@@ -16,8 +16,8 @@ from evo_grpo.record.observer import Observer
 NO_SIGNAL = pytest.mark.filterwarnings("ignore:round 1 had nothing to learn from:UserWarning")
 
 
-def config(process="child", *, rounds=2, **vllm):
-    engine = {"device": "cpu", "rollout": "vllm", "vllm": {"process": process, **vllm}}
+def config(*, rounds=2, **vllm):
+    engine = {"device": "cpu", "rollout": "vllm", "vllm": vllm}
     return small(engine=engine, population__rounds=rounds)
 
 
@@ -29,7 +29,7 @@ def order(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def echo(double, monkeypatch, tmp_path):
+def echo(double_in_child, monkeypatch, tmp_path):
     """A double that loads no torch; yields the file with what is done to it."""
     monkeypatch.setenv("EVO_GRPO_DOUBLE", "echo")
     monkeypatch.setenv("EVO_GRPO_DOUBLE_LOG", str(tmp_path / "calls"))
@@ -97,15 +97,15 @@ def test_a_run_whose_vllm_dies_ends_with_whole_rounds_and_is_resumed(echo, order
 def whole(tmp_path_factory):
     """The folder of a run of two rounds with the double in this process."""
     with pytest.MonkeyPatch.context() as patch, doubled(patch):
-        return run(config("inside"), out=tmp_path_factory.mktemp("runs") / "whole")
+        return run(config(), out=tmp_path_factory.mktemp("runs") / "whole")
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("double")
 def test_a_resumed_run_equals_one_that_was_not_stopped(whole, order, tmp_path):
     folder = tmp_path / "stopped"
-    with pytest.raises(RunFailedError, match="raised RuntimeError while sampling: the double was"):
-        run(config("inside"), out=folder, observer=AfterFirst(order, "raise"))
+    with pytest.raises(RunFailedError, match="raised RuntimeError: the double was"):
+        run(config(), out=folder, observer=AfterFirst(order, "raise"))
     assert len(read_rounds(folder)) == 1
     order.unlink()
     resume(folder)

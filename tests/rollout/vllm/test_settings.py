@@ -22,8 +22,6 @@ def config(*, lora=None, **engine):
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
-        ({"vllm": {"process": "inside", "python": "p"}}, "vllm.python: expected null with process"),
-        ({"vllm": {"process": "inside", "devices": [0]}}, "vllm.devices: expected null with proce"),
         ({"vllm": {"sleep_level": 2}, "device": "cpu"}, "vllm.sleep_level: expected 0 with engine"),
         (
             {"vllm": {"devices": [1], "tensor_parallel_size": 2}},
@@ -37,7 +35,10 @@ def config(*, lora=None, **engine):
             {"vllm": {"options": {"max_loras": 1}}},
             "options.max_loras: use engine.vllm.max_loras inst",
         ),
-        ({"vllm": {"process": "other"}}, "engine.vllm.process: expected 'child' or 'inside', got"),
+        (
+            {"vllm": {"process": "inside"}},
+            r"engine.vllm.process: expected child, got .*: it was removed, and vLLM always",
+        ),
         ({"vllm": {"devices": [-1]}}, r"vllm.devices: expected null, or a list of device numbers"),
         ({"vllm": {"devices": []}}, r"vllm.devices: expected null, or a list of device numbers"),
         ({"vllm": {"stop_sequences": [""]}}, r"vllm.stop_sequences: expected a list of strings"),
@@ -64,8 +65,8 @@ def test_a_rank_that_does_not_fit_is_named_before_vllm_starts():
 def test_contradictions_have_the_names_of_keywords_in_python():
     from evo_grpo import GRPO
 
-    with pytest.raises(ConfigError, match=r"^vllm.python: expected null with process: inside"):
-        GRPO(model="tiny-sums", vllm={"process": "inside", "python": "p"})
+    with pytest.raises(ConfigError, match=r"^vllm.sleep_level: expected 0 with engine.device"):
+        GRPO(model="tiny-sums", device="cpu", vllm={"sleep_level": 1})
 
 
 def test_one_string_is_a_list_of_one():
@@ -106,9 +107,8 @@ def about_vllm(engine):
 
 def test_a_plan_says_what_generates_and_what_is_missing(monkeypatch):
     shown = io.StringIO()
-    inside = plan.make_plan(config(vllm={"process": "inside"}))
-    Console(file=shown, width=200).print(render.render_plan(inside, "a.yaml"))
-    assert "vLLM in the trainer's process, run by this Python; it loads the base once more" in (
+    Console(file=shown, width=200).print(render.render_plan(plan.make_plan(config()), "a.yaml"))
+    assert "vLLM in a separate process, run by this Python; it loads the base once more" in (
         shown.getvalue()
     )
     assert "sampler_gap" in shown.getvalue()

@@ -9,9 +9,10 @@ import pytest
 import yaml
 from small_run import Told, outcome, small
 
-from evo_grpo import resume, run
+from evo_grpo import leaderboard, resume, run
 from evo_grpo.after.arms import compare, replay
-from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.errors import CheckpointError, ConfigError, RunDirError
+from evo_grpo.record.config import read_config
 from evo_grpo.record.files import seal, unseal
 from evo_grpo.settings import from_dict, load, to_yaml
 from evo_grpo.training.inputs.differences import check_inputs
@@ -333,14 +334,17 @@ def test_a_setting_that_the_record_does_not_have_is_refused_at_another_value(cop
         resume(copied)
 
 
-def test_a_setting_that_no_longer_exists_is_refused_with_the_version_that_knew_it(copied):
-    record(copied, **{"evolve.long_gone": 3})
-    data = unseal((copied / "inputs.json").read_bytes())
-    data["software"]["evo-grpo"] = "0.1.9"
-    (copied / "inputs.json").write_text(seal(data))
-    message = r"evolve.long_gone was 3, and this version, .*; go on with evo-grpo 0.1.9, which"
-    with pytest.raises(ConfigError, match=message):
+def test_a_run_of_an_earlier_version_is_read_and_not_gone_on_with(copied):
+    """As an evo-grpo wrote it that had settings which were removed since."""
+    file = copied / "population.yaml"
+    text = file.read_text().replace("\nevolve:\n", "\nevolve:\n  recombine: none\n")
+    file.write_text(text.replace("\n  vllm:\n", "\n  vllm:\n    process: child\n"))
+    record(copied, **{"evolve.recombine": "none", "engine.vllm.process": "child"})
+    message = r"an earlier version, with evolve.recombine, engine.vllm.process; finish it with evo-"
+    with pytest.raises(RunDirError, match=message):
         resume(copied)
+    check_inputs(copied, read_config(copied), command="")
+    assert len(leaderboard(copied)) > 1
 
 
 @pytest.mark.slow
