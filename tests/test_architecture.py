@@ -46,6 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("population",),
     ("training.sizing", "training.strategies"),
     ("training.steering", "training.writer"),
+    ("training.start_adapter",),
     ("training.assemble",),
     ("training.extending", "training.inputs", "training.judge"),
     ("training.restoring",),

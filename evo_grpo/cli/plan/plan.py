@@ -164,16 +164,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
     task = _read_task(config)
     config = config.settled(task.output_tokens)
     check_strategies(config.evolve)
-    silent = _fetch(config) if online else None
-    base = read_model_size(config.model.name)
-    if silent is not None and base.parameters is None:
-        base = base._replace(note=silent)
-    if config.model.adapter is not None:
-        # Imported here: it loads PEFT.
-        from evo_grpo.training.start_adapter import with_adapter
-
-        config = with_adapter(config, base)
-    check_adapters_fit(config, base)
+    config, base, silent = _read_base(config, online=online)
     lengths, dropped = _read_prompts(config, task, base)
     algorithm, fitness = config.algorithm, config.evolve.fitness
     longest = algorithm.longest_output(config.search_space()) or task.output_tokens
@@ -225,6 +216,24 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
             *_missing_packages(config.engine),
         ),
     )
+
+
+def _read_base(config: RunConfig, *, online: bool) -> tuple[RunConfig, ModelSize, str | None]:
+    """Return the settings with those of `model.adapter`, and the size of the base model.
+
+    And why the hub could not be asked, or None.
+    """
+    silent = _fetch(config) if online else None
+    base = read_model_size(config.model.name)
+    if silent is not None and base.parameters is None:
+        base = base._replace(note=silent)
+    if config.model.adapter is not None:
+        # Imported here: it loads PEFT.
+        from evo_grpo.training.start_adapter import with_adapter
+
+        config = with_adapter(config, base)
+    check_adapters_fit(config, base)
+    return config, base, silent
 
 
 def missing_device(device: str, cuda: Sequence[int | None] | None) -> Iterator[str]:
