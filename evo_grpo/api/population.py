@@ -41,7 +41,6 @@ from evo_grpo.population.evaluate import evaluate
 from evo_grpo.population.round import apply
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.steps import RunWriter
-from evo_grpo.readers.report.notebook import as_html
 from evo_grpo.record.code import code_folder
 from evo_grpo.record.files import sync_tree
 from evo_grpo.record.folder import expect_run, read_rounds
@@ -70,7 +69,6 @@ from evo_grpo.types import Member, Mutation, Score, Slot
 
 if TYPE_CHECKING:
     import pandas as pd
-
 
 HANDLES: dict[str, Any] = {}
 """The class of each algorithm; `api/agent.py` registers them, since it imports this module."""
@@ -126,6 +124,8 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         return f"Population({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
+        from evo_grpo.readers.report.notebook import as_html
+
         return as_html(self, repr(self))
 
     @overload

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from evo_grpo.errors import EvoGrpoError
 from evo_grpo.places import looking_in
 from evo_grpo.population.ranks.ranks import sharing_early_errors
 from evo_grpo.population.ranks.team import is_silent_rank
-from evo_grpo.readers.report.notebook import RunFolder
 from evo_grpo.record.code import beside, code_folder
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.view import view_of
@@ -19,6 +19,18 @@ from evo_grpo.settings.run import doubts_of_run, without_effect_of_run
 from evo_grpo.settings.yaml import as_config
 from evo_grpo.training.run import resume as continue_run
 from evo_grpo.training.run import run as play_run
+
+
+class RunFolder(type(Path())):
+    """The path of a run folder, which a notebook shows as the result of the run."""
+
+    def _repr_html_(self) -> str | None:
+        from evo_grpo.readers.report.notebook import as_html
+
+        try:
+            return as_html(view_of(Path(self)), f"run folder: {self}")
+        except EvoGrpoError:  # shown like any other path
+            return None
 
 
 def run(

@@ -19,8 +19,6 @@ from typing import final
 
 from evo_grpo.errors import ConfigError, EvoGrpoError, RunFailedError
 from evo_grpo.printable import error_text
-from evo_grpo.readers.database import NAME as OPTUNA
-from evo_grpo.readers.database import DatabaseReader
 from evo_grpo.readers.reader import Reader, feed
 from evo_grpo.readers.report.run_page import ReportReader
 from evo_grpo.readers.trackers.base import open_tracker
@@ -28,9 +26,11 @@ from evo_grpo.record.config import read_config
 from evo_grpo.record.folder import expect_run, is_run, is_trained, refuse_links_in_run
 from evo_grpo.record.log import Cursor
 from evo_grpo.record.names import COMPARE, COMPARED, REPORT_READER
+from evo_grpo.record.study import OPTUNA, StudyReader
 from evo_grpo.settings import RecordConfig, RunConfig
 from evo_grpo.settings.storage import check_driver, is_url
 from evo_grpo.settings.trackers import KINDS, TrackerConfig, check_trackers
+from evo_grpo.training.inputs.recorded_inputs import read_inputs_of
 
 NAMES = (OPTUNA, REPORT_READER, *KINDS)
 """Names of the readers, for `to`."""
@@ -72,8 +72,8 @@ def follow(
 
     Args:
         run: The run folder, finished or not.
-        to: Names of readers: "optuna" for the database of `record.storage`, "report", or a kind of
-            tracker. An empty sequence stands for the readers in the settings of the run.
+        to: Names of readers: "optuna" for the trials where `record.storage` has them, "report", or
+            a kind of tracker. An empty sequence stands for the readers in the settings of the run.
         storage: Database for "optuna" in place of that of the settings.
         outside: Use folders outside of the run folder, servers and databases that the settings of
             the run name. They may come from a stranger, so that otherwise these are refused.
@@ -142,14 +142,13 @@ def _feedings(
     for name in names:
         if name == OPTUNA:
             url = _database(folder, config, storage, outside=outside)
-            # The file of a database that the settings do not name has another name.
-            in_settings = url == config.record.storage
-            digest = hashlib.sha256(url.encode()).hexdigest()[:8]
-            reader = OPTUNA if in_settings else f"{OPTUNA}-{digest}"
-            option = f"{OPTUNA}{also}" if in_settings else f"{OPTUNA} --storage {url}"
+            reader, option, label = OPTUNA, f"{OPTUNA}{also}", f"optuna ({url})" if url else OPTUNA
+            if url is not None and url != config.record.storage:
+                # The file of a database that the settings do not name has another name.
+                reader = f"{OPTUNA}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
+                option = f"{OPTUNA} --storage {url}"
             for part in (folder, *_compared(folder)):
-                make = partial(DatabaseReader, part, url, warn=warn)
-                label = f"optuna ({url})"
+                make = partial(StudyReader, part, read_inputs_of(part).id, url, warn=warn)
                 yield _Feeding(
                     part, reader, make, warn, from_start=True, label=label, option=option
                 )
@@ -182,15 +181,18 @@ def _not_inside(run: Path, what: str, more: str = "") -> ConfigError:
     )
 
 
-def _database(folder: Path, config: RunConfig, storage: str | None, *, outside: bool) -> str:
+def _database(folder: Path, config: RunConfig, storage: str | None, *, outside: bool) -> str | None:
+    """Return the URL of the database for the trials, None for the file in the run folder."""
     if storage is not None:
         RecordConfig(storage=storage)  # raises for an invalid URL or one with a password
+        if not is_url(storage):
+            raise ConfigError(
+                f"storage: expected the URL of a database, got {storage}; leave it out to write "
+                "the trials where record.storage has them"
+            )
     url = storage or config.record.storage
     if url is None or not is_url(url):
-        raise ConfigError(
-            f"{folder}: expected a database outside of the run folder for optuna, got "
-            f"{url or 'null'} in record.storage; name one with --storage"
-        )
+        return None
     if storage is None and not outside:
         what = f"record.storage names the database {url}"
         raise _not_inside(folder, what, f", or name it with --storage {url}")

@@ -1,18 +1,21 @@
-"""Connections to a database with the Optuna studies of several runs.
+"""Storages of Optuna studies: the file in a run folder, and databases of several runs.
 
-Slow to load, so only functions that open a database import this module.
+Slow to load, so only functions that open a study import this module.
 """
 
 from __future__ import annotations
 
+import json
+import sqlite3
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, final
 from urllib.parse import parse_qsl
 
 from optuna.exceptions import StorageInternalError
-from optuna.storages import RDBStorage
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import BaseJournalBackend
 from sqlalchemy.exc import (
     DBAPIError,
     IntegrityError,
@@ -20,7 +23,7 @@ from sqlalchemy.exc import (
     ProgrammingError,
     SQLAlchemyError,
 )
-from sqlalchemy.pool import NullPool
+from sqlalchemy.pool import NullPool, StaticPool
 
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.printable import printable, shorten
@@ -47,6 +50,32 @@ REFUSED = (StorageInternalError, SQLAlchemyError, RuntimeError, AssertionError)
 
 class DatabaseError(EvoGrpoError, ConnectionError):
     """A database cannot be reached, rejects a statement, or has other tables than expected."""
+
+
+@final
+class _Journal(BaseJournalBackend):
+    """Optuna's journal in memory, as the lines of its file."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def read_logs(self, log_number_from: int) -> Iterable[dict[str, Any]]:
+        """See `BaseJournalBackend`."""
+        return map(json.loads, self.lines[log_number_from:])
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        """See `BaseJournalBackend`."""
+        self.lines += (json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
+
+
+def in_memory(*, sqlite: bool) -> tuple[BaseStorage, Callable[[], bytes]]:
+    """Return a journal or a SQLite database in memory, and what returns it as a file's content."""
+    if not sqlite:
+        journal = _Journal()
+        return JournalStorage(journal), lambda: "".join(journal.lines).encode()
+    database = sqlite3.connect(":memory:", check_same_thread=False)
+    options = {"creator": lambda: database, "poolclass": StaticPool}
+    return RDBStorage("sqlite://", engine_kwargs=options), database.serialize
 
 
 def check_url(url: str) -> None:

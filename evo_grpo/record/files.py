@@ -106,14 +106,14 @@ def reading(path: Path, command: str = "resume RUN") -> Generator[None]:
         ) from error
 
 
-def atomic_write(path: Path, text: str, command: str = "resume") -> str:
-    """Write a text file atomically and return its SHA-256; a crash leaves the old or the new file.
+def atomic_write(path: Path, text: str | bytes, command: str = "resume") -> str:
+    """Write a file atomically and return its SHA-256; a crash leaves the old or the new file.
 
     The folder of the file is created if it is missing, but not its parents. `command` is as for
     `writing`.
     """
     # A completion may hold a lone surrogate, which UTF-8 cannot encode.
-    data = text.encode("utf-8", errors="replace")
+    data = text if isinstance(text, bytes) else text.encode("utf-8", errors="replace")
     temporary = path.with_name(f".{path.name}{_TEMPORARY}")
     with writing(path, command):
         create_one(path.parent)

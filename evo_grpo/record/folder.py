@@ -31,7 +31,6 @@ from evo_grpo.record.names import (
     COUNTER,
     EARLIER,
     FILES,
-    JOURNAL,
     JUDGED,
     LOCK,
     MEAN,
@@ -44,7 +43,6 @@ from evo_grpo.record.names import (
     REQUEST,
     ROUNDS,
     STEERING,
-    STUDY,
     STUDY_ASIDES,
     SUMMARY,
 )
@@ -56,7 +54,6 @@ from evo_grpo.record.plain import (
     opened_plain,
     read_plain,
     refuse_links,
-    refuse_oversized,
 )
 from evo_grpo.record.records import amendment_from_json, check_format, round_from_json
 from evo_grpo.schema.validated import validated
@@ -71,7 +68,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_JOURNAL_LOCK = f"{JOURNAL}.lock"
 _FOLDERS = (*OF_ROUNDS, COMPARE, JUDGED, REPLAY, STEERING)
 _ROUND = re.compile(r"round-(\d{4,})(\.jsonl)?")
 
@@ -328,13 +324,6 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def remove_journal_locks(folder: Path) -> None:
-    """Remove locks of Optuna's journal that a killed process left; Optuna would wait for them."""
-    remove(folder / _JOURNAL_LOCK)
-    for path in folder.glob(f"{_JOURNAL_LOCK}?*.rename"):
-        remove(path)
-
-
 def fresh_folder(name: str, parent: Path) -> Path:
     """Create and return `<parent>/<name>-<n>`, with n one above the greatest number in use."""
     stem = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "run"
@@ -373,8 +362,6 @@ def refuse_links_in_run(folder: Path) -> None:
     for path in folder.iterdir():
         if EARLIER.fullmatch(path.name):
             refuse_links(path)
-    for name in (JOURNAL, STUDY):  # Optuna and SQLite read these as a whole
-        refuse_oversized(folder / name)
 
 
 def refuse_foreign(folder: Path) -> None:
@@ -420,7 +407,6 @@ def clear_run(folder: Path) -> None:
             clear_run(folder / COMPARE / name)
     clear_replay(folder)
     clear_requests(folder)
-    remove_journal_locks(folder)
     for path in list(folder.iterdir()):
         if EARLIER.fullmatch(path.name):
             remove(path)
@@ -466,7 +452,7 @@ def clear_requests(folder: Path) -> None:
 
 def move_aside(folder: Path) -> None:
     """Rename existing files that have the name of one of a run's files."""
-    for name in (*FILES, *STUDY_ASIDES, _JOURNAL_LOCK, *_FOLDERS, *OF_READERS):
+    for name in (*FILES, *STUDY_ASIDES, *_FOLDERS, *OF_READERS):
         path = folder / name
         # Rename a dangling link too: it would be followed once its target exists.
         if not os.path.lexists(path) or _left_by_setup(path):

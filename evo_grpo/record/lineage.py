@@ -7,22 +7,19 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Self, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 from evo_grpo.errors import CheckpointError
 from evo_grpo.schema.hparams import CLIP_ENDS, Value, type_of
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from optuna import Study
     from optuna.distributions import BaseDistribution
     from optuna.trial import FrozenTrial
 
     from evo_grpo.record.records import AgentRecord, RoundRecord
     from evo_grpo.schema.hparams import Hparams
-    from evo_grpo.types import Member, Score
 
 # Parameters of every trial, whether or not they mutate.
 _ALWAYS = ("lr", "beta", "clip_coef", "group_size")
@@ -86,21 +83,6 @@ class Lineage:
                 self.study.add_trial(self._trial(agent, record))
         return self._update()
 
-    def matches(self, rounds: Sequence[RoundRecord]) -> bool:
-        """Return whether the study has the trials of these rounds in order, and no others.
-
-        The last trials may be missing, since a round is recorded before its trials are added.
-        """
-        self._update()
-        trials = self.study.get_trials(deepcopy=False)
-        agents = [(agent, record) for record in rounds for agent in record.agents]
-        for record in rounds:
-            self._begin(record)
-        return len(trials) <= len(agents) and all(
-            _same_trial(trial, self._trial(agent, record))
-            for trial, (agent, record) in zip(trials, agents, strict=False)
-        )
-
     def conflicts_with(self, record: RoundRecord) -> bool:
         """Return whether the study has a trial of this round with another agent or result."""
         self._begin(record)
@@ -111,14 +93,16 @@ class Lineage:
             for trial, agent in found
         )
 
-    def record_mean(self, member: Member, last: RoundRecord, score: Score | None) -> None:
-        """Add the trial of the mean of two survivors of the last round, unless it exists."""
+    def record_mean(self, summary: Mapping[str, Any], last: RoundRecord) -> None:
+        """Add the trial of the mean of two survivors if it won a run that ended with `last`."""
+        best = summary["best"]
+        scores = [one["validation"] for one in summary["candidates"] if one["kind"] == "mean"]
         self._update()
-        if score is None or last.round + 1 in self._means:
-            return
-        parent = self._by_member[member.parent][last.round]
-        self.study.add_trial(_mean_trial(member, parent, last, score, self._space))
-        self._update()
+        ended = summary["rounds"] == last.round + 1 and last.round + 1 not in self._means
+        if ended and best["kind"] == "mean" and scores and scores[0] is not None:
+            parent = self._by_member[best["parents"][0]][last.round]
+            self.study.add_trial(_mean_trial(best, scores[0], parent, last, self._space))
+            self._update()
 
     def _begin(self, record: RoundRecord) -> None:
         self._archived[record.round] = record.archived
@@ -309,41 +293,40 @@ def _trial_of(
 
 
 def _mean_trial(
-    member: Member, parent: FrozenTrial, last: RoundRecord, score: Score, space: Space
+    best: Mapping[str, Any],
+    score: Mapping[str, Any],
+    parent: FrozenTrial,
+    last: RoundRecord,
+    space: Space,
 ) -> FrozenTrial:
     """Return the trial of the mean of two survivors of the last round.
 
     `parent` is the trial of the first survivor in that round.
     """
-    hparams = next(agent for agent in last.agents if agent.member == member.parent).hparams
+    first, second = best["parents"]
+    hparams = next(agent for agent in last.agents if agent.member == first).hparams
     attributes = {
         "agent": None,
-        "member": member.id,
-        "parent": member.parent,
-        "second_parent": member.second_parent,
+        "member": best["member"],
+        "parent": first,
+        "second_parent": second,
         "round": last.round + 1,
         "parent_trial": parent.number,
-        "op": member.mutation.op,
+        "op": "mean",
         "mutated": {},
         "hparams": hparams.to_dict(),
-        "fitness_se": _finite(score.se),
+        "fitness_se": score["se"],
         "reason": "",
     }
     times = last.ended, last.ended
-    return _finished([score.mean], space.parameters(hparams), attributes, times)
-
-
-def _same_trial(trial: FrozenTrial, other: FrozenTrial) -> bool:
-    """Return whether two trials are equal except for their numbers and times."""
-    names = ("state", "values", "params", "distributions", "user_attrs", "intermediate_values")
-    return all(getattr(trial, name) == getattr(other, name) for name in names)
+    mean = math.nan if score["mean"] is None else score["mean"]
+    return _finished([mean], space.parameters(hparams), attributes, times)
 
 
 def _same_result(trial: FrozenTrial, other: FrozenTrial) -> bool:
     """Return whether two trials are of the same agent with the same result.
 
-    Unlike `_same_trial`, this ignores attributes that another version of this library may store
-    differently.
+    Other attributes may be stored differently by another version of this library.
     """
     names = ("agent", "member", "parent", "round", "adapter_sha256", "hparams")
     own, theirs = trial.user_attrs, other.user_attrs

@@ -52,7 +52,6 @@ from evo_grpo.record.folder import (
     refuse_lost_lines,
     refuse_run,
     remove,
-    remove_journal_locks,
     round_entries,
     round_name,
 )
@@ -317,7 +316,6 @@ class RunDir:
             for entry in folder.glob(".*"):
                 if is_temporary(entry):
                     remove(entry)  # it may be gone: another process may have renamed its request
-        remove_journal_locks(self.path)
 
     def keep_best(self, checkpoint: str) -> None:
         """Copy a checkpoint to checkpoints/best, unless that holds it already."""

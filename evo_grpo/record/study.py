@@ -1,145 +1,194 @@
-"""The Optuna study of a run: its name and attributes, and the study in the run folder.
+"""The Optuna study of a run: a function of its log, in the run folder or in a database.
 
 Optuna takes a second to load, so only the functions that open a study import it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-import os
-import sqlite3
-from collections.abc import Generator, Mapping, Sequence
+import time
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from inspect import unwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from evo_grpo.errors import ConfigError, EvoGrpoError
-from evo_grpo.record.files import many_objects, writing
-from evo_grpo.record.folder import remove, remove_journal_locks
+from evo_grpo.errors import ConfigError
+from evo_grpo.record.config import read_config
+from evo_grpo.record.files import atomic_write, many_objects, to_line
+from evo_grpo.record.folder import read_rounds, remove
 from evo_grpo.record.lineage import Lineage
+from evo_grpo.record.log import Entry, RoundDone, RunFinished
 from evo_grpo.record.names import JOURNAL, STUDY, STUDY_ASIDES
-from evo_grpo.record.plain import open_plain
-from evo_grpo.schema.search_space import HyperparameterConfig
+from evo_grpo.record.records import to_json
+from evo_grpo.record.summary import read_summary
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.evolve import ObjectiveConfig
 from evo_grpo.settings.storage import check_driver, is_url
 
 if TYPE_CHECKING:
     from optuna import Study
-    from optuna.storages import BaseStorage
+    from optuna.storages import BaseStorage, RDBStorage
 
     from evo_grpo.record.records import RoundRecord
-    from evo_grpo.record.run_dir import RunDir
-    from evo_grpo.types import Member, Score
 
+OPTUNA = "optuna"
+"""Name of the reader; its cursor is in `readers/optuna.json`."""
+SHARE = 10
+"""The file is written again after at least this many times the seconds that it last took."""
 _NAME_CHARACTERS = 400
 """Optuna keeps names of at most 512 characters."""
 
-_log = logging.getLogger(__name__)
+
+def _warn(text: str) -> None:
+    warnings.warn(text, UserWarning, stacklevel=2)
 
 
 @final
-class FolderStudy:
-    """The study in a run folder, `journal.log` or `study.db`, written by the run.
+class StudyReader:
+    """Writes the trials of a run; a reader of its log (see `evo_grpo.readers.reader.Reader`).
 
-    A study that is damaged or has other trials than those of the rounds is deleted and created
-    again; `record` adds missing trials at the end. The folder is locked, so no other process writes
-    to the study.
+    It reads the log from the start each time it is constructed; construct a new one after an error.
+    The file in a run folder is written anew as a whole; a database gets the trials that it lacks.
 
-    Raises:
-        RunDirError: The file is a link, or has another name elsewhere.
-        RunFailedError: The file cannot be written.
+    Args:
+        run: The run folder.
+        run_id: Id of the run.
+        url: URL of a database, as in `record.storage`; None for the file in the run folder.
+        id: Name of the study; empty at first.
+        warn: Called with a message if the run changes to another study.
+
+    Attributes:
+        id: Name of the study. If the study in a database has trials of a copy of the run with other
+            results, the reader warns and changes to a study with another name.
     """
 
     def __init__(
-        self, folder: RunDir, config: RunConfig, id: str, space: HyperparameterConfig
+        self,
+        run: Path,
+        run_id: str,
+        url: str | None = None,
+        id: str = "",
+        *,
+        warn: Callable[[str], None] = _warn,
     ) -> None:
-        self._config, self._id, self._space = config, id, space
-        self._in_journal = config.record.storage is None
-        self.file = folder.path / (JOURNAL if self._in_journal else STUDY)
-        asides = () if self._in_journal else STUDY_ASIDES
-        self._asides = [folder.path / name for name in asides]
-        lineage = self._read(folder.rounds())
-        if lineage is None:
-            for path in (self.file, *self._asides):
-                remove(path)
-            remove_journal_locks(folder.path)  # Optuna waits for locks that failed calls left
-            with _written(self.file):
-                lineage = self._open()
-        self._lineage = lineage
+        self._run, self._run_id, self._url, self._warn = run, run_id, url, warn
+        self._config = config = read_config(run)
+        journal = url is None and config.record.storage is None
+        self._file = run / (JOURNAL if journal else STUDY)
+        self._name = config.name if journal else study_name(config, run_id)
+        self._attributes = {} if journal else study_attributes(config, run_id)
+        self.id = id or self._name
+        self._storage: RDBStorage | None = None
+        self._content: Callable[[], bytes] | None = None
+        self._lineage: Lineage | None = None
+        self._last: RoundRecord | None = None
+        self._behind, self._next = False, 0.0
 
-    def record(self, rounds: Sequence[RoundRecord]) -> None:
-        """Add the missing trials of finished rounds."""
-        with _written(self.file):
-            for record in rounds:
-                self._lineage.record(record)
+    def read(self, entry: Entry) -> None:
+        """Add the trials of a finished round, or the trial of the mean if that won the run.
 
-    def record_mean(self, member: Member, last: RoundRecord, score: Score | None) -> None:
-        """Add the trial of the mean of two survivors; see `Lineage.record_mean`."""
-        with _written(self.file):
-            self._lineage.record_mean(member, last, score)
+        Raises:
+            EngineUnavailable: The driver of the database is not installed.
+            DatabaseError: The database cannot be used; the message quotes its error.
+            CheckpointError: The run folder is damaged.
+        """
+        if not isinstance(entry, RoundDone | RunFinished):
+            return
+        from evo_grpo.record.database import unreachable
 
-    @many_objects()
-    def _read(self, rounds: Sequence[RoundRecord]) -> Lineage | None:
-        """Return the study, or None if it has to be created again."""
-        with writing(self.file):
-            if self._left_by_kill():
-                return None
         try:
-            lineage = self._open()
-            if lineage.matches(rounds):
-                return lineage
-            reason = "its trials differ from the rounds"
-        except Exception as error:  # a damaged file can raise any exception of Optuna or SQLite
-            reason = f"it cannot be read ({error!r:.200})"
-        _log.warning("%s: %s; created again from the rounds", self.file, reason)
-        return None
+            with unreachable():
+                if isinstance(entry, RoundDone):
+                    self._add(entry.record)
+                elif self._last is not None and self._lineage is not None:
+                    self._lineage.record_mean(entry.summary, self._last)
+        except BaseException:  # including Ctrl-C: close the connections
+            self._disconnect()
+            raise
+        self._behind = self._url is None
 
-    def _left_by_kill(self) -> bool:
-        """Return whether a process was killed while writing to the file."""
-        if any(map(os.path.lexists, self._asides)):
-            # SQLite would replay its own journal, which can name another file to be deleted.
-            return True
-        if not os.path.lexists(self.file):
-            return False
-        with os.fdopen(open_plain(self.file, os.O_RDWR), "rb") as file:
-            if not self._in_journal or not file.seek(0, os.SEEK_END):
-                return False
-            file.seek(-1, os.SEEK_END)
-            return file.read() != b"\n"  # Optuna would append the next line to this one
+    def flush(self) -> bool:
+        """Write the file, unless it was written moments ago; a database has the trials already."""
+        if self._behind and time.monotonic() >= self._next:
+            self._write()
+        return not self._behind
+
+    def close(self) -> None:
+        """Write the file if it is out of date; close the connections to a database."""
+        if self._behind:
+            self._write()
+        self._disconnect()
+
+    def _write(self) -> None:
+        assert self._content is not None, "something was read"
+        began = time.monotonic()
+        for name in STUDY_ASIDES if self._file.name == STUDY else ():
+            # SQLite would replay a journal beside the file, which can name a file to be deleted.
+            remove(self._run / name)
+        atomic_write(self._file, self._content(), f"follow --to {OPTUNA}")
+        ended = time.monotonic()
+        self._behind, self._next = False, ended + SHARE * (ended - began)
+
+    def _disconnect(self) -> None:
+        storage, self._storage, self._lineage, self._behind = self._storage, None, None, False
+        if storage is not None:
+            from evo_grpo.record.database import disconnect
+
+            disconnect(storage)
+
+    def _add(self, record: RoundRecord) -> None:
+        lineage = self._lineage or self._open()
+        # Compare the last round once more: a copy of the run may have added its trials meanwhile.
+        compared = [record] if self._last is None else [self._last, record]
+        if self._url is not None and any(map(lineage.conflicts_with, compared)):
+            self._change_study(record)
+            for before in read_rounds(self._run)[: record.round + 1]:
+                self._add(before)
+        else:
+            lineage.record(record)
+            self._last = record
 
     def _open(self) -> Lineage:
-        import optuna
+        from evo_grpo.record.database import connect, in_memory
 
-        config, name, attributes = self._config, self._config.name, dict[str, Any]()
-        storage: BaseStorage
-        if self._in_journal:
-            from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
-
-            # The default lock is a link to the journal, for which Optuna waits forever if the
-            # folder was moved. This lock is a file.
-            lock = JournalFileOpenLock(str(self.file))
-            storage = optuna.storages.JournalStorage(JournalFileBackend(str(self.file), lock))
+        if self._url is None:
+            storage, self._content = in_memory(sqlite=self._file.name == STUDY)
         else:
-            from sqlalchemy.pool import NullPool
+            storage = self._storage = connect(self._url)
+        further = self._config.evolve.fitness.further
+        study = open_study(storage, self.id, self._attributes, further)
+        self._lineage = Lineage(study, self._config.search_space())
+        return self._lineage
 
-            from evo_grpo.record.database import SQLITE_SECONDS
+    def _change_study(self, record: RoundRecord) -> None:
+        """Change to another study, whose name is derived from the round: a retry finds it again."""
+        old, line = self.id, to_line(to_json(record), sort_keys=True)
+        digest = hashlib.sha256(f"{old} {line}".encode(errors="replace")).hexdigest()[:6]
+        self._disconnect()
+        self.id, self._last = f"{self._name}-{digest}", None
+        self._warn(
+            f"record.storage: study {old} in {self._url} holds trials of a copy of this run with "
+            f"other results; the trials of {self._run} are in study {self.id} from now on"
+        )
 
-            name, attributes = study_name(config, self._id), study_attributes(config, self._id)
-            # Not a path in the URL: a question mark in it would begin options.
-            connect = partial(
-                sqlite3.connect, self.file, timeout=SQLITE_SECONDS, check_same_thread=False
-            )
-            storage = optuna.storages.RDBStorage(
-                "sqlite://", engine_kwargs={"creator": connect, "poolclass": NullPool}
-            )
-        if set(optuna.get_all_study_names(storage)) - {name}:
-            raise ValueError("it has the study of another run")  # `_read` adds it to its warning
-        study = open_study(storage, name, attributes, config.evolve.fitness.further)
-        return Lineage(study, self._space)
+
+@many_objects()
+def write_study(run: Path, run_id: str) -> None:
+    """Write the study in a run folder, from the rounds and the summary of the run.
+
+    Raises:
+        RunFailedError: The file cannot be written.
+    """
+    reader = StudyReader(run, run_id)
+    for record in read_rounds(run):
+        reader.read(RoundDone(0, record))
+    if (summary := read_summary(run)) is not None:
+        reader.read(RunFinished(0, summary))
+    reader.close()
 
 
 def open_study(
@@ -231,20 +280,6 @@ def study_attributes(config: RunConfig, id: str) -> dict[str, Any]:
         "seed": config.seed,
         "evo_grpo": _version(),
     }
-
-
-@contextmanager
-def _written(file: Path) -> Generator[None]:
-    """Convert exceptions of Optuna about a file that cannot be written into `RunFailedError`."""
-    from evo_grpo.record.database import REFUSED, reason
-
-    with writing(file):
-        try:
-            yield
-        except EvoGrpoError:
-            raise
-        except REFUSED as error:
-            raise OSError(reason(error)) from error
 
 
 @contextmanager

@@ -63,8 +63,11 @@ class RecordConfig(Group):
 
     @property
     def readers(self) -> list[str]:
-        """Names of the readers that follow the run: trackers, and a database of trials."""
-        trials = ["optuna"] if self.optuna and is_url(self.storage) else []
+        """Names of the readers that follow the run: trackers, and beside them that of the trials.
+
+        Without readers, the run itself writes the trials into its folder at its end.
+        """
+        trials = ["optuna"] if self.optuna and (self.trackers or is_url(self.storage)) else []
         return [*(tracker.kind for tracker in self.trackers), *trials]
 
     def keeps_best_apart(self, *, archive: bool) -> bool:

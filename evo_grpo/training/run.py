@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from evo_grpo import settings as configuration
-from evo_grpo.errors import EvoGrpoError, RunDirError
+from evo_grpo.errors import EvoGrpoError, RunDirError, RunFailedError
 from evo_grpo.places import expanded
 from evo_grpo.population.checkpoints.write import snapshot_agent
 from evo_grpo.population.plan import ends_by_request
@@ -42,11 +42,10 @@ from evo_grpo.record.names import BASELINE, MEAN, RECORDED_IN_PYTHON
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord, outline
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.record.study import FolderStudy, check_storage
+from evo_grpo.record.study import check_storage, write_study
 from evo_grpo.record.summary import read_summary
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
-from evo_grpo.settings.storage import is_url
 from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.settings.yaml import as_config
 from evo_grpo.training.assemble import (
@@ -299,7 +298,7 @@ def play_and_judge(
             slots = restore(prepared, rounds, place)
         with many_objects():
             rounds[:-1] = map(outline, rounds[:-1])
-    writer, study = _writer(config, place, folder, prepared)
+    writer = _writer(config, place, folder, prepared)
     team.wait_for_all()  # unfinished files are removed before any rank writes
     total = prepared.round_settings.population.rounds
     how = "resumed" if rounds else "started"
@@ -322,9 +321,14 @@ def play_and_judge(
         )
     if not _is_unfinished(prepared, rounds):  # otherwise a request ended the process early
         observer.stage(len(rounds) - 1, "test", 0, 1)
-        summary = _finish(folder, prepared, past, study, start)
+        summary = _finish(folder, prepared, past, start)
         _log.info("%s: finished after %.1f s", path, summary["wall_seconds"])
         observer.finished(summary)
+    if folder is not None and config.record.optuna and not config.record.readers:
+        try:
+            write_study(place, read_inputs_of(place).id)
+        except RunFailedError as error:  # nothing of the run is lost
+            warnings.warn(str(error), UserWarning, stacklevel=2)
     team.wait_for_all()  # no rank leaves while another one still reads its agents or files
     return slots
 
@@ -333,14 +337,13 @@ def _finish(
     folder: RunDir | None,
     prepared: Prepared,
     past: Past,
-    study: FolderStudy | None,
     start: float,
 ) -> dict[str, Any]:
     """Judge the best agent on the ranks that hold the finalists; every rank returns the summary."""
     cohort, summary = prepared.cohort, None
     candidates = finalists(cohort, past.rounds)
     if cohort.is_local(candidates[0].slot):
-        judged = _judged(folder, prepared, past.rounds, candidates, study, start)
+        judged = _judged(folder, prepared, past.rounds, candidates, start)
         summary = {**judged, "earlier": past.earlier}
     spent = spent_on_rewards(prepared.env, cohort.team, writes=folder is not None)
     if summary is not None and spent:
@@ -353,30 +356,19 @@ def _finish(
     return summary
 
 
-def _writer(
-    config: RunConfig, path: Path, folder: RunDir | None, prepared: Prepared
-) -> tuple[RunWriter, FolderStudy | None]:
-    """Return the writer of rounds and the folder's study; called after the run is restored."""
+def _writer(config: RunConfig, path: Path, folder: RunDir | None, prepared: Prepared) -> RunWriter:
+    """Return the writer of rounds; called after the run is restored."""
     team, env = prepared.cohort.team, prepared.env
     shared = sees_folder(path, team)
     record_rewards(env, path, team, writes=folder is not None, shared=shared)
     if folder is None:
-        return RankWriter(path, shared=shared, idle=prepared.cohort.together), None
+        return RankWriter(path, shared=shared, idle=prepared.cohort.together)
     # Drop only after restoring: if restoring fails, the unfinished files may be all that is left.
     folder.drop_unfinished()
-    study = None
-    if config.record.optuna and not is_url(config.record.storage):
-        id = read_inputs_of(folder.path).id
-        study = FolderStudy(folder, config, id, prepared.cohort.hp_config)
-    writer = FolderWriter(
-        folder,
-        study,
-        keep=config.record.checkpoints,
-        keep_best=_keeps_best(config),
-    )
+    writer = FolderWriter(folder, keep=config.record.checkpoints, keep_best=_keeps_best(config))
     if folder.rounds():
-        writer.follow_up(folder.rounds())  # read again: Optuna needs whole records, not outlines
-    return writer, study
+        writer.follow_up()
+    return writer
 
 
 @dataclass(frozen=True)
@@ -416,7 +408,6 @@ def _judged(
     prepared: Prepared,
     rounds: Sequence[RoundRecord],
     candidates: Sequence[Finalist],
-    study: FolderStudy | None,
     start: float,
 ) -> dict[str, Any]:
     """Choose the best finalist and judge it; return the content of summary.json."""
@@ -428,8 +419,6 @@ def _judged(
             with writing(folder.path / MEAN):
                 files = snapshot.write(folder.path / MEAN)
                 sync_into(folder.path, folder.path / MEAN)
-        if study is not None:
-            study.record_mean(best.member, rounds[-1], choice.scores[candidates.index(best)])
     summary = judge(prepared, rounds, best, time.perf_counter() - start)
     summary["candidates"] = candidates_summary(candidates, choice)
     summary["final_tokens"] = choice.tokens

@@ -2,10 +2,10 @@
 
 The training thread copies an agent's tensors to the CPU, serialises them and computes the digests,
 so that the record contains them. One writer thread then writes everything in order: the metrics of
-each step, the files of a round, its line in rounds.jsonl, and the Optuna trials. A round is
-recorded once its line is written, so a crash loses at most the rounds that were not yet written. An
-error of the writer is raised at the next call, or when the writer is closed. After an error nothing
-more is written, because later rounds would depend on a round that is not recorded.
+each step, the files of a round, and its line in rounds.jsonl. A round is recorded once its line is
+written, so a crash loses at most the rounds that were not yet written. An error of the writer is
+raised at the next call, or when the writer is closed. After an error nothing more is written,
+because later rounds would depend on a round that is not recorded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.record.requests import remove_requests
 from evo_grpo.record.retention import Retention, kept_checkpoints
 from evo_grpo.record.run_dir import RunDir, checkpoint_name
-from evo_grpo.record.study import FolderStudy
 from evo_grpo.types import Slot
 
 WAITING = 2
@@ -44,7 +43,6 @@ class FolderWriter(RunWriter):
 
     Args:
         folder: The open run folder; until the writer is closed, only the writer writes to it.
-        study: The Optuna study in the folder, or None.
         keep: Which checkpoints are kept after the next round is complete.
         keep_best: Keep a copy of the best agent of the run in checkpoints/best.
     """
@@ -52,13 +50,11 @@ class FolderWriter(RunWriter):
     def __init__(
         self,
         folder: RunDir,
-        study: FolderStudy | None,
         *,
         keep: Retention = "all",
         keep_best: bool = False,
     ) -> None:
         self.folder = folder
-        self.study = study
         self.keep: Retention = keep
         self.keep_best = keep_best
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="run-writer")
@@ -118,13 +114,11 @@ class FolderWriter(RunWriter):
         """See `RunWriter.note`."""
         self.folder.note(text)
 
-    def follow_up(self, rounds: Sequence[RoundRecord]) -> None:
+    def follow_up(self) -> None:
         """Update all files that are derived from finished rounds; a second call changes nothing.
 
         If a run is stopped during this update, a resume repeats it.
         """
-        if self.study is not None:
-            self.study.record(rounds)
         recorded = self.folder.rounds()
         write_csv(recorded, self.folder.path)
         # Copy the best agent before deleting checkpoints: it may be from an earlier round.
@@ -165,7 +159,7 @@ class FolderWriter(RunWriter):
         files |= self.folder.finish_metrics()
         self.folder.append_round(replace(record, files=files))
         self._drop_requests(record)
-        self.follow_up([record])
+        self.follow_up()
         _log.info("%s: round %d recorded", self.folder.path, record.round + 1)
 
     def _amend_round(self, record: RoundRecord) -> None:

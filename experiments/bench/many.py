@@ -37,7 +37,7 @@ WATCHED = (
     ("evo_grpo.population.checkpoints.write", "Snapshot.write", "checkpoints: files (writer)"),
     ("evo_grpo.record.run_dir", "RunDir.append_step", "metrics of steps (writer)"),
     ("evo_grpo.record.run_dir", "RunDir.append_round", "line of rounds.jsonl (writer)"),
-    ("evo_grpo.record.study", "FolderStudy.record", "Optuna's trials (writer)"),
+    ("evo_grpo.record.study", "write_study", "Optuna's trials, at the end"),
     ("evo_grpo.training.writer", "write_csv", "leaderboard.csv (writer)"),
     ("evo_grpo.training.writer", "keep_best_of", "copy of the best agent (writer)"),
     ("evo_grpo.record.run_dir", "RunDir.drop_checkpoints", "old checkpoints (writer)"),

@@ -14,7 +14,6 @@ from evo_grpo.population.steps import RunWriter
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.record.study import FolderStudy
 from evo_grpo.training.assemble import prepare
 from evo_grpo.training.writer import FolderWriter
 from evo_grpo.types import Slot
@@ -72,24 +71,25 @@ def play(folder: Path, rounds: int, overrides: Sequence[str] = ()) -> list[dict[
     prepared = prepare(config)
     lines: list[dict[str, float]] = []
     text = configuration.to_yaml(config)
-    with RunDir.create(folder / "run", config.name, text, force=False) as run:
-        study = FolderStudy(run, config, "", prepared.cohort.hp_config)
-        with FolderWriter(run, study, keep="all") as folder_writer:
-            writer = TimedWriter(folder_writer)
-            slots = prepared.slots
-            for number in range(rounds + 1):
-                writer.seconds = dict.fromkeys(writer.seconds, 0.0)
-                start = time.perf_counter()
-                record = play_round(
-                    prepared.cohort,
-                    prepared.env,
-                    prepared.round_settings,
-                    slots,
-                    number,
-                    writer=writer,
-                    observer=Observer(),
-                )
-                slots = next_slots(record)
-                whole = time.perf_counter() - start
-                lines.append({"round": number, **record.seconds, **writer.seconds, "whole": whole})
+    with (
+        RunDir.create(folder / "run", config.name, text, force=False) as run,
+        FolderWriter(run, keep="all") as folder_writer,
+    ):
+        writer = TimedWriter(folder_writer)
+        slots = prepared.slots
+        for number in range(rounds + 1):
+            writer.seconds = dict.fromkeys(writer.seconds, 0.0)
+            start = time.perf_counter()
+            record = play_round(
+                prepared.cohort,
+                prepared.env,
+                prepared.round_settings,
+                slots,
+                number,
+                writer=writer,
+                observer=Observer(),
+            )
+            slots = next_slots(record)
+            whole = time.perf_counter() - start
+            lines.append({"round": number, **record.seconds, **writer.seconds, "whole": whole})
     return lines[1:]

@@ -1,5 +1,6 @@
 """Who hears of a run that Python calls: nobody in a pipe unless asked, and its trackers."""
 
+import subprocess
 import sys
 
 import pandas as pd
@@ -9,6 +10,7 @@ from small_run import Told, small
 from evo_grpo import GRPO, resume, run
 from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.record.folder import read_rounds
+from evo_grpo.settings import to_yaml
 from evo_grpo.training.inputs.recorded_inputs import read_inputs_of
 
 CONFIG = small(population__rounds=1)
@@ -35,6 +37,18 @@ def test_a_run_in_a_pipe_is_silent_unless_it_is_asked_to_speak(tmp_path, capfd):
     assert capfd.readouterr().out == ""
     resume(folder, progress=True)
     assert capfd.readouterr().out.startswith(f"loading {folder} …\n")
+
+
+def test_a_run_without_progress_loads_no_reader(tmp_path):
+    script = (
+        "import sys, evo_grpo; evo_grpo.run(sys.argv[1], out=sys.argv[2], progress=False); "
+        "print(*(name for name in sys.modules if name.startswith('evo_grpo.readers')))"
+    )
+    (tmp_path / "small.yaml").write_text(to_yaml(CONFIG))
+    command = [sys.executable, "-c", script, str(tmp_path / "small.yaml"), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+    assert (tmp_path / "run" / "journal.log").is_file()
 
 
 def test_what_cannot_follow_is_refused_before_anything_is_shown(tmp_path, capfd):

@@ -27,13 +27,12 @@ from small_run import SETTINGS, Told, small
 
 from evo_grpo import resume, run, study_of
 from evo_grpo.errors import ConfigError
-from evo_grpo.readers.database import DatabaseReader
 from evo_grpo.readers.reader import feed
 from evo_grpo.record.database import DatabaseError, check_url
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import RoundDone
-from evo_grpo.record.study import open_study
+from evo_grpo.record.study import StudyReader, open_study
 from evo_grpo.settings import load
 from evo_grpo.training.inputs.recorded_inputs import read_inputs_of
 
@@ -41,8 +40,10 @@ pytestmark = pytest.mark.postgres
 
 FOLLOW = (
     "import sys; from pathlib import Path; from evo_grpo.readers.reader import feed; "
-    "from evo_grpo.readers.database import DatabaseReader as R; run = Path(sys.argv[1]); "
-    "feed(run, 'optuna', lambda id: R(run, sys.argv[2], id), from_start=True, follow=True)"
+    "from evo_grpo.record.study import StudyReader as R; run = Path(sys.argv[1]); "
+    "from evo_grpo.training.inputs.recorded_inputs import read_inputs_of; "
+    "known = read_inputs_of(run).id; url = sys.argv[2]; "
+    "feed(run, 'optuna', lambda id: R(run, known, url, id), from_start=True, follow=True)"
 )
 """What `evo-grpo follow` does in a process of its own."""
 
@@ -74,9 +75,13 @@ def folder(made, tmp_path):
     return shutil.copytree(made, tmp_path / "run")
 
 
+def reader_of(folder, url, id=""):
+    return StudyReader(folder, read_inputs_of(folder).id, url, id)
+
+
 def send(folder, url):
     """Feed the database as `evo-grpo follow` does."""
-    feed(folder, "optuna", lambda id: DatabaseReader(folder, url, id), from_start=True)
+    feed(folder, "optuna", lambda id: reader_of(folder, url, id), from_start=True)
 
 
 def said(trial):
@@ -202,7 +207,7 @@ def test_tables_that_many_make_at_once_are_made_once(server, monkeypatch):
 
 @pytest.mark.parametrize("how", ["fast", "immediate"])
 def test_a_server_that_stops_in_the_middle_has_everything_once_it_is_back(folder, server, url, how):
-    reader = DatabaseReader(folder, url, "")
+    reader = reader_of(folder, url)
     rounds = read_rounds(folder)
     for record in rounds[:2]:
         reader.read(RoundDone(record.round + 1, record))

@@ -16,16 +16,16 @@ from small_run import SETTINGS, Told, small
 
 from evo_grpo import resume, run, study_of
 from evo_grpo.errors import ConfigError
-from evo_grpo.readers.database import DatabaseReader, deliver
+from evo_grpo.readers.database import deliver
 from evo_grpo.readers.reader import feed
 from evo_grpo.record.database import DatabaseError, connect, disconnect
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import RoundDone
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.record.study import open_study
+from evo_grpo.record.study import StudyReader, open_study
 from evo_grpo.settings import from_dict, to_yaml
-from evo_grpo.training.inputs.recorded_inputs import inputs_of
+from evo_grpo.training.inputs.recorded_inputs import inputs_of, read_inputs_of
 from evo_grpo.types import Slot
 
 #: Nothing listens on it.
@@ -71,11 +71,15 @@ def folder_of(path, records, id="id-1", storage=None):
     return path
 
 
-def send(folder, url, make=DatabaseReader):
+def reader_of(folder, url, id=""):
+    return StudyReader(folder, read_inputs_of(folder).id, url, id)
+
+
+def send(folder, url):
     """Feed the database as `evo-grpo follow` does; returns what was warned of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        feed(folder, "optuna", lambda id: make(folder, url, id), from_start=True)
+        feed(folder, "optuna", lambda id: reader_of(folder, url, id), from_start=True)
     return [str(one.message) for one in caught if one.category is UserWarning]
 
 
@@ -153,7 +157,7 @@ def test_one_that_is_killed_in_the_middle_adds_what_is_missing(
 
 def test_a_round_whose_plan_a_person_changed_changes_nothing(tmp_path, url, records):
     folder = folder_of(tmp_path / "run", records)
-    reader = DatabaseReader(folder, url, "")
+    reader = reader_of(folder, url)
     for record in records:
         reader.read(RoundDone(record.round + 1, record))
     reader.read(RoundDone(4, replace(records[-1], members=())))
@@ -179,7 +183,7 @@ def test_two_runs_of_one_name_that_are_read_at_once_have_a_study_each(tmp_path, 
     def follow(id):
         folder = folder_of(tmp_path / id, runs[id], id)
         together.wait()
-        feed(folder, "optuna", lambda known: DatabaseReader(folder, url, known), from_start=True)
+        feed(folder, "optuna", lambda known: reader_of(folder, url, known), from_start=True)
 
     threads = [threading.Thread(target=follow, args=(id,)) for id in runs]
     for thread in threads:
@@ -192,7 +196,7 @@ def test_two_runs_of_one_name_that_are_read_at_once_have_a_study_each(tmp_path, 
 def test_a_copy_that_goes_on_as_the_run_does_adds_nothing(tmp_path, url, records):
     folder = folder_of(tmp_path / "run", records)
     copy = shutil.copytree(folder, tmp_path / "copy")
-    readers = [DatabaseReader(one, url, "") for one in (folder, copy)]
+    readers = [reader_of(one, url) for one in (folder, copy)]
     for record in records:  # each in turn the first one
         for reader in readers[:: -1 if record.round % 2 else 1]:
             reader.read(RoundDone(record.round + 1, record))
@@ -285,7 +289,7 @@ def test_trials_that_somebody_adds_are_left_alone(tmp_path, url, records):
 
 def test_a_study_that_is_deleted_is_said_and_filled_again(tmp_path, url, records):
     folder = folder_of(tmp_path / "run", records)
-    reader = DatabaseReader(folder, url, "")
+    reader = reader_of(folder, url)
     reader.read(RoundDone(1, records[0]))
     optuna.delete_study(study_name="small-id-1", storage=url)
     with pytest.raises(DatabaseError, match="the study was deleted"):

@@ -181,8 +181,7 @@ def test_the_database_of_another_run_is_kept_apart(run):
         (["wandbb"], None, "run: expected readers of optuna, report, .*got 'wandbb'"),
         ("report", None, "to: expected a list of names, of optuna, report, .*got 'report'"),
         ([], None, "expected the name of a reader, got none.* with --to, of optuna"),
-        (["optuna"], None, "expected a database outside of the run folder.* with --storage"),
-        (["optuna"], "sqlite", "expected a database outside of the run folder"),
+        (["optuna"], "sqlite", "expected the URL of a database, got sqlite; leave it out"),
         (["optuna"], "postgresql+psycopg://me:secret@host/runs", "without a password"),
     ],
 )

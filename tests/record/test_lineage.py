@@ -23,7 +23,7 @@ from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.study import open_study
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
-from evo_grpo.types import Member, Mutation, Score, Slot
+from evo_grpo.types import Mutation, Score
 
 PROPERTY = settings(max_examples=25)
 
@@ -237,22 +237,30 @@ def test_a_restored_member_goes_on_from_the_round_in_which_its_parent_was_the_be
     assert [one.round for one in ancestry([first, second, third], 3)] == [0, 1, 2]
 
 
+def ended_with_mean(rounds, **changes):
+    """The summary of a run that a mean of agents of its last round won."""
+    parents = [agent.member for agent in rounds[-1].agents[:2]]
+    best = {"kind": "mean", "member": 99, "parents": parents}
+    compared = {"kind": "mean", "validation": {"mean": 0.8, "se": 0.05, "n": 64}}
+    return {"best": best, "candidates": [compared], "rounds": len(rounds), **changes}
+
+
 def test_a_mean_is_a_trial_of_its_own_with_both_parents():
     rounds = two_rounds()
     lineage = opened()
     record_all(lineage, rounds)
-    mean = Member(3, Slot(4), 2, 2, Mutation("mean"), 0)
-    for _ in range(2):  # a resume records it again
-        lineage.record_mean(mean, rounds[-1], Score(0.8, 0.05, 64))
+    unread = {"candidates": [{"kind": "mean", "validation": None}]}
+    lineage.record_mean(ended_with_mean(rounds, **unread), rounds[-1])  # nothing was compared
+    assert len(lineage.study.trials) == 4
+    for _ in range(2):  # the log may be read again
+        lineage.record_mean(ended_with_mean(rounds), rounds[-1])
     assert len(lineage.study.trials) == 5
     trial = lineage.study.trials[-1]
     attributes = trial.user_attrs
     assert trial.values == [0.8]
-    assert (attributes["op"], attributes["round"]) == ("mean", 2)
-    assert (attributes["parent"], attributes["second_parent"]) == (2, 0)
-    assert lineage.study.trials[attributes["parent_trial"]].user_attrs["member"] == 2
-    lineage.record_mean(replace(mean, id=9), rounds[-1], None)  # nothing was compared
-    assert len(lineage.study.trials) == 5
+    assert (attributes["op"], attributes["round"], attributes["member"]) == ("mean", 2, 99)
+    assert (attributes["parent"], attributes["second_parent"]) == (0, 2)
+    assert lineage.study.trials[attributes["parent_trial"]].user_attrs["member"] == 0
 
 
 def filled(records, hp_config=HP_CONFIG):
@@ -272,13 +280,9 @@ def test_a_trial_starts_and_ends_with_its_round():
 
 
 def test_the_mean_of_survivors_comes_after_the_last_round():
-    from evo_grpo.types import Member, Mutation, Score, Slot
-
     records = timed(make_run(size=3, rounds=2))
     lineage, last = filled(records), records[-1]
-    parents = [agent.member for agent in last.agents[:2]]
-    mean = Member(99, Slot(3), parents[0], 2, Mutation("mean"), parents[1])
-    lineage.record_mean(mean, last, Score(0.5, 0.1, 8))
+    lineage.record_mean(ended_with_mean(records), last)
     trial = lineage.study.trials[-1]
     assert trial.datetime_start == trial.datetime_complete == datetime.fromtimestamp(last.ended)
 

@@ -490,14 +490,12 @@ def test_what_belongs_to_unfinished_rounds_is_dropped(tmp_path, make_run):
     for place in ("metrics", "steering"):
         (folder / place).mkdir(exist_ok=True)
         (folder / place / ".torn.json.tmp").write_text("torn")
-    (folder / "journal.log.lock1a2b.rename").symlink_to(folder / "journal.log")
     (folder / "completions" / "mine.txt").write_text("mine")
     half = folder / "checkpoints" / "round-0002" / "agent-00"
     half.mkdir(parents=True)
     (half / "optimizer.safetensors").write_text("half")
     with RunDir.open(folder) as run:
         run.drop_unfinished()
-    assert not (folder / "journal.log.lock1a2b.rename").is_symlink()
     assert tree(folder) == [
         ".lock",
         "checkpoints/round-0000/agent-00/attributes.json",
@@ -707,19 +705,6 @@ def test_a_file_with_a_second_name_elsewhere_is_not_changed(tmp_path, make_run):
     ):
         run.append_round(records[1])
     assert (tmp_path / "backup").read_bytes() == before
-
-
-@pytest.mark.parametrize("target", ["journal.log", "victim", "nothing", None])
-def test_a_lock_of_the_journal_is_removed_and_never_followed(tmp_path, make_run, target):
-    folder = filled(tmp_path / "run", make_run(rounds=1))
-    lock, victim = folder / "journal.log.lock", folder / "victim"
-    victim.write_text("theirs")
-    lock.touch() if target is None else lock.symlink_to(folder / target)
-    with RunDir.open(folder) as run:
-        assert os.path.lexists(lock)
-        run.drop_unfinished()
-    assert not os.path.lexists(lock)
-    assert victim.read_text() == "theirs"
 
 
 @pytest.mark.parametrize("path", ["../outside", "/etc/passwd", "checkpoints/../../outside"])

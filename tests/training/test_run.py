@@ -529,7 +529,7 @@ def test_what_a_crash_left_undone_is_made_up_for(finished, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(small(), out=tmp_path / "run", observer=Told(("done", 2)))
     (tmp_path / "run" / "leaderboard.csv").write_text("stale")
-    (tmp_path / "run" / "journal.log").unlink()
+    assert not (tmp_path / "run" / "journal.log").exists()
     resume(tmp_path / "run")
     same_outcome(finished[0], tmp_path / "run")
     csv = pd.read_csv(tmp_path / "run" / "leaderboard.csv", converters={"fitness": float})

@@ -39,7 +39,7 @@ from evo_grpo.api.whole_model.validation import (
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.learn.objective.advantages import group_advantages
 from evo_grpo.learn.objective.ratios import kl_term
-from evo_grpo.readers.report.figures.style import graph_objects
+from evo_grpo.readers.report.figures.axes import graph_objects
 from evo_grpo.rollout.draws import key_tensor, uniform
 from evo_grpo.rollout.sampling import RowSampling, Sampling, sample_tokens
 from evo_grpo.schema.validation import check_all, check_folder, whole

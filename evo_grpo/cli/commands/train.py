@@ -39,7 +39,7 @@ PANEL = "Training"
 def _check_report(report: bool) -> None:
     """Raise EngineUnavailable for --report without plotly."""
     if report and not is_silent_rank():
-        from evo_grpo.readers.report.figures.style import graph_objects
+        from evo_grpo.readers.report.figures.axes import graph_objects
 
         graph_objects("run --report")
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, final
 
 from evo_grpo.errors import EngineUnavailable
-from evo_grpo.readers.database import add_mean, study_of
+from evo_grpo.readers.database import study_of
 from evo_grpo.readers.report.figures.lineage import plot_lineage
 from evo_grpo.record import columns
 from evo_grpo.record.config import read_config
@@ -91,7 +91,7 @@ class StudyCopy:
                 self._add(entry.record)
                 self._summary = None
             elif isinstance(entry, RunFinished) and self._rounds:
-                add_mean(self._lineage, entry.summary, self._rounds[-1])
+                self._lineage.record_mean(entry.summary, self._rounds[-1])
                 self._summary = entry.summary
         if (len(self._rounds), self._summary) != before:
             self._show()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from evo_grpo.errors import EvoGrpoError
 from evo_grpo.readers.report.page.build import text
 from evo_grpo.readers.report.tables import headline, leaderboard_table
 from evo_grpo.record.view import Run, view_of
@@ -14,16 +11,6 @@ AGENTS = 16
 WITHOUT = ("member", "parent", "round", "tokens", "wall_seconds")
 """Columns that are left out, so that the others fit beside each other."""
 _CELL = '<td style="white-space: nowrap">'  # notebooks break numbers at "-" and around "±"
-
-
-class RunFolder(type(Path())):
-    """The path of a run folder, which a notebook shows as the result of the run."""
-
-    def _repr_html_(self) -> str | None:
-        try:
-            return as_html(view_of(Path(self)), f"run folder: {self}")
-        except EvoGrpoError:  # shown like any other path
-            return None
 
 
 def as_html(run: Run, title: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any, final
 
 import yaml
 
+from evo_grpo.readers.report.figures.axes import WINNER, graph_objects
 from evo_grpo.readers.report.figures.diagnostics import curves, metric_names, plot_metric
 from evo_grpo.readers.report.figures.fitness import plot_fitness
 from evo_grpo.readers.report.figures.front import plot_front
@@ -18,7 +19,6 @@ from evo_grpo.readers.report.figures.lineage import plot_lineage
 from evo_grpo.readers.report.figures.points import agent_name, looks, named
 from evo_grpo.readers.report.figures.schedules import drawn_names, plot_improvement, plot_schedules
 from evo_grpo.readers.report.figures.spending import plot_seconds, plot_tokens
-from evo_grpo.readers.report.figures.style import WINNER, graph_objects
 from evo_grpo.readers.report.page.build import Page, cards, sortable, text
 from evo_grpo.readers.report.side_by_side import add_arms
 from evo_grpo.readers.report.tables import completions_table, headline, leaderboard_table

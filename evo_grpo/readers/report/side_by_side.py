@@ -18,7 +18,14 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.claims import TEST_LEVEL, signs
 from evo_grpo.evolve.intervals import interval
 from evo_grpo.printable import shorten
-from evo_grpo.readers.report.figures.style import GREY, graph_objects, look_of, new_figure
+from evo_grpo.readers.report.figures.axes import (
+    GREY,
+    Line,
+    draw,
+    graph_objects,
+    look_of,
+    new_figure,
+)
 from evo_grpo.readers.report.page.build import Page, Table, sortable, text
 from evo_grpo.readers.terminal.arms import difference_rows
 from evo_grpo.record.arms import (
@@ -426,12 +433,9 @@ def plot_progress(found: SideBySide) -> go.Figure:
         known = [[fitness(a) for a in run.rounds[n].agents] for n in decided]
         best = np.array([max((v for v in own if v == v), default=-np.inf) for own in known])
         top = np.maximum.accumulate(best) if len(best) else best
-        look = look_of(index)
-        figure.add_scatter(
-            x=tokens, y=np.where(np.isfinite(top), top, np.nan), mode="lines+markers",
-            name=one.name, line={"color": look.color, "dash": look.dash, "shape": "hv"},
-            marker={"symbol": look.symbol, "size": 8},
-        )  # fmt: skip
+        line = Line(tokens, np.where(np.isfinite(top), top, np.nan))
+        options: dict[str, Any] = {"marker_size": 8, "line_shape": "hv", "hoverinfo": "all"}
+        draw(figure, line, look_of(index), one.name, legend=True, **options)
     return figure
 
 

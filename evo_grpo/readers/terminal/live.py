@@ -8,9 +8,9 @@ from typing import final
 from rich.console import Console, ConsoleDimensions, Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.segment import SegmentLines
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from evo_grpo.readers.terminal.console import BAD, GOOD, NOTICE, new_table, safe, say, show
@@ -44,6 +44,21 @@ ARROWS = {"up": " ↑", "down": " ↓"}
 
 
 @final
+class PaceColumn(ProgressColumn):
+    """The elapsed time, the estimated remaining time and the speed."""
+
+    def __init__(self, view: LiveTable) -> None:
+        super().__init__(Column(no_wrap=True))
+        self.view = view
+
+    def render(self, task: Task) -> Text:
+        """Return the text of the column."""
+        left, speed = self.view.pace.left(), self.view.pace.tokens_per_second
+        text = f"{clock(task.elapsed or 0)} ETA {'-' if left is None else clock(left)}"
+        return safe(text if speed is None else f"{text} {speed:,.0f} tok/s")
+
+
+@final
 class LiveTable:
     """Redraws a bar and a table of the last finished round; a line per round scrolls above.
 
@@ -58,17 +73,17 @@ class LiveTable:
         self.last: RoundRecord | None = None
         # Round, size of the terminal, table.
         self.drawn: tuple[int, ConsoleDimensions, RenderableType] | None = None
-        self.pace = Pace()
         self.line = BarColumn(complete_style=GOOD, finished_style=GOOD)
+        self.pace = Pace()
         self.bar = Progress(
             SpinnerColumn(style=GOOD),
             TextColumn("{task.description}", markup=False),
             self.line,
             TextColumn("{task.fields[stage]}", markup=False),
-            TextColumn("{task.fields[pace]}", markup=False),
+            PaceColumn(self),
             console=console,
         )
-        self.task = self.bar.add_task("", total=1, stage="", pace="")
+        self.task = self.bar.add_task("", total=1, stage="")
         self.live = self._fresh()
 
     def _fresh(self) -> Live:
@@ -87,26 +102,23 @@ class LiveTable:
         `first_round` is 0-based, and `hyperparameters` are shown beside the common ones. `work` are
         the completions of the run, for the time left.
         """
-        self.rounds = rounds
-        self.names = shown_names(hyperparameters)
+        self.rounds, self.names = rounds, shown_names(hyperparameters)
         self.last = self.drawn = None
         self.pace.start(rounds, first_round, work)
         say(self.console, title, "bold", wrap=True)
-        self.bar.reset(
-            self.task,
-            total=rounds,
-            completed=first_round,
-            description=self._title(first_round),
-            stage="",
-            pace="",
-        )
+        self.bar.reset(self.task, total=rounds, completed=first_round)
+        self._show(first_round)
         self.live.start()
+
+    def _show(self, round: int, stage: str = "", done: int | None = None) -> None:
+        """Show the round beside the bar, and its stage."""
+        title = f"round {min(round + 1, self.rounds)}/{self.rounds}"
+        self.bar.update(self.task, description=title, stage=stage, completed=done)
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
         """Show the stage of the round; see `Observer`."""
         self.pace.stage(name, done, total)
-        text = f"{name} {done}/{total}" if total > 1 else name
-        self.bar.update(self.task, description=self._title(round), stage=text)
+        self._show(round, f"{name} {done}/{total}" if total > 1 else name)
 
     def step_done(self, round: int, step: int, metrics: Mapping[Slot, Mapping[str, float]]) -> None:
         """Update the speed and the time left."""
@@ -117,12 +129,7 @@ class LiveTable:
         """Advance the bar, fill the table, and print the result and the decisions of the round."""
         self.last = record
         self.pace.round_done(record)
-        self.bar.update(
-            self.task,
-            completed=record.round + 1,
-            description=self._title(min(record.round + 1, self.rounds - 1)),
-            stage="",
-        )
+        self._show(record.round + 1, done=record.round + 1)
         lines: list[RenderableType] = [
             safe(round_line(record, self.rounds)),
             *(Padding(safe(one.sentence, "dim"), (0, 0, 0, 2)) for one in record.decisions),
@@ -146,22 +153,7 @@ class LiveTable:
     def render(self) -> RenderableType:
         """Return the current display."""
         self.line.bar_width = min(MOST_BAR, max(LEAST_BAR, self.console.width - BESIDE_BAR))
-        self.bar.update(self.task, pace=self._pace())
         return Group(self.bar) if self.last is None else Group(self._table(self.last), self.bar)
-
-    def _title(self, round: int) -> str:
-        return f"round {round + 1}/{self.rounds}"
-
-    def _pace(self) -> str:
-        """Return the elapsed time, the estimated remaining time and the speed."""
-        left, speed = self.pace.left(), self.pace.tokens_per_second
-        parts = [
-            clock(self.bar.tasks[0].elapsed or 0),
-            f"ETA {'-' if left is None else clock(left)}",
-        ]
-        if speed is not None:
-            parts.append(f"{speed:,.0f} tok/s")
-        return " ".join(parts)
 
     def _table(self, record: RoundRecord) -> RenderableType:
         """Return the agents of a round, with as many rows and columns as fit the terminal."""

@@ -54,6 +54,9 @@ class Completions(NamedTuple):
         )
 
 
+NO_WORK = Completions(0, (0,), 0)
+
+
 @final
 class Pace:
     """Estimates the time left from the progress that a run reports.
@@ -74,91 +77,71 @@ class Pace:
         Without `work`, the time of the final comparison and test is left out.
         """
         self.rounds, self.done = (1, 0) if self.whole else (rounds, first_round)
-        self.work = None if self.whole else work
+        self.work = NO_WORK if self.whole or work is None else work
         self.tokens_per_second: float | None = None
         self._durations: deque[float] = deque(maxlen=RECENT)
         self._began = self.clock()
-        self._expected: float | None = None
+        self._present: float | None = None  # seconds of the first round
         self._training = 0.0  # seconds of a round without its evaluation, where that is known
-        self._evaluated: float | None = None  # seconds of a completion that is only sampled
+        self._evaluated = 0.0  # seconds of a completion that is only sampled
         self._tokens = self._rows = 0.0
-        self._first: tuple[float, float] | None = None  # seconds and rows of the first step
+        self._first = (0.0, 0.0)  # seconds and rows of the first step
 
     def stage(self, name: str, done: int, total: int) -> None:
         """Note the progress of a stage; see `Observer.stage`."""
-        if name == "learn" and done and not self._rows:
+        if name == "learn" and done and not self._rows and not self._durations:
             spent = self.clock() - self._began
-            self._expected = spent * total / done * (1 if self.whole else BESIDE_LEARNING)
+            self._present = spent * total / done * (1 if self.whole else BESIDE_LEARNING)
+            self._training = self._present
 
     def step_done(self, metrics: Mapping[Slot, Mapping[str, float]]) -> None:
         """Note a step of all agents; see `Observer.step_done`."""
+        if self._durations:
+            return
         spent = self.clock() - self._began
         self._tokens += sum(own.get("tokens", 0.0) for own in metrics.values())
-        if spent > 0 and not self._durations:
+        if spent > 0:
             self.tokens_per_second = self._tokens / spent
-        if self.work is None or self._durations:  # `stage` reports how far the round is
-            return
-        self._rows += sum(own.get("rows", 0.0) for own in metrics.values())
+        if self.work.round:  # otherwise `stage` reports how far the round is
+            self._rows += sum(own.get("rows", 0.0) for own in metrics.values())
         if not self._rows:
             return
-        if self._first is None:
+        if not self._first[1]:
             self._first = spent, self._rows
-        began, before = self._first
         # The first step of a run is slower than the others, so they count alone once there are any.
+        began, before = self._first
         more = self._rows - before
         each = (spent - began) / more if more else began / before
-        training = spent + each * (self.work.round - self._rows)
-        self._evaluated = EVALUATED * each
-        self._expected = training + self._evaluated * self._evaluations(self.done)
-        self._training = each * self.work.round
+        self._training, self._evaluated = each * self.work.round, EVALUATED * each
+        self._present = spent - each * self._rows + self._round(self.done)
 
     def round_done(self, record: RoundRecord) -> None:
         """Note a finished round."""
-        now = self.clock()
-        evaluated = record.seconds.get("evaluate", 0.0)
-        self._durations.append(now - self._began - (0.0 if self.work is None else evaluated))
+        now, evaluated = self.clock(), record.seconds.get("evaluate", 0.0)
+        self._durations.append(now - self._began - (evaluated if self.work.round else 0.0))
         self._training = sum(self._durations) / len(self._durations)
-        self._began, self._expected = now, None
-        self._tokens = self._rows = 0.0
-        self.done = record.round + 1
+        self._began, self._present, self.done = now, None, record.round + 1
         tokens = sum(agent.tokens for agent in record.agents) + record.evaluation_tokens
         seconds = sum(record.seconds.values())
         self.tokens_per_second = tokens / seconds if seconds else None
-        if self.work is not None and (rows := self._evaluations(record.round)):
+        if rows := self._evaluations(record.round):
             self._evaluated = evaluated / rows
 
     def left(self) -> float | None:
         """Return the estimated remaining seconds; None before there is an estimate."""
-        rounds, spent = self.rounds - self.done, self.clock() - self._began
-        if rounds <= 0:
-            return max(self._end() - spent, 0.0)
-        if self._durations:
-            each = self._round(self.done)
-        elif self._expected is not None:
-            each = self._expected
-        else:
+        spent, end = self.clock() - self._began, self._evaluated * self.work.end
+        if self.done >= self.rounds:
+            return max(end - spent, 0.0)
+        if self._present is None and not self._durations:
             return None
+        each = self._round(self.done) if self._present is None else self._present
+        later = sum(map(self._round, range(self.done + 1, self.rounds)))
         # A round that takes longer than estimated adds nothing.
-        return self._later(each) + max(each - spent, 0.0) + self._end()
-
-    def _later(self, each: float) -> float:
-        """Return the seconds of the rounds after the present one, which takes `each` seconds."""
-        if self.work is None or self._evaluated is None:
-            return (self.rounds - self.done - 1) * each
-        return sum(map(self._round, range(self.done + 1, self.rounds)))
+        return max(each - spent, 0.0) + later + end
 
     def _round(self, round: int) -> float:
-        """Return the seconds of a round: its training, and its evaluation where that is known."""
-        if self.work is None or self._evaluated is None:
-            return self._training
+        """Return the seconds of a round: its training and its evaluation."""
         return self._training + self._evaluated * self._evaluations(round)
 
-    def _end(self) -> float:
-        """Return the seconds of the final comparison and the test."""
-        if self.work is None or self._evaluated is None:
-            return 0.0
-        return self._evaluated * self.work.end
-
     def _evaluations(self, round: int) -> int:
-        assert self.work is not None
         return self.work.evaluations[min(round, len(self.work.evaluations) - 1)]

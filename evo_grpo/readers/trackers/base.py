@@ -10,7 +10,6 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -27,37 +26,14 @@ if TYPE_CHECKING:
     from evo_grpo.readers.reader import Reader
 
 PROJECT = "evo-grpo"
-
-
-@dataclass(frozen=True)
-class Target:
-    """The destination of a run in a tracker.
-
-    Attributes:
-        project: Name of the project.
-        name: Name of the run.
-        folder: Folder for files of the tracker; it need not exist.
-        settings: The settings of the run, by path.
-        online: Whether to send the data to the service.
-        server: Address of the service, None for the default of the tracker.
-        in_run: Whether `folder` lies in the run folder, whose contents are not trusted.
-    """
-
-    project: str
-    name: str
-    folder: Path
-    settings: Mapping[str, str | float | None]
-    online: bool = False
-    server: str | None = None
-    in_run: bool = False
+Settings = dict[str, str | float | None]
+"""The settings of a run, by path."""
 
 
 class TrackerReader(ABC):
     """Writes the entries of a run to a tracker; see `evo_grpo.readers.reader.Reader`.
 
-    Args:
-        target: The destination of the run.
-        id: Id of the run in the tracker; empty for a new run.
+    A tracker whose run has the methods `log` and `finish` has nothing to add but `open`.
 
     Attributes:
         environment: Default values of environment variables of the tracker's package.
@@ -66,30 +42,27 @@ class TrackerReader(ABC):
 
     environment: ClassVar[Mapping[str, str]] = {}
     makes_links: ClassVar[bool] = False
+    run: Any
 
-    def __init__(self, target: Target, id: str) -> None:
-        for name, value in self.environment.items():
-            os.environ.setdefault(name, value)
-        if target.in_run and not self.makes_links:
-            refuse_links(target.folder)
-        target.folder.mkdir(parents=True, exist_ok=True)
-        self.id = self.open(target, id)
+    def __init__(self, target: TrackerConfig, settings: Settings, id: str) -> None:
+        self.id = self.open(target, settings, id)
 
     @abstractmethod
-    def open(self, target: Target, id: str) -> str:
+    def open(self, target: TrackerConfig, settings: Settings, id: str) -> str:
         """Start a run, or continue one.
 
         Args:
-            target: The destination of the run.
+            target: Where the run goes: project, name and folder, which exists, are known.
+            settings: The settings of the run.
             id: Id of the run to continue, empty for a new run.
 
         Returns:
             The id for continuing the run later.
         """
 
-    @abstractmethod
     def write(self, values: Values) -> None:
         """Write the values of a step."""
+        self.run.log(values.with_texts(), step=values.step)
 
     def read(self, entry: Entry) -> None:
         """Write an entry of the log."""
@@ -105,9 +78,9 @@ class TrackerReader(ABC):
         """
         return False
 
-    @abstractmethod
     def close(self) -> None:
         """Write the remaining values and end the run."""
+        self.run.finish()
 
 
 def open_tracker(config: TrackerConfig, run: Path | None, settings: object, id: str) -> Reader:
@@ -121,35 +94,30 @@ def open_tracker(config: TrackerConfig, run: Path | None, settings: object, id: 
     check_trackers([config])
     # Without a run folder, the time is the name, so that TensorBoard does not mix two runs.
     unnamed = time.strftime("run-%Y%m%d-%H%M%S") if run is None else run.resolve().name
-    name = config.name or unnamed
-    target = Target(
-        project=config.project or PROJECT,
-        name=name,
-        folder=_folder(config, run, name),
-        settings=flat_settings(settings),
-        online=config.online,
-        server=config.server,
-        in_run=config.folder is None and run is not None,
-    )
-    made: Reader = import_module(f"{__package__}.{config.kind}").Writer(target, id)
-    return made
-
-
-def _folder(config: TrackerConfig, run: Path | None, name: str) -> Path:
+    name, in_run = config.name or unnamed, config.folder is None and run is not None
     if config.folder is None and run is not None:
-        return run.resolve() / TRACKERS / config.kind
-    folder = Path(config.folder or f"{TRACKERS}/{config.kind}").expanduser().resolve()
-    # TensorBoard identifies a run by its folder; other trackers store the name with the data.
-    return folder / name if config.kind == "tensorboard" else folder
+        folder = run.resolve() / TRACKERS / config.kind
+    else:
+        folder = Path(config.folder or f"{TRACKERS}/{config.kind}").expanduser().resolve()
+        if config.kind == "tensorboard":  # which identifies a run by its folder
+            folder /= name
+    made: type[TrackerReader] = import_module(f"{__package__}.{config.kind}").Writer
+    for variable, value in made.environment.items():
+        os.environ.setdefault(variable, value)
+    if in_run and not made.makes_links:  # the contents of a run folder are not trusted
+        refuse_links(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    known = {"project": config.project or PROJECT, "name": name, "folder": str(folder)}
+    return made(config.model_copy(update=known), flat_settings(settings), id)
 
 
-def flat_settings(settings: object) -> dict[str, str | float | None]:
+def flat_settings(settings: object) -> Settings:
     """Return settings as a mapping from path to value for trackers; empty without settings.
 
     Rows of the user that stand in the settings are counted: a tracker may send them away.
     """
     dump = getattr(settings, "model_dump", None)
-    found: dict[str, str | float | None] = {}
+    found: Settings = {}
     values = cast("dict[str, Any]", dump(mode="json")) if callable(dump) else {}
     for path, value in flat(without_rows(values)):
         if isinstance(value, list):

@@ -6,8 +6,9 @@ from importlib import import_module
 from typing import Any, final
 from uuid import uuid4
 
-from evo_grpo.readers.trackers.base import Target, TrackerReader
+from evo_grpo.readers.trackers.base import Settings, TrackerReader
 from evo_grpo.readers.trackers.values import Values
+from evo_grpo.settings.trackers import TrackerConfig
 
 _OFF = (
     *("log_code", "log_graph", "log_git_metadata", "log_git_patch", "log_env_details"),
@@ -22,7 +23,7 @@ class Writer(TrackerReader):
 
     environment = {"COMET_LOGGING_CONSOLE": "ERROR", "COMET_INTERNAL_SENTRY_DSN": ""}  # noqa: RUF012 -- read alone
 
-    def open(self, target: Target, id: str) -> str:
+    def open(self, target: TrackerConfig, settings: Settings, id: str) -> str:
         """See `TrackerReader`."""
         comet: Any = import_module("comet_ml")
         key = id or uuid4().hex
@@ -34,12 +35,12 @@ class Writer(TrackerReader):
             online=target.online,
             experiment_config=comet.ExperimentConfig(
                 name=target.name,
-                offline_directory=str(target.folder),
+                offline_directory=target.folder,
                 display_summary_level=0,
                 **dict.fromkeys(_OFF, False),
             ),
         )
-        self._experiment.log_parameters(dict(target.settings))
+        self._experiment.log_parameters(settings)
         return key
 
     def write(self, values: Values) -> None:

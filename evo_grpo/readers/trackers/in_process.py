@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.printable import error_text
-from evo_grpo.readers.trackers.base import flat_settings, open_tracker
-from evo_grpo.readers.trackers.values import values_of
+from evo_grpo.readers.trackers.base import Settings, TrackerReader, flat_settings, open_tracker
+from evo_grpo.readers.trackers.values import Values
 from evo_grpo.record.log import Entry, RoundDone, RunFinished, StepDone
 from evo_grpo.record.observer import Observer
 from evo_grpo.schema.validation import shown
@@ -156,9 +155,7 @@ class _Writing:
     def end(self, seconds: float) -> None:
         """Wait until all entries are written, then warn about an error."""
         self._entries.put(None)
-        until = time.monotonic() + seconds
-        while self._thread.is_alive() and time.monotonic() < until:
-            self._thread.join(0.1)
+        self._thread.join(seconds)
         reason = self._failed
         if not reason and self._thread.is_alive():
             reason = f"it has not written all entries within {seconds:g} s"
@@ -182,36 +179,24 @@ class _Writing:
 
 
 @final
-class _AccelerateReader:
-    """A reader that writes to a tracker object of the user.
-
-    Args:
-        tracker: An `accelerate.tracking.GeneralTracker`, or an object with its methods.
-        settings: Settings of the run.
-    """
-
-    id = ""
+class _AccelerateReader(TrackerReader):
+    """A reader that writes to an `accelerate.tracking.GeneralTracker`, or what has its methods."""
 
     def __init__(self, tracker: Any, settings: object) -> None:  # noqa: ANN401 -- by its methods
-        self._tracker = tracker
-        start = getattr(tracker, "start", None)
-        if callable(start):
+        self.run = tracker
+        super().__init__(TrackerConfig.model_construct(), flat_settings(settings), "")
+
+    def open(self, target: TrackerConfig, settings: Settings, id: str) -> str:
+        """See `TrackerReader`."""
+        if callable(start := getattr(self.run, "start", None)):
             start()
-        tracker.store_init_configuration(flat_settings(settings))
+        self.run.store_init_configuration(settings)
+        return ""
 
-    def read(self, entry: Entry) -> None:
-        """See `Reader`."""
-        written = values_of(entry)
-        if written is not None and (values := written.side_by_side()):
-            self._tracker.log(values, step=written.step)
-
-    def flush(self) -> bool:
-        """See `Reader`."""
-        return True
-
-    def close(self) -> None:
-        """See `Reader`."""
-        self._tracker.finish()
+    def write(self, values: Values) -> None:
+        """Write numbers alone."""
+        if row := values.side_by_side():
+            self.run.log(row, step=values.step)
 
 
 def _check_object(tracker: Any, options: Mapping[str, Any]) -> None:  # noqa: ANN401 -- any object

@@ -8,10 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, TypeVar, final
 
-from evo_grpo.readers.trackers.base import Target, TrackerReader
+from evo_grpo.readers.trackers.base import Settings, TrackerReader
 from evo_grpo.readers.trackers.values import Values
+from evo_grpo.settings.trackers import TrackerConfig
 
 T = TypeVar("T")
 _METRICS, _OTHERS = 1000, 100
@@ -26,11 +28,11 @@ class Writer(TrackerReader):
 
     environment = {"MLFLOW_DISABLE_TELEMETRY": "true"}  # noqa: RUF012 -- read alone
 
-    def open(self, target: Target, id: str) -> str:
+    def open(self, target: TrackerConfig, settings: Settings, id: str) -> str:
         """See `TrackerReader`."""
         where, artifacts = target.server, None
         if where is None:
-            folder = target.folder
+            folder = Path(str(target.folder))
             where, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
         self._entities: Any = import_module("mlflow.entities")
         self._client: Any = import_module("mlflow.tracking").MlflowClient(
@@ -40,10 +42,9 @@ class Writer(TrackerReader):
             self._run = id
             self._client.update_run(id, status="RUNNING")
             return id
-        experiment = self._experiment(target.project, artifacts)
+        experiment = self._experiment(str(target.project), artifacts)
         self._run = str(self._client.create_run(experiment, run_name=target.name).info.run_id)
-        settings = target.settings.items()
-        params = [self._entities.Param(name, str(value)[:_LONGEST]) for name, value in settings]
+        params = [self._entities.Param(k, str(v)[:_LONGEST]) for k, v in settings.items()]
         for some in _parts(params, _OTHERS):
             self._client.log_batch(self._run, params=some)
         return self._run

@@ -9,9 +9,10 @@ import time
 from importlib import import_module
 from typing import Any, final
 
-from evo_grpo.readers.trackers.base import Target, TrackerReader
+from evo_grpo.readers.trackers.base import Settings, TrackerReader
 from evo_grpo.readers.trackers.values import POPULATION, Values
 from evo_grpo.record.log import Entry, RoundDone, RunFinished, RunStarted, StepDone
+from evo_grpo.settings.trackers import TrackerConfig
 
 
 @final
@@ -20,22 +21,22 @@ class Writer(TrackerReader):
 
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3"}  # noqa: RUF012 -- read alone
 
-    def open(self, target: Target, id: str) -> str:
+    def open(self, target: TrackerConfig, settings: Settings, id: str) -> str:
         """See `TrackerReader`."""
         self._events: Any = import_module("tensorboard.compat.proto.event_pb2")
         self._summary: Any = import_module("tensorboard.compat.proto.summary_pb2").Summary
         self._writer: Any = import_module("tensorboard.summary.writer.event_file_writer")
-        self._target = target
+        self._folder, self._settings = str(target.folder), settings
         # First step whose events by earlier writers are dropped, since they are written again.
         self._purge: int | None = None
         self._writers: dict[str, Any] = {}
-        return str(target.folder)
+        return self._folder
 
     def read(self, entry: Entry) -> None:
         """See `Reader`."""
         if isinstance(entry, RunStarted):
             self._purge = 0
-            rows = [f"| {name} | {value} |" for name, value in self._target.settings.items()]
+            rows = [f"| {name} | {value} |" for name, value in self._settings.items()]
             text = "\n".join(["| setting | value |", "|---|---|", *rows])
             self._write(POPULATION, 0, [self._text("settings", text)])
         elif self._purge is None and isinstance(entry, StepDone | RoundDone | RunFinished):
@@ -67,7 +68,7 @@ class Writer(TrackerReader):
     def _write(self, owner: str, step: int, values: list[Any]) -> None:
         writer = self._writers.get(owner)
         if writer is None:
-            folder = str(self._target.folder / owner)
+            folder = f"{self._folder}/{owner}"
             writer = self._writers[owner] = self._writer.EventFileWriter(folder)
             if self._purge is not None:
                 start = self._events.SessionLog(status=self._events.SessionLog.START)

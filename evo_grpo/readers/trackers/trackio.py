@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, final
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.readers.trackers.base import Target, TrackerReader
-from evo_grpo.readers.trackers.values import Values
+from evo_grpo.readers.trackers.base import Settings, TrackerReader
+from evo_grpo.settings.trackers import TrackerConfig
 
 _VARIABLE = "TRACKIO_DIR"
 
@@ -24,28 +24,20 @@ class Writer(TrackerReader):
 
     environment = {"HF_HUB_DISABLE_TELEMETRY": "1", "GRADIO_ANALYTICS_ENABLED": "False"}  # noqa: RUF012 -- read alone
 
-    def open(self, target: Target, id: str) -> str:
+    def open(self, target: TrackerConfig, settings: Settings, id: str) -> str:
         """See `TrackerReader`."""
-        trackio = _writing_to(target.folder)
-        self._run: Any = trackio.init(
+        trackio = _writing_to(Path(str(target.folder)))
+        self.run = trackio.init(
             project=target.project,
             name=id or target.name,
             space_id=target.server,
-            config=dict(target.settings),
+            config=settings,
             resume="allow" if id else "never",
             embed=False,
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-        return str(self._run.name)
-
-    def write(self, values: Values) -> None:
-        """See `TrackerReader`."""
-        self._run.log(values.with_texts(), step=values.step)
-
-    def close(self) -> None:
-        """See `TrackerReader`."""
-        self._run.finish()
+        return str(self.run.name)
 
 
 def _writing_to(folder: Path) -> Any:  # noqa: ANN401 -- a module without types

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from evo_grpo.record import columns
 from evo_grpo.record.log import RoundDone, RunFinished, StepDone
@@ -63,47 +63,46 @@ class Values:
 
 def values_of(entry: Entry) -> Values | None:
     """Return the values of an entry of the log; None if it has none."""
+    texts: Mapping[str, str] = {}
     match entry:
         case StepDone():
-            agents = {of_agent(slot): finite(metrics) for slot, metrics in entry.agents.items()}
-            return Values(entry.number, agents)
+            table = {of_agent(slot): metrics for slot, metrics in entry.agents.items()}
         case RoundDone():
-            return _of_round(entry.number, entry.record)
+            table, texts = _of_round(entry.record), _texts(entry.record)
         case RunFinished():
-            return _of_end(entry.number, entry.summary)
+            tested = {f"test/{which}": entry.summary.get(which) for which in ("best", "base")}
+            table = {POPULATION: {n: one.get("mean") for n, one in tested.items() if one}}
         case _:
             return None
+    return Values(entry.number, {owner: finite(own) for owner, own in table.items()}, texts)
 
 
-def _of_round(step: int, record: RoundRecord) -> Values:
+def _of_round(record: RoundRecord) -> dict[str, dict[str, float | None]]:
     # Rewards of training are logged by step: they are no fitness.
     evaluated = [agent for agent in record.agents if columns.was_evaluated(agent)]
     fitness = [f for agent in evaluated if math.isfinite(f := columns.fitness(agent))]
-    population = {
-        "round": float(record.round + 1),
-        "agents": float(len(record.agents)),
-        "tokens/training": float(sum(agent.tokens for agent in record.agents)),
-        "tokens/evaluation": float(record.evaluation_tokens),
+    population: dict[str, float | None] = {
+        "round": record.round + 1,
+        "agents": len(record.agents),
+        "tokens/training": sum(agent.tokens for agent in record.agents),
+        "tokens/evaluation": record.evaluation_tokens,
         **{f"{SECONDS}{phase}": spent for phase, spent in record.seconds.items()},
+        "fitness/best": max(fitness, default=None),
+        "fitness/mean": sum(fitness) / len(fitness) if fitness else None,
     }
-    if fitness:
-        population |= {"fitness/best": max(fitness), "fitness/mean": sum(fitness) / len(fitness)}
     # The hyperparameters that mutate, without those that a request set after this round.
     names = columns.hyperparameters([replace(record, steering=())])
-    values = {of_agent(a.agent): _of_agent(a, names) for a in record.agents}
-    texts = {of_agent(a.agent): life(a) for a in record.agents}
+    return {
+        **{of_agent(a.agent): _of_agent(a, names) for a in record.agents},
+        POPULATION: population,
+    }
+
+
+def _texts(record: RoundRecord) -> dict[str, str]:
+    texts = {of_agent(agent.agent): life(agent) for agent in record.agents}
     if record.decisions:
         texts[POPULATION] = "\n\n".join(decision.sentence for decision in record.decisions)
-    return Values(step, {**values, POPULATION: finite(population)}, texts)
-
-
-def _of_end(step: int, summary: Mapping[str, Any]) -> Values:
-    values = {
-        f"test/{which}": float(summary[which]["mean"])
-        for which in ("best", "base")
-        if isinstance(summary.get(which), Mapping) and summary[which].get("mean") is not None
-    }
-    return Values(step, {POPULATION: finite(values)})
+    return texts
 
 
 def life(agent: AgentRecord) -> str:
@@ -124,15 +123,15 @@ def finite(values: Mapping[str, float | None]) -> dict[str, float]:
     }
 
 
-def _of_agent(agent: AgentRecord, names: Sequence[str]) -> dict[str, float]:
+def _of_agent(agent: AgentRecord, names: Sequence[str]) -> dict[str, float | None]:
     further = () if agent.score is None else agent.score.further
     evaluated = columns.was_evaluated(agent)
-    values: dict[str, float | None] = {
+    return {
         "fitness": columns.fitness(agent) if evaluated else None,
         "fitness_se": columns.fitness_se(agent) if evaluated else None,
         **{columns.objective(one.name): one.mean for one in further},
         **{f"{columns.objective(one.name)}_se": one.se for one in further},
-        "member": float(agent.member),
+        "member": agent.member,
         "parent": agent.parent,
         "dead_steps": agent.metrics.get("dead_steps"),
         "rank_error": agent.metrics.get("rank_error"),
@@ -142,4 +141,3 @@ def _of_agent(agent: AgentRecord, names: Sequence[str]) -> dict[str, float]:
             if not isinstance(value, str | bool)  # a tracker draws numbers
         },
     }
-    return finite(values)

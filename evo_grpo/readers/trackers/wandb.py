@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import Any, final
 from uuid import uuid4
 
-from evo_grpo.readers.trackers.base import Target, TrackerReader
-from evo_grpo.readers.trackers.values import Values
+from evo_grpo.readers.trackers.base import Settings, TrackerReader
+from evo_grpo.settings.trackers import TrackerConfig
 
 
 @final
@@ -21,29 +21,21 @@ class Writer(TrackerReader):
     environment = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}  # noqa: RUF012 -- read alone
     makes_links = True
 
-    def open(self, target: Target, id: str) -> str:
+    def open(self, target: TrackerConfig, settings: Settings, id: str) -> str:
         """See `TrackerReader`."""
         wandb: Any = import_module("wandb")
         id = id or uuid4().hex[:16]
-        self._run: Any = wandb.init(
+        self.run = wandb.init(
             project=target.project,
             name=target.name,
             id=id,
-            dir=str(target.folder),
+            dir=target.folder,
             mode="online" if target.online else "offline",
             # Offline, wandb cannot look the run up; the folders of all starts have the same id.
             resume="allow" if target.online else None,
             # Do not end another run of this process.
             reinit="create_new",
-            config=dict(target.settings),
+            config=settings,
             settings=wandb.Settings(silent=True, console="off", disable_git=True),
         )
         return id
-
-    def write(self, values: Values) -> None:
-        """See `TrackerReader`."""
-        self._run.log(values.with_texts(), step=values.step)
-
-    def close(self) -> None:
-        """See `TrackerReader`."""
-        self._run.finish()

@@ -4,7 +4,8 @@ from pathlib import Path
 import shown_run
 from random_runs import make_run
 
-from evo_grpo.readers.report.notebook import RunFolder, as_html
+from evo_grpo.api.runs import RunFolder
+from evo_grpo.readers.report.notebook import as_html
 
 
 def test_a_run_folder_is_a_path_that_shows_the_result_of_its_run(tmp_path):

@@ -1,18 +1,46 @@
-"""Ranges and ticks of axes: noise does not fill a figure, and logarithmic labels are readable."""
+"""How figures are drawn: colours, lines and markers, axes and ticks, and names at ends of lines.
+
+Colours are those of Okabe and Ito (2008), which readers with a colour deficiency tell apart, the
+yellow darkened for light backgrounds. Markers and dashes say the same without colour.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from evo_grpo.errors import EngineUnavailable
 from evo_grpo.schema.shown import shown_value
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+COLORS = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7"),
+    *("#e69f00", "#56b4e9", "#9a8c00", "#8c6bb1"),
+)
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "hexagon")
+GLYPHS = ("●", "■", "◆", "▲", "✚", "✖", "★", "⬢")
+"""Characters that look like the markers, for legends and labels."""
+DASHES = ("solid", "dash", "dot", "dashdot")
+GREY = "#8a8f98"
+"""Of what is no agent: the winner's line, the base model, mutations."""
+WINNER = "the winner's line"
+HEIGHT = 420
+TOP, BOTTOM = 24, 48
+"""Pixels of the margins above and below."""
+MARGIN = 96
+"""Pixels of the right margin that names at the ends of lines need."""
+APART, SIZE = 14, 11
+"""Pixels between two names at least, and of the height of a letter."""
+MARKERS = 60
+"""Markers of a trace that are drawn; a reader hovers over the others all the same."""
 SHARE = 0.1
 """Least span of an axis, as a share of the largest absolute value on it."""
 PAD = 0.06
@@ -22,23 +50,178 @@ DECADE = 10.0
 BETWEEN = ((1.2, (1, 2, 5)), (2.5, (1, 3)), (math.inf, (1,)))
 """Powers of ten that an axis spans, up to which each of them has these multiples as ticks."""
 
-Span = tuple[float, float]
-"""The lower and the upper end of an axis, in the units of its values."""
+Place = Mapping[str, Any]
+"""The `row` and `col` in a figure that has several; empty in one that has not."""
+ALONE: Place = {}
 
 
-def linear_span(
-    values: Iterable[float], *, include: Sequence[float] = (), least: float = 0.0
-) -> Span:
-    """Return the ends of a linear axis.
+@dataclass(frozen=True)
+class Look:
+    """How an agent, or a run among several, is drawn.
+
+    Attributes:
+        color: A CSS colour that is read on light and on dark.
+        symbol: A plotly marker.
+        dash: A plotly dash.
+    """
+
+    color: str
+    symbol: str = "circle"
+    dash: str = "solid"
+
+    def named(self, name: str) -> str:
+        """Return a name behind the marker in its colour, as HTML; `name` is HTML too."""
+        glyph = GLYPHS[SYMBOLS.index(self.symbol)]
+        return f'<span style="color:{self.color}">{glyph}</span> {name}'
+
+
+def look_of(index: int) -> Look:
+    """Return the look with an index >= 0; the first 256 differ from each other."""
+    turn = index // len(COLORS)
+    return Look(
+        COLORS[index % len(COLORS)],
+        SYMBOLS[(index + turn // len(DASHES)) % len(SYMBOLS)],
+        DASHES[turn % len(DASHES)],
+    )
+
+
+class Line:
+    """Points in order, each with a text to hover over and a standard error; NaN is none."""
+
+    def __init__(self, x: Iterable[float] = (), y: Iterable[float] = ()) -> None:
+        self._points: list[tuple[float, float, float]] = [(*one, math.nan) for one in zip(x, y)]  # noqa: B905 -- of one curve
+        self.texts: list[str] = []
+
+    def begin(self) -> None:
+        """Begin a stretch, which is not joined to the one before."""
+        if self._points:
+            self.add(math.nan, math.nan)
+
+    def add(self, x: float, y: float, text: str = "", error: float = math.nan) -> None:
+        """Add a point."""
+        self._points.append((x, y, error))
+        self.texts.append(text)
+
+    def columns(self) -> np.ndarray:
+        """Return x, y and the standard errors, (3, points) float64."""
+        return np.array(self._points, dtype=np.float64).reshape(-1, 3).T
+
+
+def draw(
+    figure: go.Figure,
+    line: Line,
+    look: Look,
+    name: str,
+    mode: str = "lines+markers",
+    *,
+    place: Place = ALONE,
+    legend: bool = False,
+    **more: Any,
+) -> None:
+    """Draw a line; `more` has options of plotly that replace those of the others."""
+    x, y, errors = line.columns()
+    options: dict[str, Any] = {
+        "legendgroup": name,
+        "line": {"color": look.color, "dash": look.dash, "width": 2},
+        "marker": {
+            "symbol": look.symbol, "color": look.color, "size": 7, "maxdisplayed": MARKERS
+        },
+        "error_y": error_bars(errors, look.color),
+        **({"text": line.texts, "hoverinfo": "text"} if any(line.texts) else {"hoverinfo": "skip"}),
+        **more,
+    }  # fmt: skip
+    figure.add_scatter(x=x, y=y, mode=mode, name=name, showlegend=legend, **options, **place)
+
+
+def error_bars(errors: np.ndarray, color: str) -> dict[str, Any] | None:
+    """Return standard errors as plotly draws them, None where none is known."""
+    if not np.isfinite(errors).any():
+        return None
+    return {"array": errors, "color": color, "thickness": 1, "width": 3}
+
+
+def graph_objects(what: str) -> Any:  # noqa: ANN401 -- a module that may be missing
+    """Return plotly.graph_objects, or raise EngineUnavailable with `what`, the caller."""
+    try:
+        import plotly.graph_objects as module
+    except ImportError as error:
+        raise EngineUnavailable(
+            f"{what}: expected the package plotly, which is not installed; install it with: pip "
+            'install "evo-grpo[report]"'
+        ) from error
+    return module
+
+
+def new_figure(x: str = "", y: str = "", *, height: int = HEIGHT, **grid: Any) -> go.Figure:
+    """Return an empty figure with the titles of its axes, `height` pixels high.
+
+    `grid` has the options of `plotly.subplots.make_subplots` for a figure of several.
+    """
+    objects = graph_objects("figure")
+    axis = {
+        "gridcolor": "rgba(128,128,128,0.2)",
+        "zerolinecolor": "rgba(128,128,128,0.4)",
+        "linecolor": "rgba(128,128,128,0.4)",
+        "automargin": True,
+        "exponentformat": "e",
+        "title": {"standoff": 8},
+    }
+    template = {
+        "colorway": list(COLORS),
+        "font": {"family": "system-ui, sans-serif", "size": 13, "color": "#57606a"},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "xaxis": axis,
+        "yaxis": axis,
+        "hoverlabel": {"align": "left"},
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": GREY, "orientation": "v"},
+    }
+    layout: dict[str, Any] = {
+        "template": {"layout": template},
+        "height": height,
+        "margin": {"l": 56, "r": 16, "t": TOP, "b": BOTTOM},
+        "hovermode": "closest",
+        "legend": {"orientation": "h", "yanchor": "bottom", "y": 1.0, "x": 0.0},
+    }
+    if grid:
+        from plotly.subplots import make_subplots
+
+        return make_subplots(**grid).update_layout(layout)
+    figure: go.Figure = objects.Figure(layout=layout)
+    figure.update_xaxes(title_text=x)
+    figure.update_yaxes(title_text=y)
+    return figure
+
+
+class Scale(NamedTuple):
+    """The ends of an axis in the units of its values, whether it is logarithmic, and its names.
+
+    `names` stand at 1, 2, ...
+    """
+
+    low: float
+    high: float
+    log: bool = False
+    names: Sequence[str] = ()
+
+
+def linear(
+    values: Iterable[float],
+    *,
+    include: Sequence[float] = (),
+    least: float = 0.0,
+    names: Sequence[str] = (),
+) -> Scale:
+    """Return a linear scale for the values that are finite.
 
     Args:
-        values: What is drawn; NaN and infinite values are left out.
+        values: What is drawn.
         include: Values that the axis shows in any case.
         least: Its least span. It is also at least a tenth of the largest absolute value, so that
             values that hardly differ look alike.
+        names: See `Scale`.
     """
-    known = [value for value in values if math.isfinite(value)]
-    shown = [*known, *include] or [0.0, 1.0]
+    shown = [*filter(math.isfinite, values), *include] or [0.0, 1.0]
     low, high = min(shown), max(shown)
     least = max(least, SHARE * max(abs(low), abs(high)))
     if high - low < least:
@@ -47,71 +230,127 @@ def linear_span(
         bottom = max(0.0, middle - least / 2) if low >= 0 else middle - least / 2
         low, high = bottom, bottom + least
     free = PAD * (high - low or 1.0)
-    return low - free, high + free
+    return Scale(low - free, high + free, names=names)
+
+
+def scale_of(values: Iterable[float], names: Sequence[str] = ()) -> Scale:
+    """Return a scale that is logarithmic where positive values span a factor of 10."""
+    known = [value for value in values if math.isfinite(value)]
+    if names or not known or min(known) <= 0 or max(known) < DECADE * min(known):
+        return linear(known, names=names)
+    low, high = math.log10(min(known)), math.log10(max(known))
+    free = PAD * (high - low)
+    return Scale(10 ** (low - free), 10 ** (high + free), log=True)
 
 
 def noise(curves: Iterable[Sequence[float]]) -> float:
     """Return the standard deviation of noise on curves, from the differences of neighbours."""
-    steps = [
-        abs(after - before)
-        for curve in curves
-        for before, after in pairwise(curve)
-        if math.isfinite(before) and math.isfinite(after)
-    ]
+    pairs = (pair for curve in curves for pair in pairwise(curve))
+    steps = [abs(after - before) for before, after in pairs if math.isfinite(after - before)]
     # The median of |a - b| is 0.954 standard deviations for normal noise.
     return median(steps) / 0.954 if steps else 0.0
 
 
-def spans_a_decade(values: Iterable[float]) -> bool:
-    """Return whether positive values span a factor of 10."""
-    known = [value for value in values if math.isfinite(value)]
-    return bool(known) and min(known) > 0 and max(known) >= DECADE * min(known)
-
-
-def log_span(values: Iterable[float]) -> Span:
-    """Return the ends of a logarithmic axis for positive values."""
-    known = [math.log10(value) for value in values if math.isfinite(value)]
-    low, high = min(known), max(known)
-    free = PAD * (high - low)
-    return 10 ** (low - free), 10 ** (high + free)
-
-
-def log_ticks(span: Span) -> list[float]:
+def log_ticks(scale: Scale) -> list[float]:
     """Return the ticks of a logarithmic axis: powers of ten, and multiples where they are few."""
-    low, high = (math.log10(end) for end in span)
+    low, high = math.log10(scale.low), math.log10(scale.high)
     factors = next(factors for most, factors in BETWEEN if high - low <= most)
     powers = range(math.floor(low), math.ceil(high) + 1)
     ticks = [factor * 10.0**power for power in powers for factor in factors]
-    return [tick for tick in ticks if span[0] <= tick <= span[1]]
+    return [tick for tick in ticks if scale.low <= tick <= scale.high]
 
 
-def set_axis(
-    figure: go.Figure,
-    axis: str,
-    span: Span,
-    *,
-    log: bool = False,
-    names: Sequence[str] = (),
-    row: int | None = None,
-    col: int | None = None,
+def set_axis(figure: go.Figure, axis: str, scale: Scale, place: Place = ALONE) -> None:
+    """Give an axis, "x" or "y", its ends, and ticks as people write them."""
+    ends = [math.log10(end) if scale.log else end for end in scale[:2]]
+    update = {"type": "log" if scale.log else "linear", "range": ends}
+    if scale.log or scale.names:
+        ticks = log_ticks(scale) if scale.log else [*range(1, len(scale.names) + 1)]
+        texts = scale.names or [shown_value(tick) for tick in ticks]
+        update |= {"tickmode": "array", "tickvals": ticks, "ticktext": list(texts)}
+    set_axes = figure.update_xaxes if axis == "x" else figure.update_yaxes
+    set_axes(**update, **place)
+
+
+def round_axis(figure: go.Figure, rounds: int, title: str = "round", *, free: float = 0.4) -> None:
+    """Number the horizontal axis by rounds, counted from 1; `free` rounds follow the last."""
+    figure.update_xaxes(
+        title_text=title,
+        range=[0.6, max(1, rounds) + free],
+        tickformat="d",
+        dtick=tick_distance(rounds),
+        tick0=1,
+    )
+
+
+def tick_distance(rounds: int) -> int:
+    """Return the rounds between two numbers of an axis."""
+    return max(1, -(-rounds // 12))
+
+
+class End(NamedTuple):
+    """The end of a line, its name as HTML, and the agent that is drawn, None for another line."""
+
+    x: float
+    y: float
+    name: str
+    agent: int | None = None
+
+
+def name_ends(
+    figure: go.Figure, ends: Sequence[End], scale: Scale, pixels: float, place: Place = ALONE
 ) -> None:
-    """Give an axis, "x" or "y", its ends, and if it is logarithmic its ticks as people write them.
+    """Write the names of lines in the right margin, moved apart where they would overlap.
 
-    With `names`, it has their places 1, 2, ... as ticks. `row` and `col` are for a figure that has
-    several.
+    Args:
+        figure: The figure.
+        ends: The lines, the most important first; those without room are left out.
+        scale: The vertical axis.
+        pixels: Its length.
+        place: See `Place`.
     """
-    update = figure.update_xaxes if axis == "x" else figure.update_yaxes
-    if names:
-        update(
-            type="linear", range=list(span), tickmode="array",
-            tickvals=list(range(1, len(names) + 1)), ticktext=list(names), row=row, col=col,
-        )  # fmt: skip
-        return
-    if not log:
-        update(type="linear", range=list(span), row=row, col=col)
-        return
-    ticks = log_ticks(span)
-    update(
-        type="log", range=[math.log10(end) for end in span], tickmode="array", tickvals=ticks,
-        ticktext=[shown_value(tick) for tick in ticks], row=row, col=col,
-    )  # fmt: skip
+
+    def position(value: float) -> float:  # of annotations: exponents on a logarithmic axis
+        return math.log10(value) if scale.log else value
+
+    known = [end for end in ends if math.isfinite(end.y) and (end.y > 0 or not scale.log)]
+    known = known[: int(pixels / APART)]
+    low, high = map(position, scale[:2])
+    heights = [(position(end.y) - low) / (high - low) * pixels for end in known]
+    axes: dict[str, str] = {}
+    if place:
+        subplot: Any = figure.get_subplot(**place)
+        axes = {"xref": subplot.yaxis.anchor, "yref": subplot.xaxis.anchor}
+    names = [
+        dict(
+            x=end.x, y=position(end.y), text=end.name, showarrow=False,
+            xanchor="left", yanchor="middle", xshift=9, yshift=after - before,
+            font={"size": SIZE}, name="end" if end.agent is None else f"agent {end.agent}",
+            **axes,
+        )
+        for end, before, after in zip(known, heights, apart(heights), strict=True)
+    ]  # fmt: skip
+    # All at once: plotly copies those that a figure has for each that is added.
+    layout: Any = figure.layout
+    layout.annotations = (*layout.annotations, *names)
+    layout.margin.r = MARGIN
+
+
+def apart(heights: Sequence[float], least: float = APART) -> list[float]:
+    """Return heights moved as little as possible so that any two differ by `least` or more.
+
+    Neighbours that overlap form a block around their mean position, as in isotonic regression.
+    """
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    blocks: list[list[float]] = []  # sum and number of positions, each without those below it
+    for rank, index in enumerate(order):
+        blocks.append([heights[index] - rank * least, 1])
+        while len(blocks) > 1 and blocks[-2][0] / blocks[-2][1] > blocks[-1][0] / blocks[-1][1]:
+            total, number = blocks.pop()
+            blocks[-1][0] += total
+            blocks[-1][1] += number
+    starts = [total / number for total, number in blocks for _ in range(int(number))]
+    moved = [0.0] * len(heights)
+    for rank, index in enumerate(order):
+        moved[index] = starts[rank] + rank * least
+    return moved

@@ -13,10 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evo_grpo.readers.report.figures.axes import Span, linear_span, noise, set_axis
-from evo_grpo.readers.report.figures.ends import MARGIN, name_ends
-from evo_grpo.readers.report.figures.points import agent_name, ends_of, looks, stretches
-from evo_grpo.readers.report.figures.style import BOTTOM, MARKERS, graph_objects, layout, new_figure
+from evo_grpo.readers.report.figures.axes import (
+    ALONE,
+    BOTTOM,
+    MARGIN,
+    MARKERS,
+    Line,
+    Place,
+    Scale,
+    linear,
+    name_ends,
+    new_figure,
+    noise,
+    set_axis,
+)
+from evo_grpo.readers.report.figures.points import agent_name, draw_agent, ends_of, stretches
 from evo_grpo.record.step_metrics import metric_rows
 from evo_grpo.record.view import Run, RunView, view_of
 
@@ -97,25 +108,21 @@ def plot_diagnostics(run: Run, names: Sequence[str] | None = None) -> go.Figure:
         EvoGrpoError: The folder cannot be read.
     """
     view = view_of(run)
-    graph_objects("plot_diagnostics")
-    from plotly.subplots import make_subplots
-
     measured = curves(view)
     chosen = list(names) if names is not None else metric_names(measured)
     rows = max(1, -(-len(chosen) // COLUMNS))
-    titles = [label(name) for name in chosen]
     drawn = ROW * rows - BETWEEN
-    figure = make_subplots(
-        rows=rows, cols=COLUMNS, subplot_titles=titles, shared_xaxes=False,
+    figure = new_figure(
+        height=drawn + ABOVE + BOTTOM, rows=rows, cols=COLUMNS, shared_xaxes=False,
+        subplot_titles=[label(name) for name in chosen],
         horizontal_spacing=0.18, vertical_spacing=BETWEEN / drawn,
     )  # fmt: skip
-    figure.update_layout(**layout(drawn + ABOVE + BOTTOM))
     figure.update_layout(margin={"t": ABOVE, "r": MARGIN}, legend_y=1 + 28 / drawn)
     named: set[int] = set()
     for number, name in enumerate(chosen):
         row, column = divmod(number, COLUMNS)
-        own = measured.get(name, [])
-        _add_curves(figure, view, own, name, named, ROW - BETWEEN, row=row + 1, col=column + 1)
+        place = {"row": row + 1, "col": column + 1}
+        _add_curves(figure, view, measured.get(name, []), name, named, ROW - BETWEEN, place)
     figure.update_xaxes(title_text="step")
     return figure
 
@@ -124,7 +131,7 @@ def plot_metric(view: RunView, measured: Curves, name: str) -> go.Figure:
     """Draw one metric; see `plot_diagnostics`."""
     figure = new_figure("step", "", height=HEIGHT)
     title = {"text": label(name), "font": {"size": 13}, "x": 0, "xref": "paper"}
-    figure.update_layout(title=title, showlegend=False, margin={"t": TITLE, "r": MARGIN})
+    figure.update_layout(title=title, showlegend=False, margin_t=TITLE)
     _add_curves(figure, view, measured.get(name, []), name, set(), HEIGHT - TITLE - BOTTOM)
     return figure
 
@@ -143,51 +150,41 @@ def _add_curves(
     name: str,
     in_legend: set[int],
     pixels: float,
-    *,
-    row: int | None = None,
-    col: int | None = None,
+    place: Place = ALONE,
 ) -> None:
     """Draw the curves of a metric: a trace for each agent, with gaps where its weights change.
 
     An agent that is not `in_legend` yet is named in the legend. `pixels` is the height of the axis.
     """
-    seen = looks(view)
     width = max(1, math.ceil(sum(len(curve.steps) for curve in own) / POINTS))
     points: dict[int, tuple[float, float]] = {}
-    rewards = name.startswith("reward")
     for agent in sorted({curve.agent for curve in own}):
         drawn = [thinned(curve, width) for curve in own if curve.agent == agent]
         x = joined([steps for steps, _ in drawn])
-        look, title = seen[agent], agent_name(agent)
         smooth = [values for _, values in drawn]
-        if rewards:
-            figure.add_scatter(
-                x=x, y=joined(smooth), mode="markers", hoverinfo="skip", showlegend=False,
-                legendgroup=title, opacity=0.3,
-                marker={"color": look.color, "symbol": look.symbol, "size": 4,
-                        "maxdisplayed": 4 * MARKERS},
-                row=row, col=col,
+        if name.startswith("reward"):
+            draw_agent(
+                figure, view, agent, Line(x, joined(smooth)), mode="markers", opacity=0.3,
+                marker_size=4, marker_maxdisplayed=4 * MARKERS, place=place,
             )  # fmt: skip
             smooth = [rolling(values) for values in smooth]
         lengths = [len(steps) for steps, _ in drawn]
         # A line of a single point is invisible without its marker.
         many = sum(lengths) > FEW and min(lengths) > 1
-        figure.add_scatter(
-            x=x, y=joined(smooth), mode="lines" if many else "lines+markers",
-            name=title, legendgroup=title, showlegend=agent not in in_legend,
-            line={"color": look.color, "dash": look.dash, "width": 2},
-            marker={"symbol": look.symbol, "size": 6, "maxdisplayed": MARKERS},
+        title = agent_name(agent)
+        draw_agent(
+            figure, view, agent, Line(x, joined(smooth)), legend=agent not in in_legend,
+            mode="lines" if many else "lines+markers", marker_size=6, place=place, hoverinfo="all",
             hovertemplate="step %{x}: %{y:.4g}<extra>" + title + "</extra>",
-            row=row, col=col,
         )  # fmt: skip
         in_legend.add(agent)
         points[agent] = _last(drawn[-1][0], smooth[-1])
-    span = span_of(name, own)
-    set_axis(figure, "y", span, row=row, col=col)
+    scale = scale_of_metric(name, own)
+    set_axis(figure, "y", scale, place)
     last = max((curve.steps[-1] for curve in own), default=1)
     # The names behind the ends lie in the margin: the axis ends with the curves.
-    set_axis(figure, "x", (0.0, last), row=row, col=col)
-    name_ends(figure, ends_of(view, points), span, pixels, row=row, col=col)
+    set_axis(figure, "x", Scale(0.0, last), place)
+    name_ends(figure, ends_of(view, points), scale, pixels, place)
 
 
 def _last(steps: np.ndarray, values: np.ndarray) -> tuple[float, float]:
@@ -196,13 +193,12 @@ def _last(steps: np.ndarray, values: np.ndarray) -> tuple[float, float]:
     return (float(steps[known[-1]]), float(values[known[-1]])) if len(known) else (0.0, math.nan)
 
 
-def span_of(name: str, own: Sequence[Curve]) -> Span:
-    """Return the ends of the vertical axis of a metric."""
-    values = [value for curve in own for value in curve.values]
-    least = QUIET * noise(curve.values for curve in own)
+def scale_of_metric(name: str, own: Sequence[Curve]) -> Scale:
+    """Return the vertical axis of a metric."""
+    values = (value for curve in own for value in curve.values)
     if name in SHOWN:
-        return linear_span(values, include=SHOWN[name])
-    return linear_span(values, least=least)
+        return linear(values, include=SHOWN[name])
+    return linear(values, least=QUIET * noise(curve.values for curve in own))
 
 
 def joined(parts: Sequence[np.ndarray]) -> np.ndarray:

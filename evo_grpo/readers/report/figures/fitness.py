@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-import math
-from statistics import median
+from functools import partial
 from typing import TYPE_CHECKING
 
-from evo_grpo.readers.report.figures.axes import linear_span, set_axis
-from evo_grpo.readers.report.figures.ends import MARGIN, End, name_ends
-from evo_grpo.readers.report.figures.points import (
-    Line,
-    add_copies,
-    agent_name,
-    described,
-    ends_of,
-    looks,
-    named,
-    stretches,
-)
-from evo_grpo.readers.report.figures.style import (
+from evo_grpo.readers.report.figures.axes import (
     BOTTOM,
     GREY,
     HEIGHT,
-    MARKERS,
     TOP,
-    WINNER,
+    End,
+    Line,
+    Look,
+    draw,
+    linear,
+    name_ends,
     new_figure,
     round_axis,
+    set_axis,
+)
+from evo_grpo.readers.report.figures.points import (
+    add_copies,
+    add_winner,
+    described,
+    draw_agent,
+    ends_of,
+    line_of,
+    named,
+    no_error,
+    quiet,
+    stretches,
 )
 from evo_grpo.record.arms import arm_label
 from evo_grpo.record.columns import fitness, fitness_se
@@ -56,63 +60,27 @@ def plot_fitness(run: Run) -> go.Figure:
     """
     view = view_of(run)
     figure = new_figure("round", "fitness (validation)")
-    points = sum(len(record.agents) for record in view.rounds)
-    in_legend, seen = named(view), looks(view)
-    _add_winner(figure, view, errors=points > ERROR_BARS)
+    many = len(list(view.played)) > ERROR_BARS
+    text = partial(described, names=view.mutable)
+    add_winner(figure, view, fitness, text=text, error=fitness_se if many else no_error)
     for agent, parts in stretches(view).items():
-        line, look = Line(), seen[agent]
-        for part in parts:
-            for one in part:
-                error = fitness_se(one) if points <= ERROR_BARS else math.nan
-                line.add(one.round + 1, fitness(one), described(one, view.mutable), error)
-            line.part()
-        name = agent_name(agent)
-        figure.add_scatter(
-            x=line.x, y=line.y, text=line.texts, hoverinfo="text",
-            mode="lines+markers", name=name, legendgroup=name, showlegend=agent in in_legend,
-            line={"color": look.color, "dash": look.dash, "width": 2},
-            marker={"symbol": look.symbol, "maxdisplayed": MARKERS, "size": 7},
-            error_y=line.error_bars(look.color),
-        )  # fmt: skip
+        line = line_of(parts, fitness, text, no_error if many else fitness_se)
+        draw_agent(figure, view, agent, line, legend=agent in named(view))
     add_copies(figure, view, fitness)
-    ends = _add_flat_lines(figure, view)
-    _name_lines(figure, view, ends)
-    round_axis(figure, len(view.rounds), free=0.1)
-    return figure
-
-
-def _name_lines(figure: go.Figure, view: RunView, flat: list[End]) -> None:
-    """Set the vertical axis, and name agents and flat lines at their ends."""
-    played = list(view.played)
-    errors = [se for agent in played if math.isfinite(se := fitness_se(agent))]
-    values = [
-        fitness(agent) + sign * (0.0 if math.isnan(se := fitness_se(agent)) else se)
-        for agent in played
+    flat = _add_flat_lines(figure, view)
+    errors = ((one, fitness_se(one)) for one in view.played)
+    ends = (
+        fitness(one) + (sign * error if error == error else 0.0)
+        for one, error in errors
         for sign in (-1, 1)
-    ]
-    # Differences of a few standard errors do not fill the figure.
-    least = 8 * median(errors) if errors else 0.0
-    span = linear_span(values, include=[end.y for end in flat], least=least)
-    set_axis(figure, "y", span)
+    )
+    scale = linear(ends, include=[end.y for end in flat], least=quiet(view))
+    set_axis(figure, "y", scale)
     last = view.rounds[-1].agents if view.rounds else ()
     points = {int(agent.agent): (agent.round + 1.0, fitness(agent)) for agent in last}
-    name_ends(figure, [*ends_of(view, points), *flat], span, HEIGHT - TOP - BOTTOM)
-    figure.update_layout(margin_r=MARGIN)
-
-
-def _add_winner(figure: go.Figure, view: RunView, *, errors: bool) -> None:
-    for number, path in enumerate(view.lines):
-        line = Line()
-        for agent in path:
-            error = fitness_se(agent) if errors else math.nan
-            text = described(agent, view.mutable)
-            line.add(agent.round + 1, fitness(agent), text, error)
-        figure.add_scatter(
-            x=line.x, y=line.y, text=line.texts, hoverinfo="text", mode="lines",
-            name=WINNER, legendgroup="winner", showlegend=number == 0,
-            line={"color": GREY, "width": 9}, opacity=0.35,
-            error_y=line.error_bars(GREY),
-        )  # fmt: skip
+    name_ends(figure, [*ends_of(view, points), *flat], scale, HEIGHT - TOP - BOTTOM)
+    round_axis(figure, len(view.rounds), free=0.1)
+    return figure
 
 
 def _add_flat_lines(figure: go.Figure, view: RunView) -> list[End]:
@@ -134,11 +102,9 @@ def _add_flat_lines(figure: go.Figure, view: RunView) -> list[End]:
         if score["mean"] is None:
             continue
         value = with_error(score["mean"], score["se"], 3)
-        text = f"{name}: {value} on {score['n']} test prompts"
-        figure.add_scatter(
-            x=[0.6, last], y=[score["mean"]] * 2, text=[text] * 2, hoverinfo="text",
-            mode="lines", name=f"{name} (test)",
-            line={"color": GREY, "width": 2, "dash": dash},
-        )  # fmt: skip
+        line = Line()
+        for x in (0.6, last):
+            line.add(x, score["mean"], f"{name}: {value} on {score['n']} test prompts")
+        draw(figure, line, Look(GREY, dash=dash), f"{name} (test)", "lines", legend=True)
         ends.append(End(last, score["mean"], short))
     return ends

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
-from evo_grpo.readers.report.figures.points import Line, agent_name, described, looks
-from evo_grpo.readers.report.figures.style import GREY, new_figure
+import numpy as np
+
+from evo_grpo.readers.report.figures.axes import GREY, Line, Look, draw, error_bars, new_figure
+from evo_grpo.readers.report.figures.points import described, draw_agent, looks
 from evo_grpo.record.columns import fitness, fitness_se
 from evo_grpo.record.family import front
 from evo_grpo.record.view import Run, view_of
@@ -22,55 +25,36 @@ def plot_front(run: Run, objective: str) -> go.Figure:
     """Draw fitness against a further objective: a point for every agent after every round.
 
     The agents of the front are drawn strong, with standard errors and a line through them.
-
-    Args:
-        run: A run folder, a `Population`, or its rounds.
-        objective: Name of the objective.
-
-    Raises:
-        EngineUnavailable: plotly is not installed.
-        EvoGrpoError: The folder cannot be read.
     """
     view = view_of(run)
     best, seen = front(view.rounds), looks(view)
-    found = next((_measure(one, objective) for one in best), None)
-    better = "" if found is None else f" ({'smaller' if found.minimize else 'larger'} is better)"
+    measures = [_measure(one, objective) for one in best]
+    better = f" ({'smaller' if measures[0].minimize else 'larger'} is better)" if measures else ""
     figure = new_figure(f"{objective}{better}", "fitness")
-    for agent, look in seen.items():
+
+    def add(line: Line, agent: AgentRecord, error: float = math.nan) -> None:
+        found = _measure(agent, objective)
+        value = f"{objective} {with_error(found.mean, found.se, 3)}"
+        text = f"{described(agent, view.mutable)}<br>{value}"
+        line.add(found.mean, fitness(agent), text, error)
+
+    for agent in seen:
         line = Line()
         for one in view.played:
             if one.agent == agent and one.score is not None:
-                _add(line, one, objective, view.mutable)
-        name = agent_name(agent)
-        figure.add_scatter(
-            x=line.x, y=line.y, text=line.texts, hoverinfo="text", mode="markers",
-            name=name, legendgroup=name, showlegend=False, opacity=0.35,
-            marker={"symbol": look.symbol, "color": look.color, "size": 7},
-        )  # fmt: skip
+                add(line, one)
+        draw_agent(figure, view, agent, line, mode="markers", opacity=0.35)
     line = Line()
     for one in best:
-        _add(line, one, objective, view.mutable, error=fitness_se(one))
-    measures = [_measure(one, objective) for one in best]
-    figure.add_scatter(
-        x=line.x, y=line.y, text=line.texts, hoverinfo="text", mode="lines+markers", name="front",
-        line={"color": GREY, "dash": "dot", "width": 1.5},
-        marker={
-            "symbol": [seen[one.agent].symbol for one in best],
-            "color": [seen[one.agent].color for one in best],
-            "size": 11,
-        },
-        error_x={"array": [one.se for one in measures], "color": GREY, "thickness": 1, "width": 3},
-        error_y=line.error_bars(GREY),
+        add(line, one, fitness_se(one))
+    marks = [seen[one.agent] for one in best]
+    marker = {"symbol": [m.symbol for m in marks], "color": [m.color for m in marks], "size": 11}
+    errors = error_bars(np.array([one.se for one in measures]), GREY)
+    draw(
+        figure, line, Look(GREY, dash="dot"), "front", line_width=1.5, legend=True, marker=marker,
+        error_x=errors,
     )  # fmt: skip
     return figure
-
-
-def _add(
-    line: Line, agent: AgentRecord, objective: str, names: tuple[str, ...], error: float = 0.0
-) -> None:
-    found = _measure(agent, objective)
-    text = f"{described(agent, names)}<br>{objective} {with_error(found.mean, found.se, 3)}"
-    line.add(found.mean, fitness(agent), text, error)
 
 
 def _measure(agent: AgentRecord, objective: str) -> Objective:

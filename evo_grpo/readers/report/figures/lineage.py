@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from evo_grpo.readers.report.figures.points import (
-    Line,
-    agent_name,
-    described,
-    looks,
-    made,
-    measure,
-    named,
-)
-from evo_grpo.readers.report.figures.style import (
+from evo_grpo.readers.report.figures.axes import (
     GREY,
-    MARKERS,
     WINNER,
+    Line,
     Look,
+    draw,
     new_figure,
     round_axis,
     tick_distance,
+)
+from evo_grpo.readers.report.figures.points import (
+    add_winner,
+    agent_name,
+    described,
+    draw_agent,
+    made,
+    measure,
+    named,
 )
 from evo_grpo.readers.report.page.build import text
 from evo_grpo.readers.terminal.result import winner_label
@@ -70,12 +71,12 @@ def plot_lineage(run: Run) -> go.Figure:
     by_agent: dict[int, list[_Life]] = defaultdict(list)
     for life in lives.values():
         by_agent[life[0].agent].append(life)
-    in_legend, seen = named(view), looks(view)
-    _add_winner_band(figure, view)
-    for agent in slots:
-        _add_agent(figure, view, seen[agent], lives, by_agent[agent], legend=agent in in_legend)
-    _add_star(figure, view)
     mean = view.winner is not None and view.winner.agent is None
+    end = _winner_end(view) if mean else None
+    add_winner(figure, view, lambda agent: agent.agent, end=end, line_width=12, opacity=0.4)
+    for agent in slots:
+        _add_agent(figure, view, lives, by_agent[agent])
+    _add_star(figure, view)
     rounds = max(1, len(view.rounds) + mean)
     _add_mutations(figure, lives, rounds)
     round_axis(figure, rounds)
@@ -110,39 +111,22 @@ def _edge(lives: dict[int, _Life], child: AgentRecord) -> tuple[AgentRecord, Age
     return (before[-1] if before else parent[0], child)
 
 
-def _add_agent(
-    figure: go.Figure,
-    view: RunView,
-    look: Look,
-    lives: dict[int, _Life],
-    own: list[_Life],
-    *,
-    legend: bool,
-) -> None:
+def _add_agent(figure: go.Figure, view: RunView, lives: dict[int, _Life], own: list[_Life]) -> None:
     """Draw the members of one agent with the edges that lead to them."""
-    name = agent_name(own[0][0].agent)
+    agent = own[0][0].agent
     crowded = len(lives) > CROWD
     lines, nodes = Line(), Line()
     for life in own:
-        if edge := _edge(lives, life[0]):
-            for end in edge:
+        for ends in (_edge(lives, life[0]), (life[0], life[-1])):
+            lines.begin()
+            for end in ends or ():
                 lines.add(end.round + 1, end.agent)
-            lines.part()
-        lines.add(life[0].round + 1, life[0].agent)
-        lines.add(life[-1].round + 1, life[-1].agent)
-        lines.part()
         nodes.add(life[0].round + 1, life[0].agent, _text(view, life))
-    common = {"legendgroup": name, "name": name}
-    figure.add_scatter(
-        x=lines.x, y=lines.y, mode="lines", hoverinfo="skip", showlegend=False, **common,
-        line={"color": look.color, "dash": look.dash, "width": 1 if crowded else 2},
-        opacity=0.3 if crowded else 1.0,
-    )  # fmt: skip
-    figure.add_scatter(
-        x=nodes.x, y=nodes.y, mode="markers", text=nodes.texts, hoverinfo="text", **common,
-        showlegend=legend,
-        marker={"color": look.color, "symbol": look.symbol, "maxdisplayed": MARKERS, "size": 11,
-                "line": {"color": "white", "width": 1}},
+    width, opacity = (1, 0.3) if crowded else (2, 1.0)
+    draw_agent(figure, view, agent, lines, mode="lines", line_width=width, opacity=opacity)
+    draw_agent(
+        figure, view, agent, nodes, mode="markers", legend=agent in named(view), marker_size=11,
+        marker_line={"color": "white", "width": 1},
     )  # fmt: skip
 
 
@@ -172,31 +156,14 @@ def _winner_end(view: RunView) -> tuple[float, float]:
     return x, sum(end.agent for end in ends) / len(ends)
 
 
-def _add_winner_band(figure: go.Figure, view: RunView) -> None:
-    """Draw the winner's lines of ancestors as a broad band, to draw the agents over."""
-    for count, path in enumerate(view.lines):
-        line = Line()
-        for agent in path:
-            line.add(agent.round + 1, agent.agent)
-        if view.winner is not None and view.winner.agent is None:
-            line.add(*_winner_end(view))
-        figure.add_scatter(
-            x=line.x, y=line.y, mode="lines", hoverinfo="skip", name=WINNER,
-            legendgroup="winner", showlegend=count == 0,
-            line={"color": GREY, "width": 12}, opacity=0.4,
-        )  # fmt: skip
-
-
 def _add_star(figure: go.Figure, view: RunView) -> None:
-    winner = view.winner
-    if winner is None:
+    if (winner := view.winner) is None:
         return
-    x, y = _winner_end(view)
-    figure.add_scatter(
-        x=[x], y=[y], mode="markers", name=WINNER, legendgroup="winner", showlegend=False,
-        text=[text(f"{winner.name}, member {winner.member}: {winner_label(view)}")],
-        hoverinfo="text", marker={"symbol": "star", "size": 16, "color": GREY},
-    )  # fmt: skip
+    star = Line()
+    told = text(f"{winner.name}, member {winner.member}: {winner_label(view)}")
+    star.add(*_winner_end(view), told)
+    options: dict[str, Any] = {"legendgroup": "winner", "marker_size": 16, "marker_maxdisplayed": 0}
+    draw(figure, star, Look(GREY, "star"), WINNER, "markers", **options)
 
 
 def _add_mutations(figure: go.Figure, lives: dict[int, _Life], rounds: int) -> None:
@@ -222,13 +189,10 @@ def _add_mutations(figure: go.Figure, lives: dict[int, _Life], rounds: int) -> N
                 bgcolor="rgba(255,255,255,0.9)", borderpad=1,
                 name=f"{agent_name(child.agent)} mutation",
             )  # fmt: skip
-    figure.add_scatter(
-        x=[x for x, _ in places], y=[y for _, y in places], mode="markers",
-        hovertext=[f"agent {child.agent}, round {child.round + 1}: {made(child)}"
-                   for _, child in edges],
-        hoverinfo="text", name="mutation",
-        marker={"symbol": "diamond-open", "maxdisplayed": MARKERS, "size": 7, "color": GREY},
-    )  # fmt: skip
+    marks = Line()
+    for place, (_, child) in zip(places, edges, strict=True):
+        marks.add(*place, f"agent {child.agent}, round {child.round + 1}: {made(child)}")
+    draw(figure, marks, Look(GREY, "diamond-open"), "mutation", "markers", legend=True)
 
 
 def _free_places(

@@ -1,16 +1,24 @@
-"""Agents as points of a figure, a look for each, with the text that hovering shows."""
+"""Agents as points and lines of a figure, a look for each, with the text that hovering shows."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from evo_grpo.readers.report.figures.ends import End
-from evo_grpo.readers.report.figures.style import Look, look_of
+from evo_grpo.readers.report.figures.axes import (
+    ALONE,
+    GREY,
+    WINNER,
+    End,
+    Line,
+    Look,
+    Place,
+    draw,
+    look_of,
+)
 from evo_grpo.readers.report.page.build import text
 from evo_grpo.record.columns import fitness, fitness_se
 from evo_grpo.record.records import AgentRecord
@@ -23,45 +31,72 @@ if TYPE_CHECKING:
 
 NAMED = 12
 """Agents in a legend; hovering names the others."""
+Value = Callable[[AgentRecord], float]
+"""From an agent in a round to the height of its point."""
 
 
-class Line:
-    """Points of one agent in order; NaN separates two stretches."""
+def no_text(agent: AgentRecord) -> str:
+    """Return nothing to hover over."""
+    del agent
+    return ""
 
-    def __init__(self) -> None:
-        self._x: list[float] = []
-        self._y: list[float] = []
-        self._errors: list[float] = []
-        self.texts: list[str] = []
 
-    def add(self, x: float, y: float, text: str = "", error: float = math.nan) -> None:
-        """Add a point with a text to hover over, and its standard error; NaN is none."""
-        self._x.append(x)
-        self._y.append(y)
-        self._errors.append(error)
-        self.texts.append(text)
+def no_error(agent: AgentRecord) -> float:
+    """Return NaN, which draws no error bar."""
+    del agent
+    return math.nan
 
-    def part(self) -> None:
-        """End a stretch."""
-        if self._x and not math.isnan(self._x[-1]):
-            self.add(math.nan, math.nan)
 
-    @property
-    def x(self) -> np.ndarray:
-        """(points,) float64."""
-        return np.array(self._x, dtype=np.float64)
+def line_of(
+    parts: Iterable[Iterable[AgentRecord]],
+    value: Value,
+    text: Callable[[AgentRecord], str] = no_text,
+    error: Value = no_error,
+) -> Line:
+    """Return a line over the rounds, parted between the stretches of an agent."""
+    line = Line()
+    for part in parts:
+        line.begin()
+        for one in part:
+            line.add(one.round + 1, value(one), text(one), error(one))
+    return line
 
-    @property
-    def y(self) -> np.ndarray:
-        """(points,) float64."""
-        return np.array(self._y, dtype=np.float64)
 
-    def error_bars(self, color: str) -> dict[str, Any] | None:
-        """Return the standard errors as plotly draws them, None where no point has one."""
-        errors = np.array(self._errors, dtype=np.float64)
-        if not np.isfinite(errors).any():
-            return None
-        return {"array": errors, "color": color, "thickness": 1, "width": 3}
+def draw_agent(figure: go.Figure, view: RunView, agent: int, line: Line, **more: Any) -> None:
+    """Draw a line of an agent in its look."""
+    draw(figure, line, looks(view)[agent], agent_name(agent), **more)
+
+
+def add_winner(
+    figure: go.Figure,
+    view: RunView,
+    value: Value,
+    *,
+    end: tuple[float, float] | None = None,
+    legend: bool = True,
+    text: Callable[[AgentRecord], str] = no_text,
+    error: Value = no_error,
+    **more: Any,
+) -> None:
+    """Draw the winner's lines of ancestors as a broad band, to draw the agents over.
+
+    `end` is a point in which they end beside their last rounds.
+    """
+    for number, path in enumerate(view.lines):
+        line = line_of([path], value, text, error)
+        if end is not None:
+            line.add(*end)
+        options: dict[str, Any] = {"line_width": 9, "opacity": 0.35, **more}
+        draw(
+            figure, line, Look(GREY), WINNER, "lines", legend=legend and not number,
+            legendgroup="winner", **options,
+        )  # fmt: skip
+
+
+def quiet(view: RunView) -> float:
+    """Return the least span of an axis of fitness: few standard errors do not fill a figure."""
+    errors = [error for one in view.played if math.isfinite(error := fitness_se(one))]
+    return 8 * median(errors) if errors else 0.0
 
 
 def looks(view: RunView) -> dict[int, Look]:
@@ -110,36 +145,16 @@ def copies(view: RunView) -> Iterator[tuple[AgentRecord, AgentRecord]]:
         latest |= {agent.member: agent for agent in record.agents}
 
 
-def add_copies(
-    figure: go.Figure,
-    view: RunView,
-    value: Callable[[AgentRecord], float],
-    *,
-    row: int | None = None,
-    col: int | None = None,
-) -> None:
-    """Draw a dotted line from each parent to the agent of the next round that took its weights.
-
-    Args:
-        figure: The figure.
-        view: The run.
-        value: The height of an agent's point.
-        row: The row in a figure that has several.
-        col: The column in it.
-    """
-    found: dict[int, Line] = defaultdict(Line)
+def add_copies(figure: go.Figure, view: RunView, value: Value, place: Place = ALONE) -> None:
+    """Draw a dotted line from each parent to the agent of the next round that took its weights."""
+    found: dict[int, list[tuple[AgentRecord, AgentRecord]]] = defaultdict(list)
     for parent, agent in copies(view):
-        line = found[agent.agent]
-        line.add(parent.round + 1, value(parent))
-        line.add(agent.round + 1, value(agent))
-        line.part()
-    seen = looks(view)
-    for agent, line in sorted(found.items()):
-        figure.add_scatter(
-            x=line.x, y=line.y, mode="lines", hoverinfo="skip", showlegend=False,
-            name=f"weights of {agent_name(agent)}", legendgroup=agent_name(agent),
-            line={"color": seen[agent].color, "dash": "dot", "width": 1.5},
-            row=row, col=col,
+        found[agent.agent].append((parent, agent))
+    for agent, pairs in sorted(found.items()):
+        name = agent_name(agent)
+        draw(
+            figure, line_of(pairs, value), Look(looks(view)[agent].color, dash="dot"),
+            f"weights of {name}", "lines", legendgroup=name, line_width=1.5, place=place,
         )  # fmt: skip
 
 

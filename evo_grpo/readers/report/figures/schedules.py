@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
-from statistics import median
 from typing import TYPE_CHECKING
 
-from evo_grpo.readers.report.figures.axes import linear_span, log_span, set_axis, spans_a_decade
-from evo_grpo.readers.report.figures.ends import MARGIN, name_ends
-from evo_grpo.readers.report.figures.points import (
+from evo_grpo.readers.report.figures.axes import (
+    MARKERS,
     Line,
+    Place,
+    linear,
+    name_ends,
+    new_figure,
+    round_axis,
+    scale_of,
+    set_axis,
+)
+from evo_grpo.readers.report.figures.points import (
+    Value,
     add_copies,
-    agent_name,
+    add_winner,
     brief,
     copies,
+    draw_agent,
     ends_of,
-    looks,
+    line_of,
     named,
+    quiet,
     stretches,
     survivors,
 )
-from evo_grpo.readers.report.figures.style import (
-    GREY,
-    MARKERS,
-    WINNER,
-    Look,
-    graph_objects,
-    layout,
-    new_figure,
-    round_axis,
-)
-from evo_grpo.record.columns import fitness, fitness_se, was_evaluated
+from evo_grpo.record.columns import fitness, was_evaluated
 from evo_grpo.record.records import AgentRecord
 from evo_grpo.record.view import Run, RunView, view_of
 from evo_grpo.schema.shown import short_name, shown_value
@@ -62,41 +63,39 @@ def plot_schedules(run: Run, names: Sequence[str] | None = None) -> go.Figure:
         EvoGrpoError: The folder cannot be read.
     """
     view = view_of(run)
-    graph_objects("plot_schedules")
-    from plotly.subplots import make_subplots
-
     chosen = list(names) if names is not None else drawn_names(view)
     rows = max(1, len(chosen))
-    spacing = GAP / (ROW * rows)
-    figure = make_subplots(rows=rows, cols=1, shared_xaxes=True, vertical_spacing=spacing)
-    figure.update_layout(**layout(80 + ROW * rows))
-    parts, lines, seen = stretches(view), view.lines, looks(view)
-    playing = set(survivors(view))
-    pixels = ROW - GAP
+    figure = new_figure(
+        height=80 + ROW * rows, rows=rows, cols=1, shared_xaxes=True,
+        vertical_spacing=GAP / (ROW * rows),
+    )  # fmt: skip
+    parts, playing = stretches(view), set(survivors(view))
     for row, name in enumerate(chosen, start=1):
-        value_of = heights(view, name)
-        for number, line in enumerate(lines):
-            figure.add_scatter(
-                x=[agent.round + 1 for agent in line], y=[value_of(agent) for agent in line],
-                mode="lines", hoverinfo="skip", name=WINNER, legendgroup="winner",
-                showlegend=row == 1 and number == 0, line={"color": GREY, "width": 9},
-                opacity=0.35, row=row, col=1,
-            )  # fmt: skip
+        value = heights(view, name)
+        place: Place = {"row": row, "col": 1}
+        add_winner(figure, view, value, legend=row == 1, place=place)
         for agent, own in parts.items():
-            _add_schedule(figure, seen[agent], own, name, value_of, row, faint=agent not in playing)
-        add_copies(figure, view, value_of, row=row, col=1)
-        values = [value_of(agent) for agent in view.played]
-        log = spans_a_decade(values) and not names_of(view, name)
-        span = log_span(values) if log else linear_span(values)
-        figure.update_yaxes(title_text=short_name(name), row=row, col=1)
-        set_axis(figure, "y", span, log=log, names=names_of(view, name), row=row, col=1)
-        points = {agent: (own[-1][-1].round + 1.0, value_of(own[-1][-1]))
+            strong = agent in playing
+            draw_agent(
+                figure, view, agent, line_of(own, value, partial(brief, name=name)), place=place,
+                opacity=1.0 if strong else 0.35, line_width=2.5 if strong else 1,
+                marker_size=8 if strong else 5,
+            )  # fmt: skip
+        add_copies(figure, view, value, place)
+        figure.update_yaxes(title_text=short_name(name), **place)
+        scale = scale_of(map(value, view.played), names_of(view, name))
+        set_axis(figure, "y", scale, place)
+        points = {agent: (own[-1][-1].round + 1.0, value(own[-1][-1]))
                   for agent, own in parts.items()}  # fmt: skip
-        name_ends(figure, ends_of(view, points), span, pixels, log=log, row=row, col=1)
+        name_ends(figure, ends_of(view, points), scale, ROW - GAP, place)
     round_axis(figure, len(view.rounds), title="", free=0.1)
     figure.update_xaxes(title_text="round", row=rows, col=1)
-    figure.update_layout(margin_r=MARGIN)
-    _add_names(figure, view, parts)
+    for agent in filter(named(view).__contains__, parts if chosen else ()):
+        # One entry of the legend for all rows.
+        draw_agent(
+            figure, view, agent, Line([math.nan], [math.nan]), legend=True, marker_size=6,
+            place={"row": 1, "col": 1},
+        )  # fmt: skip
     return figure
 
 
@@ -105,14 +104,6 @@ def plot_improvement(run: Run, name: str) -> go.Figure:
 
     The change is from the weights that the agent had in the evaluation before, its own or those of
     the agent that it was copied from. Rounds without evaluations count as parts of the next one.
-
-    Args:
-        run: A run folder, a `Population`, or its rounds.
-        name: A hyperparameter.
-
-    Raises:
-        EngineUnavailable: plotly is not installed.
-        EvoGrpoError: The folder cannot be read.
     """
     view = view_of(run)
     figure = new_figure(short_name(name), "change of fitness between evaluations", height=320)
@@ -127,7 +118,7 @@ def plot_improvement(run: Run, name: str) -> go.Figure:
             pairs[agent.agent].append((parent, after))
     values: list[float] = []
     gains: list[float] = []
-    in_legend, seen, value_of = named(view), looks(view), heights(view, name)
+    value_of = heights(view, name)
     for agent, own in pairs.items():
         line = Line()
         for before, after in own:
@@ -136,21 +127,13 @@ def plot_improvement(run: Run, name: str) -> go.Figure:
                 line.add(value, gain, brief(after, name))
                 values.append(value)
                 gains.append(gain)
-        look, title = seen[agent], agent_name(agent)
-        figure.add_scatter(
-            x=line.x, y=line.y, text=line.texts, hoverinfo="text", mode="markers",
-            name=title, legendgroup=title, showlegend=agent in in_legend,
-            marker={"color": look.color, "symbol": look.symbol, "size": 9, "opacity": 0.8,
-                    "maxdisplayed": 4 * MARKERS},
+        draw_agent(
+            figure, view, agent, line, mode="markers", legend=agent in named(view), marker_size=9,
+            marker_opacity=0.8, marker_maxdisplayed=4 * MARKERS,
         )  # fmt: skip
     if values:
-        log = spans_a_decade(values) and not names_of(view, name)
-        span = log_span(values) if log else linear_span(values)
-        set_axis(figure, "x", span, log=log, names=names_of(view, name))
-        # Differences of a few standard errors do not fill the figure.
-        errors = [error for one in view.played if math.isfinite(error := fitness_se(one))]
-        least = 8 * median(errors) if errors else 0.0
-        set_axis(figure, "y", linear_span(gains, include=[0.0], least=least))
+        set_axis(figure, "x", scale_of(values, names_of(view, name)))
+        set_axis(figure, "y", linear(gains, include=[0.0], least=quiet(view)))
     return figure
 
 
@@ -169,7 +152,7 @@ def names_of(view: RunView, name: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def heights(view: RunView, name: str) -> Callable[[AgentRecord], float]:
+def heights(view: RunView, name: str) -> Value:
     """Return the function from an agent to its value of a hyperparameter.
 
     For a name it is the place in `names_of`, 1 for the first; it is NaN without a value.
@@ -183,42 +166,3 @@ def heights(view: RunView, name: str) -> Callable[[AgentRecord], float]:
         return math.nan if value is None else float(value)
 
     return height
-
-
-def _add_schedule(
-    figure: go.Figure,
-    look: Look,
-    parts: Sequence[Sequence[AgentRecord]],
-    name: str,
-    value_of: Callable[[AgentRecord], float],
-    row: int,
-    *,
-    faint: bool,
-) -> None:
-    line = Line()
-    for part in parts:
-        for one in part:
-            line.add(one.round + 1, value_of(one), brief(one, name))
-        line.part()
-    title = agent_name(parts[0][0].agent)
-    figure.add_scatter(
-        x=line.x, y=line.y, text=line.texts, hoverinfo="text", mode="lines+markers",
-        name=title, legendgroup=title, showlegend=False, opacity=0.35 if faint else 1.0,
-        line={"color": look.color, "dash": look.dash, "width": 1 if faint else 2.5},
-        marker={"symbol": look.symbol, "maxdisplayed": MARKERS, "size": 5 if faint else 8},
-        row=row, col=1,
-    )  # fmt: skip
-
-
-def _add_names(figure: go.Figure, view: RunView, agents: Iterable[int]) -> None:
-    """Name the agents in the legend, once for all rows."""
-    in_legend, seen = named(view), looks(view)
-    for agent in agents:
-        if agent not in in_legend:
-            continue
-        look, title = seen[agent], agent_name(agent)
-        figure.add_scatter(
-            x=[None], y=[None], mode="lines+markers", name=title, legendgroup=title,
-            line={"color": look.color, "dash": look.dash}, marker={"symbol": look.symbol},
-            row=1, col=1,
-        )  # fmt: skip

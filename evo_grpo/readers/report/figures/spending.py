@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from evo_grpo.readers.report.figures.style import COLORS, new_figure, round_axis
+from evo_grpo.readers.report.figures.axes import COLORS, new_figure, round_axis
 from evo_grpo.record.view import Run, view_of
 
 if TYPE_CHECKING:
@@ -15,15 +15,7 @@ PATTERNS = ("", "/", "x", ".", "\\", "+", "-", "|")
 
 
 def plot_seconds(run: Run) -> go.Figure:
-    """Draw the wall seconds of each round by phase.
-
-    Args:
-        run: A run folder, a `Population`, or its rounds.
-
-    Raises:
-        EngineUnavailable: plotly is not installed.
-        EvoGrpoError: The folder cannot be read.
-    """
+    """Draw the wall seconds of each round by phase."""
     view = view_of(run)
     phases = list(dict.fromkeys(name for r in view.rounds for name in r.seconds))
     values = {p: [r.seconds.get(p, 0.0) for r in view.rounds] for p in phases}
@@ -31,15 +23,7 @@ def plot_seconds(run: Run) -> go.Figure:
 
 
 def plot_tokens(run: Run) -> go.Figure:
-    """Draw the tokens that each round sampled for training and for evaluation.
-
-    Args:
-        run: A run folder, a `Population`, or its rounds.
-
-    Raises:
-        EngineUnavailable: plotly is not installed.
-        EvoGrpoError: The folder cannot be read.
-    """
+    """Draw the tokens that each round sampled for training and for evaluation."""
     rounds = view_of(run).rounds
     values = {
         "training": [float(sum(a.tokens for a in r.agents)) for r in rounds],

@@ -17,7 +17,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.printable import printable
-from evo_grpo.readers.report.figures.style import graph_objects
+from evo_grpo.readers.report.figures.axes import graph_objects
 from evo_grpo.record.files import to_line
 
 if TYPE_CHECKING:

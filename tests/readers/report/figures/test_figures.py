@@ -9,8 +9,8 @@ from random_runs import make_run, timed
 
 import evo_grpo
 from evo_grpo.errors import ConfigError, EngineUnavailable
-from evo_grpo.readers.report.figures import lineage, style
-from evo_grpo.readers.report.figures.axes import set_axis, spans_a_decade
+from evo_grpo.readers.report.figures import axes, lineage
+from evo_grpo.readers.report.figures.axes import Scale, apart, scale_of, set_axis
 from evo_grpo.readers.report.figures.diagnostics import (
     ROLLING,
     Curve,
@@ -18,10 +18,9 @@ from evo_grpo.readers.report.figures.diagnostics import (
     metric_names,
     plot_diagnostics,
     rolling,
-    span_of,
+    scale_of_metric,
     thinned,
 )
-from evo_grpo.readers.report.figures.ends import apart
 from evo_grpo.readers.report.figures.fitness import plot_fitness
 from evo_grpo.readers.report.figures.lineage import plot_lineage
 from evo_grpo.readers.report.figures.points import copies, described, stretches
@@ -150,7 +149,7 @@ def test_noise_does_not_fill_an_axis():
 
 def metric_span(name, values):
     curve = Curve(0, list(range(1, len(values) + 1)), values)
-    return span_of(name, [curve])
+    return scale_of_metric(name, [curve])[:2]
 
 
 @pytest.mark.parametrize(
@@ -162,8 +161,8 @@ def metric_span(name, values):
     ],
 )
 def test_every_label_of_a_logarithmic_axis_is_a_whole_number(span, labels):
-    figure = style.new_figure("x", "y")
-    set_axis(figure, "y", span, log=True)
+    figure = axes.new_figure("x", "y")
+    set_axis(figure, "y", Scale(*span, log=True))
     assert list(figure.layout.yaxis.ticktext) == labels
     assert all(span[0] <= tick <= span[1] for tick in figure.layout.yaxis.tickvals)
 
@@ -183,14 +182,14 @@ def test_error_bars_are_those_of_the_records_until_there_are_too_many(monkeypatc
     assert {e for one in errors for e in one if not math.isnan(e)} == {0.05}
     monkeypatch.setattr("evo_grpo.readers.report.figures.fitness.ERROR_BARS", 11)
     (line,) = [t for t in plot_fitness(rounds).data if t.error_y.array is not None]
-    assert line.name == style.WINNER
+    assert line.name == axes.WINNER
 
 
 @pytest.mark.parametrize("plot", [plot_fitness, plot_lineage, plot_schedules])
 def test_the_winners_line_is_its_ancestry(plot):
     rounds = make_run(4, 6, 2)
     path = ancestry(rounds, best_agent(rounds[-1]).member)
-    line = next(trace for trace in plot(rounds).data if trace.name == style.WINNER)
+    line = next(trace for trace in plot(rounds).data if trace.name == axes.WINNER)
     assert [x - 1 for x in line.x] == [agent.round for agent in path]
 
 
@@ -232,7 +231,7 @@ def test_the_tree_names_each_mutation_at_its_edge(tmp_path):
     # The edge passes behind its label.
     assert label.bgcolor
     assert list(zip(mutations.x, mutations.y, strict=True)) == [(1.5, 0.5)]
-    assert "mutate of member 0: lr 1e-3 -&gt; 1.2e-3" in mutations.hovertext[0]
+    assert "mutate of member 0: lr 1e-3 -&gt; 1.2e-3" in mutations.text[0]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -280,7 +279,7 @@ def test_schedules_have_a_row_for_each_hyperparameter_and_a_logarithmic_axis_for
     names = [figure.layout[f"yaxis{'' if i == 1 else i}"].title.text for i in range(1, 5)]
     assert names == ["lr", "beta", "clip", "group"]
     values = {n: [a.hparams.get(n) for r in rounds for a in r.agents] for n in rounds[0].mutable}
-    expected = ["log" if spans_a_decade(own) else "linear" for own in values.values()]
+    expected = ["log" if scale_of(own).log else "linear" for own in values.values()]
     assert kinds == expected
     assert "log" in kinds
     (chosen,) = {trace.yaxis for trace in plot_schedules(rounds, ["lr"]).data}
@@ -291,7 +290,7 @@ def test_agents_that_left_are_faint():
     rounds = make_run(4, 6, 2, places=(4, 2))
     last = rounds[-1].round + 1
     for trace in plot_schedules(rounds, ["lr"]).data:
-        if trace.opacity not in (None, 0.4) and trace.name != style.WINNER:
+        if trace.opacity not in (None, 0.4) and trace.name != axes.WINNER:
             ends = {int(max(part)) for part in _parts(trace.x)}
             assert (last in ends) == (trace.opacity == 1.0)
             assert trace.opacity == 1.0 or last not in ends
@@ -389,7 +388,7 @@ def test_diagnostics_of_a_recorded_run_are_drawn_step_by_step(tmp_path):
 
 
 def test_agents_look_different_with_and_without_colour():
-    looks = [style.look_of(i) for i in range(256)]
+    looks = [axes.look_of(i) for i in range(256)]
     assert len(set(looks)) == 256
     assert len({(look.symbol, look.dash) for look in looks[:8]}) == 8
     assert len({look.color for look in looks[:8]}) == 8

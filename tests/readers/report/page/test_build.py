@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from evo_grpo.readers.report.figures.style import new_figure
+from evo_grpo.readers.report.figures.axes import new_figure
 from evo_grpo.readers.report.page.build import Page, Table, cards, sortable, text
 
 HOSTILE = (
