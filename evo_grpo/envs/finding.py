@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import resolve_name
-from inspect import Parameter, Signature
+from inspect import Signature
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -75,8 +75,7 @@ class Found:
             raise AssertionError(f"{self.path} was looked up in its source and not imported")
 
         stand_in.__name__ = self.path.rpartition(":")[2].rpartition(".")[2]
-        anything_at_all = Signature([Parameter("anything", Parameter.VAR_KEYWORD)])
-        vars(stand_in)["__signature__"] = self.signature or anything_at_all
+        vars(stand_in)["__signature__"] = self.signature or inspect.signature(stand_in)
         return stand_in
 
 
@@ -102,9 +101,9 @@ def find_name(path: str, where: str) -> Found:
     bound = source.bound.get(first, [])
     if not bound and source.is_complete:
         raise no_such_name(path, where, source.origin, first, source.bound)
-    for value in bound:
-        if isinstance(value, _Import) and is_standard(value.module):  # "package:os.system"
-            raise standard_library(path, where, value.module)
+    for lead, _ in _leads(module, first):
+        if is_standard(lead):  # "package:os.system"
+            raise standard_library(path, where, lead)
     if len(bound) != 1 or isinstance(bound[0], _Import):
         return Found(path)
     return _described(bound[0], rest, path, where, source.origin)
@@ -129,18 +128,24 @@ def defining_files(path: str) -> dict[str, Path | None]:
         file.
     """
     module, _, attribute = path.partition(":")
-    pending = [(module, attribute.partition(".")[0])]
     found: dict[str, Path | None] = {}
-    for module, name in pending:  # the loop appends to the list
-        spec = _locate(module)
-        file = None if isinstance(spec, str) or not spec.has_location else spec.origin
-        found[module] = None if file is None else Path(file)
-        with suppress(ConfigError):  # it cannot be read
-            source = _read(module, path, "")
-            bound = [] if source is None else source.bound.get(name, [])
-            leads = [one for one in bound if isinstance(one, _Import) and all(one)]
-            pending += [one for one in leads if one not in pending and not is_standard(one.module)]
+    for lead, _ in _leads(module, attribute.partition(".")[0]):
+        if not is_standard(lead):
+            spec = _locate(lead)
+            file = None if isinstance(spec, str) or not spec.has_location else spec.origin
+            found[lead] = None if file is None else Path(file)
     return found
+
+
+def _leads(module: str, name: str) -> Sequence[_Import]:
+    """Return a name of a module, and the modules and names from which it is imported."""
+    leads = [_Import(module, name)]
+    for lead in leads:  # the loop appends to the list
+        with suppress(ConfigError):  # it cannot be read
+            source = None if is_standard(lead.module) else _read(lead.module, name, "")
+            bound = [] if source is None else source.bound.get(lead.name, [])
+            leads += [one for one in bound if isinstance(one, _Import) and one not in leads]
+    return leads
 
 
 class _Import(NamedTuple):
@@ -279,9 +284,9 @@ def _signature(node: ast.AST | _Import, *, bound: bool = False) -> Signature | N
     if getattr(node, "decorator_list", ()):
         return None
     args = node.args
-    for one in (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg):
-        if one is not None:
-            one.annotation = None
+    every = (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg)
+    for one in filter(None, every):
+        one.annotation = None
     # A lambda with the same parameters; its defaults and its body are constants, so that nothing
     # of the user's code runs.
     args.defaults = [ast.Constant(...) for _ in args.defaults]

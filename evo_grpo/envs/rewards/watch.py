@@ -113,13 +113,11 @@ class Watch:
             self._interrupted = call
             signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
             if not wait([done], GRACE_SECONDS).done and self._running is call:
-                sys.stderr.write(f"error: {self.too_long(call)}\n")
-                sys.stderr.flush()
+                print(f"error: {self.too_long(call)}", file=sys.stderr, flush=True)
                 os._exit(1)
 
-    def handle(self, number: int, frame: object) -> None:
+    def handle(self, *_: object) -> None:
         """Raise `TimedOut` in the call that is late; ignore a signal that arrives after its end."""
-        del number, frame
         if self._running is not None and self._running is self._interrupted:
             raise TimedOut
 
@@ -170,9 +168,8 @@ MODES = (
     ),
     Mode("number of threads", "torch", "get_num_threads", "set_num_threads"),
 )
-"""What the process or its threads have once, and the run depends on: it finds files by the working
-folder and computes under the others. It does not draw from the global random generators.
-"""
+"""What the process or a thread has once, and the run depends on; it does not draw from the global
+random generators."""
 
 
 @beside_no_load()
@@ -200,8 +197,7 @@ def restore(before: list[object]) -> str:
     # Not strict: the call may have loaded torch.
     for mode, old, new in zip(MODES, before, current_modes(), strict=False):
         if old != new:
-            # None removes the default device that the call has set.
-            value = None if str(old) == "cpu" else old
+            value = None if str(old) == "cpu" else old  # None removes a default device
             with suppress(Exception):  # a folder that was removed
                 getattr(sys.modules[mode.module], mode.set)(*mode.arguments, value)
             owner = "torch's " if mode.module == "torch" else ""
