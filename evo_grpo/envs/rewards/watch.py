@@ -55,6 +55,7 @@ class Watch:
         self._running: Call | None = None
         self._began = 0.0
         self._interrupted: Call | None = None
+        self._modes: list[object] = []
 
     def run(self, call: Call, allowance: float = 0.0) -> Any:  # noqa: ANN401 -- what the call returns
         """Make a call.
@@ -68,8 +69,7 @@ class Watch:
             BaseException: Any exception of the function.
         """
         check_not_stopped()
-        # After each call and not after a batch: the message names the right one.
-        modes = current_modes()
+        self._modes = self._modes or current_modes()  # of the thread of the first call
         self._began = time.monotonic() + allowance
         self._running = call
         try:
@@ -78,7 +78,7 @@ class Watch:
             raise self.too_long(call) from None
         finally:
             self._running = None
-            changed = restore(modes)
+            changed = restore(self._modes)  # after each call, to name the right one
         if changed:
             raise RewardAbortError(f"{call.title()}: it left {changed}")
         if not allowance:
@@ -186,7 +186,6 @@ def _value(mode: Mode) -> object:
         return f"a value that cannot be read ({type(error).__name__})"
 
 
-@beside_no_load()
 def restore(before: list[object]) -> str:
     """Set every mode to the value that `current_modes` returned before.
 
@@ -198,7 +197,7 @@ def restore(before: list[object]) -> str:
     for mode, old, new in zip(MODES, before, current_modes(), strict=False):
         if old != new:
             value = None if str(old) == "cpu" else old  # None removes a default device
-            with suppress(Exception):  # a folder that was removed
+            with suppress(Exception), beside_no_load():  # a folder that was removed
                 getattr(sys.modules[mode.module], mode.set)(*mode.arguments, value)
             owner = "torch's " if mode.module == "torch" else ""
             changed.append(f"{owner}{mode.name} at {new} instead of {old}")
