@@ -21,9 +21,6 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 
-# The original function: `os._exit` raises an error while a reward function runs.
-from os import _exit
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -224,4 +221,4 @@ def _end(code: int) -> None:
             os.write(2, message.encode(errors="backslashreplace"))
         else:
             time.sleep(_MOMENT)  # the other thread may be about to print the message
-    _exit(code)
+    os._exit(code)

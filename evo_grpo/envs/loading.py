@@ -7,7 +7,6 @@ call `load_function`; `envs.finding` looks up a name without importing anything.
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Callable, Iterable
 from importlib.machinery import PathFinder
@@ -16,6 +15,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 from evo_grpo.envs.messages import nearest
+from evo_grpo.envs.rewards.watch import current_modes, restore
 from evo_grpo.envs.run_code import CodeOfARunError, guard_imports
 from evo_grpo.errors import ConfigError
 from evo_grpo.places import folders
@@ -171,17 +171,11 @@ def _refuse_other(name: str, path: str, where: str) -> None:
 def _import(name: str, path: str, where: str) -> ModuleType:
     search_here()
     _refuse_other(name, path, where)
-    folder = Path.cwd()
+    folder = current_modes()[:1]
     try:
         module = importlib.import_module(name)
-        if Path.cwd() != folder:
-            left = Path.cwd()
-            os.chdir(folder)
-            raise ConfigError(
-                f"{where}: {path!r}: importing {name!r} left the working folder at {left} instead "
-                f"of {folder}, by which the run finds its files; write paths in full, or use "
-                "contextlib.chdir in a with statement"
-            )
+        if changed := restore(folder):
+            raise ConfigError(f"{where}: {path!r}: importing {name!r} left {changed}")
         return module
     except ConfigError:
         raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,8 +61,6 @@ def restore(
         cohort.move(dict.fromkeys(slots, 0), weights=False)
     for slot in sorted(set(prepared.slots) - set(slots)):
         cohort.remove(slot)
-    if cohort.references.start and cohort.team.rank == 0:
-        _warn_of_reference(prepared, last, folder)
     members, histories = members_of(rounds), histories_of(rounds)
     checkpoints = {record.agent: _checkpoint(folder, record, last) for record in last.agents}
     best = archived_agent(rounds) if prepared.round_settings.evolve.keeps_archive else None
@@ -89,20 +86,6 @@ def restore(
     apply(cohort, slots, generation, inherit_optimizer=inherit, free=free)
     cohort.reserve_members(next_member_id(rounds))
     return generation.slots
-
-
-def _warn_of_reference(prepared: Prepared, last: RoundRecord, folder: Path) -> None:
-    """Warn if the reference was the base in earlier rounds and is the start adapter from now on."""
-    cohort, name = prepared.cohort, last.agents[0].checkpoint
-    held = "beta" in cohort.hp_config.names() or any(h.beta > 0 for h in last.next_hparams)
-    if held and name is not None and "reference" not in read_attributes(inside(folder, name)):
-        warnings.warn(
-            f"run {folder}: an earlier release played its rounds so far with the base as the "
-            "reference of the KL term; from here on the reference is model.adapter, the adapter "
-            "that its agents started from",
-            UserWarning,
-            stacklevel=2,
-        )
 
 
 @dataclass(frozen=True)

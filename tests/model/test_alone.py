@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from evo_grpo.envs.rewards.modes import current_modes
+from evo_grpo.envs.rewards.watch import current_modes
 from evo_grpo.model.alone import beside_no_load, loading
 from evo_grpo.model.base import SharedBase
 

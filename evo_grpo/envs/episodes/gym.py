@@ -254,8 +254,7 @@ class MultiTurnGym:
 
     def _make(self) -> TokenObservationWrapper:
         try:
-            call = Call(lambda: "env_factory", self.factory, {})
-            made: object = watching(None, lambda watch: watch.run(call))
+            made: object = Watch(None).run(Call(lambda: "env_factory", self.factory, {}))
         except RewardAbortError:
             raise
         except Exception as error:  # the user's code may raise anything

@@ -7,15 +7,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 from evo_grpo.envs.rewards.hints import hint, place_in_code
-from evo_grpo.envs.rewards.watch import Call, ExitedError, TimedOut, Watch, in_a_thread, watching
+from evo_grpo.envs.rewards.watch import Call, TimedOut, Watch, in_a_thread, watching
 from evo_grpo.errors import RewardAbortError, RewardError
 from evo_grpo.printable import error_text
-
-if TYPE_CHECKING:
-    from asyncio import Task
 
 #: Types of most results; checking whether one is awaitable takes longer than computing it.
 _NUMBERS = frozenset({float, int, bool, type(None)})
@@ -54,8 +51,7 @@ def run_calls(
 
     Raises:
         RewardError: A call raised; its exception is the cause.
-        RewardAbortError: A call took too long, tried to end the process, or left the working folder
-            or one of torch's modes changed.
+        RewardAbortError: See `Watch.run`.
     """
     return watching(timeout, lambda watch: _all(watch, calls, keep_errors, mark))
 
@@ -121,8 +117,6 @@ def _checked(watch: Watch, call: Call, result: object, keep_errors: bool) -> obj
     # By type(): a value may report another __class__, or raise.
     if issubclass(type(result), TimedOut):
         raise watch.too_long(call)
-    if issubclass(type(result), ExitedError):
-        raise watch.exited(call)
     if issubclass(type(result), BaseException):
         return _failed(call, cast("BaseException", result), keep_errors)
     return result
@@ -152,9 +146,6 @@ def _together(awaitables: Sequence[Awaitable[Any]], limit: float | None) -> list
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # kept until the other calls have ended
-            task = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise  # cancelled by Ctrl-C or the limit, and not by the function
             outcomes[number] = error
 
     async def together() -> None:
@@ -162,13 +153,11 @@ def _together(awaitables: Sequence[Awaitable[Any]], limit: float | None) -> list
         try:
             # All begin at once, so one time-out serves all.
             await asyncio.wait(tasks, timeout=limit)
+            found.extend(outcomes)  # now: `asyncio.run` then cancels those that are late
         finally:
-            _retrieve_exceptions(tasks)
-        for number, task in enumerate(tasks):
-            if task.cancelled():  # by the function
-                outcomes[number] = asyncio.CancelledError()
-            task.cancel()
-        found.extend(outcomes)
+            for task in tasks:  # asyncio would log a KeyboardInterrupt left in one
+                if task.done() and not task.cancelled():
+                    task.exception()
 
     try:
         asyncio.get_running_loop()
@@ -177,10 +166,3 @@ def _together(awaitables: Sequence[Awaitable[Any]], limit: float | None) -> list
     else:
         in_a_thread("async", lambda: asyncio.run(together())).result()
     return found
-
-
-def _retrieve_exceptions(tasks: Sequence[Task[None]]) -> None:
-    """Retrieve the exceptions of tasks; asyncio would log a KeyboardInterrupt left in one."""
-    for task in tasks:
-        if task.done() and not task.cancelled():
-            task.exception()

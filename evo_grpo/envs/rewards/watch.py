@@ -1,13 +1,10 @@
-"""Call user code with a time limit, and name a call that hangs, forks, exits or changes modes.
+"""Call user code with a time limit, name a call that is late, and undo the modes that it changes.
 
-No thread can end another one from outside, so where a call runs depends on the thread that asks:
-
-- In the main thread the call runs there, and a signal interrupts it. A second thread only watches
-  the clock. Moving all calls to a pool of threads would break functions that need the main thread:
-  `signal.alarm`, as the package math_verify uses it, raises in any other one, and objects such as a
-  connection of sqlite3 refuse to be used from another thread than their own.
-- In any other thread, which no signal reaches, the calls run in a helper thread, which is abandoned
-  when one of them hangs.
+No thread can end another one, so where a call runs depends on the thread that asks for it. In the
+main thread it runs there, because `signal.alarm`, as math_verify uses it, and the connections of
+sqlite3 need that, and a signal interrupts it. In any other thread, which no signal reaches, it runs
+in a helper thread, which is abandoned if the call is late. Calls that exit, fork or block all
+threads are left to `env.isolate: process`.
 """
 
 from __future__ import annotations
@@ -18,27 +15,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
 
-from evo_grpo.envs.rewards.modes import current_modes, restore
 from evo_grpo.errors import RewardAbortError
-from evo_grpo.printable import shorten
+from evo_grpo.model.alone import beside_no_load
 
 GRACE_SECONDS = 5.0
 """Seconds between the interruption of a call and the end of the process, if the call continues."""
 
-_IDLE_SECONDS = 1.0
-#: Ignored by default, and rarely used.
-_SIGNAL = signal.SIGURG
-_process = os.getpid
-_exit = os._exit
-_REAL: dict[str, Callable[..., Any]] = {"_exit": _exit, "execv": os.execv, "execve": os.execve}
-"""Functions that end this program without a message, and with an exit code that may be 0."""
-
+_SIGNAL = signal.SIGURG  # ignored by default, and rarely used
 _stop: contextvars.ContextVar[threading.Event | None] = contextvars.ContextVar("stop", default=None)
 
 ResultT = TypeVar("ResultT")
@@ -59,10 +47,6 @@ class TimedOut(BaseException):
     """Raised by the signal in a call that is late; `except Exception` does not catch it."""
 
 
-class ExitedError(BaseException):
-    """Raised in a call in place of `os._exit`; `except Exception` does not catch it."""
-
-
 class Watch:
     """Makes calls one after the other, each within `limit` seconds; `watching` creates one."""
 
@@ -70,12 +54,8 @@ class Watch:
         self.limit = limit
         self._running: Call | None = None
         self._began = 0.0
-        self._late: Call | None = None
-        self._pid = os.getpid()
-        self._modes = current_modes()
-        self.thread = threading.get_ident()
-        self._exited = ""
-        self._abandoned = False
+        self._interrupted: Call | None = None
+        self._modes: list[object] = []
 
     def run(self, call: Call, allowance: float = 0.0) -> Any:  # noqa: ANN401 -- what the call returns
         """Make a call.
@@ -85,71 +65,30 @@ class Watch:
             allowance: Seconds beyond the limit. If it is above 0, use `check` afterwards.
 
         Raises:
-            RewardAbortError: The call took longer, tried to end the process, or changed the working
-                folder or one of torch's modes.
+            RewardAbortError: The call took longer, or left one of `MODES` changed.
             BaseException: Any exception of the function.
         """
         check_not_stopped()
-        returned = False
+        self._modes = self._modes or current_modes()  # of the thread of the first call
         self._began = time.monotonic() + allowance
         self._running = call
         try:
             result = call.fn(**call.arguments)
-            returned = True
         except TimedOut:
             raise self.too_long(call) from None
-        except ExitedError:
-            raise self.exited(call) from None
         finally:
             self._running = None
-            if _process() != self._pid:
-                # Two processes would write the same files.
-                _end_with(
-                    f"warning: {call.title()}: it forked the process and came back twice; the "
-                    f"copy, process {os.getpid()}, is ended here\n"
-                )
-            # Compared after each call, in 3 microseconds, so that the message names the right one.
-            if not self._abandoned and current_modes() != self._modes:
-                self._restore_modes(call, returned=returned)
+            changed = restore(self._modes)  # after each call, to name the right one
+        if changed:
+            raise RewardAbortError(f"{call.title()}: it left {changed}")
         if not allowance:
             self.check(call)
         return result
 
     def check(self, call: Call) -> None:
         """Raise the error of a call that caught its own interruption."""
-        if self._late is call:
+        if self._interrupted is call:
             raise self.too_long(call)
-        if self._exited:
-            raise self.exited(call)
-
-    def _restore_modes(self, call: Call, *, returned: bool) -> None:
-        """Restore the modes; name the call, unless it raised an error, which comes first."""
-        changed = restore(self._modes)
-        self._modes = current_modes()  # the call may have loaded torch, and its modes with it
-        if changed and returned:
-            raise RewardAbortError(f"{call.title()}: it left {changed}")
-
-    def exited(self, call: Call) -> RewardAbortError:
-        """Return the error of a call that tried to end the process."""
-        return RewardAbortError(
-            f"{call.title()}: it called {self._exited}, which would end the run in silence; "
-            "expected it to return: raise an error instead, or return None from a reward function "
-            "for a completion that cannot be scored"
-        )
-
-    def exits(self, called: str) -> None:
-        """Raise `ExitedError` in the running call, which called a function of `_REAL`."""
-        call, self._exited = self._running, called
-        if call is None:  # the call has returned, but a thread that it started continues
-            return
-        if threading.get_ident() == self.thread:
-            raise ExitedError
-        _end_with(f"error: {self.exited(call)}\n")
-
-    @property
-    def is_calling(self) -> bool:
-        """Whether a call runs in this process, and not in a fork of it."""
-        return self._running is not None and _process() == self._pid
 
     def too_long(self, call: Call) -> RewardAbortError:
         """Return the error of a call that took longer than the limit."""
@@ -159,97 +98,28 @@ class Watch:
             "cannot be interrupted"
         )
 
-    def in_main_thread(self, work: Callable[[], ResultT]) -> ResultT:
-        """Do work in the main thread, where a signal interrupts a call that is late."""
-        over = threading.Event()
-        before = signal.signal(_SIGNAL, self._interrupt)
-        clock = threading.Thread(
-            target=self._watch_clock, args=(over,), name="reward-clock", daemon=True
-        )
-        clock.start()
-        try:
-            return work()
-        finally:
-            over.set()
-            signal.signal(_SIGNAL, before)
-
-    def in_helper_thread(self, work: Callable[[], ResultT]) -> ResultT:
-        """Do work in a helper thread, and abandon the thread when a call is late."""
-
-        def helper() -> ResultT:
-            # Torch's modes belong to a thread: compare those of this one.
-            self._modes, self.thread = current_modes(), threading.get_ident()
-            return work()
-
-        result = in_a_thread("rewards", helper)
-        while not wait([result], self._pause()).done:
-            if (call := self._overdue()) is not None:
-                self._abandoned = True  # its modes are not restored when it ends
-                raise self.too_long(call)
-        return result.result()
-
-    def _watch_clock(self, over: threading.Event) -> None:
-        """Interrupt a call that is late, and end the process if the call then continues."""
-        sent: Call | None = None
-        while not over.wait(self._pause() if sent is None else GRACE_SECONDS):
-            call = self._overdue()
-            if call is not None and call is sent:
-                _end_with(f"error: {self.too_long(call)}\n")
-            sent = call
-            if call is not None:
-                signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
-
-    def _interrupt(self, number: int, frame: object) -> None:
-        """Raise `TimedOut` in the call that is late; ignore a signal that arrives after its end."""
-        del number, frame
-        call = self._overdue()
-        if call is not None and self._late is not call:
-            self._late = call
-            raise TimedOut
-
-    def _overdue(self) -> Call | None:
-        """Return the running call if it is late, else None."""
-        call = self._running
-        late = self.limit is not None and time.monotonic() - self._began >= self.limit
-        return call if late else None
-
-    def _pause(self) -> float:
-        """Return the seconds until a call can be late, within bounds."""
+    def late_call(self, done: Future[Any]) -> Call | None:
+        """Wait until all is done; return a call that is late as soon as there is one."""
         limit = self.limit or 0.0
-        left = self._began + limit - time.monotonic() if self._running is not None else limit
-        return min(max(left, 0.02), _IDLE_SECONDS)
+        while not wait([done], min(limit, 1.0) / 4).done:
+            call = self._running
+            if call is not None and time.monotonic() - self._began >= limit:
+                return call
+        return None
 
+    def interrupt_late_calls(self, done: Future[Any]) -> None:
+        """Interrupt a call of the main thread that is late; end the process if it continues."""
+        while (call := self.late_call(done)) is not None:
+            self._interrupted = call
+            signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
+            if not wait([done], GRACE_SECONDS).done and self._running is call:
+                print(f"error: {self.too_long(call)}", file=sys.stderr, flush=True)
+                os._exit(1)
 
-_watches: list[Watch] = []
-_lock = threading.Lock()
-
-
-@contextmanager
-def _exits_refused(watch: Watch) -> Generator[None]:
-    """Replace the functions of `_REAL` in a `with` block, which several threads may enter."""
-    with _lock:
-        _watches.append(watch)
-        for name in _REAL:
-            setattr(os, name, partial(_called, name))
-    try:
-        yield
-    finally:
-        with _lock:
-            _watches.remove(watch)
-            if not _watches:
-                for name, real in _REAL.items():
-                    setattr(os, name, real)
-
-
-def _called(name: str, *arguments: object, **more: object) -> Any:  # noqa: ANN401 -- what the real one returns
-    """Stand in for a function of `_REAL`: raise within a call, else call the real function."""
-    # The watch of this thread; for a thread that a call has started, the latest watch.
-    calling = [watch for watch in _watches if watch.is_calling]
-    calling.sort(key=lambda watch: watch.thread == threading.get_ident())
-    if calling:
-        first = [*arguments, *more.values()][:1]  # the others may hold secrets
-        calling[-1].exits(f"os.{name}({shorten(', '.join(map(repr, first)))})")
-    return _REAL[name](*arguments, **more)
+    def handle(self, *_: object) -> None:
+        """Raise `TimedOut` in the call that is late; ignore a signal that arrives after its end."""
+        if self._running is not None and self._running is self._interrupted:
+            raise TimedOut
 
 
 def watching(limit: float | None, work: Callable[[Watch], ResultT]) -> ResultT:
@@ -259,12 +129,80 @@ def watching(limit: float | None, work: Callable[[Watch], ResultT]) -> ResultT:
         RewardAbortError: See `Watch.run`.
     """
     watch = Watch(limit)
-    with _exits_refused(watch):
-        if limit is None:
-            return work(watch)
-        if threading.current_thread() is threading.main_thread():
-            return watch.in_main_thread(lambda: work(watch))
-        return watch.in_helper_thread(lambda: work(watch))
+    if limit is None:
+        return work(watch)
+    if threading.current_thread() is not threading.main_thread():
+        result = in_a_thread("rewards", lambda: work(watch))
+        if (late := watch.late_call(result)) is not None:
+            raise watch.too_long(late)
+        return result.result()
+    done: Future[None] = Future()
+    before = signal.signal(_SIGNAL, watch.handle)
+    in_a_thread("reward-clock", lambda: watch.interrupt_late_calls(done))
+    try:
+        return work(watch)
+    finally:
+        done.set_result(None)
+        signal.signal(_SIGNAL, before)
+
+
+class Mode(NamedTuple):
+    """A mode: its name, a module, and the functions of the module that read and set it."""
+
+    name: str
+    module: str
+    read: str
+    set: str
+    arguments: tuple[str, ...] = ()
+
+
+MODES = (
+    Mode("the working folder", "os", "getcwd", "chdir"),
+    Mode("gradients", "torch", "is_grad_enabled", "set_grad_enabled"),
+    Mode("autocast on the CPU", "torch", "is_autocast_enabled", "set_autocast_enabled", ("cpu",)),
+    Mode("autocast on CUDA", "torch", "is_autocast_enabled", "set_autocast_enabled", ("cuda",)),
+    Mode("default device", "torch", "get_default_device", "set_default_device"),
+    *(
+        Mode(name.replace("_", " "), "torch", f"get_{name}", f"set_{name}")
+        for name in ("default_dtype", "float32_matmul_precision", "deterministic_debug_mode")
+    ),
+    Mode("number of threads", "torch", "get_num_threads", "set_num_threads"),
+)
+"""What the process or a thread has once, and the run depends on; it does not draw from the global
+random generators."""
+
+
+@beside_no_load()
+def current_modes() -> list[object]:
+    """Return the value of each mode; that of the working folder alone if torch is not loaded."""
+    loaded = hasattr(sys.modules.get("torch"), "compile")  # another thread may be loading it
+    return [_value(mode) for mode in (MODES if loaded else MODES[:1])]
+
+
+def _value(mode: Mode) -> object:
+    try:
+        return getattr(sys.modules[mode.module], mode.read)(*mode.arguments)
+    except Exception as error:  # a removed folder, a missing device, a precision set by its parts
+        return f"a value that cannot be read ({type(error).__name__})"
+
+
+def restore(before: list[object]) -> str:
+    """Set every mode to the value that `current_modes` returned before.
+
+    Returns:
+        The modes that had changed, with a remedy; "" if none had.
+    """
+    changed: list[str] = []
+    # Not strict: the call may have loaded torch.
+    for mode, old, new in zip(MODES, before, current_modes(), strict=False):
+        if old != new:
+            value = None if str(old) == "cpu" else old  # None removes a default device
+            with suppress(Exception), beside_no_load():  # a folder that was removed
+                getattr(sys.modules[mode.module], mode.set)(*mode.arguments, value)
+            owner = "torch's " if mode.module == "torch" else ""
+            changed.append(f"{owner}{mode.name} at {new} instead of {old}")
+    remedy = "; change it in a with statement, or set it back before the call returns"
+    return " and ".join(changed) + remedy if changed else ""
 
 
 def check_not_stopped() -> None:
@@ -296,10 +234,3 @@ def in_a_thread(
         context.run(_stop.set, stop)
     threading.Thread(target=context.run, args=(helper,), name=name, daemon=True).start()
     return result
-
-
-def _end_with(text: str) -> NoReturn:
-    """Write a text to standard error and end the process with code 1."""
-    sys.stderr.write(text)
-    sys.stderr.flush()
-    _exit(1)

@@ -1,4 +1,4 @@
-"""Reward functions that hang, exit, fork, raise what nobody expects, or leave things changed."""
+"""Reward functions that hang, raise what nobody expects, or leave things changed."""
 
 import asyncio
 import contextlib
@@ -288,7 +288,9 @@ def test_gradients_left_off_are_named_and_turned_on_again():
         torch.set_grad_enabled(level != 2)
         return 1.0
 
-    with pytest.raises(RewardAbortError, match=r"'forgets', row 1, .*left torch's gradients off"):
+    with pytest.raises(
+        RewardAbortError, match=r"'forgets', row 1, .*left torch's gradients at False"
+    ):
         run(forgets)
     assert torch.is_grad_enabled()
     with torch.no_grad():
@@ -306,22 +308,22 @@ def changed_modes(torch, place):
         "autocast": (
             lambda: torch.set_autocast_enabled("cpu", True),
             lambda: torch.is_autocast_enabled("cpu"),
-            "autocast on the CPU on; use torch.autocast in a with",
+            "autocast on the CPU at True instead of False; change it in a with",
         ),
         "cuda": (
             lambda: torch.set_autocast_enabled("cuda", True),
             lambda: torch.is_autocast_enabled("cuda"),
-            "autocast on CUDA on; use torch.autocast in a with",
+            "autocast on CUDA at True instead of False",
         ),
         "device": (
             lambda: torch.set_default_device("meta"),
             lambda: torch.empty(1).device,
-            "default device at meta instead of cpu; pass device=",
+            "default device at meta instead of cpu",
         ),
         "no device": (
             lambda: torch.set_default_device("cuda:99"),
             lambda: torch.empty(1).device,
-            "default device at one that does not work",
+            "default device at cuda:99 instead of cpu",
         ),
         "dtype": (
             lambda: torch.set_default_dtype(torch.float64),
@@ -336,7 +338,7 @@ def changed_modes(torch, place):
         "backends": (
             bf16,
             torch.get_float32_matmul_precision,
-            "float32 matmul precision at values of torch.backends instead of highest",
+            "float32 matmul precision at a value that cannot be read (RuntimeError) instead of",
         ),
         "deterministic": (
             lambda: torch.use_deterministic_algorithms(True),
@@ -418,74 +420,6 @@ def test_what_a_call_raises_comes_before_what_it_left_and_both_are_mended(tmp_pa
     assert os.getcwd() == before
 
 
-async def exits_later(completion, level):
-    await asyncio.sleep(0)
-    if level == 2:
-        os._exit(0)
-    return 1.0
-
-
-def exits_and_swallows(completion, level):
-    try:
-        os._exit(0)
-    except BaseException:
-        return 1.0
-
-
-@pytest.mark.parametrize(
-    ("function", "row", "called"),
-    [
-        (lambda completion, level: os._exit(0) if level == 2 else 1.0, 1, "os._exit(0)"),
-        (lambda completion: os._exit(3), 0, "os._exit(3)"),
-        (lambda completion: os.execl("/bin/true", "true"), 0, "os.execv('/bin/true')"),
-        (lambda completion: os.execve("/bin/true", ["true"], {"KEY": "s"}), 0, "os.execve('/bin/"),
-        (exits_and_swallows, 0, "os._exit(0)"),
-        (exits_later, 1, "os._exit(0)"),
-    ],
-)
-@pytest.mark.parametrize("timeout", [None, 5.0])
-def test_a_call_that_would_end_the_process_is_named(function, row, called, timeout):
-    before = os._exit, os.execv, os.execve
-    with pytest.raises(RewardAbortError) as caught:
-        run(function, timeout=timeout)
-    assert (os._exit, os.execv, os.execve) == before
-    assert f"row {row}, " in str(caught.value)
-    assert f": it called {called}" in str(caught.value)
-
-
-def test_a_process_that_a_call_forks_may_end_as_it_likes():
-    def forks(completion):
-        child = os.fork()
-        if not child:
-            os._exit(7)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-    assert run(forks, timeout=60).tolist() == [[7.0]] * 3
-
-
-def test_a_thread_of_a_call_that_ends_the_process_ends_it_with_an_error():
-    done = in_a_process(
-        """
-        import os, threading
-        from evo_grpo.envs.rewards.functions import as_rewards
-        from evo_grpo.envs.rewards.reward_values import CompletionBatch
-        from evo_grpo.envs.rewards.scoring import score_batch
-        from evo_grpo.settings.env import RewardCalls
-        def leaves(completion):
-            thread = threading.Thread(target=os._exit, args=(0,))
-            thread.start()
-            thread.join()
-            return 1.0
-        batch = CompletionBatch(["a"], [{}], ["p"], ["row 0"])
-        score_batch(as_rewards(leaves), batch, RewardCalls(reward_timeout=None))
-        """
-    )
-    assert done.returncode == 1
-    assert "error: reward function 'leaves', row 0, " in done.stderr
-    assert "it called os._exit(0)" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize("value", [1e308, -1e308, 1.1e15, 10**400])
 def test_a_reward_too_large_to_learn_from_is_named(value):
     with pytest.raises(RewardError, match=r"reward function '<lambda>', row 0, .* got "):
@@ -494,28 +428,6 @@ def test_a_reward_too_large_to_learn_from_is_named(value):
 
 def test_the_largest_reward_is_one():
     assert run(lambda completion: -1e15).tolist() == [[-1e15]] * 3
-
-
-def test_a_fork_that_comes_back_is_ended(tmp_path):
-    done = in_a_process(
-        f"""
-        import os
-        from evo_grpo.envs.rewards.functions import as_rewards
-        from evo_grpo.envs.rewards.reward_values import CompletionBatch
-        from evo_grpo.envs.rewards.scoring import score_batch
-        from evo_grpo.settings.env import RewardCalls
-        def forks(completion):
-            os.fork()
-            return 1.0
-        batch = CompletionBatch(["a", "b"], [{{}}] * 2, ["p"] * 2, ["row 0", "row 1"])
-        score_batch(as_rewards(forks), batch, RewardCalls(reward_timeout=None))
-        open({str(tmp_path / "came_back")!r}, "a").write(f"{{os.getpid()}}\\n")
-        """
-    )
-    assert done.returncode == 0, done.stderr
-    assert len((tmp_path / "came_back").read_text().splitlines()) == 1
-    assert done.stderr.count("reward function 'forks', row 0") == 1
-    assert done.stderr.count("is ended here") == 2
 
 
 def batch_of(count=3):

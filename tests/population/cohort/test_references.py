@@ -14,7 +14,6 @@ from evo_grpo import GRPO, Population, agilerl, resume, run
 from evo_grpo.errors import ConfigError
 from evo_grpo.learn.rows import AgentBatch
 from evo_grpo.model.forward.layout import RowLayout
-from evo_grpo.population.checkpoints.write import Snapshot
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.sources import resolve
 
@@ -162,21 +161,6 @@ def test_a_run_is_held_to_its_start_adapter_and_so_is_its_resume(start, tmp_path
     assert not (place / "reference").exists()
     with pytest.warns(UserWarning, match="its reference was the adapter that its agents started"):
         GRPO.load(place)
-
-
-def test_a_run_of_an_earlier_release_goes_on_and_says_what_changed(start, tmp_path, monkeypatch):
-    write = Snapshot.write
-
-    def as_before(self, path):
-        self.attributes.pop("reference", None)
-        return write(self, path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Snapshot, "write", as_before)
-        stopped(started(start), tmp_path / "run")
-    with pytest.warns(UserWarning, match="an earlier release played its rounds so far with the"):
-        resume(tmp_path / "run")
-    assert len(read_rounds(tmp_path / "run")) == 3
 
 
 def test_a_start_adapter_that_changed_ends_a_resume(start, tmp_path):
