@@ -22,7 +22,9 @@ from evo_grpo import (
     write_report,
 )
 from evo_grpo.errors import ConfigError
+from evo_grpo.readers.trackers.values import of_agent, values_of
 from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.log import RoundDone
 from evo_grpo.record.steering import ask
 from evo_grpo.schema.hparams import Hparams
 
@@ -117,6 +119,10 @@ def test_every_name_is_drawn_recorded_and_shown_and_all_but_the_warm_up_mutate(w
     assert moved <= NAMES - {WARMUP}
     begun = {agent.hparams.warmup_proportion for agent in rounds[0].agents}
     assert {agent.hparams.warmup_proportion for agent in rounds[-1].agents} <= begun
+    last = rounds[-1]
+    texts = values_of(RoundDone(1, last)).texts
+    for agent in last.agents:  # trackers draw numbers, so a choice is told in words
+        assert texts[of_agent(agent.agent)].endswith(f"; kl_shaping {agent.hparams.kl_shaping}")
     table = leaderboard(whole)
     assert set(table.columns) >= NAMES
     assert str(table[SHAPING].dtype) == "boolean"

@@ -99,19 +99,26 @@ def _of_round(record: RoundRecord) -> dict[str, dict[str, float | None]]:
 
 
 def _texts(record: RoundRecord) -> dict[str, str]:
-    texts = {of_agent(agent.agent): life(agent) for agent in record.agents}
+    names = columns.hyperparameters([replace(record, steering=())])
+    texts = {of_agent(agent.agent): life(agent, names) for agent in record.agents}
     if record.decisions:
         texts[POPULATION] = "\n\n".join(decision.sentence for decision in record.decisions)
     return texts
 
 
-def life(agent: AgentRecord) -> str:
-    """Return a sentence with the member, the parent and the changes of an agent."""
+def life(agent: AgentRecord, names: Sequence[str]) -> str:
+    """Return a sentence with the member, the parent, the changes and the choices of an agent.
+
+    Choices, such as a prompt or a loss, are those of the searched `names` that are no numbers.
+    """
     text = f"member {agent.member}"
     if agent.parent is not None:
         text += f", from member {agent.parent} ({agent.mutation.op})"
-    moved = changes_text(agent.mutation.changes)
-    return f"{text}: {moved}" if moved else text
+    if moved := changes_text(agent.mutation.changes):
+        text += f": {moved}"
+    values = columns.values(agent.hparams, names).items()
+    chosen = [f"{name} {value}" for name, value in values if isinstance(value, str | bool)]
+    return f"{text}; {', '.join(chosen)}" if chosen else text
 
 
 def finite(values: Mapping[str, float | None]) -> dict[str, float]:
