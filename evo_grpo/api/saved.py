@@ -73,18 +73,20 @@ class Saved:
             if data["format"] != FORMAT:
                 raise ValueError(f"its format is {data['format']}, expected {FORMAT}")
             left = data["left"]
+            if not isinstance(data["agents"], list) or not data["agents"]:
+                raise ValueError(f"its agents are {data['agents']!r:.60}, expected their numbers")
             for slot in [*data["agents"], *(left or ())]:
                 # Each slot up to the largest is built; every one of a population is somewhere.
-                if not 0 <= int(slot) < MOST_SLOTS:
+                if type(slot) is not int or not 0 <= slot < MOST_SLOTS:
                     raise ValueError(f"agent {slot} is not in [0, {MOST_SLOTS:,})")
-                if not (folder / f"agent-{int(slot):02d}").is_dir():
-                    raise ValueError(f"agent {slot} has no folder agent-{int(slot):02d}")
+                if not (folder / f"agent-{slot:02d}").is_dir():
+                    raise ValueError(f"agent {slot} has no folder agent-{slot:02d}")
             return cls(
                 [Slot(int(slot)) for slot in data["agents"]],
                 [round_from_json(record) for record in data["rounds"]],
                 None if left is None else [Slot(int(slot)) for slot in left],
             )
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise CheckpointError(
                 f"{file}: expected a file of Population.save, but {error}; restore it from a copy"
             ) from error

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, create_mode
 from evo_grpo.errors import ModelError
 from evo_grpo.model.gguf_header import read_header
 from evo_grpo.schema.validated import validated
-from evo_grpo.schema.validation import short_integer
+from evo_grpo.schema.validation import MOST_DIGITS
 
 if TYPE_CHECKING:
     from evo_grpo.model.gguf_header import GgufHeader
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 MOST_BYTES = 1 << 24
 """Largest JSON file of a model that is read here: 16 MiB."""
 MOST_REPEATS = 10_000
-"""Most layers or experts; transformers builds an object for each before it reads any weight."""
+"""Most layers; transformers builds an object for each before it reads any weight."""
+MOST_EXPERTS = 1 << 17
 KNOWN = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures whose keys are all declared; of others only the counts of objects are checked."""
 GGUF_KEYS = {
@@ -37,24 +38,25 @@ GGUF_KEYS = {
 """Keys of config.json -> those of a GGUF header, without the architecture before them."""
 
 
-def _few(value: Any) -> Any:  # noqa: ANN401 -- architectures differ in the type
-    if isinstance(value, int) and value > MOST_REPEATS:
-        raise ValueError(f"expected at most {MOST_REPEATS:,}, got {value:,}")
-    return value
+def _at_most(most: int) -> Any:  # noqa: ANN401 -- a type; architectures differ in that of the key
+    def check(value: object) -> object:
+        if isinstance(value, int | float) and value > most:
+            raise ValueError(f"expected at most {most:,}, got {value:,}")
+        return value
+
+    return Annotated[Any, AfterValidator(check)]
 
 
-_Count = Annotated[Any, AfterValidator(_few)]
 _Width = Annotated[int, Field(ge=1, le=1 << 24)]
 _Real = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_COUNTS = (
-    *("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_labels"),
-    *("num_experts", "num_local_experts", "n_routed_experts"),
-)
+_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_labels")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _Scale = Annotated[float | None, Field(ge=0, allow_inf_nan=False)]
 _SCALES = ("logit_scale", "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _EVERY: dict[str, Any] = {
     "model_type": str,
-    **dict.fromkeys(_COUNTS, _Count),
+    **dict.fromkeys(_COUNTS, _at_most(MOST_REPEATS)),
+    **dict.fromkeys(_EXPERTS, _at_most(MOST_EXPERTS)),
     **dict.fromkeys(_SCALES, _Scale),
     "logits_scaling": Annotated[float, Field(gt=0, allow_inf_nan=False)],
 }
@@ -109,13 +111,18 @@ def read_config(name: str, file: Path) -> dict[str, Any]:
     return config
 
 
+def _integer(digits: str) -> int | float:
+    """Return an integer; a float for a longer one: no limit of tokens is written as 10^30."""
+    return int(digits) if len(digits) <= MOST_DIGITS else float(digits)
+
+
 def read_object(name: str, file: Path) -> dict[str, Any]:
     """Return the object in a model's JSON file; raise ModelError if it contains no object."""
     try:
         size = file.stat().st_size
         if size > MOST_BYTES:
             raise ValueError(f"expected at most {MOST_BYTES:,} bytes, got {size:,}")
-        found = json.loads(file.read_bytes(), parse_int=short_integer)
+        found = json.loads(file.read_bytes(), parse_int=_integer)
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"model {name!r}: {file} cannot be read as JSON: {error}") from None
     if not isinstance(found, dict):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from evo_grpo import settings as configuration
-from evo_grpo.errors import EvoGrpoError, RunDirError, RunFailedError
+from evo_grpo.errors import EvoGrpoError, RunDirError
 from evo_grpo.places import expanded
 from evo_grpo.population.checkpoints.write import snapshot_agent
 from evo_grpo.population.plan import ends_by_request
@@ -327,7 +327,7 @@ def play_and_judge(
     if folder is not None and config.record.optuna and not config.record.readers:
         try:
             write_study(place, read_inputs_of(place).id)
-        except RunFailedError as error:  # nothing of the run is lost
+        except EvoGrpoError as error:  # nothing of the run is lost
             warnings.warn(str(error), UserWarning, stacklevel=2)
     team.wait_for_all()  # no rank leaves while another one still reads its agents or files
     return slots

@@ -57,8 +57,11 @@ def few_prompts(task: Task) -> Iterator[str]:
     """
     if any(isinstance(rows, LazyRows) for rows in task.splits.values()):
         return
-    template = Template.of_task(task, next(iter(task.prompts), None))
-    number = _different(task.splits["validation"], template)
+    templates = [Template.of_task(task, name) for name in task.prompts or [None]]
+    number, template = min(
+        ((_different(task.splits["validation"], one), one) for one in templates),
+        key=lambda found: found[0],
+    )
     if number < FEWEST and (number > 1 or _different(task.splits["train"], template) > 1):
         yield (
             f"validation has {count(number, 'different prompt')}: equal prompts count as one, and "

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 from peft import LoraConfig
+from torch import Tensor
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.model.lora.configs import (
@@ -16,12 +20,14 @@ from evo_grpo.model.lora.files import AdapterCopy, read_adapter
 from evo_grpo.places import find
 from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
 from evo_grpo.settings import LoraSettings, ModelConfig, RunConfig
-from evo_grpo.training.sizing.model_size import ModelSize
+from evo_grpo.training.sizing.model_size import ModelSize, adapted_layers, rank_in
 
 _MERGE = (
     "merge this adapter into its base (merge_and_unload() of its PeftModel, then "
     "save_pretrained()), and set model.name to the folder of the merged model"
 )
+
+_SEARCHED = ("r", "alpha", "target_modules")
 
 
 def lora_config(lora: LoraSettings) -> LoraConfig:
@@ -76,31 +82,65 @@ def with_adapter(config: RunConfig, base: ModelSize) -> RunConfig:
     start = read_start(config.model)
     if start is None:
         return config
-    own = {key: tensor for key, tensor in start.state.items() if ".lora_" in key}
-    for key, tensor in own.items() if base.linears else ():
-        name, number = module_of(key), 1 if ".lora_A" in key else 0
-        shape = base.linears.get(name)
-        if shape is None or tensor.shape[number] != shape[1 - number]:
-            got = "which is none" if shape is None else f"with {tensor.shape[number]} features"
-            raise ConfigError(
-                f"model.adapter {config.model.adapter}: expected adapters of linear layers of "
-                f"{base.name}, the head left out, got one of {name}, {got}; give an adapter of "
-                f"this base, or {_MERGE}"
-            )
-    given = start.config
+    given, lora = start.config, config.model.lora
+    names = {module_of(key) for key in start.state if ".lora_" in key}
     named = given.target_modules if given.layers_to_transform is None else None
-    targets = named if isinstance(named, str) else sorted(named or {*map(module_of, own)})
-    # An adapter takes the rank of its agent where ranks are searched.
-    searched, lora = config.search_space().names(), config.model.lora
-    lora = LoraSettings(
-        r=lora.r if "lora.r" in searched else given.r,
-        alpha=lora.alpha if "lora.alpha" in searched else given.lora_alpha,
+    own = LoraSettings(
+        r=given.r,
+        alpha=given.lora_alpha,
         dropout=given.lora_dropout,
-        target_modules=targets,
-        exclude_modules=given.exclude_modules,
+        target_modules=_plain(named or names),
+        exclude_modules=_plain(given.exclude_modules),
         target_sets=lora.target_sets,
         use_rslora=given.use_rslora,
         rank_pattern=given.rank_pattern or {},
         alpha_pattern=given.alpha_pattern or {},
     )
-    return config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
+    _check_tensors(start.state, base, own, config.model)
+    # An adapter takes the rank, the alpha and the layers of its agent where these are searched.
+    searched = config.search_space().names()
+    kept = {name: getattr(lora, name) for name in _SEARCHED if f"lora.{name}" in searched}
+    own = own.model_copy(update=kept)
+    return config.model_copy(update={"model": config.model.model_copy(update={"lora": own})})
+
+
+def _plain(modules: str | Iterable[str] | None) -> Any:  # noqa: ANN401 -- as `LoraSettings` takes it
+    return modules if modules is None or isinstance(modules, str) else sorted(modules)
+
+
+def _check_tensors(
+    state: Mapping[str, Tensor], base: ModelSize, own: LoraSettings, model: ModelConfig
+) -> None:
+    """Refuse tensors other than A and B of the layers that a configuration names."""
+    if not base.linears:
+        return
+    layers = adapted_layers(base, own)
+    if not model.lora.is_default and adapted_layers(base, model.lora).keys() != layers.keys():
+        raise ConfigError(
+            f"model.lora: expected the layers of model.adapter {model.adapter}, got "
+            f"target_modules {model.lora.target_modules!r}; leave model.lora out to take the "
+            "adapter's own settings"
+        )
+    shapes = {
+        f"base_model.model.{name}.lora_{part}.weight": shape
+        for name, (inputs, outputs) in layers.items()
+        for part, shape in (
+            ("A", (rank_in(name, own), inputs)),
+            ("B", (outputs, rank_in(name, own))),
+        )
+    }
+    for key in sorted({*shapes, *state}):
+        tensor = state.get(key)
+        got = "none" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
+        if (
+            tensor is None
+            or tuple(tensor.shape) != shapes.get(key)
+            or not tensor.is_floating_point()
+            or tensor.dtype.itemsize < 2
+        ):
+            raise ConfigError(
+                f"model.adapter {model.adapter}: expected A and B of the linear layers of "
+                f"{base.name} that its adapter_config.json names, the head left out: as {key} "
+                f"{shapes.get(key, 'none')} of 16 bits or more, got {got}; give an adapter of this "
+                f"base, or {_MERGE}"
+            )

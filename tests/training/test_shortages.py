@@ -76,6 +76,12 @@ def test_check_counts_the_different_prompts_and_says_that_they_are_few(folder):
     assert few.endswith("uncertain with fewer than 8; add rows")
 
 
+def test_of_several_templates_the_one_with_the_fewest_prompts_counts(folder):
+    templates = {"whole": "{prompt}", "short": "{answer}", "again": "{prompt}"}
+    plan = make_plan(rows_of(folder, prompts=templates))
+    assert plan.prompts.different == {"train": 3, "validation": 3, "test": 3}
+
+
 def test_a_task_of_one_prompt_has_answers_instead(folder):
     plan = make_plan(rows_of(folder, prompt="name a food:"))
     assert plan.prompts.different == {"train": 1, "validation": 1, "test": 1}

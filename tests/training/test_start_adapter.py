@@ -47,7 +47,7 @@ def saved(folder, **given):
         ({"init_lora_weights": "pissa"}, f"'pissa' rewrites the base, .*{MERGE}"),
         (
             {"target_modules": ["q_proj", "embed_tokens"]},
-            r"one of model.embed_tokens, which is non",
+            r"head left out: as .*embed_tokens",
         ),
     ],
 )
@@ -66,7 +66,7 @@ def test_check_refuses_what_a_run_cannot_train_with_a_remedy(tmp_path, given, sa
 def test_check_refuses_an_adapter_of_another_base(tmp_path):
     get_peft_model(tiny.llama(), tiny.lora(4)).save_pretrained(tmp_path)
     with pytest.raises(
-        ConfigError, match=r"expected adapters of linear layers of tiny-sums, .* features;"
+        ConfigError, match=r"linear layers of tiny-sums .*down_proj.lora_A.weight \(4, 256\)"
     ):
         make_plan(settings(tmp_path))
 
@@ -77,11 +77,17 @@ def test_settings_beside_an_adapter_are_those_of_the_adapter_or_refused(tmp_path
     )
     with pytest.raises(ConfigError, match=said):
         make_plan(settings(tmp_path / "start", lora={"r": 16}))
+    with pytest.raises(ConfigError, match=r"expected the layers of model.adapter .*'all-linear'; "):
+        make_plan(settings(tmp_path / "start", lora={"r": 4, "alpha": 8, "dropout": 0.0}))
 
 
 @pytest.mark.parametrize(
     ("given", "parameters"),
-    [({}, 6_144), ({"layers_to_transform": [2, 3], "layers_pattern": "layers"}, 3_072)],
+    [
+        ({}, 6_144),
+        ({"exclude_modules": ["layers.0.self_attn.q_proj"]}, 5_248),
+        ({"layers_to_transform": [2, 3], "layers_pattern": "layers"}, 3_072),
+    ],
 )
 def test_the_plan_has_the_size_of_the_adapter(tmp_path, given, parameters):
     start = saved(tmp_path / "start", **given)

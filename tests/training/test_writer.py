@@ -21,7 +21,7 @@ def test_training_waits_for_a_disk_that_cannot_keep_up(tmp_path, monkeypatch):
         written.append(record.round)
 
     monkeypatch.setattr(FolderWriter, "_write_round", write)
-    with RunDir.create(tmp_path / "run", "run", "") as folder, FolderWriter(folder, None) as writer:
+    with RunDir.create(tmp_path / "run", "run", "") as folder, FolderWriter(folder) as writer:
         for number in range(WAITING):
             writer.commit(RoundRecord(number, (), {}), [])
         one_more = Thread(target=writer.commit, args=(RoundRecord(WAITING, (), {}), []))
@@ -48,7 +48,7 @@ def test_nothing_is_written_after_a_round_that_could_not_be(tmp_path, monkeypatc
     monkeypatch.setattr(RunDir, "write_completions", write)
     records = [RoundRecord(number, (), {}) for number in range(4)]
     with RunDir.create(tmp_path / "run", "run", "") as folder:
-        writer = FolderWriter(folder, None)
+        writer = FolderWriter(folder)
         for record in records[:2]:
             writer.commit(record, [])
         last = Thread(target=lambda: suppressed(lambda: writer.commit(records[2], [])))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from evo_grpo.envs.finding import find_function
 from evo_grpo.envs.registry import build_task, is_multi_turn
-from evo_grpo.errors import RunDirError
+from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.explore.schedule import ROUND, ScheduleExploration
@@ -251,6 +251,12 @@ def _model(
         lora = _with_layers(lora, first)
     if name is None:
         return model.replace(lora=lora)
+    if model.adapter is not None:
+        raise ConfigError(
+            f"--model: expected a run whose agents start from their base, got model.adapter "
+            f"{model.adapter}, which fits only {model.name}; leave --model out, and set model.name "
+            "and model.adapter in the recipe"
+        )
     return model.replace(name=name, lora=lora, trust_remote_code=False)
 
 

@@ -56,6 +56,7 @@ class Watch:
         self._began = 0.0
         self._interrupted: Call | None = None
         self._modes: list[object] = []
+        self.abandoned = False
 
     def run(self, call: Call, allowance: float = 0.0) -> Any:  # noqa: ANN401 -- what the call returns
         """Make a call.
@@ -78,7 +79,8 @@ class Watch:
             raise self.too_long(call) from None
         finally:
             self._running = None
-            changed = restore(self._modes)  # after each call, to name the right one
+            # After each call, to name the right one; a call that was given up has no say any more.
+            changed = "" if self.abandoned else restore(self._modes)
         if changed:
             raise RewardAbortError(f"{call.title()}: it left {changed}")
         if not allowance:
@@ -134,6 +136,7 @@ def watching(limit: float | None, work: Callable[[Watch], ResultT]) -> ResultT:
     if threading.current_thread() is not threading.main_thread():
         result = in_a_thread("rewards", lambda: work(watch))
         if (late := watch.late_call(result)) is not None:
+            watch.abandoned = True
             raise watch.too_long(late)
         return result.result()
     done: Future[None] = Future()

@@ -107,7 +107,7 @@ def lora_parameters(size: ModelSize, lora: LoraSettings) -> int | None:
     if not size.linears:
         return None
     return sum(
-        _rank(layer, lora) * (inputs + outputs)
+        rank_in(layer, lora) * (inputs + outputs)
         for layer, (inputs, outputs) in adapted_layers(size, lora).items()
     )
 
@@ -133,7 +133,7 @@ def adapted_layers(size: ModelSize, lora: LoraSettings) -> dict[str, tuple[int, 
     return chosen
 
 
-def _rank(layer: str, lora: LoraSettings) -> int:
+def rank_in(layer: str, lora: LoraSettings) -> int:
     """Return the rank of a layer as PEFT does, by the first pattern that matches its end."""
     ranks = (r for key, r in lora.rank_pattern.items() if re.match(ending(key), layer))
     return next(ranks, lora.r)

@@ -29,7 +29,8 @@ class PromptLengths(NamedTuple):
         most: The longest.
         read: Number of rows that were read.
         rows: Number of rows in all.
-        different: Number of different prompts of each split, where all rows were read.
+        different: Number of different prompts of each split, where all rows were read; of several
+            templates, by the one with the fewest.
     """
 
     least: int
@@ -66,7 +67,7 @@ def read_prompts(
         split: _sample(task.splits[split], total) for split in SPLITS
     }
     lengths: list[int] = []
-    texts: dict[str, set[str]] = {split: set() for split in SPLITS}
+    texts: dict[str, list[set[str]]] = {split: [] for split in SPLITS}
     found: dict[str, None] = {}
     for name in task.prompts or [None]:
         template = Template.of_task(task, name)
@@ -75,10 +76,11 @@ def read_prompts(
             rendered = RenderedPrompts(splits, template, tokenizer)
             rendered.limit(context or _NO_LIMIT)
             for split in SPLITS:
+                texts[split].append(set())
                 for number in range(len(splits[split])):
                     prompt = rendered.get(split, number)
                     lengths.append(len(prompt.token_ids))
-                    texts[split].add(prompt.text)
+                    texts[split][-1].add(prompt.text)
                     if vocabulary is not None and max(prompt.token_ids) >= vocabulary:
                         raise ModelError(
                             f"{place_of(prompt.columns, f'{split}, row {number}')}: the prompt has "
@@ -87,14 +89,13 @@ def read_prompts(
                             "model; resize the model's embeddings, or take its own tokenizer"
                         )
     read = sum(map(len, splits.values())) if lengths else 0
-    # Each template gives a row a prompt of its own.
-    count = {split: len(own) // max(1, len(task.prompts)) for split, own in texts.items()}
+    count = {split: min(map(len, own), default=0) for split, own in texts.items()}
     known = PromptLengths(
         min(lengths, default=0),
         max(lengths, default=0),
         read,
         total,
-        count if read == total else {},
+        count if lengths and read == total else {},
     )
     return None if lazy else known, list(found)
 

@@ -36,6 +36,11 @@ def agreed(folder):
     return found
 
 
+def test_beside_no_limit_of_tokens_which_transformers_writes_as_a_long_integer(folder):
+    configure(folder, chat_template=TEMPLATE, model_max_length=int(1e30))
+    assert agreed(folder)
+
+
 @pytest.mark.parametrize("name", embedded_models())
 def test_the_embedded_models_have_one(name):
     assert has_chat_template(name)
