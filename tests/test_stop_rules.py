@@ -12,7 +12,6 @@ from evo_grpo import resume, run
 from evo_grpo.after.arms import compare
 from evo_grpo.after.verifying.verify import verify
 from evo_grpo.api.agent import GRPO
-from evo_grpo.record.config import read_config
 from evo_grpo.record.files import seal
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.schedule import read_schedule
@@ -101,7 +100,6 @@ def test_minutes_count_the_rounds_before_a_stop_too(tmp_path):
 
 
 def _make_slow(folder, seconds):
-    from evo_grpo.record.files import seal
     from evo_grpo.record.records import to_json
 
     rounds = [replace(record, ended=record.started + seconds) for record in read_rounds(folder)]
@@ -240,23 +238,6 @@ def test_a_run_that_has_nothing_to_learn_from_ends_after_three_rounds(tmp_path):
     assert (len(rounds), summary["stopped"]) == (3, {})
     rounds, summary = without_signal(tmp_path / "all", population__stop={"no_signal": None})
     assert (len(rounds), summary["stopped"]) == (ROUNDS, {})
-
-
-@pytest.mark.slow
-def test_a_run_of_an_earlier_version_goes_on_without_the_rule(tmp_path):
-    folder = tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt):
-        without_signal(folder, observer=Told(("learn", 1)))
-    file = folder / "population.yaml"
-    file.write_text(file.read_text().replace("    no_signal: 3\n", ""))
-    inputs = json.loads((folder / "inputs.json").read_text())
-    del inputs["settings"]["population.stop.no_signal"], inputs["sha256"]
-    (folder / "inputs.json").write_text(seal(inputs))
-    assert "no_signal" not in file.read_text()
-    resume(folder)
-    assert len(read_rounds(folder)) == ROUNDS
-    assert read_config(folder).population.stop.no_signal is None
-    sound(folder)
 
 
 def test_rules_may_change_between_two_rounds(tmp_path):

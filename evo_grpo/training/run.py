@@ -173,8 +173,10 @@ def resume(
         if config is None:
             if opened is not None and (summary := read_summary(opened.path)) is not None:
                 observer.finished(summary)
+                ended = read_config(Path(folder))
+                _write_study(ended, opened.path, observer)  # a kill may have come before it
                 # Readers may not have read the end of the run, or any of it.
-                followers.started(Path(folder), summary["rounds"], 0, read_config(Path(folder)))
+                followers.started(Path(folder), summary["rounds"], 0, ended)
             return Path(folder)
         check_trackers(config.record.trackers)
         check_same_files(team, config)
@@ -185,6 +187,17 @@ def resume(
         watching = _watching(observer, followers, opened)
         play_and_judge(config, Path(folder), opened, prepared, watching)
     return Path(folder)
+
+
+def _write_study(config: RunConfig, place: Path, observer: Observer) -> None:
+    """Write the study of a run that has ended, unless the run's reader does."""
+    if not config.record.optuna or config.record.readers:
+        return
+    try:
+        write_study(place, read_inputs_of(place).id)
+    except EvoGrpoError as error:  # nothing of the run is lost
+        _log.warning("%s", error)
+        observer.note(str(error))
 
 
 def _watching(observer: Observer, followers: Followers, folder: RunDir | None) -> Observer:
@@ -324,11 +337,8 @@ def play_and_judge(
         summary = _finish(folder, prepared, past, start)
         _log.info("%s: finished after %.1f s", path, summary["wall_seconds"])
         observer.finished(summary)
-    if folder is not None and config.record.optuna and not config.record.readers:
-        try:
-            write_study(place, read_inputs_of(place).id)
-        except EvoGrpoError as error:  # nothing of the run is lost
-            warnings.warn(str(error), UserWarning, stacklevel=2)
+    if folder is not None:
+        _write_study(config, place, observer)
     team.wait_for_all()  # no rank leaves while another one still reads its agents or files
     return slots
 

@@ -148,8 +148,7 @@ def play(job: Mapping[str, Any]) -> dict[str, Any]:
     with suppress(KeyboardInterrupt):
         run(config, out=folder, observer=gauges)
     sizes = {
-        f"{name} (KiB per round)": (folder / name).stat().st_size / 1024 / rounds
-        for name in ("rounds.jsonl", "journal.log")
+        "rounds.jsonl (KiB per round)": (folder / "rounds.jsonl").stat().st_size / 1024 / rounds
     }
     return {"samples": gauges.samples, "sizes": sizes}
 
