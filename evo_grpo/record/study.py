@@ -22,7 +22,7 @@ from evo_grpo.record.files import atomic_write, many_objects, to_line
 from evo_grpo.record.folder import read_rounds, remove
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import Entry, RoundDone, RunFinished
-from evo_grpo.record.names import JOURNAL, STUDY, STUDY_ASIDES
+from evo_grpo.record.names import JOURNAL, STUDY, STUDY_ASIDES, SUMMARY
 from evo_grpo.record.records import to_json
 from evo_grpo.record.summary import read_summary
 from evo_grpo.settings import RunConfig
@@ -177,6 +177,13 @@ class StudyReader:
 
 
 @many_objects()
+def study_is_written(run: Path) -> bool:
+    """Return whether the study of a run that has ended was written after its summary."""
+    files = [run / name for name in (JOURNAL, STUDY) if (run / name).is_file()]
+    end = (run / SUMMARY).stat().st_mtime_ns
+    return any(file.stat().st_mtime_ns >= end for file in files)
+
+
 def write_study(run: Path, run_id: str) -> None:
     """Write the study in a run folder, from the rounds and the summary of the run.
 

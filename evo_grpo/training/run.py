@@ -42,7 +42,7 @@ from evo_grpo.record.names import BASELINE, MEAN, RECORDED_IN_PYTHON
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord, outline
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.record.study import check_storage, write_study
+from evo_grpo.record.study import check_storage, study_is_written, write_study
 from evo_grpo.record.summary import read_summary
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
@@ -174,7 +174,8 @@ def resume(
             if opened is not None and (summary := read_summary(opened.path)) is not None:
                 observer.finished(summary)
                 ended = read_config(Path(folder))
-                _write_study(ended, opened.path, observer)  # a kill may have come before it
+                if not study_is_written(opened.path):  # the process was killed before
+                    _write_study(ended, opened.path, observer)
                 # Readers may not have read the end of the run, or any of it.
                 followers.started(Path(folder), summary["rounds"], 0, ended)
             return Path(folder)
