@@ -271,12 +271,13 @@ def refuse_lost_lines(folder: Path, rounds: Sequence[RoundRecord]) -> None:
     """Refuse a run whose rounds.jsonl has lost lines, because a resume would drop those rounds.
 
     A stopped run leaves files of at most one round after its last line, and files of a round are
-    removed only after the line of the next round is written.
+    removed only after the line of the next round is written. Where the disk of the first rank is
+    slow, other ranks write their checkpoints of one more round: a resume plays both again.
     """
     found = {number for number, _ in round_entries(folder / CHECKPOINTS)}
     finished = len(rounds)
     kept = not finished or finished - 1 in found or rounds[-1].unsaved
-    if (last := max(found, default=-1)) < finished or (last == finished and kept):
+    if (last := max(found, default=-1)) < finished or (last <= finished + 1 and kept):
         return
     again = (
         f"; or, to play them again, remove the folders of round {finished + 1} and later from "

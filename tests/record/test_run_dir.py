@@ -542,6 +542,19 @@ def test_lost_lines_are_refused_while_the_checkpoints_of_their_rounds_are_there(
         assert len(opened.rounds()) == kept
 
 
+@pytest.mark.parametrize("finished", [0, 1, 2])
+def test_checkpoints_of_two_rounds_without_a_line_are_dropped(tmp_path, make_run, finished):
+    """As other ranks leave them where the disk of the first one is slow."""
+    folder = filled(tmp_path / "run", make_run(rounds=finished + 2))
+    path = folder / "rounds.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:finished]))
+    with RunDir.open(folder) as opened:
+        assert len(opened.rounds()) == finished
+        opened.drop_unfinished()
+    left = [f"round-{number:04d}" for number in range(finished)]
+    assert sorted(entry.name for entry in (folder / "checkpoints").iterdir()) == left
+
+
 @pytest.mark.parametrize("lost", [1, 2])
 def test_lost_lines_are_refused_where_nothing_is_left_to_go_on_from(tmp_path, make_run, lost):
     folder = filled(tmp_path / "run", make_run(rounds=4))
