@@ -86,7 +86,8 @@ def from_recorded(settings: Mapping[str, Any]) -> RunConfig:
 def _as_recorded(settings: object) -> object:
     """Fill in settings of which the default would change how a run recorded without them goes on.
 
-    Runs of earlier versions decide after every round, and mutate by factors.
+    Runs of earlier versions decide after every round, mutate by factors, and count the parts of a
+    shard.
     """
     population: Any = settings.get("population") if isinstance(settings, Mapping) else None
     stop: Any = population.get("stop", {}) if isinstance(population, Mapping) else None
@@ -98,7 +99,12 @@ def _as_recorded(settings: object) -> object:
     exploration: Any = evolve.get("exploration") if isinstance(evolve, Mapping) else None
     if isinstance(exploration, Mapping) and exploration.get("kind") == "mutate":
         evolve = {**evolve, "exploration": {"step": "factors", **exploration}}
-    return {**found, "population": filled, **({} if evolve is None else {"evolve": evolve})}
+    engine: Any = found.get("engine")
+    parts: Any = engine.get("overlap") if isinstance(engine, Mapping) else None
+    if type(parts) is int:  # those of each shard, before 0.3 was released
+        engine = {**engine, "overlap": True, "shards": (engine.get("shards") or 1) * parts}
+    groups = {"population": filled, "evolve": evolve, "engine": engine}
+    return {**found, **{name: group for name, group in groups.items() if group is not None}}
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -255,8 +255,9 @@ def with_shards(config: RunConfig, team: Team) -> RunConfig:
 
     A run that starts in one process has one shard unless the settings say otherwise.
     """
-    if config.engine.shards is None and config.engine.zero is None and team.size > 1:
-        config = config.replace(engine=config.engine.replace(shards=team.size))
+    shards = config.engine.parts(team.size)
+    if config.engine.zero is None and shards > 1:
+        config = config.replace(engine=config.engine.replace(shards=shards))
     check_ranks(config, team)
     return config
 
@@ -272,14 +273,18 @@ def with_revisions(config: RunConfig, team: Team) -> RunConfig:
 
 
 def check_ranks(config: RunConfig, team: Team) -> None:
-    """Refuse more processes than shards, and several processes for a base that cannot be split."""
+    """Refuse processes without agents, and several processes for a base that cannot be split."""
     if team.size > 1 and (why := divides_quantized(config.engine)):
         raise ConfigError(why)
-    shards = config.engine.shards or 1
-    if team.size > shards and config.engine.zero is None:
+    population, shards = config.population, config.engine.parts()
+    places = population.places(selects=config.evolve.selection.kind != "none")
+    agents = min(places[: population.rounds])
+    if team.size > min(shards, agents) and config.engine.zero is None:
         raise ConfigError(
-            f"ranks: expected at most {shards} processes, one for each of engine.shards, got "
-            f"{team.size}; start fewer, or another run with engine.shards: {team.size}"
+            f"ranks: expected at most {min(shards, agents)} processes, one for each of "
+            f"engine.shards ({shards}) and of the agents of the smallest round ({agents}), got "
+            f"{team.size}; start fewer, or another run with engine.shards: {team.size} and "
+            f"population.sizes that end with {team.size} or more"
         )
 
 
