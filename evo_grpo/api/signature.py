@@ -214,8 +214,8 @@ class AgentSignature(ABC):
                 or with `overlap` twice as many.
             overlap: Let the parts of a process take turns: while the rewards of one are computed,
                 the others generate and learn. For reward functions and games that wait long, for a
-                service for instance; the results are the same. `auto` decides by the seconds of the
-                first round.
+                service for instance; the results are those of as many `shards` without it. `auto`
+                decides by the seconds of the first round.
             offload_adapters: Keep the adapters and AdamW's moments of agents that do not compute in
                 host memory. The part that computes and the next one are on the device, so it takes
                 three `shards` or more. For more agents than a device holds.

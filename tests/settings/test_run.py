@@ -143,14 +143,23 @@ def test_shares_are_those_of_the_rounds_that_a_limit_of_tokens_leaves():
     assert decisions(1e9) == [6, 12, 18, 24]
 
 
+@pytest.mark.parametrize(("shards", "parts"), [(None, 2), (3, 6)])
+def test_a_recorded_number_of_parts_of_each_shard_becomes_their_product(shards, parts):
+    recorded = {"model": "tiny-sums", "env": "sums", "engine": {"overlap": 2, "shards": shards}}
+    engine = from_recorded({**recorded, "population": {"size": 8}}).engine
+    assert (engine.shards, engine.overlap) == (parts, True)
+
+
 def test_a_run_of_an_earlier_version_goes_on_deciding_after_every_round():
     recorded = {
         "model": "tiny-sums",
         "env": "sums",
         "population": {"size": 8, "rounds": 24, "sizes": None},
         "evolve": {"exploration": {"kind": "mutate", "no_mutation": 0.2, "rl_hp": 0.8}},
+        "engine": {"overlap": None},
     }
     config = from_recorded(recorded)
+    assert config.engine.overlap is False
     assert config.population.decided == list(range(1, 25))
     assert config.population.places(selects=True)[:4] == (8, 4, 2, 2)
     assert config.evolve.exploration.step == "factors"

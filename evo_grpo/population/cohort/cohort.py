@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -119,11 +121,9 @@ class Cohort:
 
     def parts_here(self, slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
         """Return those of `slots` that this rank has, by shard; each is one batch."""
-        by_shard: dict[int, tuple[Slot, ...]] = {}
-        for slot in filter(self.is_local, slots):
-            shard = self.agents[slot].shard
-            by_shard[shard] = (*by_shard.get(shard, ()), slot)
-        parts = [by_shard[shard] for shard in sorted(by_shard)]
+        shard = attrgetter("shard")
+        agents = sorted((self.agents[slot] for slot in filter(self.is_local, slots)), key=shard)
+        parts = [tuple(agent.slot for agent in part) for _, part in groupby(agents, shard)]
         if self.offload is not None:
             self.offload.order = parts
         return parts
@@ -138,12 +138,8 @@ class Cohort:
         for shard, members in enumerate(deal(slots, self.shards)):
             for slot in members:
                 self.agents[slot].shard = shard
-                ranks[slot] = self._rank_of(shard)
+                ranks[slot] = shard % self.team.size  # in turn: the last shards may be empty
         self.move(ranks, weights=weights)
-
-    def _rank_of(self, shard: int) -> int:
-        """Return the rank of a shard: in turn, as the last shards have the fewest agents."""
-        return shard % self.team.size
 
     def is_local(self, slot: int) -> bool:
         """Return whether this rank has an agent's weights."""
@@ -231,7 +227,7 @@ class Cohort:
         """Add an agent with the policy of the base, on the rank that computes a shard."""
         member = Member(id=self.next_member, agent=Slot(self.next_slot))
         self.next_member += 1
-        state = self.add_spare(member, hparams, self._rank_of(shard))
+        state = self.add_spare(member, hparams, shard % self.team.size)
         state.shard = shard
         return state
 
