@@ -276,15 +276,12 @@ def check_ranks(config: RunConfig, team: Team) -> None:
     """Refuse processes without agents, and several processes for a base that cannot be split."""
     if team.size > 1 and (why := divides_quantized(config.engine)):
         raise ConfigError(why)
-    population, shards = config.population, config.engine.parts()
-    places = population.places(selects=config.evolve.selection.kind != "none")
-    agents = min(places[: population.rounds])
-    if team.size > min(shards, agents) and config.engine.zero is None:
+    most = config.most_processes
+    if team.size > most and config.engine.zero is None:
         raise ConfigError(
-            f"ranks: expected at most {min(shards, agents)} processes, one for each of "
-            f"engine.shards ({shards}) and of the agents of the smallest round ({agents}), got "
-            f"{team.size}; start fewer, or another run with engine.shards: {team.size} and "
-            f"population.sizes that end with {team.size} or more"
+            f"ranks: expected at most {most} processes, one for each of engine.shards and for each "
+            f"agent of the smallest round, got {team.size}; start fewer, or another run with "
+            f"engine.shards and the last of population.sizes of {team.size} or more"
         )
 
 

@@ -334,7 +334,7 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _ranks(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield the bytes that processes send each other, if there may be several."""
-    most = min(plan.config.engine.shards or 1, *plan.places)
+    most = plan.config.most_processes
     if most == 1 or plan.stored_bytes is None:
         return
     size = format_bytes(plan.stored_bytes)

@@ -101,7 +101,7 @@ class Cohort:
     @property
     def shards(self) -> int:
         """Number of shards; the agents of a shard generate and learn in one batch."""
-        return 1 if self.together else self.settings.engine.parts(self.team.size)
+        return 1 if self.together else self.settings.engine.parts()
 
     @property
     def together(self) -> bool:

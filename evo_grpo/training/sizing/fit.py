@@ -93,7 +93,7 @@ def fit_of(  # noqa: PLR0913 -- the values of a plan, one argument each
         chooses: Whether a run chooses numbers for the limits that are null.
         proposes: Whether to look for changes with which a run that does not fit would.
     """
-    processes = (config.engine.shards or 1) if config.engine.base == "sharded" else 1
+    processes = config.most_processes if config.engine.base == "sharded" else 1
     setup = Setup(base, output, dtype, device, capacity, processes)
     filled = fill_limits(config, setup) if chooses else config
     plan = setup.plan(filled)
