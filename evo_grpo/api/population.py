@@ -383,8 +383,6 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         handles = [HANDLES[kind].on(cohort, slot, i) for i, slot in enumerate(slots)]
         population = Population(cohort, handles)
         population.rounds = list(saved.rounds)
-        if saved.rounds:
-            cohort.overlap.settle(saved.rounds[0].seconds)
         population.keep(saved.agents)
         if saved.left is not None:
             left_out.note(cohort, saved.rounds)

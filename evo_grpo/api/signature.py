@@ -92,7 +92,7 @@ class AgentSignature(ABC):
         quantization: Literal["int8", "nf4"] | None = None,
         threads: int | None = None,
         shards: int | None = None,
-        overlap: int | Literal["auto"] | None = None,
+        overlap: bool | Literal["auto"] = False,
         offload_adapters: bool = False,
         base: Literal["replicated", "sharded"] = "replicated",
         zero: Literal[2, 3] | None = None,
@@ -208,18 +208,17 @@ class AgentSignature(ABC):
                 (`nf4`); adapters stay in float32. Needs bitsandbytes. null keeps the weights in
                 `dtype`.
             threads: CPU threads; null takes the default of torch.
-            shards: Parts of the population that are computed in separate batches. Their number
-                affects the last digits of results; the number of processes does not. null takes the
-                number of processes with which the run starts.
-            overlap: Parts that the agents of a shard are dealt into, each a batch of its own: while
-                the rewards of one are computed, the others generate and learn. For reward functions
-                and games that wait long, for a service for instance; the number affects the last
-                digits of results. `auto` chooses none, 2 or 4 by the seconds of the first round, or
-                fewer where a game has fewer environments; equal runs may then differ. null computes
-                all agents of a shard at once and waits for their rewards.
+            shards: Parts of the population that are computed in separate batches; with fewer
+                agents, some are empty. Their number affects the last digits of results; the number
+                of processes does not. null takes the number of processes with which the run starts,
+                or with `overlap` twice as many.
+            overlap: Let the parts of a process take turns: while the rewards of one are computed,
+                the others generate and learn. For reward functions and games that wait long, for a
+                service for instance; the results are those of as many `shards` without it. `auto`
+                decides by the seconds of the first round.
             offload_adapters: Keep the adapters and AdamW's moments of agents that do not compute in
                 host memory. The part that computes and the next one are on the device, so it takes
-                three parts or more: `shards` times `overlap`. For more agents than a device holds.
+                three `shards` or more. For more agents than a device holds.
             base: `replicated`: each process has the whole base. `sharded`: each process has a part
                 of every layer, and each pass gathers the layers; slower, for a base larger than a
                 device.
@@ -332,7 +331,7 @@ class AgentSignature(ABC):
         quantization: Literal["int8", "nf4"] | None = None,
         threads: int | None = None,
         shards: int | None = None,
-        overlap: int | Literal["auto"] | None = None,
+        overlap: bool | Literal["auto"] = False,
         offload_adapters: bool = False,
         base: Literal["replicated", "sharded"] = "replicated",
         zero: Literal[2, 3] | None = None,

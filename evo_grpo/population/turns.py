@@ -22,11 +22,10 @@ from evo_grpo.envs.rewards.watch import in_a_thread
 from evo_grpo.errors import ConfigError
 from evo_grpo.types import CompletionGroup
 
-AUTO_SHARES = 1 / 3, 1.0
-"""Least seconds of rewards over those of generate and learn for which `auto` takes 2, and 4 parts.
+AUTO_SHARE = 0.1
+"""Least seconds of rewards over those of generate and learn for which `auto` lets parts take turns.
 
-With 8 agents on a CPU, two parts compute for 1.14 to 1.23 times as long as all agents at once, and
-four for 1.41 to 1.57 times (experiments/bench/overlap.py).
+Taking turns costs up to 9% (experiments/bench/overlap.py).
 """
 
 P = ParamSpec("P")
@@ -117,73 +116,69 @@ def take_turns(parts: Sequence[Turns[T]], *, overlap: bool) -> list[T]:
 
 @final
 class Overlap:
-    """How many parts the agents of a shard are dealt into; see `engine.overlap`.
+    """Whether parts of a population take turns; see `engine.overlap`.
 
     Args:
-        setting: The setting; `auto` is one part until `settle` decides.
-        shards: Number of shards.
-
-    Attributes:
-        parts: Parts of a shard, >= 1.
+        setting: The setting.
+        parts: Number of parts in all processes.
     """
 
-    def __init__(self, setting: int | Literal["auto"] | None, shards: int = 1) -> None:
+    def __init__(self, setting: bool | Literal["auto"], parts: int) -> None:
         self._setting = setting
-        self._shards = shards
-        self._decided: int | None = None
-        self.parts = setting if isinstance(setting, int) else 1
+        self._parts = parts
+        self._decided: bool | None = None
 
     def takes_turns(self, env: Environment[Any]) -> bool:
-        """Return whether the parts take turns in an environment; sets `parts`.
+        """Return whether the parts of this process take turns in an environment.
 
         Raises:
             ConfigError: They should, but plays of this environment must not go on side by side,
                 or it has fewer environments than parts.
         """
-        gym = env if isinstance(env, MultiTurnGym) else None
-        most = None if gym is None else gym.max_environments
-        if self._setting == "auto":
-            room = 1 if not _side_by_side(env) else 64 if most is None else most // self._shards
-            self.parts = max(1, min(self._decided or 1, room))
-        elif self._setting is not None and not _side_by_side(env):
-            raise ConfigError(
-                f"engine.overlap: expected an environment of which several plays may go on at "
-                f"once, in threads, got {env.name!r}, which has no side_by_side = True; leave "
-                "engine.overlap out, or give your own environment this attribute; a game takes "
-                "part as a MultiTurnGym that makes its environments"
+        able = self._able(env)
+        if self._setting is True and not able:
+            why = (
+                "too few max_environments; raise them, lower engine.shards,"
+                if getattr(env, "side_by_side", False)
+                else "no side_by_side = True; give your own environment this attribute, make a "
+                "game a MultiTurnGym that makes its environments,"
             )
-        if gym is not None:
-            gym.divide(self._shards * self.parts if self.parts > 1 else 1)
-        return self.parts > 1
+            raise ConfigError(
+                f"engine.overlap: expected an environment of which {self._parts} plays, one for "
+                f"each of engine.shards, may go on at once, in threads, got {env.name!r}, which "
+                f"has {why} or leave engine.overlap out"
+            )
+        if isinstance(env, MultiTurnGym):
+            # However many parts this process has, and whatever `auto` decides: equal batches.
+            env.plays = self._parts if self._setting and able else 1
+        return able and (self._setting is True or self._decided is True)
 
-    def settle(self, seconds: Mapping[str, float], env: Environment[Any] | None = None) -> str:
-        """Decide `auto`, once, by the seconds of a round in which all agents waited for rewards.
+    def settle(self, seconds: Mapping[str, float], env: Environment[Any]) -> str:
+        """Decide `auto`, once, by the seconds of a round in which all parts waited for rewards.
 
         Args:
             seconds: Phase -> seconds of the round.
-            env: Its environment; nothing is decided by one that parts cannot share. None if it is
-                not known, as in a population that was saved.
+            env: Its environment; nothing is decided by one that parts cannot share.
 
         Returns:
             A sentence about the decision; empty where there is none to make.
         """
-        left = env is not None and not _side_by_side(env)
-        if self._setting != "auto" or self._decided is not None or left:
+        undecided = self._setting == "auto" and self._decided is None and self._parts > 1
+        if not (undecided and self._able(env)):
             return ""
         rewards = seconds.get("reward", 0.0)
         computing = seconds.get("generate", 0.0) + seconds.get("learn", 0.0)
-        few, many = AUTO_SHARES
-        share = rewards / computing if computing else 0.0
-        self._decided = parts = 1 if share < few else 2 if share < many else 4
-        how = f"{parts} parts take turns" if parts > 1 else "all agents are computed at once"
+        self._decided = rewards >= AUTO_SHARE * computing
+        how = "take turns from the next round on" if self._decided else "wait for their rewards"
         return (
-            f"engine.overlap auto: rewards took {rewards:.3g} s in the first round, generate and "
-            f"learn {computing:.3g} s: {how} from the next round on"
+            f"engine.overlap auto: rewards took {rewards:.3g} s, generate and learn "
+            f"{computing:.3g} s: {self._parts} parts {how}"
         )
 
-
-def _side_by_side(env: Environment[Any]) -> bool:
-    return bool(getattr(env, "side_by_side", False))
+    def _able(self, env: Environment[Any]) -> bool:
+        """Return whether a play of each part may go on at once."""
+        most = env.max_environments if isinstance(env, MultiTurnGym) else None
+        return bool(getattr(env, "side_by_side", False)) and (most is None or most >= self._parts)
 
 
 def to_the_end(part: Turns[T]) -> T:

@@ -78,7 +78,6 @@ def run_problems(
             yield Problem(("model", "lora", name), text)
     starts = start_problems(first, space, population.size, population.init)
     yield from _below(islice(starts, MOST_PROBLEMS + 1), "population", "init")
-    yield from _shards(population, evolve, engine)
 
 
 def fitness_problems(space: HyperparameterConfig, fitness: FitnessConfig) -> Iterator[Problem]:
@@ -169,31 +168,6 @@ def _objectives(given: Sequence[ObjectiveConfig]) -> Iterator[Problem]:
 def _below(found: Iterable[Problem], *path: str) -> Iterator[Problem]:
     for problem in found:
         yield problem._replace(path=(*path, *problem.path))
-
-
-def _shards(
-    population: PopulationConfig, evolve: EvolveConfig, engine: EngineConfig
-) -> Iterator[Problem]:
-    """Yield a problem if some round has fewer agents than `engine.shards`."""
-    shards = engine.shards
-    if shards is None:
-        return
-    if shards > population.size:
-        yield Problem(
-            ("engine", "shards"),
-            f"expected at most population.size = {population.size}, one agent for each, got "
-            f"{shards}",
-        )
-        return
-    selects = evolve.selection.kind != "none"
-    places = population.places(selects=selects)
-    least = min(places[: population.rounds])
-    if least < shards:
-        yield Problem(
-            ("engine", "shards"),
-            f"expected at most {least}, the agents of the smallest round, got {shards}; name "
-            f"population.sizes that end with {shards} or more, or constant",
-        )
 
 
 def agent_problems(

@@ -5,7 +5,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.settings.engines.declaration import RolloutSettings
@@ -24,11 +24,12 @@ DECODE_ROWS = 1024
 _UNITS = {"MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30}
 
 
-def _parts(value: object) -> object:
-    """Accept a number, "auto" or null; one message instead of one per branch of the union."""
-    if value in (None, "auto") or (type(value) is int and 2 <= value <= 64):
-        return value
-    raise ValueError("a number of parts in [2, 64], 'auto' or null")
+def _overlap(value: object) -> object:
+    """Accept true, false and "auto", and the null of earlier versions as false."""
+    if value is None or isinstance(value, bool) or value == "auto":
+        return value or False
+    parts = f" (for {value} parts, write shards: {value}, overlap: true)"
+    raise ValueError(f"true, false or 'auto'{parts if type(value) is int else ''}")
 
 
 def _switch(value: object) -> object:
@@ -37,10 +38,7 @@ def _switch(value: object) -> object:
 
 
 Kernels = Literal["auto", "on", "off"]
-
-AnnotatedOverlap = Annotated[
-    Annotated[int, Field(ge=2, le=64)] | Literal["auto"] | None, BeforeValidator(_parts)
-]
+Overlap = bool | Literal["auto"]
 
 
 class EngineConfig(Group):
@@ -65,25 +63,24 @@ class EngineConfig(Group):
     )
     shards: int | None = setting(
         None,
-        "Parts of the population that are computed in separate batches. Their number affects the "
-        "last digits of results; the number of processes does not. null takes the number of "
-        "processes with which the run starts.",
+        "Parts of the population that are computed in separate batches; with fewer agents, some "
+        "are empty. Their number affects the last digits of results; the number of processes does "
+        "not. null takes the number of processes with which the run starts, or with `overlap` "
+        "twice as many.",
         ge=1,
     )
-    overlap: AnnotatedOverlap = setting(
-        None,
-        "Parts that the agents of a shard are dealt into, each a batch of its own: while the "
-        "rewards of one are computed, the others generate and learn. For reward functions and "
-        "games that wait long, for a service for instance; the number affects the last digits of "
-        "results. `auto` chooses none, 2 or 4 by the seconds of the first round, or fewer where a "
-        "game has fewer environments; equal runs may then differ. null computes all agents of a "
-        "shard at once and waits for their rewards.",
+    overlap: Annotated[Overlap, BeforeValidator(_overlap)] = setting(
+        False,
+        "Let the parts of a process take turns: while the rewards of one are computed, the others "
+        "generate and learn. For reward functions and games that wait long, for a service for "
+        "instance; the results are those of as many `shards` without it. `auto` decides by the "
+        "seconds of the first round.",
     )
     offload_adapters: bool = setting(
         False,
         "Keep the adapters and AdamW's moments of agents that do not compute in host memory. The "
-        "part that computes and the next one are on the device, so it takes three parts or more: "
-        "`shards` times `overlap`. For more agents than a device holds.",
+        "part that computes and the next one are on the device, so it takes three `shards` or "
+        "more. For more agents than a device holds.",
     )
     base: Literal["replicated", "sharded"] = setting(
         "replicated",
@@ -150,10 +147,9 @@ class EngineConfig(Group):
         "They give other last digits.",
     )
 
-    @property
-    def parts(self) -> int:
-        """Parts of a shard as the run begins: `auto` begins with one."""
-        return self.overlap if isinstance(self.overlap, int) else 1
+    def parts(self, processes: int = 1) -> int:
+        """Return the parts of a population that begins in so many processes."""
+        return self.shards or processes * (2 if self.overlap else 1)
 
     @property
     def decode_rows(self) -> int:

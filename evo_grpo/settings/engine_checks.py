@@ -39,11 +39,11 @@ def _zero(engine: EngineConfig) -> Iterator[Problem]:
             f"expected null or 1 with zero {engine.zero}, where all processes train each agent "
             f"together, got {engine.shards}; leave it out, or set zero to null",
         )
-    if engine.overlap is not None:
+    if engine.overlap:
         yield Problem(
             ("overlap",),
-            f"expected null with zero {engine.zero}, which trains one agent after the other, got "
-            f"{engine.overlap}; leave it out, or set zero to null",
+            f"expected false with zero {engine.zero}, which trains one agent after the other, got "
+            f"{str(engine.overlap).lower()}; leave it out, or set zero to null",
         )
     if not engine.rollout_settings.shares_base:
         fitting = " or ".join(name for name, kind in ENGINES.items() if kind.shares_base)
@@ -69,10 +69,10 @@ def _offload(engine: EngineConfig) -> Iterator[Problem]:
             f"expected false with zero {engine.zero}, whose engine holds the moments itself, got "
             "true; leave it out, or set zero to null",
         )
-    elif (parts := (engine.shards or 1) * engine.parts) < LEAST_PARTS:
+    elif engine.parts() < LEAST_PARTS:
         yield Problem(
             ("offload_adapters",),
             f"expected false with fewer than {LEAST_PARTS} parts of the population, of which one "
-            f"computes and the next is fetched, got true with {parts}; set engine.shards or "
-            f"engine.overlap so that their product is {LEAST_PARTS} or more, or leave it out",
+            f"computes and the next is fetched, got true with {engine.parts()}; set engine.shards "
+            f"to {LEAST_PARTS} or more, or leave it out",
         )

@@ -149,6 +149,12 @@ class RunConfig(Group):
         """The settings of the adapters, with the largest rank and all layers of any agent."""
         return self.model.lora.largest(self.search_space())
 
+    @property
+    def most_processes(self) -> int:
+        """Most processes that have agents in every round, each those of a part or more."""
+        places = self.population.places(selects=self.evolve.selection.kind != "none")
+        return min(self.engine.shards or 1, *places[: self.population.rounds])
+
     def settled(self, output_tokens: int) -> Self:
         """Return the settings with everything that depends on the length of the run filled in.
 

@@ -255,8 +255,9 @@ def with_shards(config: RunConfig, team: Team) -> RunConfig:
 
     A run that starts in one process has one shard unless the settings say otherwise.
     """
-    if config.engine.shards is None and config.engine.zero is None and team.size > 1:
-        config = config.replace(engine=config.engine.replace(shards=team.size))
+    shards = config.engine.parts(team.size)
+    if config.engine.zero is None and shards > 1:
+        config = config.replace(engine=config.engine.replace(shards=shards))
     check_ranks(config, team)
     return config
 
@@ -272,14 +273,15 @@ def with_revisions(config: RunConfig, team: Team) -> RunConfig:
 
 
 def check_ranks(config: RunConfig, team: Team) -> None:
-    """Refuse more processes than shards, and several processes for a base that cannot be split."""
+    """Refuse processes without agents, and several processes for a base that cannot be split."""
     if team.size > 1 and (why := divides_quantized(config.engine)):
         raise ConfigError(why)
-    shards = config.engine.shards or 1
-    if team.size > shards and config.engine.zero is None:
+    most = config.most_processes
+    if team.size > most and config.engine.zero is None:
         raise ConfigError(
-            f"ranks: expected at most {shards} processes, one for each of engine.shards, got "
-            f"{team.size}; start fewer, or another run with engine.shards: {team.size}"
+            f"ranks: expected at most {most} processes, one for each of engine.shards and for each "
+            f"agent of the smallest round, got {team.size}; start fewer, or another run with "
+            f"engine.shards and the last of population.sizes of {team.size} or more"
         )
 
 

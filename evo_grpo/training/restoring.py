@@ -46,7 +46,6 @@ def restore(
             f"run {folder}: population.yaml asks for {len(prepared.slots)} agents, but its rounds "
             f"were played by {len(first.agents)}; put population.size back"
         )
-    cohort.overlap.settle(first.seconds, prepared.env)
     slots = tuple(record.agent for record in last.agents)
     # If some rank does not see the checkpoints, the first rank loads and sends them.
     apart = not sees_folder(folder, cohort.team)

@@ -236,7 +236,6 @@ def changed_inputs(
     `objects` are the parts of the Python objects that the run is given.
     """
     played, begun = opened.rounds(), begun_extension(opened)
-    check_ranks(config, team)
     if not played:
         check_storage(config)
     if rounds is not None:
@@ -244,6 +243,7 @@ def changed_inputs(
     wanted = begun if rounds is None else rounds
     if wanted is not None:
         config = config.replace(population=config.population.replace(rounds=wanted))
+    check_ranks(config, team)
     changed = compare_inputs(opened, config, rounds=wanted, allow=allow, objects=objects)
     for note in changed.notes:
         warnings.warn(note, UserWarning, stacklevel=2)

@@ -84,7 +84,7 @@ def measure(report: Report, shape: str, parts: Sequence[int], repeats: int) -> N
             load_base(shape).save(Path(folder))
             own = [f"model.name={folder}"]
         whole = Population(*own)
-        dealt = {k: Population(*own, f"engine.overlap={k}") for k in parts}
+        dealt = {k: Population(*own, f"engine.shards={k}", "engine.overlap=true") for k in parts}
     everyone = {1: whole, **dealt}
     for one in everyone.values():
         one.step(0.0)

@@ -58,7 +58,7 @@ from evo_grpo import settings as configuration  # noqa: E402
 from evo_grpo.evolve.select.tournament import TournamentSelection  # noqa: E402
 from evo_grpo.population.plan import RankReport  # noqa: E402
 from evo_grpo.population.ranks import heartbeat, ranks  # noqa: E402
-from evo_grpo.population.ranks.deal import deal, rank_of, side_by_side  # noqa: E402
+from evo_grpo.population.ranks.deal import deal, side_by_side  # noqa: E402
 from evo_grpo.population.ranks.pickled import taken_apart  # noqa: E402
 from evo_grpo.population.steps import CheckpointFiles  # noqa: E402
 from evo_grpo.training.run import run  # noqa: E402
@@ -396,7 +396,7 @@ def transfers(agents: int, places: int, cards: int, seed: int) -> tuple[list[Any
 
     def places_of(slots: Sequence[int]) -> dict[int, int]:
         dealt = deal(slots, cards)
-        return {s: rank_of(shard, cards, cards) for shard, own in enumerate(dealt) for s in own}
+        return {s: card for card, own in enumerate(dealt) for s in own}
 
     before, after = places_of(range(agents)), places_of([one.position for one in plan])
     children = [

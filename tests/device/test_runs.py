@@ -79,7 +79,7 @@ def completions(found):
         {"engine__gradient_checkpointing": True},
         {"engine__max_decode_rows": 8, "engine__max_tokens_per_microbatch": 64},
         {"evolve__archive": True, "evolve__fitness__final_samples": 2},
-        {"engine__overlap": 2, "population__steps_per_round": 2},
+        {"engine__overlap": True, "population__steps_per_round": 2},
         pytest.param({"engine__cuda_graphs": False}, marks=pytest.mark.cuda),
         {"algorithm__update_epochs": 3, "algorithm__kl_shaping": True, "algorithm__beta": 0.05},
     ],

@@ -97,6 +97,15 @@ def test_two_ranks_equal_one_to_the_bit(tmp_path, case):
     assert any(sent(tmp_path / "one")), "no child's parent lived elsewhere"
 
 
+def test_parts_that_take_turns_and_become_empty_are_equal_on_one_two_and_three_ranks(tmp_path):
+    engine = {**POPULATION["engine"], "shards": 5, "overlap": True}
+    file = written(tmp_path, engine=engine)
+    alone("run", file, "--out", tmp_path / "one")
+    for ranks in (2, 3):
+        together(ranks, "run", file, "--out", tmp_path / f"{ranks}")
+        equal(tmp_path / "one", tmp_path / f"{ranks}")
+
+
 def test_ranks_without_a_common_disk_equal_one(tmp_path):
     file = written(tmp_path)
     alone("run", file, "--out", tmp_path / "one")
@@ -155,11 +164,16 @@ def test_a_failure_of_one_rank_is_told_by_the_first_and_ends_all(tmp_path):
     assert "Traceback" not in first[1] + second[1]
 
 
-def test_more_ranks_than_shards_are_refused_before_a_folder_is_made(tmp_path):
-    file = written(tmp_path)
-    first, *others = finish(start(3, *evo("run", file, "--out", tmp_path / "run")))
+@pytest.mark.parametrize(("shards", "most"), [(2, 2), (5, 3)])
+def test_ranks_without_agents_are_refused_before_a_folder_is_made(tmp_path, shards, most):
+    file = written(tmp_path, engine={**POPULATION["engine"], "shards": shards})
+    ranks = most + 1
+    first, *others = finish(start(ranks, *evo("run", file, "--out", tmp_path / "run")))
     assert first[2] == 2
-    assert "expected at most 2 processes, one for each of engine.shards, got 3" in first[1]
+    assert (
+        f"expected at most {most} processes, one for each of engine.shards and for each agent of "
+        f"the smallest round, got {ranks}"
+    ) in first[1]
     assert all(code == 2 for _, _, code in others)
     assert not (tmp_path / "run").exists()
 

@@ -4,8 +4,8 @@ import os
 import signal
 import threading
 import time
-from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import pytest
 from small_run import Told, outcome, small, stopped_and_resumed
 from text_games import Broken, Longer
 
-from evo_grpo import GRPO, MultiTurnGym, Population, run
+from evo_grpo import GRPO, MultiTurnGym, run
 from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.rewards.process import RewardProcess
@@ -115,43 +115,39 @@ def test_a_part_alone_is_a_function():
     assert alone(part)("a", [], (0.0,)) == "a"
 
 
-def waiting(monkeypatch):
-    """Do each work when it is asked for, in the order of the parts."""
-
-    def at_once(name, work, stop):
-        del name, stop
-        result = Future()
-        result.set_result(work())
-        return result
-
-    monkeypatch.setattr(turns, "in_a_thread", at_once)
+def result(config, out):
+    """Play a run; return its outcome, but for what says whether parts take turns."""
+    found = outcome(run(config, out=out))
+    for number, (record, decisions) in enumerate(found["rounds"]):
+        files = {n: digest for n, digest in record.files.items() if "attributes" not in n}
+        found["rounds"][number] = replace(record, files=files), decisions
+    found["files"] = [name for name in found["files"] if name != "notes.jsonl"]
+    return found
 
 
-STEPS = {"population__steps_per_round": 3, "population__rounds": 2, "engine__overlap": 2}
+STEPS = {"population__steps_per_round": 3, "population__rounds": 2, "engine__overlap": True}
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        {"engine__overlap": 7},
+        {"engine__shards": 7},
         {"algorithm__dynamic_sampling_tokens": 60, "algorithm__mask_truncated_completions": True},
-        {"engine__shards": 2},
+        {"engine__overlap": "auto"},
         {"env__reward": ["two_rewards:exact", "two_rewards:last"], "evolve__fitness__racing": 2},
     ],
-    ids=["two", "one each", "dynamic", "shards", "rewards"],
+    ids=["two", "one each", "dynamic", "auto", "rewards"],
 )
 def test_a_run_in_which_parts_overlap_equals_one_in_which_they_wait(changes, tmp_path, monkeypatch):
-    config = small(**STEPS | changes)
-    overlapping = outcome(run(config, out=tmp_path / "overlapping"))
-    with monkeypatch.context() as patch:
-        waiting(patch)
-        assert outcome(run(config, out=tmp_path / "waiting")) == overlapping
-    boards = [overlapping, outcome(run(small(**STEPS | changes | {"engine__overlap": None}),
-                                       out=tmp_path / "undealt"))]  # fmt: skip
-    # Batches of other sizes round differently.
-    tokens = [[row["tokens"] for row in board["leaderboard"]] for board in boards]
-    assert sum(tokens[0]) == pytest.approx(sum(tokens[1]), rel=0.05)
+    monkeypatch.setattr(turns, "AUTO_SHARE", 0.0)
+    overlapping, waiting = (
+        result(small(**{"engine__shards": 2} | STEPS | changes | own), tmp_path / name)
+        for name, own in (("overlapping", {}), ("waiting", {"engine__overlap": False}))
+    )
+    assert overlapping == waiting
+    if "auto" in changes.values():
+        assert "2 parts take turns" in (tmp_path / "overlapping" / "notes.jsonl").read_text()
 
 
 def test_a_stopped_run_whose_parts_overlap_is_resumed_as_it_was(tmp_path):
@@ -171,6 +167,7 @@ def test_rewards_of_two_parts_are_under_way_at_once_and_each_step_is_told(monkey
 
     monkeypatch.setattr(ReasoningGym, "judge", meets)
     prepared, told = prepare(small(**STEPS | {"population__size": 2})), Told()
+    assert prepared.cohort.shards == 2
     tallies, _ = train(
         prepared.cohort, prepared.env, prepared.round_settings, prepared.slots, 0,
         watch=Stopwatch(), writer=RunWriter(), observer=told, limit=None, past=(),
@@ -183,8 +180,8 @@ def test_rewards_of_two_parts_are_under_way_at_once_and_each_step_is_told(monkey
 @pytest.mark.parametrize("changes", [{}, {"algorithm__dynamic_sampling_tokens": 60}])
 def test_parts_meet_the_prompts_that_all_agents_would_meet(changes):
     found = []
-    for overlap in (None, 2, 3):
-        prepared = prepare(small(**STEPS | changes | {"engine__overlap": overlap}))
+    for shards in (1, 2, 3):
+        prepared = prepare(small(**STEPS | changes | {"engine__shards": shards}))
         batch, asked = prepared.env.batch, set()
 
         def noted(step, size, batch=batch, asked=asked):
@@ -209,13 +206,14 @@ GAME = {
 }
 
 
-@pytest.mark.parametrize("changes", [{}, {"engine__shards": 2}, {"engine__overlap": 3}])
-def test_games_step_while_others_decode_as_if_all_waited(changes, tmp_path, monkeypatch):
-    config = small(**STEPS | GAME | changes)
-    overlapping = outcome(run(config, out=tmp_path / "overlapping"))
-    with monkeypatch.context() as patch:
-        waiting(patch)
-        assert outcome(run(config, out=tmp_path / "waiting")) == overlapping
+@pytest.mark.parametrize("shards", [2, 3])
+def test_games_step_while_others_decode_as_if_all_waited(shards, tmp_path):
+    overlapping, waiting = (
+        result(small(**STEPS | GAME | {"engine__shards": shards, "engine__overlap": on}),
+               tmp_path / str(on))
+        for on in (True, False)
+    )  # fmt: skip
+    assert overlapping == waiting
     assert sum(row["tokens"] for row in overlapping["leaderboard"]) > 100
 
 
@@ -249,13 +247,13 @@ def test_parts_share_the_environments_that_a_gym_may_have():
                 there.remove(self)
             return step
 
-    population = two_agents(overlap=2)
+    population = two_agents(overlap=True)
     population.train(gym_for(population, Counted, max_environments=5), **ROUND)
     assert max(most) == 4
 
 
 def test_an_environment_that_raises_in_one_of_64_games_loses_that_game_alone():
-    population = two_agents(overlap=2, group_size=8, prompts_per_step=4)
+    population = two_agents(overlap=True, group_size=8, prompts_per_step=4)
     gym = gym_for(population, lambda: Broken(lambda seed: seed == first))
     first = gym.batch(0, 4)[0]
     with pytest.warns(UserWarning, match="nothing to learn from"):
@@ -263,7 +261,7 @@ def test_an_environment_that_raises_in_one_of_64_games_loses_that_game_alone():
     assert [agent.metrics["dropped"] for agent in record.agents] == [8.0, 8.0]
 
 
-@pytest.mark.parametrize("overlap", [2, "auto"])
+@pytest.mark.parametrize("overlap", [True, "auto"])
 def test_a_game_in_one_wrapper_is_refused_or_waits(overlap):
     population = two_agents(overlap=overlap)
     wrapper = TokenObservationWrapper(
@@ -273,76 +271,54 @@ def test_a_game_in_one_wrapper_is_refused_or_waits(overlap):
     if overlap == "auto":
         population.train(wrapper, **ROUND)
         return
-    with pytest.raises(ConfigError, match=r"engine\.overlap: expected an environment of which"):
+    with pytest.raises(ConfigError, match=r"engine\.overlap: .* has no side_by_side = True; give"):
         population.train(wrapper, **ROUND)
 
 
 def test_fewer_environments_than_parts_are_refused():
-    population = two_agents(overlap=2)
-    with pytest.raises(ConfigError, match=r"max_environments: expected at least .* = 2 for parts"):
+    population = two_agents(overlap=True)
+    with pytest.raises(ConfigError, match=r"of which 2 plays.* has too few max_environments"):
         population.train(gym_for(population, max_environments=1), **ROUND)
 
 
-@pytest.mark.parametrize(
-    ("reward", "parts"), [(0.0, 1), (0.9, 1), (1.1, 2), (2.9, 2), (3.1, 4), (30.0, 4)]
-)
-def test_auto_decides_by_the_seconds_of_the_first_round(reward, parts):
+def test_auto_decides_once_by_the_seconds_of_a_round_whether_parts_take_turns():
     env = prepare(small()).env
-    overlap = Overlap("auto")
-    assert (overlap.parts, overlap.takes_turns(env)) == (1, False)
-    text = overlap.settle({"generate": 1.0, "learn": 2.0, "reward": reward, "evaluate": 9.0}, env)
-    assert text.startswith(f"engine.overlap auto: rewards took {reward:.3g} s")
-    assert (overlap.takes_turns(env), overlap.parts) == (parts > 1, parts)
-    assert overlap.settle({"reward": 99.0, "learn": 1.0}, env) == ""
-    assert (overlap.takes_turns(env), overlap.parts) == (parts > 1, parts)
+    for reward, expected in ((0.29, False), (0.31, True), (30.0, True)):
+        overlap = Overlap("auto", 2)
+        assert not overlap.takes_turns(env)
+        seconds = {"generate": 1.0, "learn": 2.0, "reward": reward, "evaluate": 9.0}
+        text = overlap.settle(seconds, env)
+        assert text.startswith(f"engine.overlap auto: rewards took {reward:.3g} s")
+        assert overlap.takes_turns(env) is expected
+        assert overlap.settle({"reward": 3.0 - reward, "learn": 1.0}, env) == ""
+        assert overlap.takes_turns(env) is expected
 
 
 def test_what_auto_has_decided_holds_where_an_environment_allows_it():
-    population = two_agents(overlap="auto")
+    population = two_agents(overlap="auto", shards=4)
     cohort = population.cohort
-    assert "4 parts take turns" in cohort.overlap.settle({"reward": 9.0, "learn": 1.0})
     wrapper = TokenObservationWrapper(
         Longer(), cohort.base.tokenizer, 3, max_output_tokens=3,
         conversation_template="{observation}",
     )  # fmt: skip
-    gyms = [gym_for(population), MultiTurnGym.of(wrapper), gym_for(population, max_environments=3)]
-    assert [(cohort.overlap.takes_turns(gym), cohort.overlap.parts) for gym in gyms] == [
-        (True, 4), (False, 1), (True, 3),
-    ]  # fmt: skip
-
-
-def test_a_population_that_is_saved_and_loaded_keeps_what_auto_has_decided(tmp_path, monkeypatch):
-    monkeypatch.setattr(turns, "AUTO_SHARES", (0.0, 0.0))
-    population = two_agents(overlap="auto")
-    population.train(gym_for(population), **ROUND)
-    population.save(tmp_path / "saved")
-    loaded = Population.load(tmp_path / "saved", device="cpu")
-    assert loaded.cohort.overlap.takes_turns(gym_for(loaded))
+    gym, *others = [gym_for(population, max_environments=9), MultiTurnGym.of(wrapper),
+                    gym_for(population, max_environments=3)]  # fmt: skip
+    slow = {"reward": 9.0, "learn": 1.0}
+    assert [cohort.overlap.settle(slow, other) for other in others] == ["", ""]
+    assert not cohort.overlap.takes_turns(gym)
+    assert gym.width == 2  # as when they take turns: `auto` never changes what is in a batch
+    assert "4 parts take turns" in cohort.overlap.settle(slow, gym)
+    found = [(cohort.overlap.takes_turns(env), env.width) for env in (gym, *others)]
+    assert found == [(True, 2), (False, 1), (False, 3)]
 
 
 def test_a_step_in_which_all_games_fail_counts_its_seeds_once():
-    population = two_agents(overlap=2, prompts_per_step=8)
+    population = two_agents(overlap=True, prompts_per_step=8)
     seeds = set(gym_for(population).batch(0, 8))
     gym = gym_for(population, lambda: Broken(lambda seed: seed in seeds, turn=0))
     with pytest.warns(UserWarning, match="nothing to learn from"):
         (record,) = population.train(gym, **ROUND)
     assert [agent.metrics["empty_steps"] for agent in record.agents] == [1.0, 1.0]
-
-
-def test_a_run_that_is_resumed_keeps_what_auto_has_decided(tmp_path, monkeypatch):
-    judge, batches = ReasoningGym.judge, []
-
-    def noted(self, groups):
-        batches.append(len({group.agent for group in groups}))
-        return judge(self, groups)
-
-    monkeypatch.setattr(ReasoningGym, "judge", noted)
-    monkeypatch.setattr(turns, "AUTO_SHARES", (0.0, 0.0))
-    config = small(**STEPS | {"engine__overlap": "auto"})
-    folder = stopped_and_resumed(config, tmp_path / "run", ("learn", 1))
-    assert set(batches[:3]) == {3}
-    assert set(batches[-7:-1]) == {1}  # four parts for three agents, then the final test
-    assert "engine.overlap auto: rewards took" in (folder / "notes.jsonl").read_text()
 
 
 @pytest.mark.parametrize("isolate", [None, "process"])

@@ -81,7 +81,7 @@ AGENT = {
     "max_decode_rows": 6,
     "max_decode_prompts": 7,
     "shards": 2,
-    "overlap": 2,
+    "overlap": True,
     "offload_adapters": True,
     "gradient_checkpointing": True,
     "compile": "default",

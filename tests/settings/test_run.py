@@ -4,6 +4,7 @@ import pytest
 
 from evo_grpo.settings import from_dict
 from evo_grpo.settings.population import PopulationConfig
+from evo_grpo.settings.yaml import from_written
 
 MINIMAL = {"model": "tiny-sums", "env": "sums"}
 
@@ -140,3 +141,10 @@ def test_shares_are_those_of_the_rounds_that_a_limit_of_tokens_leaves():
     assert decisions(8 * 1024 * 4, output=4) == [2, 4, 6, 8]
     assert decisions(1) == [1]
     assert decisions(1e9) == [6, 12, 18, 24]
+
+
+@pytest.mark.parametrize(("shards", "parts"), [("null", 2), (3, 6)])
+def test_a_written_number_of_parts_of_each_shard_becomes_their_product(shards, parts):
+    text = f"model: tiny-sums\nenv: sums\nengine: {{overlap: 2, shards: {shards}}}"
+    engine = from_written(text, "population.yaml").engine
+    assert (engine.shards, engine.overlap) == (parts, True)

@@ -20,7 +20,6 @@ from evo_grpo.schema.hparams import BETAS, CLIP_ENDS, LORA, AgentFields, Hparams
 from evo_grpo.schema.outside import values_of
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.settings import (
-    EngineConfig,
     EnvConfig,
     EvolveConfig,
     LoraSettings,
@@ -30,6 +29,7 @@ from evo_grpo.settings import (
     StopConfig,
 )
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
+from evo_grpo.training.sizing.fitting import LIMITS
 
 AROUND = 3.0
 """Factor by which a population around the winner searches in either direction."""
@@ -85,7 +85,7 @@ def recipe_settings(
         ),
         algorithm=_algorithm(config, schedule, line[0], size),
         evolve=_evolve(config.evolve, line, ranges, size.agents),
-        engine=_engine(config.engine, size.agents, moved=model is not None),
+        engine=config.engine if model is None else config.engine.replace(**dict.fromkeys(LIMITS)),
     )
 
 
@@ -326,13 +326,3 @@ def _evolve(
     if isinstance(exploration, ScheduleExploration):
         exploration = Mutations()
     return evolve.replace(selection=selection, exploration=exploration, hyperparameters=ranges)
-
-
-def _engine(engine: EngineConfig, agents: int, *, moved: bool) -> EngineConfig:
-    """Return the group `engine`; limits that fit another model, or more agents, are chosen anew."""
-    changes = dict[str, Any]()
-    if moved:
-        changes |= {"max_decode_rows": None, "max_tokens_per_microbatch": None}
-    if (engine.shards or 1) > agents:
-        changes |= {"shards": None, "offload_adapters": False}  # which needs several parts
-    return engine.replace(**changes) if changes else engine

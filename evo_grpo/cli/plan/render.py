@@ -334,11 +334,11 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _ranks(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield the bytes that processes send each other, if there may be several."""
-    shards = plan.config.engine.shards or 1
-    if shards == 1 or plan.stored_bytes is None:
+    most = plan.config.most_processes
+    if most == 1 or plan.stored_bytes is None:
         return
     size = format_bytes(plan.stored_bytes)
-    yield "processes", f"up to {shards}; a child whose parent is in another one is sent: {size}"
+    yield "processes", f"up to {most}; a child whose parent is in another one is sent: {size}"
 
 
 def _files(plan: Plan) -> Iterator[tuple[str, str]]:

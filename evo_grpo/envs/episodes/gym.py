@@ -106,7 +106,7 @@ class MultiTurnGym:
         self._evaluation_size = evaluation_size
         self._context = max_model_len
         self._renews = True
-        self._plays = 1
+        self.plays = 1  # that go on at once and share `max_environments`
         self._failed_seeds = 0.0
         self.batch_size = batch_size
         self.seed = seed
@@ -137,25 +137,11 @@ class MultiTurnGym:
         """Whether several plays may go on at once, in threads: each episode has an environment."""
         return self._renews
 
-    def divide(self, plays: int) -> None:
-        """Divide `max_environments` among plays that go on at once.
-
-        Raises:
-            ConfigError: There are fewer environments than plays.
-        """
-        most = self.max_environments
-        if plays > 1 and most is not None and most < plays:
-            raise ConfigError(
-                f"max_environments: expected at least engine.shards times engine.overlap = {plays} "
-                f"for parts that play side by side, got {most}; raise it, or lower engine.overlap"
-            )
-        self._plays = plays
-
     @property
     def width(self) -> int | None:
         """Greatest number of environments of one play; None for one per episode."""
         most = self.max_environments
-        return None if most is None else most // self._plays
+        return None if most is None else most // self.plays
 
     @property
     def weights(self) -> Floats:
@@ -236,7 +222,7 @@ class MultiTurnGym:
         reasons = Counter(t.error for t in episodes)
         with self._shared:
             # Plays that go on at once have the same seeds.
-            failed = 0.0 if reasons[""] else self._failed_seeds + seeds / self._plays
+            failed = 0.0 if reasons[""] else self._failed_seeds + seeds / self.plays
             self._failed_seeds = failed
         if episodes and failed >= MAX_FAILED_SEEDS:
             reason, times = reasons.most_common(1)[0]

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.population.cohort.adapters import adapter_config, check_rank, resize, with_choices
 from evo_grpo.population.cohort.offload import offload_of
 from evo_grpo.population.cohort.state import AgentState, References, inherit, packed, unpack
-from evo_grpo.population.ranks.deal import batches, deal, rank_of, side_by_side
+from evo_grpo.population.ranks.deal import deal, side_by_side
 from evo_grpo.population.ranks.team import Team
 from evo_grpo.population.turns import Overlap
 from evo_grpo.population.zero.sampling import DividedSampling, LedPlay
@@ -99,7 +101,7 @@ class Cohort:
     @property
     def shards(self) -> int:
         """Number of shards; the agents of a shard generate and learn in one batch."""
-        return 1 if self.together else self.settings.engine.shards or self.team.size
+        return 1 if self.together else self.settings.engine.parts()
 
     @property
     def together(self) -> bool:
@@ -118,9 +120,10 @@ class Cohort:
         return env.begin(starts, sizes)
 
     def parts_here(self, slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
-        """Return those of `slots` that this rank has, by shard and part; each is one batch."""
-        shards = {slot: self.agents[slot].shard for slot in slots if self.is_local(slot)}
-        parts = batches(shards, self.overlap.parts)
+        """Return those of `slots` that this rank has, by shard; each is one batch."""
+        shard = attrgetter("shard")
+        agents = sorted((self.agents[slot] for slot in filter(self.is_local, slots)), key=shard)
+        parts = [tuple(agent.slot for agent in part) for _, part in groupby(agents, shard)]
         if self.offload is not None:
             self.offload.order = parts
         return parts
@@ -128,14 +131,14 @@ class Cohort:
     def place(self, slots: Sequence[Slot], *, weights: bool = True) -> None:
         """Distribute the agents of the next round among shards, and move each to its rank.
 
-        With fewer agents than shards, some shards are empty. All ranks call this with equal
-        arguments. Without `weights`, agents that change their rank lose their weights.
+        All ranks call this with equal arguments. Without `weights`, agents that change their rank
+        lose their weights.
         """
         ranks: dict[Slot, int] = {}
         for shard, members in enumerate(deal(slots, self.shards)):
             for slot in members:
                 self.agents[slot].shard = shard
-                ranks[slot] = rank_of(shard, self.shards, self.team.size)
+                ranks[slot] = shard % self.team.size  # in turn: the last shards may be empty
         self.move(ranks, weights=weights)
 
     def is_local(self, slot: int) -> bool:
@@ -224,7 +227,7 @@ class Cohort:
         """Add an agent with the policy of the base, on the rank that computes a shard."""
         member = Member(id=self.next_member, agent=Slot(self.next_slot))
         self.next_member += 1
-        state = self.add_spare(member, hparams, rank_of(shard, self.shards, self.team.size))
+        state = self.add_spare(member, hparams, shard % self.team.size)
         state.shard = shard
         return state
 
@@ -458,8 +461,7 @@ class Cohort:
             reference = self.references.of(s)
             learning.append(AgentTraining(s.adapter, reference, s.hparams, s.optimizer))
             s.prepare_step(self.settings.algorithm.lr_schedule)
-        several = self.shards > 1 or self.overlap.parts > 1
-        self.slots.together = tuple(s.adapter for s in states) if several else ()
+        self.slots.together = tuple(s.adapter for s in states) if self.shards > 1 else ()
         if self._engine is not None:
             self._engine.sleep()
         metrics = (self._turns or self.learner).learn(

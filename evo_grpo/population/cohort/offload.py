@@ -97,7 +97,7 @@ class Offload:
                 self._install(name, self._on_host(name))
         if self._on_cuda:  # what reads host memory does not wait for copies by itself
             torch.cuda.current_stream(self._device).synchronize()
-        with _told("the device", "raise engine.shards or engine.overlap, or lower model.lora.r"):
+        with _told("the device", "raise engine.shards, or lower model.lora.r"):
             for name in coming:
                 self._install(name, self._fetched(name))
         self._wait()

@@ -1,14 +1,13 @@
-"""Distributes agents among shards, and shards among ranks.
+"""Distributes agents among shards, and orders what ranks send each other.
 
 A shard is a part of the population whose agents generate and learn in one batch. The composition of
 a batch affects how sums are rounded, so the number of shards is fixed for a run, like its seed.
-Ranks only compute shards, and any number of ranks gives the same result. With `engine.overlap`, a
-shard is dealt into several batches.
+Ranks only compute shards, and any number of ranks gives the same result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
@@ -23,23 +22,6 @@ def deal(agents: Sequence[T], shards: int) -> tuple[tuple[T, ...], ...]:
     least, more = divmod(len(agents), shards)
     ends = accumulate((least + (number < more) for number in range(shards)), initial=0)
     return tuple(tuple(agents[start:end]) for start, end in pairwise(ends))
-
-
-def rank_of(shard: int, shards: int, ranks: int) -> int:
-    """Return the rank that computes a shard: neighbours together, at least one shard per rank.
-
-    There are at least as many shards as ranks.
-    """
-    return shard * ranks // shards
-
-
-def batches(shards: Mapping[T, int], parts: int) -> list[tuple[T, ...]]:
-    """Return agents, given the shard of each, by shard, and each shard dealt into parts."""
-    by_shard: dict[int, list[T]] = {}
-    for agent, shard in shards.items():
-        by_shard.setdefault(shard, []).append(agent)
-    dealt = (deal(by_shard[shard], parts) for shard in sorted(by_shard))
-    return [part for own in dealt for part in own if part]
 
 
 def side_by_side(transfers: Iterable[T], ends: Callable[[T], tuple[int, int]]) -> list[T]:

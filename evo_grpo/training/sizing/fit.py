@@ -91,7 +91,7 @@ def fit_of(
         capacity: Its bytes.
         chooses: Whether a run chooses numbers for the limits that are null.
     """
-    processes = (config.engine.shards or 1) if config.engine.base == "sharded" else 1
+    processes = config.most_processes if config.engine.base == "sharded" else 1
     setup = Setup(base, output, dtype, device, capacity, processes)
     filled = fill_limits(config, setup) if chooses else config
     plan = setup.plan(filled)

@@ -9,6 +9,7 @@ from evo_grpo.errors import EvoGrpoError
 from evo_grpo.schema.hparams import LORA
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.engine import DECODE_ROWS
+from evo_grpo.settings.engine_checks import LEAST_PARTS
 from evo_grpo.training.sizing.memory import Device, MemoryPlan, total
 from evo_grpo.training.sizing.model_size import ModelSize
 from evo_grpo.training.sizing.planning import plan_memory
@@ -217,22 +218,12 @@ def _states(config: RunConfig, setup: Setup) -> Iterator[dict[str, object]]:
 
 
 def _offloading(config: RunConfig, setup: Setup) -> Mapping[str, object]:
-    """Return changes with which agents that do not compute leave the device; none if they cannot.
-
-    More shards need as many agents in every round. More overlap does not, but is for rewards that
-    wait, which the settings do not tell.
-    """
+    """Return changes by which agents that do not compute leave the device; none if impossible."""
     engine = config.engine
     if setup.device != "cuda" or engine.offload_adapters or not engine.each_alone:
         return {}
-    for parts in ({}, {"engine.shards": _SHARDS}):
-        changes = {**parts, "engine.offload_adapters": True}
-        try:
-            changed(config, changes)
-        except EvoGrpoError:
-            continue
-        return changes
-    return {}
+    few = engine.parts() < LEAST_PARTS
+    return {**({"engine.shards": _SHARDS} if few else {}), "engine.offload_adapters": True}
 
 
 def _quantizations(config: RunConfig, setup: Setup) -> Sequence[str]:

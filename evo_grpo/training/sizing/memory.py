@@ -184,7 +184,7 @@ def _held(
     stored = stored_bytes(work.parameters, reference=work.references)
     lowers = "population.size, model.lora.r"
     if device == "cuda" and engine.zero is None and work.resident is None:
-        lowers += ", or set engine.offload_adapters with three parts or more"
+        lowers += ", or set engine.offload_adapters with three engine.shards or more"
     return [
         Part("Python and libraries", PROCESS_BYTES[device], ""),
         Part(

@@ -73,9 +73,8 @@ def plan_memory(
     dealt = 1 if config.engine.zero is not None else processes
     agents = -(-population.size // dealt)
     divided = config.engine.base == "sharded" or config.engine.zero == 3
-    # The agents of a shard, or of a part of it, generate and learn in one batch.
-    shards = max(dealt, config.engine.shards or 1)
-    together = -(-population.size // (shards * config.engine.parts))
+    # The agents of a shard generate and learn in one batch.
+    together = -(-population.size // config.engine.parts(dealt))
     offloads = config.engine.offload_adapters and device == "cuda"
     prompts = algorithm.prompts_per_step or DEFAULT_PROMPTS
     rows = together * prompts * algorithm.group_size

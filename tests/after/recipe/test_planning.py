@@ -166,14 +166,13 @@ def test_a_schedule_of_lr_and_limits_follow_the_new_length_and_model():
     own = config()
     own = own.replace(
         algorithm=own.algorithm.replace(lr_schedule={"steps": 20}),
-        engine=own.engine.replace(max_decode_rows=64, shards=2, overlap=2, offload_adapters=True),
+        engine=own.engine.replace(max_decode_rows=64, shards=4, overlap=True),
         model=own.model.replace(trust_remote_code=True),
     )
     schedule = line(Hparams(lr=1e-3), Hparams(lr=1e-3))
     found = recipe_settings(own, schedule, Size(1, 10, 8), model="other")
     assert found.algorithm.lr_schedule.steps == 80
-    assert (found.engine.max_decode_rows, found.engine.shards) == (None, None)
-    assert not found.engine.offload_adapters  # one agent has no part that could wait
+    assert (found.engine.max_decode_rows, found.engine.shards) == (None, 4)
     assert (found.model.name, found.model.trust_remote_code) == ("other", False)
 
 

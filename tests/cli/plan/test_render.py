@@ -131,7 +131,7 @@ def test_what_is_evaluated_is_shown(overrides: list[str], text: str):
 def test_processes_are_told_what_a_child_between_them_costs(reference: str, each: int):
     base = {"model": "tiny-sums", "env": "sums"}
     assert "processes" not in rendered(base, [])
-    given = ["engine.shards=2", f"algorithm.separate_reference={reference}"]
+    given = ["engine.shards=9", f"algorithm.separate_reference={reference}"]
     lines = rendered(base, given).splitlines()
     (line,) = [line.strip() for line in lines if line.startswith("processes ")]
     parameters = make_plan(from_dict(base)).adapter_parameters

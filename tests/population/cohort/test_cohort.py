@@ -1,6 +1,7 @@
 """Agents over one base: what they share, what is theirs alone, and what a copy takes along."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -357,3 +358,11 @@ def test_learning_counts_steps_and_keeps_the_last_metrics():
     assert cohort.agents[1].steps == 1
     assert cohort.agents[0].steps == 0
     assert cohort.agents[1].last == metrics[0]
+
+
+def test_every_rank_has_agents_though_shards_are_empty(monkeypatch):
+    cohort, moved = build_cohort(3, PLAIN, shards=5), {}
+    monkeypatch.setattr(cohort, "move", lambda ranks, weights: moved.update(ranks))
+    monkeypatch.setattr(cohort, "team", SimpleNamespace(size=3))
+    cohort.place([0, 1, 2])
+    assert moved == {0: 0, 1: 1, 2: 2}
