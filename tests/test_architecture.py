@@ -48,7 +48,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("training.steering", "training.writer"),
     ("training.start_adapter",),
     ("training.assemble",),
-    ("training.extending", "training.inputs", "training.judge"),
+    ("training.inputs", "training.judge"),
     ("training.restoring",),
     ("training",),
     ("readers.terminal",),

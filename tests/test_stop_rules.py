@@ -18,7 +18,6 @@ from evo_grpo.record.schedule import read_schedule
 from evo_grpo.record.steering import ask
 from evo_grpo.record.stopping import best_of, why_it_ended
 from evo_grpo.record.summary import read_summary
-from evo_grpo.training.extending import with_plan
 
 ROUNDS = 5
 
@@ -252,13 +251,11 @@ def test_rules_may_change_between_two_rounds(tmp_path):
     sound(tmp_path / "run")
 
 
-def test_the_plan_of_a_run_that_a_rule_ended_says_that_it_goes_on(whole):
-    rounds = read_rounds(whole)[:2]
-    rounds[-1] = replace(rounds[-1], stopped=("fitness",))
-    assert rounds[-1].is_end
-    planned = with_plan(small(population__rounds=ROUNDS), rounds)
-    assert planned.stopped == ("fitness",)
-    assert not planned.is_end
+def test_a_run_that_a_rule_ended_and_that_is_extended_says_that_it_goes_on(whole):
+    last = replace(read_rounds(whole)[-1], stopped=("fitness",))
+    assert last.is_end
+    assert last.extended().stopped == ("fitness",)
+    assert not last.extended().is_end
 
 
 def test_a_population_in_python_goes_on_when_it_is_asked_to():

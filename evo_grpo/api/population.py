@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, final, overlo
 import numpy as np
 from peft import LoraConfig
 
-from evo_grpo.api import left_out
+from evo_grpo.api import unapplied
 from evo_grpo.api.mutation_warnings import warn_of_inert_mutations
 from evo_grpo.api.saved import ARCHIVE, Saved, load
 from evo_grpo.api.tensors import check_generated
@@ -38,8 +38,7 @@ from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import AgentState
 from evo_grpo.population.cohort.whole_rounds import LastWholeRound
 from evo_grpo.population.evaluate import evaluate
-from evo_grpo.population.round import apply
-from evo_grpo.population.rules import RoundSettings
+from evo_grpo.population.round import apply, next_slots
 from evo_grpo.population.steps import RunWriter
 from evo_grpo.record.code import code_folder
 from evo_grpo.record.files import sync_tree
@@ -166,8 +165,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         warn_of_shortages(task, prompts, evolve.fitness, tests=out is not None)
         objects = given_objects(self.cohort, given, own)
         parts = {} if out is None else objects.parts(self.cohort.seed)
-        left_out.went_on(self.rounds)
-        self.make_up(settings)
+        self.make_up(inherit_optimizer=evolve.inherit_optimizer)
         whole, slots = LastWholeRound(self.cohort), tuple(self.slots)
         prepared = Prepared(self.cohort, env, settings, slots, whole.keep, parts)
         title = self._title(env, population)
@@ -192,7 +190,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         """Keep the agents of the next round; `planned` is the number of rounds of the call."""
         self.keep(slots)
         if self.rounds and (len(self.rounds) >= planned or self.rounds[-1].is_end):
-            left_out.note(self.cohort, self.rounds)
+            unapplied.note(self.cohort, self.rounds[-1])
 
     @contextmanager
     def _put_back_if_interrupted(
@@ -209,20 +207,14 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
                 self._after_rounds(kept.slots, planned)
             raise
 
-    def make_up(self, settings: RoundSettings) -> None:
-        """Carry out the selection that the last round left out; see `evo_grpo.api.left_out`.
-
-        `settings` are those of the next rounds.
-        """
+    def make_up(self, *, inherit_optimizer: bool) -> None:
+        """Carry out the plan that the last round recorded; see `evo_grpo.api.unapplied`."""
         if not self.rounds:  # rounds of another population do not count
-            return left_out.withdraw(self.cohort, self.slots)
-        found = left_out.make_up(self.cohort, self.slots, settings)
-        if found is None:
-            return None
-        record, slots = found
-        self.rounds[-1:] = [record]
-        # An agent that had left may be a copy now, and needs its handle again.
-        return self.keep(slots)
+            return unapplied.withdraw(self.cohort, self.slots)
+        last = self.rounds[-1]
+        record = unapplied.make_up(self.cohort, self.slots, inherit_optimizer=inherit_optimizer)
+        self.rounds[-1] = record or replace(last, went_on=bool(last.stopped), plan=None)
+        return None if record is None else self.keep(next_slots(record))
 
     def _check_out(self, out: Path) -> None:
         """Raise ConfigError if this call cannot write a run folder."""
@@ -355,14 +347,16 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
             path: The folder; the checkpoint of each agent is in `agent-NN/`.
         """
         folder = check_folder("save: path", path)
-        left = left_out.leavers(self.cohort, self.slots)
-        for slot in [*self.slots, *(left or ())]:
+        for slot in self.slots:
             save_agent(self.cohort, slot, folder / f"agent-{slot:02d}")
         shutil.rmtree(folder / ARCHIVE, ignore_errors=True)
         if self.cohort.archive is not None:
             save_agent(self.cohort, self.cohort.archive.slot, folder / ARCHIVE)
         sync_tree(folder)
-        Saved(self.slots, self.rounds, left).write(folder)
+        rounds = list(self.rounds)
+        if rounds and not unapplied.is_unchanged(self.cohort, self.slots):
+            rounds[-1] = replace(rounds[-1], plan=None)
+        Saved(self.slots, rounds).write(folder)
 
     @classmethod
     def load(
@@ -379,13 +373,11 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
             CheckpointError: A file of the folder is missing or damaged.
         """
         saved, kind, cohort = load(Path(path), device, trust_remote_code=trust_remote_code)
-        slots = [*saved.agents, *(saved.left or ())]
-        handles = [HANDLES[kind].on(cohort, slot, i) for i, slot in enumerate(slots)]
+        handles = [HANDLES[kind].on(cohort, slot, i) for i, slot in enumerate(saved.agents)]
         population = Population(cohort, handles)
         population.rounds = list(saved.rounds)
-        population.keep(saved.agents)
-        if saved.left is not None:
-            left_out.note(cohort, saved.rounds)
+        if saved.rounds:
+            unapplied.note(cohort, saved.rounds[-1])
         return population
 
     def leaderboard(self) -> pd.DataFrame:
@@ -417,7 +409,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
             round=len(self.rounds) - 1,
             next_id=self.cohort.next_member,
         )
-        left_out.withdraw(self.cohort, self.slots)
+        unapplied.withdraw(self.cohort, self.slots)
         apply(self.cohort, self.slots, generation, inherit_optimizer=True)
         self.keep(generation.slots)
         self.elite = next((i for i, offspring in enumerate(plan) if offspring.elite), None)

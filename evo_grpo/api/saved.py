@@ -21,7 +21,7 @@ from evo_grpo.record.records import RoundRecord, member_from_json, round_from_js
 from evo_grpo.training.assemble import Objects, add_agents, build_agents, build_cohort
 from evo_grpo.types import Slot
 
-FORMAT = 3
+FORMAT = 4
 """Version of population.json."""
 POPULATION = "population.json"
 MOST_SLOTS = 10_000
@@ -37,13 +37,10 @@ class Saved:
     Attributes:
         agents: Slots of the agents, each with a checkpoint.
         rounds: Records of their rounds.
-        left: Slots of agents that left after the last round and are needed for its selection; None
-            if no selection was left out.
     """
 
     agents: Sequence[Slot]
     rounds: Sequence[RoundRecord]
-    left: Sequence[Slot] | None
 
     def write(self, folder: Path) -> None:
         """Write population.json."""
@@ -51,7 +48,6 @@ class Saved:
             "format": FORMAT,
             "agents": [int(slot) for slot in self.agents],
             "rounds": [to_json(record) for record in self.rounds],
-            "left": None if self.left is None else [int(slot) for slot in self.left],
         }
         atomic_write(folder / POPULATION, to_line(data) + "\n")
 
@@ -72,10 +68,9 @@ class Saved:
             data = json.loads(read_plain(file, MAX_LOG_BYTES))
             if data["format"] != FORMAT:
                 raise ValueError(f"its format is {data['format']}, expected {FORMAT}")
-            left = data["left"]
             if not isinstance(data["agents"], list) or not data["agents"]:
                 raise ValueError(f"its agents are {data['agents']!r:.60}, expected their numbers")
-            for slot in [*data["agents"], *(left or ())]:
+            for slot in data["agents"]:
                 # Each slot up to the largest is built; every one of a population is somewhere.
                 if type(slot) is not int or not 0 <= slot < MOST_SLOTS:
                     raise ValueError(f"agent {slot} is not in [0, {MOST_SLOTS:,})")
@@ -84,7 +79,6 @@ class Saved:
             return cls(
                 [Slot(int(slot)) for slot in data["agents"]],
                 [round_from_json(record) for record in data["rounds"]],
-                None if left is None else [Slot(int(slot)) for slot in left],
             )
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise CheckpointError(
@@ -123,7 +117,7 @@ def load(folder: Path, device: str, *, trust_remote_code: bool) -> tuple[Saved, 
         The contents of population.json, the name of the algorithm, and the cohort.
     """
     saved = Saved.read(folder)
-    slots = [*saved.agents, *(saved.left or ())]
+    slots = list(saved.agents)
     places = {slot: inside(folder, f"agent-{slot:02d}") for slot in slots}
     first = places[slots[0]]
     attributes = read_attributes(first)

@@ -155,17 +155,17 @@ def enters_archive(best: Score, archive: Score) -> bool:
 def keep_all(
     standings: Sequence[Standing], next_id: int, *, drop: bool
 ) -> tuple[Generation, tuple[Decision, ...]]:
-    """Return the agents unchanged, for the end of the last round.
+    """Return the agents unchanged, and a decision for each that collapsed or leaves.
 
     With `drop`, agents that failed or collapsed leave, unless all of them did.
     """
-    stay = [s for s in standings if _usable(s) or not drop] or list(standings)
-    staying = {s.slot for s in stay}
+    usable = [s for s in standings if _usable(s)] or standings
     decisions = [
         _failed(s.slot) if not s.collapsed else _decision("collapsed", s.slot, None, None, _why(s))
         for s in standings
-        if s.slot not in staying
+        if s not in usable and (drop or s.collapsed)
     ]
+    stay = usable if drop else standings
     generation = Generation(
         tuple(s.member for s in stay),
         tuple(s.hparams for s in stay),

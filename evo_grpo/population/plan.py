@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from evo_grpo.errors import RunFailedError
+from evo_grpo.errors import EvoGrpoError, RunFailedError
 from evo_grpo.evolve.decide import (
     ARCHIVE_LEVEL,
     Standing,
@@ -28,7 +28,7 @@ from evo_grpo.population.evaluate import why_unranked
 from evo_grpo.population.looks import AgentReport, RankReport
 from evo_grpo.population.no_signal import without_signal
 from evo_grpo.population.rules import RoundSettings
-from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.record.records import AgentRecord, NextAgents, RoundRecord
 from evo_grpo.record.stopping import Played, best_of, has_signal, rules_that_hold
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig
@@ -133,7 +133,14 @@ def next_round(
         # Without a further round, there is none to spare.
         stopped = tuple(rule for rule in stopped if rule != "no_signal")
     last = limited or bool(stopped) or planned
-    generation, decisions = _next_generation(inputs, reports, standings, round, last=last)
+    plan: NextAgents | None = None
+    if last:
+        plan = _plan_beyond(inputs, reports, standings, round)
+        generation, decisions = keep_all(
+            _collapsed(inputs, reports, standings, last=True), inputs.next_id, drop=False
+        )
+    else:
+        generation, decisions = _next_generation(inputs, reports, standings, round)
     archived, fresh = _archived(inputs, standings, scores, generation, round, last=last)
     record = RoundRecord(
         round=round,
@@ -153,6 +160,7 @@ def next_round(
         between=not (planned or settings.decides(round)),
         archived=archived,
         fresh=fresh,
+        plan=plan,
     )
     warning = without_signal([report.tally for report in reports]) if round == 0 else ""
     steps = {slot: report.steps for slot, report in agents.items()}
@@ -164,26 +172,12 @@ def _next_generation(
     reports: Sequence[AgentReport],
     standings: Sequence[Standing],
     round: int,
-    *,
-    last: bool,
 ) -> tuple[Generation, tuple[Decision, ...]]:
-    """Return the agents of the next round, or those that stay after the last round."""
-    settings, scores = inputs.settings, [report.score for report in reports]
-    standings = find_collapsed(
-        settings,
-        standings,
-        scores,
-        [report.tally.means().get("kl", 0.0) for report in reports],
-        [report.dead_steps for report in reports],
-        last=last,
-    )
-    if last:
-        # No training follows the last round: a selection would only overwrite evaluated agents.
-        drop = settings.evolve.dead_steps is not None
-        return keep_all(standings, inputs.next_id, drop=drop)
+    """Return the agents of the next round."""
+    settings = inputs.settings
     generation, decisions = next_agents(
         settings,
-        standings,
+        _collapsed(inputs, reports, standings, last=False),
         [report.tally.step_rewards for report in reports],
         inputs.archive if settings.evolve.keeps_archive else None,
         inputs.past,
@@ -198,6 +192,38 @@ def _next_generation(
         for hparams in generation.hparams:
             check(hparams)
     return generation, decisions
+
+
+def _plan_beyond(
+    inputs: PlanInputs, reports: Sequence[AgentReport], standings: Sequence[Standing], round: int
+) -> NextAgents | None:
+    """Return the agents with which an extension of the run goes on after its last round.
+
+    None if they cannot be planned, as by an exploration of the user that has nothing more to try.
+    """
+    try:
+        generation, decisions = _next_generation(inputs, reports, standings, round)
+    except EvoGrpoError:
+        return None
+    return NextAgents(generation.members, generation.hparams, decisions)
+
+
+def _collapsed(
+    inputs: PlanInputs,
+    reports: Sequence[AgentReport],
+    standings: Sequence[Standing],
+    *,
+    last: bool,
+) -> Sequence[Standing]:
+    """Return the standings of a round, with a reason for each agent that can no longer learn."""
+    return find_collapsed(
+        inputs.settings,
+        standings,
+        [report.score for report in reports],
+        [report.tally.means().get("kl", 0.0) for report in reports],
+        [report.dead_steps for report in reports],
+        last=last,
+    )
 
 
 def _rules_that_hold(

@@ -339,8 +339,7 @@ def carry_out(this: Round, plan: RoundPlan) -> None:
         if cohort.team.rank == 0:
             this.writer.note(note)
     generation = recorded_generation(cohort, this.slots, record)
-    inherit, free = evolve.inherit_optimizer, not plan.last
-    apply(cohort, this.slots, generation, inherit_optimizer=inherit, free=free)
+    apply(cohort, this.slots, generation, inherit_optimizer=evolve.inherit_optimizer)
 
 
 def set_scores(this: Round, scores: Mapping[Slot, Score | None]) -> None:
@@ -374,7 +373,6 @@ def apply(
     generation: Generation,
     *,
     inherit_optimizer: bool,
-    free: bool = True,
 ) -> None:
     """Replace the agents of a cohort, of which `slots` played, by the next generation.
 
@@ -382,8 +380,7 @@ def apply(
     Each agent gets its hyperparameters and its member, and keeps its latest `KEPT_SCORES` scores. A
     slot that is both copied and overwritten, which only a request can cause, is copied first.
 
-    With `free`, the agents that leave are removed and their memory is freed. After the last round
-    they are kept, because a call that plays more rounds also selects among them.
+    The agents that leave are removed, and their memory is freed.
     """
     for parent, slot in copies_in_order(generation, lambda one: cohort.agents[one].rank):
         cohort.copy(parent, slot, inherit_optimizer=inherit_optimizer)
@@ -394,10 +391,10 @@ def apply(
         # Truncate here rather than where scores are added, so that restored cohorts are covered.
         del cohort.agents[member.agent].history[:-KEPT_SCORES]
     remaining = set(generation.slots)
-    leaving = [slot for slot in slots if slot not in remaining] if free else []
     cohort.place(generation.slots)
-    for slot in leaving:
-        cohort.remove(slot)
+    for slot in slots:
+        if slot not in remaining:
+            cohort.remove(slot)
 
 
 def copies_in_order(

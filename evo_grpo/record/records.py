@@ -105,6 +105,21 @@ class AgentRecord:
 
 
 @dataclass(frozen=True)
+class NextAgents:
+    """The agents of a round that has not begun.
+
+    Attributes:
+        members: Their members, sorted by slot.
+        hparams: Their hyperparameters, in the same order.
+        decisions: Decisions about the agents of the round before, with reasons.
+    """
+
+    members: tuple[Member, ...]
+    hparams: tuple[SharedHparams, ...]
+    decisions: tuple[Decision, ...]
+
+
+@dataclass(frozen=True)
 class RoundRecord:
     """One finished round: a line of rounds.jsonl.
 
@@ -113,7 +128,7 @@ class RoundRecord:
         agents: One record per agent that played the round, sorted by slot.
         seconds: Phase -> wall seconds (generate, reward, learn, evaluate, evolve, checkpoint).
         members: The members that train in the NEXT round, sorted by slot. An agent of this round
-            without a member among them leaves the population.
+            without a member among them leaves the population. After the last round, all stay.
         next_hparams: Hyperparameters of `members`, in the same order.
         mutable: Names of the hyperparameters that may mutate in this run, whether or not they have
             changed so far; the hyperparameter columns of tables.
@@ -132,6 +147,7 @@ class RoundRecord:
         next_member: The next free member id after requests of the user; 0 without requests.
         stopped: Rules of population.stop that ended the run after this round.
         went_on: Whether the run was extended after a rule had ended it.
+        plan: The agents of the next round if the run is extended; None if a round follows anyway.
         between: Whether the round lies between two decisions, so that its scores rest on few
             validation prompts or on the rewards of its training.
         archived: The agent that the archive holds after the round, as (round, member) of its
@@ -160,6 +176,7 @@ class RoundRecord:
     between: bool = False
     archived: tuple[int, int] | None = None
     fresh: tuple[Score, Score] | None = None
+    plan: NextAgents | None = None
 
     @property
     def is_end(self) -> bool:
@@ -180,6 +197,20 @@ class RoundRecord:
         """Whether the round has no checkpoints."""
         return all(agent.checkpoint is None for agent in self.agents)
 
+    def extended(self) -> RoundRecord:
+        """Return the record of a last round after which the run goes on with its plan."""
+        if self.plan is None:
+            return self
+        plan = self.plan
+        return replace(
+            self,
+            members=plan.members,
+            next_hparams=plan.hparams,
+            decisions=plan.decisions,
+            went_on=bool(self.stopped),
+            plan=None,
+        )
+
     def files_of(self, checkpoint: str) -> dict[str, str]:
         """Return the SHA-256 of a checkpoint's files, by their paths within the checkpoint."""
         below = f"{checkpoint}/"
@@ -192,7 +223,7 @@ class RoundRecord:
 
 @dataclass(frozen=True)
 class Amendment:
-    """Changes to the last round by requests that came after it was recorded.
+    """Changes to the last round after it was recorded: by requests, or by an extension of the run.
 
     Stored as a line of rounds.jsonl below the line of the round. All fields but `amends` replace
     the fields of the round's record.
@@ -207,6 +238,8 @@ class Amendment:
     decisions: tuple[Decision, ...]
     steering: tuple[RequestOutcome, ...]
     next_member: int
+    went_on: bool = False
+    plan: NextAgents | None = None
 
     @classmethod
     def of(cls, record: RoundRecord) -> Amendment:
@@ -264,7 +297,8 @@ def round_from_json(data: Mapping[str, Any] | bytes) -> RoundRecord:
     A ValueError names an invalid field.
     """
     record = validated(_ROUND, data)
-    _check_changes((*record.agents, *record.members))
+    plan = () if record.plan is None else record.plan.members
+    _check_changes((*record.agents, *record.members, *plan))
     return record
 
 

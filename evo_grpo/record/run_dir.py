@@ -73,7 +73,7 @@ from evo_grpo.record.names import (
     SUMMARY,
     WRITTEN_IN,
 )
-from evo_grpo.record.plain import MAX_LOG_BYTES, open_plain, read_plain
+from evo_grpo.record.plain import open_plain
 from evo_grpo.record.records import Amendment, outline, to_json
 from evo_grpo.record.requests import last_number
 from evo_grpo.record.summary import earlier_end, read_summary_of
@@ -268,14 +268,15 @@ class RunDir:
         """Replace population.yaml."""
         atomic_write(self.path / CONFIG, resolved_yaml)
 
-    def reopen(self, last: RoundRecord) -> None:
+    def reopen(self) -> None:
         """Turn a finished run into an unfinished one, so that it can play more rounds.
 
         The summary, the comparison and the replay are renamed to names with the number of rounds.
-        A second call after a kill has no further effect. `last` is the record of the last round
-        with a plan for the next one.
+        The plan of the last round becomes that of the run. A second call has no further effect.
         """
         number = len(self._rounds)
+        if not number or self._rounds[-1].plan is None:
+            return
         for name in (COMPARE, REPLAY, SUMMARY):
             path = self.path / name
             if path.exists():
@@ -284,12 +285,7 @@ class RunDir:
         with writing(self.path):
             sync(self.path)
         remove(self.path / MEAN)
-        # Drop the amendments below the last round; `last` includes them.
-        place = parse_rounds(self.path / ROUNDS).places[-1]
-        before = read_plain(self.path / ROUNDS, MAX_LOG_BYTES)[:place].decode("utf-8")
-        atomic_write(self.path / ROUNDS, before + seal(to_json(last)))
-        self._rounds[-1] = last
-        self._length = (self.path / ROUNDS).stat().st_size
+        self.amend_round(self._rounds[-1].extended())
 
     def earlier_ends(self) -> list[dict[str, Any]]:
         """Return the summaries from before each extension of the run, oldest first."""

@@ -234,7 +234,8 @@ def _known(now: RunState, after: int) -> tuple[Membership, Boundary]:
         first = now.config.algorithm.first_hparams(space, adapter)
         plan = Membership(tuple(Member(n, Slot(n)) for n in range(size)), (first,) * size, ())
     else:
-        plan = Membership(now.rounds[-1].members, now.rounds[-1].next_hparams, ())
+        last = now.rounds[-1].extended()
+        plan = Membership(last.members, last.next_hparams, ())
     if now.rounds and after == now.rounds[-1].round:
         played = {agent.member: agent.agent for agent in now.rounds[-1].agents}
     else:  # selection is still to come: assume that all agents stay

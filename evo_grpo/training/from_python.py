@@ -34,13 +34,13 @@ from evo_grpo.training.environments import environment_for
 from evo_grpo.training.followers import Followers
 from evo_grpo.training.inputs.differences import check_inputs
 from evo_grpo.training.restoring import restore
-from evo_grpo.training.run import (
+from evo_grpo.training.resuming import (
     changed_inputs,
     is_finished,
-    play_and_judge,
     record_changed,
     refuse_part_of_comparison,
 )
+from evo_grpo.training.run import play_and_judge
 from evo_grpo.training.strategies import check_explorer, from_object
 from evo_grpo.types import Slot
 
@@ -228,11 +228,11 @@ def resume_from_python(
             if is_finished(opened, rounds):
                 check_inputs(folder, config, command=call, allow=allow, objects=parts)
                 prepared = given.cohort(config, played, folder)
-                return prepared, restore(prepared, played, folder, free=False)
+                return prepared, restore(prepared, played, folder)
             changed = changed_inputs(opened, config, rounds, allow, Team(), parts)
         check_trackers(changed.config.record.trackers)
         prepared = given.cohort(changed.config, played, folder)
-        record_changed(opened, changed, prepared.round_settings)
+        record_changed(opened, changed)
         watching = ObserverList((observer, followers))
         try:
             return prepared, play_and_judge(changed.config, folder, opened, prepared, watching)

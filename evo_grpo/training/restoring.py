@@ -20,17 +20,12 @@ from evo_grpo.record.names import BEST
 from evo_grpo.record.plain import inside
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.training.assemble import Prepared
-from evo_grpo.training.extending import histories_of, members_of
 from evo_grpo.training.writer import sees_folder
-from evo_grpo.types import Slot
+from evo_grpo.types import Member, Score, Slot
 
 
-def restore(
-    prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path, *, free: bool = True
-) -> tuple[Slot, ...]:
+def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> tuple[Slot, ...]:
     """Restore a cohort to its state after the last complete round: load, then evolve as recorded.
-
-    Without `free`, agents that left after that round are kept for a later selection; see `apply`.
 
     Returns:
         The slots of the agents that play the next round.
@@ -60,7 +55,7 @@ def restore(
         cohort.move(dict.fromkeys(slots, 0), weights=False)
     for slot in sorted(set(prepared.slots) - set(slots)):
         cohort.remove(slot)
-    members, histories = members_of(rounds), histories_of(rounds)
+    members, histories = _members_of(rounds), _histories_of(rounds)
     checkpoints = {record.agent: _checkpoint(folder, record, last) for record in last.agents}
     best = archived_agent(rounds) if prepared.round_settings.evolve.keeps_archive else None
     if best is not None and best.score is not None:
@@ -82,7 +77,7 @@ def restore(
         cohort.move(home)
     generation = recorded_generation(cohort, slots, last)
     inherit = prepared.round_settings.evolve.inherit_optimizer
-    apply(cohort, slots, generation, inherit_optimizer=inherit, free=free)
+    apply(cohort, slots, generation, inherit_optimizer=inherit)
     cohort.reserve_members(next_member_id(rounds))
     return generation.slots
 
@@ -146,3 +141,23 @@ def _load(cohort: Cohort, checkpoints: Mapping[Slot, _Checkpoint]) -> None:
     for part in cohort.team.gather(found):
         for slot, counters in part.items():
             cohort.agents[slot].counters = counters
+
+
+def _members_of(rounds: Sequence[RoundRecord]) -> dict[int, Member]:
+    """Return all members of a run by id."""
+    first = {
+        a.member: Member(a.member, a.agent, a.parent, mutation=a.mutation) for a in rounds[0].agents
+    }
+    return first | {member.id: member for record in rounds for member in record.members}
+
+
+def _histories_of(rounds: Sequence[RoundRecord]) -> dict[int, list[Score]]:
+    """Return the scores of all members by id since their last failure, which cleared them."""
+    histories: dict[int, list[Score]] = {}
+    for record in (agent for played in rounds for agent in played.agents):
+        history = histories.setdefault(record.member, [])
+        if record.score is None:
+            history.clear()
+        else:
+            history.append(record.score)
+    return histories

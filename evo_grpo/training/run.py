@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,27 +17,22 @@ from pathlib import Path
 from typing import Any
 
 from evo_grpo import settings as configuration
-from evo_grpo.errors import EvoGrpoError, RunDirError
+from evo_grpo.errors import EvoGrpoError
 from evo_grpo.places import expanded
 from evo_grpo.population.checkpoints.write import snapshot_agent
 from evo_grpo.population.plan import ends_by_request
 from evo_grpo.population.ranks.ranks import find_team, sharing_early_errors
-from evo_grpo.population.ranks.team import Team
 from evo_grpo.population.round import Steerer, next_slots, play_round
-from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.steps import Limit, RunWriter
 from evo_grpo.record.config import read_config
 from evo_grpo.record.earlier import with_start
 from evo_grpo.record.files import many_objects, reading, sync_into, writing
 from evo_grpo.record.folder import (
     clear_run,
-    config_text,
-    objects_line,
-    refuse_objects,
     refuse_taken,
 )
 from evo_grpo.record.leaderboard import write_csv
-from evo_grpo.record.names import BASELINE, MEAN, RECORDED_IN_PYTHON
+from evo_grpo.record.names import MEAN, RECORDED_IN_PYTHON
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord, outline
 from evo_grpo.record.run_dir import RunDir
@@ -51,7 +45,6 @@ from evo_grpo.settings.yaml import as_config
 from evo_grpo.training.assemble import (
     Prepared,
     check_found,
-    check_ranks,
     prepare,
     task_of,
     with_limits,
@@ -59,20 +52,15 @@ from evo_grpo.training.assemble import (
     with_shards,
 )
 from evo_grpo.training.environments import record_rewards, spent_on_rewards
-from evo_grpo.training.extending import check_rounds, with_plan
 from evo_grpo.training.followers import Followers
 from evo_grpo.training.inputs.differences import (
-    Changed,
-    begun_extension,
-    compare_inputs,
-    record_changes,
     record_inputs,
-    was_the_end,
 )
 from evo_grpo.training.inputs.recorded_inputs import read_inputs_of, refuse_own_code
 from evo_grpo.training.inputs.same_on_ranks import check_same_files, check_same_run
 from evo_grpo.training.judge import Finalist, candidates_summary, choose, finalists, judge
 from evo_grpo.training.restoring import restore
+from evo_grpo.training.resuming import continued_inputs, record_changed
 from evo_grpo.training.shortages import warn_of_shortages
 from evo_grpo.training.steering import RunSteering, resumed
 from evo_grpo.training.writer import FolderWriter, RankWriter, keep_best_of, sees_folder
@@ -168,7 +156,7 @@ def resume(
         if team.rank == 0:
             with reading(Path(folder)):
                 opened = stack.enter_context(RunDir.open(Path(folder)))
-                changed = _continued_inputs(opened, rounds, allow, team)
+                changed = continued_inputs(opened, rounds, allow, team)
         config = team.first(None if changed is None else changed.config)
         if config is None:
             if opened is not None and (summary := read_summary(opened.path)) is not None:
@@ -204,81 +192,6 @@ def _write_study(config: RunConfig, place: Path, observer: Observer) -> None:
 def _watching(observer: Observer, followers: Followers, folder: RunDir | None) -> Observer:
     """Return the observer of a run; on the rank that has the folder, it includes the followers."""
     return observer if folder is None else ObserverList((observer, followers))
-
-
-def _continued_inputs(
-    opened: RunDir, rounds: int | None, allow: Sequence[str], team: Team
-) -> Changed | None:
-    """Return the inputs that a run continues with, None if it is finished; record nothing."""
-    if is_finished(opened, rounds):
-        return None
-    return changed_inputs(opened, _recorded_config(opened), rounds, allow, team)
-
-
-def is_finished(opened: RunDir, rounds: int | None) -> bool:
-    """Return whether a run is finished and `rounds` does not extend it."""
-    summary = read_summary(opened.path)
-    if summary is None or begun_extension(opened) is not None:
-        return False
-    return rounds in (None, summary["rounds"])
-
-
-def changed_inputs(
-    opened: RunDir,
-    config: RunConfig,
-    rounds: int | None,
-    allow: Sequence[str],
-    team: Team,
-    objects: Mapping[str, str] | None = None,
-) -> Changed:
-    """Return the inputs that an unfinished run continues with; record nothing.
-
-    `objects` are the parts of the Python objects that the run is given.
-    """
-    played, begun = opened.rounds(), begun_extension(opened)
-    if not played:
-        check_storage(config)
-    if rounds is not None:
-        check_rounds(rounds, len(played), begun or config.population.rounds)
-    wanted = begun if rounds is None else rounds
-    if wanted is not None:
-        config = config.replace(population=config.population.replace(rounds=wanted))
-    check_ranks(config, team)
-    changed = compare_inputs(opened, config, rounds=wanted, allow=allow, objects=objects)
-    for note in changed.notes:
-        warnings.warn(note, UserWarning, stacklevel=2)
-    return changed
-
-
-def record_changed(opened: RunDir, changed: Changed, settings: RoundSettings | None = None) -> None:
-    """Record the inputs that a run continues with; `settings` are those of its rounds, if known."""
-    # Record the inputs first: if the process stops after this call, a resume continues with them.
-    record_changes(opened, changed)
-    if changed.extended:
-        opened.write_config(objects_line(opened.path) + configuration.to_yaml(changed.config))
-    if was_the_end(opened):
-        opened.reopen(with_plan(changed.config, opened.rounds(), settings))
-
-
-def _recorded_config(opened: RunDir) -> RunConfig:
-    """Return the settings of a run folder; refuse a folder that cannot be resumed."""
-    refuse_objects(
-        opened.path,
-        "so no command can make them; continue it in Python, with env and the other objects as at "
-        f"the begin of the run: evo_grpo.Population.resume({str(opened.path)!r}, env=...)",
-    )
-    refuse_part_of_comparison(opened.path)
-    return read_config(opened.path)
-
-
-def refuse_part_of_comparison(folder: Path) -> None:
-    """Refuse a population of a comparison, which only the comparison continues."""
-    if config_text(folder).startswith(BASELINE):
-        above = folder.parent.parent
-        raise RunDirError(
-            f"{folder}: it is part of the comparison of {above} and ends by tokens, not "
-            f"by rounds; continue with: evo-grpo resume {above} --compare"
-        )
 
 
 def play_and_judge(

@@ -290,12 +290,13 @@ def test_mutations_follow_what_was_settled():
     assert {m.mutation.op for m in generation.members[1:]} == {"mutate"}
 
 
-def test_after_the_last_round_all_stay_but_those_that_collapsed():
+def test_where_nothing_is_decided_all_stay_but_those_that_failed_or_collapsed():
     standings = [standing(0, 30), standing(1, 0, collapsed="it is dead"), standing(2, None)]
     generation, decisions = keep_all(standings, 7, drop=True)
     assert (generation.slots, generation.parents, generation.next_id) == ((0,), (0,), 7)
     assert kinds(decisions) == [("collapsed", 1), ("left", 2)]
-    assert keep_all(standings, 7, drop=False)[0].slots == (0, 1, 2)
+    generation, decisions = keep_all(standings, 7, drop=False)  # after the last round
+    assert (generation.slots, kinds(decisions)) == ((0, 1, 2), [("collapsed", 1)])
     generation, decisions = keep_all(standings[1:], 7, drop=True)
     assert generation.slots == (1, 2), "there are no others"
     assert decisions == ()

@@ -28,7 +28,7 @@ from evo_grpo.record.folder import (
     round_entries,
 )
 from evo_grpo.record.leaderboard import leaderboard
-from evo_grpo.record.records import outline
+from evo_grpo.record.records import NextAgents, outline
 from evo_grpo.record.retention import kept_checkpoints
 from evo_grpo.record.run_dir import RunDir, checkpoint_name
 from evo_grpo.record.summary import read_summary
@@ -260,10 +260,7 @@ def test_a_run_that_goes_on_keeps_outlines_of_earlier_rounds(tmp_path, make_run)
             run.append_round(record)
         assert run.rounds() == [*map(outline, records[:-1]), records[-1]]
         assert run.rounds() != records
-        lines = (run.path / "rounds.jsonl").read_bytes().splitlines(keepends=True)
-        run.reopen(replace(records[-1], starts=77))
-    assert (run.path / "rounds.jsonl").read_bytes().startswith(b"".join(lines[:2]))
-    assert read_rounds(run.path) == [*records[:-1], replace(records[-1], starts=77)]
+    assert read_rounds(run.path) == records
 
 
 def amended(record):
@@ -298,8 +295,27 @@ def test_what_was_asked_for_after_a_round_stands_in_a_line_of_its_own(tmp_path, 
     with RunDir.open(run.path) as again:
         assert str(again.rounds()) == str([first, amended(second), third])
         again.amend_round(amended(third))
-        again.reopen(replace(third, starts=77))
-    assert str(read_rounds(run.path)) == str([first, amended(second), replace(third, starts=77)])
+    assert str(read_rounds(run.path)) == str([first, amended(second), amended(third)])
+
+
+def test_a_run_that_goes_on_after_its_end_carries_out_the_plan_of_its_last_round(
+    tmp_path, make_run
+):
+    first, second = make_run(rounds=2)
+    staying = NextAgents(second.members[:1], second.next_hparams[:1], amended(second).decisions)
+    with RunDir.create(tmp_path / "run", "population", YAML) as run:
+        run.append_round(first)
+        run.append_round(replace(second, stopped=("fitness",), plan=staying))
+        run.write_summary({"rounds": 2})
+        assert run.rounds()[-1].is_end
+        for _ in range(2):  # the second time nothing is left to do
+            run.reopen()
+    *_, last = read_rounds(run.path)
+    assert (last.members, last.next_hparams) == (staying.members, staying.hparams)
+    assert [one.sentence for one in last.decisions] == ["by hand"]
+    assert (last.plan, last.is_end) == (None, False)
+    assert (run.path / "summary.rounds-2.json").is_file()
+    assert len((run.path / "rounds.jsonl").read_bytes().splitlines()) == 3
 
 
 @pytest.mark.parametrize("kept", [1, 20, -40, -2])

@@ -84,8 +84,8 @@ class Cohort:
         offloads = settings.engine.offload_adapters
         self.offload = offload_of(self.slots, self.references, self.agents) if offloads else None
         self.archive: AgentState | None = None
-        #: Selections that were skipped after the last rounds of calls; see `api.left_out`.
-        self.left_out: list[object] = []
+        #: Plans after the last rounds of calls; see `api.unapplied`.
+        self.unapplied: list[object] = []
         self._make_engine = engine or make_engine
         self._engine: RolloutEngine | None = None
         #: Number of the next new slot.

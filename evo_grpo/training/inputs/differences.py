@@ -11,7 +11,6 @@ from uuid import uuid4
 
 from evo_grpo.envs.describing import DIGEST, ENVIRONMENT
 from evo_grpo.errors import CheckpointError, ConfigError, RunDirError
-from evo_grpo.evolve.steer import ON_AGENTS
 from evo_grpo.places import as_option
 from evo_grpo.printable import shorten
 from evo_grpo.record.config import read_settings
@@ -319,16 +318,6 @@ def begun_extension(folder: RunDir) -> int | None:
         return None
     changes = read_inputs_of(folder.path).changes_of_rounds(len(folder.rounds()))
     return int(changes[-1]["to"]) if changes else None
-
-
-def was_the_end(folder: RunDir) -> bool:
-    """Return whether the run was extended after its last round was played as the final one."""
-    rounds = folder.rounds()
-    # Requests about agents change a plan, so a round that records one already has a plan.
-    steered = rounds and any(
-        one.request.op in ON_AGENTS and not one.refused for one in rounds[-1].steering
-    )
-    return bool(rounds) and not steered and read_inputs_of(folder.path).is_extended(rounds)
 
 
 def _check_allowed(allowed: set[str], then: Inputs) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from evo_grpo.api import left_out
+from evo_grpo.api import unapplied
 from evo_grpo.api.agilerl.evolution import Mutations, TournamentSelection
 from evo_grpo.api.agilerl.finetune.meter import Meter
 from evo_grpo.api.agilerl.finetune.settings import FinetuneSettings
@@ -157,13 +157,12 @@ def train(
     # Agents of a list have no record of their rounds. Their steps never decrease, so a second call
     # continues with other prompts and other random numbers.
     states = [cohort.agents[slot] for slot in population.slots]
-    left = left_out.find(cohort, population.slots)
-    played = list(population.rounds or (left.rounds if left else ()))
-    number = played[-1].round + 1 if played else max(state.steps for state in states)
-    planned = _round_settings(population, env, settings, number, 0)
-    if (made_up := left_out.make_up(cohort, population.slots, planned, past=())) is not None:
-        played[-1:] = [made_up[0]]
-        population.rounds[:] = played if population.rounds else []
+    last = population.rounds[-1] if population.rounds else unapplied.find(cohort, population.slots)
+    number = max(state.steps for state in states) if last is None else last.round + 1
+    record = unapplied.make_up(cohort, population.slots, inherit_optimizer=True)
+    if record is not None:
+        population.rounds[-1:] = [record] if population.rounds else []
+        population.keep(next_slots(record))
     due = False
     while not budget.over:
         before = budget.taken
@@ -180,12 +179,11 @@ def train(
             limit=budget,
         )
         population.rounds.append(record)
-        played.append(record)
         population.keep(next_slots(record))
         budget.meter.line(summary_line(record))
         number += 1
-    if due:  # the budget ended where agents would have been selected
-        left_out.note(cohort, played)
+    if due and record is not None:  # the budget ended where agents would have been selected
+        unapplied.note(cohort, record)
 
 
 def _round_settings(
@@ -213,8 +211,8 @@ def _round_settings(
         ),
         EvolveConfig(significance=None, archive=False, dead_steps=None, fitness=fitness),
         RecordConfig(completions=0, metrics=False),
-        selector=tournament or NoSelection(),
-        explorer=settings.mutation or NoExploration(),
+        selector=tournament if due and tournament is not None else NoSelection(),
+        explorer=settings.mutation if due and settings.mutation else NoExploration(),
         prompts_per_step=settings.prompts_per_step or env.batch_size,
         rows_per_step=None,
     )

@@ -11,11 +11,11 @@ import pytest
 from small_run import Told, broken_step, outcome, small, stopped_and_resumed
 
 from evo_grpo import resume, run
-from evo_grpo.errors import ConfigError
+from evo_grpo.errors import ConfigError, RunDirError
+from evo_grpo.record.files import seal, unseal
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.summary import read_summary
-from evo_grpo.training.extending import check_rounds
 
 SIZES = {"population__size": 4, "population__sizes": None}
 CASES = {
@@ -190,15 +190,22 @@ def test_as_many_rounds_as_there_are_change_nothing(tmp_path):
     assert after == before
 
 
-def test_finished_rounds_are_never_dropped():
-    check_rounds(4, played=3, planned=6)
-    check_rounds(3, played=3, planned=3)
-    for rounds in (1, 3):
-        with pytest.raises(ConfigError, match=rf"more than the 3 .*, got {rounds}; rounds that"):
-            check_rounds(rounds, played=3, planned=6)
+def test_finished_rounds_are_never_dropped(tmp_path):
+    folder = run(small(population__rounds=2), out=tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"more than the 2 .*, got 1; rounds that"):
+        resume(folder, rounds=1)
     for rounds in ("5", True, 4.5):
         with pytest.raises(ConfigError, match=rf"rounds: expected an integer >= 1, got {rounds!r}"):
-            check_rounds(rounds, played=3, planned=6)
+            resume(folder, rounds=rounds)
+
+
+def test_a_run_that_ended_without_a_plan_is_not_extended(tmp_path):
+    folder = run(small(population__rounds=1), out=tmp_path / "run")
+    lines = (folder / "rounds.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["plan"] is not None
+    (folder / "rounds.jsonl").write_text(seal({**unseal(lines[0].encode()), "plan": None}))
+    with pytest.raises(RunDirError, match=r"ended with a plan for a further round, got none"):
+        resume(folder, rounds=2)
 
 
 @pytest.mark.slow

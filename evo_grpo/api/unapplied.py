@@ -1,0 +1,117 @@
+"""The plan that the last round of a `train` call recorded, which the next call carries out.
+
+Several calls give the same result as one. If the user has changed agents between the calls, the
+next call does not carry out the plan, and warns.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.population.round import apply, next_slots, recorded_generation
+from evo_grpo.record.records import RoundRecord
+from evo_grpo.types import Slot
+
+
+@dataclass(frozen=True, eq=False)
+class Unapplied:
+    """A plan that was not carried out.
+
+    Attributes:
+        record: The last round of the call, with the plan.
+        marks: State of each agent at the end of the call, by name. A user may have changed it
+            since.
+    """
+
+    record: RoundRecord
+    marks: Mapping[Slot, Mapping[str, object]]
+
+
+def _mark(cohort: Cohort, slot: Slot) -> dict[str, object]:
+    state = cohort.agents[slot]
+    # The version is None if another rank has the weights. A replaced optimizer has other moments.
+    version = cohort.slots.versions[state.adapter] if cohort.is_local(slot) else None
+    return {
+        "weights": (version, state.steps),
+        "hyperparameters": state.hparams,
+        "member": state.member.id,
+        "optimizer": state.optimizer,
+    }
+
+
+def note(cohort: Cohort, record: RoundRecord) -> None:
+    """Remember that the plan of a round is not carried out yet; do nothing without one."""
+    slots = next_slots(record)
+    withdraw(cohort, slots)
+    if record.plan is not None:
+        cohort.unapplied.append(Unapplied(record, {slot: _mark(cohort, slot) for slot in slots}))
+
+
+def find(cohort: Cohort, slots: Sequence[Slot]) -> RoundRecord | None:
+    """Return the round of these agents whose plan is not carried out, or None."""
+    found = _find(cohort, slots)
+    return None if found is None else found.record
+
+
+def withdraw(cohort: Cohort, slots: Sequence[Slot]) -> None:
+    """Drop the plan for these agents, if there is one: the user has made another."""
+    if (found := _find(cohort, slots)) is not None:
+        cohort.unapplied.remove(found)
+
+
+def is_unchanged(cohort: Cohort, slots: Sequence[Slot]) -> bool:
+    """Return whether there is a plan for these agents, and none was changed since it was made."""
+    found = _find(cohort, slots)
+    return found is not None and not _changes(cohort, slots, found)
+
+
+def make_up(
+    cohort: Cohort, slots: Sequence[Slot], *, inherit_optimizer: bool
+) -> RoundRecord | None:
+    """Carry out the plan for these agents, if there is one and none of them was changed.
+
+    Returns:
+        The record of the last round after which its plan was carried out; None if it was not.
+    """
+    found = _find(cohort, slots)
+    if found is None:
+        return None
+    cohort.unapplied.remove(found)
+    if changes := _changes(cohort, slots, found):
+        warnings.warn(
+            f"the selection after round {found.record.round + 1} is skipped, since its agents were "
+            f"changed ({'; '.join(changes)}); they continue unchanged. To have them selected, "
+            "change them after the next round",
+            UserWarning,
+            stacklevel=4,
+        )
+        return None
+    record = found.record.extended()
+    generation = recorded_generation(cohort, slots, record)
+    apply(cohort, slots, generation, inherit_optimizer=inherit_optimizer)
+    return record
+
+
+def _find(cohort: Cohort, slots: Sequence[Slot]) -> Unapplied | None:
+    known = (one for one in cohort.unapplied if isinstance(one, Unapplied))
+    return next((one for one in known if not one.marks.keys().isdisjoint(slots)), None)
+
+
+def _changes(cohort: Cohort, slots: Sequence[Slot], found: Unapplied) -> list[str]:
+    """Return descriptions of the changes to the agents since the last round."""
+    if list(slots) != list(found.marks):
+        before, now = (", ".join(map(str, s)) for s in (found.marks, slots))
+        return [f"they were agents {before}, and are agents {now}"]
+    changes: list[str] = []
+    for slot, before in found.marks.items():
+        if slot not in cohort.agents:
+            changes.append(f"agent {slot} is gone")
+            continue
+        now = _mark(cohort, slot)
+        changed = [name for name, value in now.items() if value != before[name]]
+        if changed:
+            changes.append(f"agent {slot}: {', '.join(changed)}")
+    return changes
