@@ -58,7 +58,7 @@ class RoundPlan:
     @property
     def paused(self) -> bool:
         """Whether the run waits before the next round."""
-        return self.record.paused_by is not None and not ends_by_request(self.record)
+        return self.record.paused_by is not None and not self.record.ends_process
 
 
 @dataclass(frozen=True)
@@ -238,12 +238,6 @@ def _rules_that_hold(
     best = best_of([report.score for report in reports])
     signal = has_signal([report.tally.means() for report in reports])
     return rules_that_hold(stop, inputs.past, Played(best, tokens, seconds, signal))
-
-
-def ends_by_request(record: RoundRecord) -> bool:
-    """Return whether a person asked that the process ends after a round."""
-    ops = [one.request.op for one in record.steering if not one.refused]
-    return "stop-after-round" in ops
 
 
 def least_reduced(reports: Sequence[RankReport]) -> dict[str, int]:

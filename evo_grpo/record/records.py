@@ -193,6 +193,13 @@ class RoundRecord:
         return found
 
     @property
+    def ends_process(self) -> bool:
+        """Whether a person asked that the process ends after the round."""
+        return any(
+            one.request.op == "stop-after-round" and not one.refused for one in self.steering
+        )
+
+    @property
     def unsaved(self) -> bool:
         """Whether the round has no checkpoints."""
         return all(agent.checkpoint is None for agent in self.agents)

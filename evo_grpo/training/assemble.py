@@ -5,25 +5,22 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from peft import LoraConfig
 
-from evo_grpo.envs.data.hub import pinned
 from evo_grpo.envs.protocol import Environment
-from evo_grpo.envs.registry import build_task, is_multi_turn
 from evo_grpo.envs.resolve import environment_of
 from evo_grpo.envs.rewards.names import check_rewards
 from evo_grpo.envs.rewards.weights import named_weights
 from evo_grpo.envs.task import Task
-from evo_grpo.errors import ConfigError, EvoGrpoError
+from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.select.own import CheckedSelector
 from evo_grpo.evolve.start import Start, start_hparams
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.loading import pick_device, pick_dtype
+from evo_grpo.model.loading import pick_device
 from evo_grpo.model.lora.files import AdapterCopy
 from evo_grpo.model.lora.from_peft import take_over, trainable
 from evo_grpo.model.refusal import unchanged_if_refused
@@ -34,8 +31,9 @@ from evo_grpo.population.cohort.same_base import agree_on_path, check_same_base
 from evo_grpo.population.cohort.starting import check_adapters, check_widths, start_with
 from evo_grpo.population.ranks.deal import deal
 from evo_grpo.population.ranks.ranks import find_team
-from evo_grpo.population.ranks.team import Team, is_silent_rank
+from evo_grpo.population.ranks.team import Team
 from evo_grpo.population.rules import RoundSettings
+from evo_grpo.record.records import RoundRecord
 from evo_grpo.rollout.generation_config import warn_of_processors
 from evo_grpo.rollout.registry import check_engine
 from evo_grpo.schema.problems import Problems
@@ -49,19 +47,10 @@ from evo_grpo.settings import (
 )
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.settings.cross_checks import (
-    divides_quantized,
     fitness_problems,
     objective_problems,
 )
-from evo_grpo.training.sizing.fitting import LIMITS, Setup, fill_limits
-from evo_grpo.training.sizing.hub_files import check_available
-from evo_grpo.training.sizing.memory import Device
-from evo_grpo.training.sizing.model_size import read_model_size
 from evo_grpo.training.sizing.planning import (
-    check_adapters_fit,
-    check_fits,
-    format_bytes,
-    machine_memory,
     torch_build,
     unseen_gpus,
 )
@@ -135,6 +124,11 @@ class Prepared:
         if found := list(objective_problems(evolve, own=own)):
             raise Problems(*found).below("evolve")
 
+    def is_unfinished(self, rounds: Sequence[RoundRecord]) -> bool:
+        """Return whether further rounds follow these, of a run or of a call of `train`."""
+        ended = bool(rounds) and rounds[-1].is_end
+        return len(rounds) < self.round_settings.population.rounds and not ended
+
     def __enter__(self) -> Self:
         return self
 
@@ -143,7 +137,7 @@ class Prepared:
 
 
 def prepare(config: RunConfig, task: Task | None = None, team: Team | None = None) -> Prepared:
-    """Build the shared base, the agents, the environment and the round settings of a config.
+    """Build the shared base, the agents, the environment and the round settings of a run.
 
     `task` is the single-turn task of `config.env`, if it is already built. Without a team, the run
     has one process.
@@ -151,138 +145,12 @@ def prepare(config: RunConfig, task: Task | None = None, team: Team | None = Non
     team = team or Team()
     rounds = settings_of_rounds(config)
     check_explorer(rounds.explorer, config.agents())
-    task = task or task_of(config)
-    check_memory(config, task, team.size)
     team.wait_for_all()  # every rank checks its input before any rank loads a model
     cohort, env, start = build_parts(config, config.agents(), task, team)
     slots = add_agents(cohort, config.population.size, config.population.init, start)
     cohort.open_engine()
     team.wait_for_all()
     return Prepared(cohort, env, rounds, slots)
-
-
-def task_of(config: RunConfig) -> Task | None:
-    """Build the single-turn task of a run; return None if its episodes have several turns."""
-    if is_multi_turn(config.env.kind):
-        return None
-    task = build_task(config.env, config.seed)
-    check_rewards_of(config, task)
-    return task
-
-
-def check_rewards_of(config: RunConfig, task: Task) -> None:
-    """Check that the task has the reward functions that the settings of a run name."""
-    weights = {reward.name: reward.weight for reward in task.rewards}
-    fitness = config.evolve.fitness
-    check_rewards(weights, config.search_space(), fitness.reward, fitness.objectives)
-
-
-def check_memory(config: RunConfig, task: Task | None, processes: int) -> None:
-    """Refuse a run that does not fit the device or the base, before anything is loaded."""
-    setup = _setup(config, task, processes)
-    if setup is None:
-        return
-    check_adapters_fit(config, setup.size)
-    try:
-        plan = setup.plan(config)
-    except EvoGrpoError:
-        return  # loading the model reports the error
-    name = "this machine" if setup.device == "cpu" else "the CUDA device"
-    check_fits(plan, setup.capacity, name)
-    if plan is not None and plan.peak > setup.capacity and not is_silent_rank():
-        text = (
-            f"the run takes about {format_bytes(plan.peak)} of memory and {name} has "
-            f"{format_bytes(setup.capacity)}; evo-grpo check proposes settings that fit"
-        )
-        warnings.warn(text, DoubtfulSetting, stacklevel=4)
-
-
-def _setup(config: RunConfig, task: Task | None, processes: int) -> Setup | None:
-    """Return where a run computes; None if the memory there, or the model's size, is unknown."""
-    where = pick_device(config.engine.device)
-    on: Device | None = {"cpu": "cpu", "cuda": "cuda"}.get(where.type)  # pyright: ignore[reportAssignmentType] -- the values are of that type
-    if on is None:
-        return None
-    there = machine_memory() if on == "cpu" else torch.cuda.mem_get_info(where)[1]
-    limits = [size for size in (there, config.engine.memory_bytes) if size is not None]
-    try:
-        size = read_model_size(config.model.name)
-    except EvoGrpoError:
-        return None  # loading the model reports the error
-    if not limits:
-        return None
-    hint = DEFAULT_OUTPUT_TOKENS if task is None else task.max_output_tokens
-    return Setup(
-        size,
-        config.algorithm.longest_output(config.search_space()) or hint,
-        str(pick_dtype(config.engine.dtype, where)).removeprefix("torch."),
-        on,
-        min(limits),
-        processes,
-    )
-
-
-def with_limits(config: RunConfig, task: Task | None, team: Team) -> RunConfig:
-    """Return the settings of a run with the rows and tokens that fit where its limits are null.
-
-    Like the number of shards, the numbers never change afterwards, since they decide how sums are
-    rounded. On a CPU without `engine.memory`, null stays. All ranks take the least number of any.
-    """
-    setup = _setup(config, task, team.size)
-    filled = config
-    if setup is not None and (setup.device == "cuda" or config.engine.memory is not None):
-        with suppress(EvoGrpoError):  # loading the model reports the error
-            filled = fill_limits(config, setup)
-    found = {name: getattr(filled.engine, name) for name in LIMITS}
-    every = team.gather(found)
-    agreed = {
-        name: min((one[name] for one in every if one[name] is not None), default=None)
-        for name in LIMITS
-    }
-    if all(getattr(config.engine, name) == value for name, value in agreed.items()):
-        return config
-    return config.replace(engine=config.engine.replace(**agreed))
-
-
-def check_found(config: RunConfig) -> None:
-    """Check that the base and the engine of a run exist, before anything is loaded or written."""
-    check_available(config.model.name)
-    check_engine(config.engine)
-
-
-def with_shards(config: RunConfig, team: Team) -> RunConfig:
-    """Return the settings of a run with its number of shards, which never changes afterwards.
-
-    A run that starts in one process has one shard unless the settings say otherwise.
-    """
-    shards = config.engine.parts(team.size)
-    if config.engine.zero is None and shards > 1:
-        config = config.replace(engine=config.engine.replace(shards=shards))
-    check_ranks(config, team)
-    return config
-
-
-def with_revisions(config: RunConfig, team: Team) -> RunConfig:
-    """Return the settings of a run with the commits of its datasets on the Hub.
-
-    Raises:
-        DataError: A dataset is missing, gated or out of reach.
-    """
-    found = team.first(pinned(config.env) if team.rank == 0 else None)
-    return config.replace(env=config.env.replace(**found)) if found else config
-
-
-def check_ranks(config: RunConfig, team: Team) -> None:
-    """Refuse processes without agents, and several processes for a base that cannot be split."""
-    if team.size > 1 and (why := divides_quantized(config.engine)):
-        raise ConfigError(why)
-    most = config.most_processes
-    if team.size > most and config.engine.zero is None:
-        raise ConfigError(
-            f"ranks: expected at most {most} processes, one for each of engine.shards and for each "
-            f"agent of the smallest round, got {team.size}; start fewer, or another run with "
-            f"engine.shards and the last of population.sizes of {team.size} or more"
-        )
 
 
 def build_parts(
@@ -293,7 +161,8 @@ def build_parts(
 ) -> tuple[Cohort, Environment[Any], AdapterCopy | None]:
     """Build the base and the environment of a run, without agents.
 
-    `agents` is `config.agents()`, possibly with another seed; for `task` see `prepare`.
+    `agents` is `config.agents()`, possibly with another seed. `task` is the single-turn task of
+    `config.env`, if it is already built.
 
     Returns:
         The cohort, its environment, and the adapter that agents start from; None means the base.

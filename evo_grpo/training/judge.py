@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,15 +11,20 @@ from typing import Any
 from evo_grpo.errors import RunFailedError
 from evo_grpo.evolve.claims import TIE_LEVEL, claims
 from evo_grpo.evolve.compare import compare
+from evo_grpo.population.checkpoints.write import snapshot_agent
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.mean import may_mix, mix_agents
 from evo_grpo.population.cohort.spares import add_spare_like
 from evo_grpo.population.cohort.state import AgentState
 from evo_grpo.population.evaluate import Evaluation, evaluate, pass_at
 from evo_grpo.record.family import best_agent, best_ever, founder_of
+from evo_grpo.record.files import sync_into, writing
+from evo_grpo.record.leaderboard import write_csv
 from evo_grpo.record.names import BEST, MEAN
 from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.record.run_dir import RunDir
 from evo_grpo.training.assemble import Prepared
+from evo_grpo.training.environments import spent_on_rewards
 from evo_grpo.types import Member, Mutation, Score, Slot
 
 PRECEDENCE = ("mean", "last", "archive")
@@ -45,6 +51,59 @@ class Finalist:
     agent: Slot | None
     fitness: float
     checkpoint: str | None
+
+
+def finish(
+    folder: RunDir | None,
+    prepared: Prepared,
+    rounds: Sequence[RoundRecord],
+    earlier: Sequence[Mapping[str, Any]],
+    start: float,
+) -> dict[str, Any]:
+    """Judge the best agent on the ranks that hold the finalists; every rank returns the summary.
+
+    `earlier` are the summaries of earlier ends of the run; `start` is when this process began it,
+    by `time.perf_counter`.
+    """
+    cohort, summary = prepared.cohort, None
+    candidates = finalists(cohort, rounds)
+    if cohort.is_local(candidates[0].slot):
+        judged = _judged(folder, prepared, rounds, candidates, start)
+        summary = {**judged, "earlier": list(earlier)}
+    spent = spent_on_rewards(prepared.env, cohort.team, writes=folder is not None)
+    if summary is not None and spent:
+        summary["judge"] = spent
+    if folder is not None and summary is not None:
+        write_csv(folder.rounds(), folder.path, summary)
+        folder.write_summary(summary)
+    summary = cohort.team.first(summary)
+    assert summary is not None, "the first rank has the finalists"
+    return summary
+
+
+def _judged(
+    folder: RunDir | None,
+    prepared: Prepared,
+    rounds: Sequence[RoundRecord],
+    candidates: Sequence[Finalist],
+    start: float,
+) -> dict[str, Any]:
+    """Choose the best finalist and judge it; return the content of summary.json."""
+    choice = choose(prepared, candidates)
+    best, files = choice.best, dict[str, str]()
+    if best.kind == "mean":
+        snapshot = snapshot_agent(prepared.cohort, best.slot)
+        if folder is not None:
+            with writing(folder.path / MEAN):
+                files = snapshot.write(folder.path / MEAN)
+                sync_into(folder.path, folder.path / MEAN)
+    summary = judge(prepared, rounds, best, time.perf_counter() - start)
+    summary["candidates"] = candidates_summary(candidates, choice)
+    summary["final_tokens"] = choice.tokens
+    rules = dict(prepared.round_settings.population.stop)
+    summary["stopped"] = {name: rules.get(name) for name in rounds[-1].stopped}
+    summary["files"] = {f"{MEAN}/{name}": digest for name, digest in files.items()}
+    return summary
 
 
 def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import final
 
 from evo_grpo.evolve.steer import ON_RUN, Boundary, Membership, steer
-from evo_grpo.population.plan import RoundPlan, ends_by_request
+from evo_grpo.population.plan import RoundPlan
 from evo_grpo.population.round import Steerer
 from evo_grpo.record.family import next_member_id
 from evo_grpo.record.observer import Observer
@@ -110,7 +110,7 @@ class RunSteering(Steerer):
                 for one in new:
                     if one.request.op not in ON_RUN:
                         now = self._noting(now, _in_words(one))
-                if not now.paused and not ends_by_request(now.record):
+                if not now.paused and not now.record.ends_process:
                     return self._noting(now, f"round {now.record.round + 2} begins, as asked for")
                 return self._noting_the_end(now)
             if time.monotonic() >= until or now.notes:
@@ -118,7 +118,7 @@ class RunSteering(Steerer):
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def _noting_the_end(self, plan: RoundPlan) -> RoundPlan:
-        if not ends_by_request(plan.record):
+        if not plan.record.ends_process:
             return plan
         text = f"the process ends after round {plan.record.round + 1}, as asked for"
         return self._noting(plan, text)

@@ -214,7 +214,7 @@ def test_a_mean_that_wins_is_saved_and_recorded(tmp_path, monkeypatch):
         scores = [Score(float(one.kind == "mean"), 0.1, 6, (0.0,) * 6) for one in candidates]
         return Choice(candidates[-1], scores)
 
-    monkeypatch.setattr("evo_grpo.training.run.choose", means_win)
+    monkeypatch.setattr("evo_grpo.training.judge.choose", means_win)
     config = small(
         population__size=2,
         evolve__exploration="none",

@@ -134,7 +134,7 @@ def test_a_run_records_the_numbers_that_fit_and_a_resume_keeps_them(tmp_path, mo
     explicit = small(population__rounds=2, engine__memory="600MB", record__optuna=False, **numbers)
     same = run(explicit, out=tmp_path / "explicit")
     assert outcome(same) == outcome(folder)
-    monkeypatch.setattr("evo_grpo.training.run.with_limits", None)  # only a new run chooses
+    monkeypatch.setattr("evo_grpo.training.resolve._with_limits", None)  # only a new run chooses
     resume(folder, rounds=3)
     assert read_config(folder).engine == engine
 

@@ -40,7 +40,7 @@ def test_what_is_unknown_fits():
 
 
 def test_a_run_is_refused_before_its_model_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr("evo_grpo.training.assemble.machine_memory", lambda: 100 << 20)
+    monkeypatch.setattr("evo_grpo.training.resolve.machine_memory", lambda: 100 << 20)
 
     def load(*_given, **_keywords):
         raise AssertionError("the model was loaded")

@@ -1,0 +1,134 @@
+"""The folder of a run: its place, its past, and what writes its next rounds and its study."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evo_grpo.errors import EvoGrpoError
+from evo_grpo.population.steps import RunWriter
+from evo_grpo.record.config import read_config
+from evo_grpo.record.files import reading
+from evo_grpo.record.folder import clear_run, refuse_taken
+from evo_grpo.record.names import RECORDED_IN_PYTHON
+from evo_grpo.record.observer import Observer
+from evo_grpo.record.records import RoundRecord
+from evo_grpo.record.run_dir import RunDir
+from evo_grpo.record.study import check_storage, study_is_written, write_study
+from evo_grpo.record.summary import read_summary
+from evo_grpo.settings import RunConfig
+from evo_grpo.settings.yaml import to_yaml
+from evo_grpo.training.assemble import Prepared
+from evo_grpo.training.environments import record_rewards
+from evo_grpo.training.inputs.differences import record_inputs
+from evo_grpo.training.inputs.recorded_inputs import read_inputs_of, refuse_own_code
+from evo_grpo.training.steering import resumed
+from evo_grpo.training.writer import FolderWriter, RankWriter, keep_best_of, sees_folder
+
+_log = logging.getLogger(__name__)
+
+
+def check_place(where: Path | None, config: RunConfig, *, force: bool) -> None:
+    """Refuse a folder or a storage that cannot record the run; called on the first rank."""
+    refuse_own_code(config, where)
+    if where is not None and not force:
+        refuse_taken(where)
+    check_storage(config)
+
+
+def new_folder(where: Path | None, config: RunConfig, *, force: bool) -> RunDir:
+    """Create the folder of a run, with its settings; None takes the next free one in runs/."""
+    text = to_yaml(config)
+    if objects := config.env.objects():
+        text = f"{RECORDED_IN_PYTHON}{', '.join(objects)}\n{text}"
+    return RunDir.create(where, config.name, text, force=force)
+
+
+@contextmanager
+def removed_on_failure(folder: RunDir | None, *, fresh: bool) -> Generator[None]:
+    """Remove a new run folder if set-up fails, so that a retry can use it."""
+    try:
+        yield
+    except (EvoGrpoError, KeyboardInterrupt):
+        if folder is not None:
+            clear_run(folder.path)
+            if fresh:
+                shutil.rmtree(folder.path)
+        raise
+
+
+@dataclass(frozen=True)
+class Past:
+    """The recorded past of a run, read on the first rank.
+
+    Attributes:
+        rounds: The whole records of the finished rounds; later rounds are appended.
+        earlier: Summaries of the run from before it was extended by more rounds.
+        steered: Number of requests that the last round has recorded; later requests are new.
+    """
+
+    rounds: list[RoundRecord]
+    earlier: list[dict[str, Any]]
+    steered: int
+
+
+def read_past(config: RunConfig, folder: RunDir, prepared: Prepared, *, steers: bool) -> Past:
+    """Read the recorded rounds of a run; add the requests made since to the last one."""
+    with reading(folder.path):
+        record_inputs(folder, config, prepared.objects)
+        rounds = folder.rounds()
+        if rounds and _keeps_best(config):
+            keep_best_of(folder, rounds)
+        past = Past(rounds, folder.earlier_ends(), len(rounds[-1].steering) if rounds else 0)
+    if steers and rounds and prepared.is_unfinished(rounds):
+        rounds[-1] = resumed(folder, rounds, prepared.cohort.hp_config)
+    return past
+
+
+def _keeps_best(config: RunConfig) -> bool:
+    return config.record.keeps_best_apart(archive=config.evolve.keeps_archive)
+
+
+def writer_of(
+    config: RunConfig, path: Path, folder: RunDir | None, prepared: Prepared
+) -> RunWriter:
+    """Return the writer of the rounds of a run; call this after the run is restored."""
+    team, env = prepared.cohort.team, prepared.env
+    shared = sees_folder(path, team)
+    record_rewards(env, path, team, writes=folder is not None, shared=shared)
+    if folder is None:
+        return RankWriter(path, shared=shared, idle=prepared.cohort.together)
+    # Drop only after restoring: if restoring fails, the unfinished files may be all that is left.
+    folder.drop_unfinished()
+    writer = FolderWriter(folder, keep=config.record.checkpoints, keep_best=_keeps_best(config))
+    if folder.rounds():
+        writer.follow_up()
+    return writer
+
+
+def write_study_of(config: RunConfig, place: Path, observer: Observer) -> None:
+    """Write the study of a run that has ended, unless the run's reader does."""
+    if not config.record.optuna or config.record.readers:
+        return
+    try:
+        write_study(place, read_inputs_of(place).id)
+    except EvoGrpoError as error:  # nothing of the run is lost
+        _log.warning("%s", error)
+        observer.note(str(error))
+
+
+def tell_the_end(folder: RunDir, observer: Observer, readers: Observer) -> None:
+    """Tell the end of a finished run, of which a killed process may have told nothing."""
+    summary = read_summary(folder.path)
+    if summary is None:
+        return
+    observer.finished(summary)
+    config = read_config(folder.path)
+    if not study_is_written(folder.path):
+        write_study_of(config, folder.path, observer)
+    readers.started(folder.path, summary["rounds"], 0, config)

@@ -1,0 +1,179 @@
+"""Resolves the settings of a run on its machine, before anything is built."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+
+import torch
+
+from evo_grpo.envs.data.hub import pinned
+from evo_grpo.envs.registry import build_task, is_multi_turn
+from evo_grpo.envs.rewards.names import check_rewards
+from evo_grpo.envs.task import Task
+from evo_grpo.errors import ConfigError, EvoGrpoError
+from evo_grpo.model.loading import pick_device, pick_dtype
+from evo_grpo.population.ranks.team import Team, is_silent_rank
+from evo_grpo.record.earlier import with_start
+from evo_grpo.rollout.registry import check_engine
+from evo_grpo.settings import DoubtfulSetting, RunConfig
+from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
+from evo_grpo.settings.cross_checks import divides_quantized
+from evo_grpo.settings.trackers import check_trackers
+from evo_grpo.training.shortages import warn_of_shortages
+from evo_grpo.training.sizing.fitting import LIMITS, Setup, fill_limits
+from evo_grpo.training.sizing.hub_files import check_available
+from evo_grpo.training.sizing.memory import Device
+from evo_grpo.training.sizing.model_size import read_model_size
+from evo_grpo.training.sizing.planning import (
+    check_adapters_fit,
+    check_fits,
+    format_bytes,
+    machine_memory,
+)
+
+
+def resolve(config: RunConfig, team: Team) -> tuple[RunConfig, Task | None]:
+    """Resolve what the settings of a new run leave to its machine, the Hub and earlier runs.
+
+    All ranks get the same. It never changes afterwards: the number of shards and the batch limits
+    decide how sums are rounded.
+
+    Returns:
+        The settings, and the single-turn task of the run; None if its episodes have several turns.
+
+    Raises:
+        EvoGrpoError: Any subclass, for a run that cannot be played as it is asked for.
+    """
+    if config.engine.zero is None and (shards := config.engine.parts(team.size)) > 1:
+        config = config.replace(engine=config.engine.replace(shards=shards))
+    check_ranks(config, team)
+    check_trackers(config.record.trackers)
+    check_available(config.model.name)
+    check_engine(config.engine)
+    config = _with_revisions(config, team)
+    if isinstance(config.population.init, Mapping):  # the first rank alone may have those runs
+        init = team.first(with_start(config).population.init if team.rank == 0 else None)
+        config = config.replace(population=config.population.replace(init=init))
+    task = task_of(config)
+    setup = _setup(config, task, team.size)
+    config = _with_limits(config, setup, team)
+    config = config.settled(DEFAULT_OUTPUT_TOKENS if task is None else task.max_output_tokens)
+    _check_memory(config, setup)
+    if team.rank == 0:
+        prompts = config.algorithm.prompts_per_step or DEFAULT_PROMPTS
+        warn_of_shortages(task, prompts, config.evolve.fitness)
+    return config, task
+
+
+def task_here(config: RunConfig, team: Team | None = None) -> Task | None:
+    """Return the single-turn task of a recorded run; refuse a run that does not fit here."""
+    check_trackers(config.record.trackers)
+    task = task_of(config)
+    _check_memory(config, _setup(config, task, 1 if team is None else team.size))
+    return task
+
+
+def task_of(config: RunConfig) -> Task | None:
+    """Build the single-turn task of a run; return None if its episodes have several turns."""
+    if is_multi_turn(config.env.kind):
+        return None
+    task = build_task(config.env, config.seed)
+    check_rewards_of(config, task)
+    return task
+
+
+def check_rewards_of(config: RunConfig, task: Task) -> None:
+    """Check that the task has the reward functions that the settings of a run name."""
+    weights = {reward.name: reward.weight for reward in task.rewards}
+    fitness = config.evolve.fitness
+    check_rewards(weights, config.search_space(), fitness.reward, fitness.objectives)
+
+
+def _with_revisions(config: RunConfig, team: Team) -> RunConfig:
+    """Return the settings of a run with the commits of its datasets on the Hub.
+
+    Raises:
+        DataError: A dataset is missing, gated or out of reach.
+    """
+    found = team.first(pinned(config.env) if team.rank == 0 else None)
+    return config.replace(env=config.env.replace(**found)) if found else config
+
+
+def check_ranks(config: RunConfig, team: Team) -> None:
+    """Refuse processes without agents, and several processes for a base that cannot be split."""
+    if team.size > 1 and (why := divides_quantized(config.engine)):
+        raise ConfigError(why)
+    most = config.most_processes
+    if team.size > most and config.engine.zero is None:
+        raise ConfigError(
+            f"ranks: expected at most {most} processes, one for each of engine.shards and for each "
+            f"agent of the smallest round, got {team.size}; start fewer, or another run with "
+            f"engine.shards and the last of population.sizes of {team.size} or more"
+        )
+
+
+def _setup(config: RunConfig, task: Task | None, processes: int) -> Setup | None:
+    """Return where a run computes; None if the memory there, or the model's size, is unknown."""
+    where = pick_device(config.engine.device)
+    on: Device | None = {"cpu": "cpu", "cuda": "cuda"}.get(where.type)  # pyright: ignore[reportAssignmentType] -- the values are of that type
+    if on is None:
+        return None
+    there = machine_memory() if on == "cpu" else torch.cuda.mem_get_info(where)[1]
+    limits = [size for size in (there, config.engine.memory_bytes) if size is not None]
+    try:
+        size = read_model_size(config.model.name)
+    except EvoGrpoError:
+        return None  # loading the model names the error
+    if not limits:
+        return None
+    hint = DEFAULT_OUTPUT_TOKENS if task is None else task.max_output_tokens
+    return Setup(
+        size,
+        config.algorithm.longest_output(config.search_space()) or hint,
+        str(pick_dtype(config.engine.dtype, where)).removeprefix("torch."),
+        on,
+        min(limits),
+        processes,
+    )
+
+
+def _with_limits(config: RunConfig, setup: Setup | None, team: Team) -> RunConfig:
+    """Return the settings of a run with the rows and tokens that fit where its limits are null.
+
+    Like the number of shards, the numbers never change afterwards, since they decide how sums are
+    rounded. On a CPU without `engine.memory`, null stays. All ranks take the least number of any.
+    """
+    filled = config
+    if setup is not None and (setup.device == "cuda" or config.engine.memory is not None):
+        with suppress(EvoGrpoError):  # loading the model reports the error
+            filled = fill_limits(config, setup)
+    found = {name: getattr(filled.engine, name) for name in LIMITS}
+    every = team.gather(found)
+    agreed = {
+        name: min((one[name] for one in every if one[name] is not None), default=None)
+        for name in LIMITS
+    }
+    if all(getattr(config.engine, name) == value for name, value in agreed.items()):
+        return config
+    return config.replace(engine=config.engine.replace(**agreed))
+
+
+def _check_memory(config: RunConfig, setup: Setup | None) -> None:
+    """Refuse a run that does not fit the device or the base, before anything is loaded."""
+    if setup is None:
+        return
+    check_adapters_fit(config, setup.size)
+    try:
+        plan = setup.plan(config)
+    except EvoGrpoError:
+        return  # loading the model reports the error
+    name = "this machine" if setup.device == "cpu" else "the CUDA device"
+    check_fits(plan, setup.capacity, name)
+    if plan is not None and plan.peak > setup.capacity and not is_silent_rank():
+        text = (
+            f"the run takes about {format_bytes(plan.peak)} of memory and {name} has "
+            f"{format_bytes(setup.capacity)}; evo-grpo check proposes settings that fit"
+        )
+        warnings.warn(text, DoubtfulSetting, stacklevel=4)
