@@ -243,7 +243,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         `given` are the keywords of `train`, `own` the strategies among them that are objects.
         """
         config = recorded_config(prepared, str(given["name"]), given["env"])
-        check_storage(config)
+        check_storage(config.record.storage)
         check_trackers(config.record.trackers)
         text = to_yaml(config)
         if objects := unnamed_objects(self.cohort, self.slots, given["env"], own):

@@ -30,7 +30,7 @@ def study_of(run: str | Path) -> tuple[str, str] | None:
     storage = config.record.storage
     if storage is None:
         return None
-    name = study_name(config, read_inputs_of(folder).id)
+    name = study_name(config.name, read_inputs_of(folder).id)
     if not is_url(storage):
         return name, f"sqlite:///{folder / STUDY}"
     return id_of(folder, OPTUNA) or name, storage

@@ -27,7 +27,7 @@ from evo_grpo.record.folder import expect_run, is_run, is_trained, refuse_links_
 from evo_grpo.record.log import Cursor
 from evo_grpo.record.names import COMPARE, COMPARED, REPORT_READER
 from evo_grpo.record.study import OPTUNA, StudyReader
-from evo_grpo.settings import RecordConfig, RunConfig
+from evo_grpo.settings import RecordConfig
 from evo_grpo.settings.storage import check_driver, is_url
 from evo_grpo.settings.trackers import KINDS, TrackerConfig, check_trackers
 from evo_grpo.training.inputs.recorded_inputs import read_inputs_of
@@ -141,7 +141,7 @@ def _feedings(
         )
     for name in names:
         if name == OPTUNA:
-            url = _database(folder, config, storage, outside=outside)
+            url = _database(folder, config.record.storage, storage, outside=outside)
             reader, option, label = OPTUNA, f"{OPTUNA}{also}", f"optuna ({url})" if url else OPTUNA
             if url is not None and url != config.record.storage:
                 # The file of a database that the settings do not name has another name.
@@ -181,7 +181,9 @@ def _not_inside(run: Path, what: str, more: str = "") -> ConfigError:
     )
 
 
-def _database(folder: Path, config: RunConfig, storage: str | None, *, outside: bool) -> str | None:
+def _database(
+    folder: Path, recorded: str | None, storage: str | None, *, outside: bool
+) -> str | None:
     """Return the URL of the database for the trials, None for the file in the run folder."""
     if storage is not None:
         RecordConfig(storage=storage)  # raises for an invalid URL or one with a password
@@ -190,7 +192,7 @@ def _database(folder: Path, config: RunConfig, storage: str | None, *, outside: 
                 f"storage: expected the URL of a database, got {storage}; leave it out to write "
                 "the trials where record.storage has them"
             )
-    url = storage or config.record.storage
+    url = storage or recorded
     if url is None or not is_url(url):
         return None
     if storage is None and not outside:

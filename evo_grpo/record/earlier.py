@@ -24,25 +24,8 @@ if TYPE_CHECKING:
     from evo_grpo.record.records import RoundRecord
     from evo_grpo.schema.hparams import Hparams
     from evo_grpo.schema.search_space import HyperparameterConfig
-    from evo_grpo.settings import RunConfig
 
 SETTING = "population.init.from"
-
-
-def with_start(config: RunConfig) -> RunConfig:
-    """Return the settings of a run with a list in place of `population.init: {from: RUN}`.
-
-    The list holds without the earlier runs.
-
-    Raises:
-        ConfigError: See `resolved_start`.
-    """
-    population, space = config.population, config.search_space()
-    first = config.algorithm.first_hparams(space, config.model.lora.rank_alpha)
-    init = resolved_start(population.init, first, space, population.size, config.seed)
-    if init is population.init:
-        return config
-    return config.replace(population=population.replace(init=init))
 
 
 def resolved_start(

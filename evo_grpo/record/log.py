@@ -173,14 +173,14 @@ def entries(
     """
     folder = expect_run(run)
     with reading(folder, ""):
-        config = read_config(folder)
+        begin = RunStarted(folder, read_config(folder))
     seen: tuple[int, ...] | None = ()
     while True:
         # Checked before the files are read, so that the last entries of a run are not missed.
         trained, now = follow and is_trained(folder), stamp_of(folder / ROUNDS)
         if now != seen:
             after = _within_log(folder, after)
-        more = _new(folder, after, config, rounds=now != seen)
+        more = _new(begin, after, rounds=now != seen)
         for after, entry in more:
             yield after, entry
         seen = now
@@ -211,15 +211,13 @@ def _within_log(folder: Path, at: Cursor) -> Cursor:
     return replace(at, rounds=finished, place=0, last="", steps=0, summary="")
 
 
-def _new(
-    folder: Path, at: Cursor, config: RunConfig, *, rounds: bool = True
-) -> Iterator[tuple[Cursor, Entry]]:
+def _new(begin: RunStarted, at: Cursor, *, rounds: bool = True) -> Iterator[tuple[Cursor, Entry]]:
     """Yield the entries after a cursor; `rounds` is False if rounds.jsonl has not changed."""
+    folder, per_round = begin.run, begin.config.population.steps_per_round
     summary = read_summary(folder)  # read first: once it exists, all rounds exist
-    per_round = config.population.steps_per_round
     if not at.started:
         at = replace(at, started=True)
-        yield at, RunStarted(folder, config)
+        yield at, begin
     for line, end in _lines(folder / NOTES, at.notes):
         at = replace(at, notes=end)
         yield at, _note(folder / NOTES, line)

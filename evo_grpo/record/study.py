@@ -25,7 +25,6 @@ from evo_grpo.record.log import Entry, RoundDone, RunFinished
 from evo_grpo.record.names import JOURNAL, STUDY, STUDY_ASIDES, SUMMARY
 from evo_grpo.record.records import to_json
 from evo_grpo.record.summary import read_summary
-from evo_grpo.settings import RunConfig
 from evo_grpo.settings.evolve import ObjectiveConfig
 from evo_grpo.settings.storage import check_driver, is_url
 
@@ -79,14 +78,34 @@ class StudyReader:
         self._config = config = read_config(run)
         journal = url is None and config.record.storage is None
         self._file = run / (JOURNAL if journal else STUDY)
-        self._name = config.name if journal else study_name(config, run_id)
-        self._attributes = {} if journal else study_attributes(config, run_id)
+        self._name = config.name if journal else study_name(config.name, run_id)
+        self._attributes = {} if journal else self._study_attributes()
         self.id = id or self._name
         self._storage: RDBStorage | None = None
         self._content: Callable[[], bytes] | None = None
         self._lineage: Lineage | None = None
         self._last: RoundRecord | None = None
         self._behind, self._next = False, 0.0
+
+    def _study_attributes(self) -> dict[str, Any]:
+        """Return the user attributes of the study in a database."""
+        config = self._config
+        fitness = config.evolve.fitness
+        return {
+            "name": config.name,
+            "run_id": self._run_id,
+            "base": config.model.name,
+            "task": config.env.kind,
+            "algorithm": config.algorithm.kind,
+            "objective": (
+                f"fitness: mean reward on {fitness.prompts} validation prompts x "
+                f"{fitness.per_prompt(fitness.samples)}"
+            ),
+            "agents": config.population.size,
+            "rounds": config.population.rounds,
+            "seed": config.seed,
+            "evo_grpo": _version(),
+        }
 
     def read(self, entry: Entry) -> None:
         """Add the trials of a finished round, or the trial of the mean if that won the run.
@@ -240,9 +259,8 @@ def open_study(
     return study
 
 
-def check_storage(config: RunConfig) -> None:
-    """Raise ConfigError if the database of a run cannot be used."""
-    url = config.record.storage
+def check_storage(url: str | None) -> None:
+    """Raise ConfigError if the database of a run, as in `record.storage`, cannot be used."""
     if url is None or not is_url(url):
         return
     check_driver(url)
@@ -260,33 +278,13 @@ def check_storage(config: RunConfig) -> None:
         raise ConfigError(f"record.storage: {url} cannot be used: {error}; {remedy}") from error
 
 
-def study_name(config: RunConfig, id: str) -> str:
+def study_name(run: str, id: str) -> str:
     """Return the name of a run's study in a database, which includes the id of the run.
 
     Runs of early versions have an empty id.
     """
-    name = config.name[:_NAME_CHARACTERS]
+    name = run[:_NAME_CHARACTERS]
     return f"{name}-{id}" if id else name
-
-
-def study_attributes(config: RunConfig, id: str) -> dict[str, Any]:
-    """Return the user attributes of a run's study in a database."""
-    fitness = config.evolve.fitness
-    return {
-        "name": config.name,
-        "run_id": id,
-        "base": config.model.name,
-        "task": config.env.kind,
-        "algorithm": config.algorithm.kind,
-        "objective": (
-            f"fitness: mean reward on {fitness.prompts} validation prompts x "
-            f"{fitness.per_prompt(fitness.samples)}"
-        ),
-        "agents": config.population.size,
-        "rounds": config.population.rounds,
-        "seed": config.seed,
-        "evo_grpo": _version(),
-    }
 
 
 @contextmanager

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from evo_grpo.record.records import AgentRecord, RoundRecord
     from evo_grpo.record.winner import SelectedAgent
-    from evo_grpo.settings import RunConfig
+    from evo_grpo.schema.search_space import HyperparameterConfig
 
 FEW_ENDED = 0.5
 """Share of completions that sample the end token, below which the limit of tokens is too low."""
@@ -94,7 +94,10 @@ class Trouble:
 def find_trouble(
     rounds: Sequence[RoundRecord],
     winner: SelectedAgent | None = None,
-    config: RunConfig | None = None,
+    *,
+    prompts: int = 0,
+    space: HyperparameterConfig | None = None,
+    dropout: float = 0.0,
 ) -> list[Trouble]:
     """Return the problems of a run, ordered by their first round.
 
@@ -102,19 +105,20 @@ def find_trouble(
         rounds: The finished rounds, first to last.
         winner: The winner, or before the end the best agent: its values are compared with the
             bounds of their ranges.
-        config: The settings of the run, which have these ranges and the prompts of an evaluation.
+        prompts: Prompts of an evaluation; 0 if they are not known.
+        space: The hyperparameters that may change, with these ranges; None if they are not known.
+        dropout: Dropout of the adapters.
     """
     found: list[Trouble] = []
     for look in (_failed, _collapsed, _signs, _equal_rewards, _entropy, _cut,
                  _left_out, _memory):  # fmt: skip
         found += look(rounds)
-    if config is not None and config.model.lora.dropout:
+    if dropout:
         # Training drops parts of the adapters, sampling does not: a gap is no fault of the engine.
         found = [one for one in found if one.kind != "sampler_gap"]
-    if config is not None:
-        found += _few_prompts(rounds, config)
-    if config is not None and winner is not None:
-        found += _at_bounds(winner.record, config)
+    found += _few_prompts(rounds, prompts)
+    if space is not None and winner is not None:
+        found += _at_bounds(winner.record, space)
     return sorted(found, key=lambda one: one.round)
 
 
@@ -250,9 +254,8 @@ def _memory(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
             return
 
 
-def _few_prompts(rounds: Sequence[RoundRecord], config: RunConfig) -> Iterator[Trouble]:
+def _few_prompts(rounds: Sequence[RoundRecord], wanted: int) -> Iterator[Trouble]:
     """Yield that selection had too few prompts to tell agents apart, fewer than were asked for."""
-    wanted = config.evolve.fitness.prompts
     compared = [
         (record, decision)
         for record in rounds
@@ -273,9 +276,8 @@ def _few_prompts(rounds: Sequence[RoundRecord], config: RunConfig) -> Iterator[T
         )
 
 
-def _at_bounds(last: AgentRecord, config: RunConfig) -> Iterator[Trouble]:
+def _at_bounds(last: AgentRecord, space: HyperparameterConfig) -> Iterator[Trouble]:
     """Yield the values of an agent that are at a bound of their range."""
-    space = config.search_space()
     for name in space.names():
         value = last.hparams.named().get(name)
         bounds = {"min": space[name].min, "max": space[name].max}

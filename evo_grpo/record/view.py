@@ -180,7 +180,16 @@ class RunView:
     @cached_property
     def troubles(self) -> list[Trouble]:
         """The problems of the run, with their remedies."""
-        return find_trouble(self.rounds, self.winner, self.settings)
+        own = self.settings
+        if own is None:
+            return find_trouble(self.rounds, self.winner)
+        return find_trouble(
+            self.rounds,
+            self.winner,
+            prompts=own.evolve.fitness.prompts,
+            space=own.search_space(),
+            dropout=own.model.lora.dropout,
+        )
 
     @property
     def played(self) -> Iterator[AgentRecord]:

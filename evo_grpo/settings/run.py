@@ -155,6 +155,10 @@ class RunConfig(Group):
         places = self.population.places(selects=self.evolve.selection.kind != "none")
         return min(self.engine.shards or 1, *places[: self.population.rounds])
 
+    def first_hparams(self) -> Hparams:
+        """Return the hyperparameters with which the first agent begins."""
+        return self.algorithm.first_hparams(self.search_space(), self.model.lora.rank_alpha)
+
     def settled(self, output_tokens: int) -> Self:
         """Return the settings with everything that depends on the length of the run filled in.
 

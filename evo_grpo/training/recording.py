@@ -38,7 +38,7 @@ def check_place(where: Path | None, config: RunConfig, *, force: bool) -> None:
     refuse_own_code(config, where)
     if where is not None and not force:
         refuse_taken(where)
-    check_storage(config)
+    check_storage(config.record.storage)
 
 
 def new_folder(where: Path | None, config: RunConfig, *, force: bool) -> RunDir:

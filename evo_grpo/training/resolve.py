@@ -15,7 +15,7 @@ from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError, EvoGrpoError
 from evo_grpo.model.loading import pick_device, pick_dtype
 from evo_grpo.population.ranks.team import Team, is_silent_rank
-from evo_grpo.record.earlier import with_start
+from evo_grpo.record.earlier import resolved_start
 from evo_grpo.rollout.registry import check_engine
 from evo_grpo.settings import DoubtfulSetting, RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
@@ -54,8 +54,13 @@ def resolve(config: RunConfig, team: Team) -> tuple[RunConfig, Task | None]:
     check_engine(config.engine)
     config = _with_revisions(config, team)
     if isinstance(config.population.init, Mapping):  # the first rank alone may have those runs
-        init = team.first(with_start(config).population.init if team.rank == 0 else None)
-        config = config.replace(population=config.population.replace(init=init))
+        population, first, space = config.population, config.first_hparams(), config.search_space()
+        init = (
+            resolved_start(population.init, first, space, population.size, config.seed)
+            if team.rank == 0
+            else None
+        )
+        config = config.replace(population=population.replace(init=team.first(init)))
     task = task_of(config)
     setup = _setup(config, task, team.size)
     config = _with_limits(config, setup, team)

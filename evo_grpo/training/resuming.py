@@ -57,7 +57,7 @@ def changed_inputs(
     """
     played, begun = opened.rounds(), begun_extension(opened)
     if not played:
-        check_storage(config)
+        check_storage(config.record.storage)
     if rounds is not None:
         _check_rounds(opened, rounds, begun or config.population.rounds)
     wanted = begun if rounds is None else rounds

@@ -12,6 +12,17 @@ from evo_grpo.record.winner import winner_of
 from evo_grpo.types import Decision
 
 
+def troubles(rounds, winner, config):
+    """Those of a run with these settings."""
+    return find_trouble(
+        rounds,
+        winner,
+        prompts=config.evolve.fitness.prompts,
+        space=config.search_space(),
+        dropout=config.model.lora.dropout,
+    )
+
+
 def changed(metrics, round=1, **more):
     """`two_rounds`, in one of which all agents have these metrics."""
     rounds = two_rounds()
@@ -26,7 +37,7 @@ def kinds(rounds):
 
 def test_a_good_run_has_none():
     rounds = two_rounds()
-    assert find_trouble(rounds, winner_of(rounds, SUMMARY), small_config()) == []
+    assert troubles(rounds, winner_of(rounds, SUMMARY), small_config()) == []
     assert find_trouble([]) == []
 
 
@@ -85,15 +96,15 @@ def test_dropped_episodes_and_memory():
 def test_a_value_that_ended_at_a_bound_of_its_range():
     config = small_config("evolve.hyperparameters={lr: {min: 1e-4, max: 1.2e-3}}")
     rounds = two_rounds()
-    (one,) = find_trouble(rounds, winner_of(rounds, SUMMARY), config)
+    (one,) = troubles(rounds, winner_of(rounds, SUMMARY), config)
     assert one.sentence == (
         "the best agent's lr ended at the max of its range, 1.2e-3: widen it: "
         "evolve.hyperparameters.lr.max"
     )
     # Before the end those of the best agent.
-    assert find_trouble(rounds, winner_of(rounds, None), config) == [one]
+    assert troubles(rounds, winner_of(rounds, None), config) == [one]
     failed = [RoundRecord(0, (agent(0, 0, 0, None),), {})]
-    found = find_trouble(failed, winner_of(failed, None), config)
+    found = troubles(failed, winner_of(failed, None), config)
     assert [one.kind for one in found] == ["failed"]
 
 
@@ -117,7 +128,7 @@ def test_a_metric_beyond_its_bound_is_told_once_for_each_agent(metric, value, sa
 def test_lora_dropout_explains_a_gap_between_sampler_and_trainer():
     rounds = changed({"sampler_gap": 0.2})
     told = [
-        {one.kind for one in find_trouble(rounds, config=small_config(*given))}
+        {one.kind for one in troubles(rounds, None, small_config(*given))}
         for given in ((), ("model.lora.dropout=0.1",))
     ]
     assert told[0] - told[1] == {"sampler_gap"}
@@ -149,7 +160,7 @@ def test_few_validation_prompts_are_told_where_they_mattered():
     wanted = config.evolve.fitness.prompts
 
     def told(difference, prompts):
-        return [t for t in find_trouble(compared(difference, prompts), None, config)]
+        return [t for t in troubles(compared(difference, prompts), None, config)]
 
     (one,) = told(0.08, wanted - 1)
     assert (one.kind, one.round) == ("few_prompts", 0)

@@ -30,7 +30,7 @@ from evo_grpo.population.evaluate import weighted
 from evo_grpo.record.choice import ChosenAgent, choose_of
 from evo_grpo.record.code import code_folder
 from evo_grpo.schema.validation import shown, whole
-from evo_grpo.settings import RunConfig
+from evo_grpo.settings import EnvConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.types import Prompt
 
@@ -152,12 +152,12 @@ def answers(  # noqa: PLR0913 -- the arguments of `sample`
     config = config_of(choice, command, allow, env=env, call=call)
     adapter, own = adapter_of(choice), choice.agent.record.hparams
     # For rows the environment has the prompts and the length of an answer.
-    how = None if rows else _how(config, own.prompt, raw=raw)
+    how = None if rows else _how(config.env, config.seed, own.prompt, raw=raw)
     tokens = None if how is None else how.max_output_tokens
     with loaded(
         config, adapter, with_env=bool(rows), env=env, max_output_tokens=tokens, own=own
     ) as policy:
-        how = how or _how(config, own.prompt, raw=raw)
+        how = how or _how(config.env, config.seed, own.prompt, raw=raw)
         slots = {choice.title: policy.slot, **({"base": None} if base else {})}
         numbers = count(1)
         fitness = config.evolve.fitness
@@ -222,11 +222,11 @@ def _answer_row(
     return found
 
 
-def _how(config: RunConfig, prompt: str | None, *, raw: bool) -> Asking:
+def _how(env: EnvConfig, seed: int, prompt: str | None, *, raw: bool) -> Asking:
     if not raw:
-        return asking(config.env, config.seed, prompt)
+        return asking(env, seed, prompt)
     try:
-        tokens = asking(config.env, config.seed).max_output_tokens
+        tokens = asking(env, seed).max_output_tokens
     except EvoGrpoError:  # a raw prompt does not need the task
         tokens = DEFAULT_OUTPUT_TOKENS
     return Asking(Template.of("{prompt}"), tokens, {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from evo_grpo.cli.plan.plan import Plan
-from evo_grpo.training.sizing.fit import Fit
+from evo_grpo.training.sizing.fitting import Fit
 
 
 def plan_document(plan: Plan, source: str) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from evo_grpo.settings.storage import check_driver
 from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.training.shortages import few_prompts, shortages
 from evo_grpo.training.sizing.chat_template import chat_template_of, has_chat_template
-from evo_grpo.training.sizing.fit import Fit, dtypes, fit_on
-from evo_grpo.training.sizing.fitting import with_few
+from evo_grpo.training.sizing.fitting import Fit, dtypes, fit_on, with_few
 from evo_grpo.training.sizing.gpus import Gpu
 from evo_grpo.training.sizing.hub_files import fetch_small_files
 from evo_grpo.training.sizing.memory import (
@@ -268,9 +267,11 @@ def _check_first(config: RunConfig) -> RunConfig:
     if not isinstance(config.population.init, dict):
         return config
     # Imported here: the order of a leaderboard needs numpy.
-    from evo_grpo.record.earlier import with_start
+    from evo_grpo.record.earlier import resolved_start
 
-    return with_start(config)
+    population, first, space = config.population, config.first_hparams(), config.search_space()
+    init = resolved_start(population.init, first, space, population.size, config.seed)
+    return config.replace(population=population.replace(init=init))
 
 
 def _check_chat_template(config: RunConfig, task: _Task) -> None:

@@ -29,7 +29,7 @@ from evo_grpo.schema.hparams import DRAWN_AT_START
 from evo_grpo.schema.shown import shown_value
 from evo_grpo.settings.learning_rate import usual_lr
 from evo_grpo.settings.storage import is_url
-from evo_grpo.training.sizing.fit import MACHINE, dtypes
+from evo_grpo.training.sizing.fitting import MACHINE, dtypes
 from evo_grpo.training.sizing.planning import format_bytes
 
 if TYPE_CHECKING:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from evo_grpo.record.records import AgentRecord, RoundRecord
-    from evo_grpo.settings import RunConfig
 
 FIGURE = "lineage"
 """Id of the figure in the dashboard."""
@@ -114,7 +113,7 @@ class StudyCopy:
             )
             self._pages.save_plotly_graph_object(self._study, tree, graph_object_id=FIGURE)
         # After the figure, so that whoever reads the winner's name finds the whole tree.
-        note = study_note(self._folder, self._config, _original(self._folder), view)
+        note = study_note(self._folder, _original(self._folder), view)
         self._pages.save_note(self._study, note)
 
     def _add(self, record: RoundRecord) -> None:
@@ -175,19 +174,24 @@ def trial_note(agent: AgentRecord, record: RoundRecord) -> str:
     return "\n".join([*lines, *(f"- {_plain(sentence)}" for sentence in decided)])
 
 
-def study_note(folder: Path, config: RunConfig, original: str, view: RunView) -> str:
+def study_note(folder: Path, original: str, view: RunView) -> str:
     """Return the note of the study: the run, its story, and that this is a copy.
 
     `original` is the place of the study itself, empty where there is none.
     """
-    population = config.population
     kept = f" The study itself is in {_code(original)}." if original else ""
-    return "\n".join(
-        [
+    heading = list[str]()
+    if (config := view.settings) is not None:
+        population = config.population
+        heading = [
             f"**{_plain(config.name)}**: {_code(config.model.name)} on {_code(config.env.kind)}, "
             f"{population.size} agents, {population.rounds} rounds of "
             f"{population.steps_per_round} steps, seed {config.seed}",
             "",
+        ]
+    return "\n".join(
+        [
+            *heading,
             *(_plain(one.text) + "\n" for one in view.story),
             f"A copy of the run in {_code(str(folder))}, made from its records and kept up to date "
             f"with them. Changes that you make here are lost when this dashboard ends.{kept}",

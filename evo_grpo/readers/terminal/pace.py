@@ -12,7 +12,7 @@ from evo_grpo.settings.evaluations import count_evaluations
 
 if TYPE_CHECKING:
     from evo_grpo.record.records import RoundRecord
-    from evo_grpo.settings import RunConfig
+    from evo_grpo.settings import AlgorithmConfig, EvolveConfig, PopulationConfig
     from evo_grpo.types import Slot
 
 RECENT = 3
@@ -38,9 +38,10 @@ class Completions(NamedTuple):
     end: int
 
     @classmethod
-    def of(cls, config: RunConfig) -> Self:
+    def of(
+        cls, population: PopulationConfig, algorithm: AlgorithmConfig, evolve: EvolveConfig
+    ) -> Self:
         """Return the completions that a run will sample."""
-        population, algorithm, evolve = config.population, config.algorithm, config.evolve
         step = population.size * (algorithm.prompts_per_step or DEFAULT_PROMPTS)
         fitness, counts = evolve.fitness, count_evaluations(population, evolve)
         return cls(

@@ -20,7 +20,7 @@ from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.view import RunView
 from evo_grpo.record.wording import count
-from evo_grpo.settings import RunConfig
+from evo_grpo.settings import PopulationConfig, RunConfig
 from evo_grpo.types import Slot
 
 
@@ -84,8 +84,11 @@ class RunProgress(Observer):
         self.began = True
         title, hyperparameters, work = self.title, self.hyperparameters, None
         if isinstance(settings, RunConfig):
-            title, hyperparameters = describe(settings, limited=self.limited)
-            work = None if self.limited else Completions.of(settings)
+            population, algorithm, evolve = settings.population, settings.algorithm, settings.evolve
+            on = f"{settings.model.name} on {settings.env.kind}"
+            title = f"{on}, {describe(population, limited=self.limited)}"
+            hyperparameters = tuple(settings.search_space().names())
+            work = None if self.limited else Completions.of(population, algorithm, evolve)
         if self.view is not None:
             first = title if run_dir is None else f"{run_dir}: {title}"
             if first_round:
@@ -172,16 +175,10 @@ def view_for(console: Console) -> LiveTable | PlainLines:
     return LiveTable(console) if redraws else PlainLines(console)
 
 
-def describe(config: RunConfig, *, limited: bool = False) -> tuple[str, tuple[str, ...]]:
-    """Return the title of a run, and the hyperparameters that may mutate in it.
-
-    `limited` says whether a round may end before all its steps.
-    """
-    population = config.population
+def describe(population: PopulationConfig, *, limited: bool = False) -> str:
+    """Return the size of a run; `limited` says whether a round may end before all its steps."""
     bound = "at most " if limited else ""
-    title = (
-        f"{config.model.name} on {config.env.kind}, {count(population.size, 'agent')}, "
-        f"{count(population.rounds, 'round')} of {bound}"
+    return (
+        f"{count(population.size, 'agent')}, {count(population.rounds, 'round')} of {bound}"
         f"{count(population.steps_per_round, 'step')}"
     )
-    return title, tuple(config.search_space().names())

@@ -50,7 +50,7 @@ def test_the_first_step_tells_the_time_of_the_run_within_a_factor_of_two(time):
     config = small_config().replace(
         population=PopulationConfig(size=8, rounds=4, steps_per_round=3),
     )
-    work = Completions.of(config)
+    work = Completions.of(config.population, config.algorithm, config.evolve)
     assert work.evaluations == (8 * 64, 4 * 64, 2 * 64, 2 * 64)
     step = work.round // 3
     for sampled in (0.3, 0.6, 1.0):
