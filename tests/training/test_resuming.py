@@ -18,6 +18,8 @@ from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.summary import read_summary
 
 SIZES = {"population__size": 4, "population__sizes": None}
+SETS = {"attention": ["q_proj", "v_proj"], "mlp": ["up_proj", "down_proj"]}
+EAGER = {"kind": "mutate", "no_mutation": 0, "choice": 2.0}
 CASES = {
     "plain": {},
     "shrinking": SIZES,
@@ -43,6 +45,28 @@ CASES = {
         "evolve__archive": True,
     },
     "optuna proposes": {"evolve__exploration": {"kind": "optuna"}},
+    "ranks": {
+        "evolve__hyperparameters": {"lora.r": {"min": 1, "max": 16}},
+        "evolve__exploration": {"kind": "mutate", "no_mutation": 0, "step": "factors"},
+    },
+    "layers": {
+        "model__lora": {"r": 2, "target_sets": SETS},
+        "evolve__hyperparameters": {"lora.target_modules": {"choices": list(SETS)}},
+        "evolve__exploration": EAGER,
+    },
+    "choices and schedules": {
+        "evolve__hyperparameters": {
+            "kl_shaping": {"choices": [True, False]},
+            "adam_beta2": {"min": 0.9, "max": 0.9995},
+            "lr_schedule": {"warmup_proportion": {"min": 0.01, "max": 0.6}},
+        },
+        "algorithm__beta": 0.5,
+        "algorithm__lr_schedule": {"steps": 3},
+        "evolve__exploration": EAGER,
+    },
+    "parts": {**SIZES, "engine__shards": 2},
+    "parts that take turns": {**SIZES, "engine__overlap": True},
+    "racing": {"population__size": 4, "evolve__significance": 0.3, "evolve__fitness__racing": 2.0},
 }
 
 
