@@ -84,9 +84,10 @@ def dataset_task(
     if "train" not in rows:
         raise DataError("env.train: expected a dataset to learn from, got none")
     made = Template.of(default_template(rows["train"][0]) if template is None else template)
-    fitted = {split: made.fitted(own, split) for split, own in rows.items()}
-    rows = {split: own for split, (own, _) in fitted.items()}
-    texts = fitted["train"][1]
+    texts: dict[Split, list[str]] = {}
+    for split, own in rows.items():
+        rows[split], texts[split] = made.fitted(own, split)
+    prompts = texts["train"]
     needs = dict[str, str]()
     for reward in rewards:
         needs |= reward.required_columns()
@@ -95,10 +96,11 @@ def dataset_task(
         require_columns(its_rows, needs, split)
     _try_templates(rewards, rows["train"][0])
     missing: list[Split] = [split for split in SPLITS if split not in rows]
-    if validation_from_few and missing == ["validation"] and len(set(texts)) < FEWEST_TO_DIVIDE:
+    few = validation_from_few and len(set(prompts)) < FEWEST_TO_DIVIDE
+    if few and missing == ["validation"]:
         rows["validation"] = rows["train"]
     elif missing:
-        rows |= _hold_out(rows["train"], texts, missing, seed)
+        rows |= _hold_out(rows["train"], prompts, missing, seed)
     return Task(
         name=name,
         splits=rows,
