@@ -65,7 +65,7 @@ from evo_grpo.training.sizing.planning import (
     torch_build,
     unseen_gpus,
 )
-from evo_grpo.training.start_adapter import lora_config, read_start
+from evo_grpo.training.start_adapter import lora_config, read_start, with_adapter
 from evo_grpo.training.strategies import check_explorer, explorer, selector
 from evo_grpo.types import Slot
 
@@ -182,6 +182,7 @@ def check_memory(config: RunConfig, task: Task | None, processes: int) -> None:
     setup = _setup(config, task, processes)
     if setup is None:
         return
+    config = with_adapter(config, setup.size)
     check_adapters_fit(config, setup.size)
     try:
         plan = setup.plan(config)
@@ -232,7 +233,7 @@ def with_limits(config: RunConfig, task: Task | None, team: Team) -> RunConfig:
     filled = config
     if setup is not None and (setup.device == "cuda" or config.engine.memory is not None):
         with suppress(EvoGrpoError):  # loading the model reports the error
-            filled = fill_limits(config, setup)
+            filled = fill_limits(with_adapter(config, setup.size), setup)
     found = {name: getattr(filled.engine, name) for name in LIMITS}
     every = team.gather(found)
     agreed = {
