@@ -69,20 +69,14 @@ def start_with(cohort: Cohort, slots: Sequence[Slot], start: AdapterCopy) -> Non
         names.append(cohort.references.add_start())  # all agents share this reference
     model = cohort.settings.model
     folder = None if model is None else model.adapter
-    origin = Path(folder or "adapter")
     try:
-        plans = [plan_copy(cohort.slots, n, start, origin) for n in names]
+        plans = [plan_copy(cohort.slots, n, start, Path(folder or "of the model")) for n in names]
     except CheckpointError as error:
-        if folder is not None:
-            why = str(error).removeprefix(f"checkpoint {origin}: ")
-            raise ConfigError(
-                f"model.adapter {folder}: {why}; give an adapter of this base, or {MERGE}"
-            ) from error
-        raise ConfigError(
-            f"adapter: the adapter to start from does not fit lora: {error}. Leave lora out to "
-            "take the adapter's own; for another one build the agent without it and call "
-            "agent.load_checkpoint(folder, merge_lora_configs=True)"
-        ) from error
+        why = str(error).removeprefix("checkpoint ")
+        named, remedy = "model.adapter", f"give an adapter of this base, or {MERGE}"
+        if folder is None:
+            named, remedy = "the adapter", "or leave lora out to take the adapter's own"
+        raise ConfigError(f"{named} {why}; {remedy}") from error
     for note in plans[0].notes:
         warnings.warn(note, UserWarning, stacklevel=4)
     for plan in plans:
