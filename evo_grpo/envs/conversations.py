@@ -34,40 +34,31 @@ def is_conversation(value: object) -> bool:
     return isinstance(first, Mapping) and bool({"role", "content", "from"} & first.keys())
 
 
-def asked_of(row: DatasetRow, column: str) -> list[dict[str, Any]]:
-    """Return the messages of a row that a model is asked with, without the target.
+def parts_of(row: DatasetRow, column: str) -> dict[str, Any]:
+    """Return the messages that a model is asked with, as `messages`, and their target, as `target`.
 
-    Text is a message of the user.
+    Text is a message of the user. Only the column `messages` has a target.
 
     Raises:
         DataError: The column holds no conversation.
     """
-    messages, _ = _parted(row, column)
-    if not messages:
+    messages = messages_of(row[column], f'the column "{column}"')
+    if column != MESSAGES or messages[-1]["role"] != "assistant":
+        return {MESSAGES: messages}
+    if len(messages) == 1:
         raise DataError(
             f'the column "{column}", message 0: expected a question before the answer of the '
             "assistant, which is the target, got none; add it, or drop the row"
         )
-    return messages
+    return {MESSAGES: messages[:-1], TARGET: messages[-1]["content"]}
 
 
-def with_parts(row: DatasetRow, column: str) -> DatasetRow:
-    """Return a row with its conversation as `messages` and its target as `target`.
-
-    Columns of these names are kept.
-    """
-    messages, target = _parted(row, column)
-    more: dict[str, Any] = {MESSAGES: messages} | ({} if target is None else {TARGET: target})
-    more = {name: value for name, value in more.items() if name not in row}
+def with_parts(row: DatasetRow, parts: Mapping[str, Any]) -> DatasetRow:
+    """Return a row with the parts of its conversation; columns of their names are kept."""
+    more = {name: value for name, value in parts.items() if name not in row}
+    if not more:
+        return row
     return row.having(more) if isinstance(row, Row) else {**row, **more}
-
-
-def _parted(row: DatasetRow, column: str) -> tuple[list[dict[str, Any]], str | None]:
-    """Return the messages of a column and its target; None for a column that has none."""
-    messages = messages_of(row[column], f'the column "{column}"')
-    if column != MESSAGES or messages[-1]["role"] != "assistant":
-        return messages, None
-    return messages[:-1], messages[-1]["content"]
 
 
 def messages_of(value: object, where: str) -> list[dict[str, Any]]:
@@ -106,7 +97,7 @@ def _is_plain(value: object) -> bool:
         return False
     message = cast("dict[Any, Any]", value)
     known = message.get("role") in ROLES and type(message.get("content")) is str
-    return known and all(one is not None for one in message.values())
+    return known and (len(message) == 2 or all(one is not None for one in message.values()))
 
 
 def _message(value: object, where: str) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def with_prompting(task: Task, given: PromptSettings, seed: int) -> Task:
     for name, one in named.items() or [(None, made)]:
         if one.conversations or not one.columns().keys() <= template.columns().keys():
             who = "the prompt template" if name is None else f"env.prompts.{name}"
-            fitted = {split: one.fitted(rows, split, who) for split, rows in task.splits.items()}
+            fitted = {split: one.fitted(rows, split, who)[0] for split, rows in task.splits.items()}
             task = replace(task, splits=fitted)
     return replace(
         task,
@@ -142,7 +142,7 @@ def _with_examples(
     """Return a task without the rows that become examples, and those rows."""
     needs = dict.fromkeys(Template.of(few_shot.answer).columns(), "env.few_shot.answer")
     if not isinstance(few_shot.rows, int):
-        rows = template.fitted(few_shot.rows, "env.few_shot.rows")
+        rows = template.fitted(few_shot.rows, "env.few_shot.rows")[0]
         require_columns(rows, needs, "env.few_shot.rows", filled=needs)
         return task, rows
     train = task.splits["train"]
@@ -194,10 +194,11 @@ def _solved_before(
 def _solved(asked: Template, answer: Template, row: DatasetRow) -> list[Mapping[str, str]]:
     """Return the messages of an example: a question filled in, and its answer."""
     # A system message of the row is left out, since that of the question comes first.
-    filled = [one for one in asked.messages(row) if one["role"] not in SYSTEM]
+    whole, messages = asked.filled(row)
+    filled = [one for one in messages if one["role"] not in SYSTEM]
     # A last message of the assistant begins each answer.
     start = filled.pop()["content"] if filled[-1:] and filled[-1]["role"] == "assistant" else ""
-    solution = answer.plain(asked.with_parts(row))
+    solution = answer.plain(whole)
     filled.append({"role": "assistant", "content": start + solution})
     return [{"role": one["role"], "content": _literal(one["content"])} for one in filled]
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.conversations import (
     MESSAGES,
-    asked_of,
     holds_messages,
     is_conversation,
+    parts_of,
     with_parts,
 )
 from evo_grpo.envs.data.rows import place_of
@@ -104,8 +104,8 @@ class Template:
 
     def fitted(
         self, rows: Sequence[DatasetRow], name: str, who: str = "the prompt template"
-    ) -> list[DatasetRow]:
-        """Return rows after filling in each, with the parts of their conversations.
+    ) -> tuple[list[DatasetRow], list[str]]:
+        """Return rows with the parts of their conversations, and the text of each; see `plain`.
 
         Args:
             rows: The rows.
@@ -117,52 +117,53 @@ class Template:
         """
         needs = dict.fromkeys(self.columns(), who)
         require_columns(rows, needs, name, filled=needs)
-        found: list[DatasetRow] = []
+        whole: list[DatasetRow] = []
+        texts: list[str] = []
         for number, row in enumerate(rows):
             try:
-                found.append(self.with_parts(row))
-                self.plain(row)
+                fitted, messages = self.filled(row)
             except DataError as error:
                 place = place_of(row, f"{name}, row {number}")
                 raise DataError(f"{place}: {error}") from error
-        return found
-
-    def with_parts(self, row: DatasetRow) -> DatasetRow:
-        """Return a row with the parts of its conversation; see `conversations.with_parts`."""
-        for column in self.conversations:
-            row = with_parts(row, column)
-        return row
+            whole.append(fitted)
+            texts.append(_text(messages))
+        return whole, texts
 
     def plain(self, row: DatasetRow) -> str:
         """Fill in a row without a tokenizer; equal texts are equal prompts."""
-        if self.text is not None:
-            return _fill(self.text, row)
-        return "\n".join(message["content"] for message in self.messages(row))
+        return _text(self.messages(row))
 
     def messages(self, row: DatasetRow) -> list[dict[str, Any]]:
-        """Return the messages of a conversation, filled in with a row.
+        """Return the messages of a conversation, filled in with a row; see `filled`."""
+        return self.filled(row)[1]
 
-        The system message of a column comes first, before examples.
+    def filled(self, row: DatasetRow) -> tuple[DatasetRow, list[dict[str, Any]]]:
+        """Return a row with the parts of its conversations, and the messages filled in with it.
+
+        The system message of a column comes first, before examples. A raw template is a message of
+        the user.
 
         Raises:
             DataError: A column does not fit; or there are two system messages to come first.
         """
-        filled: list[dict[str, Any]] = []
-        for message in self.conversation or ():
+        whole, filled = row, list[dict[str, Any]]()
+        for message in self.conversation or ({"role": "user", "content": self.text or ""},):
             role, content = message["role"], message["content"]
             if role != MESSAGES:
                 filled.append({"role": role, "content": _fill(content, row)})
                 continue
-            asked = asked_of(row, content[1:-1])
+            parts = parts_of(row, content[1:-1])
+            whole, asked = with_parts(whole, parts), parts[MESSAGES]
             if filled and asked[0]["role"] in SYSTEM:
                 if filled[0]["role"] in SYSTEM:
                     raise DataError(
                         f'the column "{content[1:-1]}" has a system message, and so has the '
                         "template of the prompt (env.system_prompt or env.conversation); remove one"
                     )
-                filled.insert(0, asked.pop(0))
+                filled.insert(0, asked[0])
+                asked = asked[1:]
             filled += asked
-        return filled
+        return whole, filled
 
     def render(
         self, row: DatasetRow, tokenizer: PreTrainedTokenizerBase
@@ -198,6 +199,10 @@ class Template:
             (text, tuple(int(token) for token in ids))
             for text, ids in zip(texts, encoded, strict=True)
         ]
+
+
+def _text(messages: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(message["content"] for message in messages)
 
 
 def _drop_appended_ends(

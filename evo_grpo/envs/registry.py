@@ -31,6 +31,7 @@ from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.task import SPLITS, Split, Task
 from evo_grpo.envs.thinking import COLUMN
 from evo_grpo.errors import ConfigError
+from evo_grpo.record.files import many_objects
 
 if TYPE_CHECKING:
     from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv
@@ -97,6 +98,7 @@ _REFUSED_OF_EPISODES = (
 """Settings of `env` that tasks of one turn, and of several, do not have, and why."""
 
 
+@many_objects()
 def build_task(env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
     """Build the single-turn task that a configuration names.
 

@@ -40,8 +40,8 @@ GGUF_KEYS = {
 
 def _at_most(most: int) -> Any:  # noqa: ANN401 -- a type; architectures differ in that of the key
     def check(value: object) -> object:
-        if isinstance(value, int | float) and value > most:
-            raise ValueError(f"expected at most {most:,}, got {value:,}")
+        if isinstance(value, float) or (isinstance(value, int) and value > most):
+            raise ValueError(f"expected an integer of at most {most:,}, got {value:,}")
         return value
 
     return Annotated[Any, AfterValidator(check)]
@@ -49,7 +49,10 @@ def _at_most(most: int) -> Any:  # noqa: ANN401 -- a type; architectures differ 
 
 _Width = Annotated[int, Field(ge=1, le=1 << 24)]
 _Real = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_labels")
+_COUNTS = (
+    *("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_labels"),
+    *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
+)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _Scale = Annotated[float | None, Field(ge=0, allow_inf_nan=False)]
 _SCALES = ("logit_scale", "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -91,8 +94,10 @@ def check_config(config: Mapping[str, Any]) -> None:
     """Raise ValueError, with the key, for a value of config.json that is not of its type."""
     kind = config.get("model_type")
     validated(_KNOWN if kind in KNOWN else _ANY, config)
-    if isinstance(inner := config.get("text_config"), dict):
-        validated(_ANY, inner)
+    parts = [config]
+    for part in parts:  # which grows by the configurations inside, of any depth
+        parts += [inner for inner in part.values() if isinstance(inner, dict)]
+        validated(_ANY, {key: part[key] for key in part.keys() & _EVERY})
 
 
 def read_config(name: str, file: Path) -> dict[str, Any]:

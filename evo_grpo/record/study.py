@@ -249,7 +249,7 @@ def open_study(
                 load_if_exists=True,
             )
     if study.metric_names is None:
-        # Without the decorator, which warns that the method is experimental. In the writer's thread
+        # Without the decorator, which warns that the method is experimental. In a reader's thread
         # `catch_warnings` could drop a warning of the main thread: all threads share the filters.
         unwrap(optuna.Study.set_metric_names)(study, ["fitness", *names])
     present = study.user_attrs

@@ -32,6 +32,7 @@ from evo_grpo.training.sizing.planning import (
     format_bytes,
     machine_memory,
 )
+from evo_grpo.training.start_adapter import with_adapter
 
 
 def resolve(config: RunConfig, team: Team) -> tuple[RunConfig, Task | None]:
@@ -153,7 +154,7 @@ def _with_limits(config: RunConfig, setup: Setup | None, team: Team) -> RunConfi
     filled = config
     if setup is not None and (setup.device == "cuda" or config.engine.memory is not None):
         with suppress(EvoGrpoError):  # loading the model reports the error
-            filled = fill_limits(config, setup)
+            filled = fill_limits(with_adapter(config, setup.size), setup)
     found = {name: getattr(filled.engine, name) for name in LIMITS}
     every = team.gather(found)
     agreed = {
@@ -169,6 +170,7 @@ def _check_memory(config: RunConfig, setup: Setup | None) -> None:
     """Refuse a run that does not fit the device or the base, before anything is loaded."""
     if setup is None:
         return
+    config = with_adapter(config, setup.size)
     check_adapters_fit(config, setup.size)
     try:
         plan = setup.plan(config)

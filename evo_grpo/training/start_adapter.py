@@ -10,22 +10,18 @@ from torch import Tensor
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.model.lora.configs import (
+    MERGE,
     check_lora_config,
     differences,
     module_of,
     only_names_modules,
     read_config,
 )
-from evo_grpo.model.lora.files import AdapterCopy, read_adapter
+from evo_grpo.model.lora.files import WEIGHTS, AdapterCopy, read_adapter
 from evo_grpo.places import find
 from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
 from evo_grpo.settings import LoraSettings, ModelConfig, RunConfig
 from evo_grpo.training.sizing.model_size import ModelSize, adapted_layers, rank_in
-
-_MERGE = (
-    "merge this adapter into its base (merge_and_unload() of its PeftModel, then "
-    "save_pretrained()), and set model.name to the folder of the merged model"
-)
 
 _SEARCHED = ("r", "alpha", "target_modules")
 
@@ -51,7 +47,7 @@ def read_start(model: ModelConfig) -> AdapterCopy | None:
 
     Raises:
         CheckpointError: A file is missing or damaged.
-        ConfigError: It is more than plain LoRA, or unlike `model.lora` where that is given.
+        ConfigError: It is more than plain LoRA, not finite, or unlike `model.lora` where given.
     """
     if model.adapter is None:
         return None
@@ -59,9 +55,16 @@ def read_start(model: ModelConfig) -> AdapterCopy | None:
     refuse_foreign_files(folder)
     adapter = AdapterCopy(read_adapter(folder), read_config(folder))
     try:
-        check_lora_config(adapter.config, remedy=_MERGE)
+        check_lora_config(adapter.config, remedy=MERGE)
     except ConfigError as error:
         raise ConfigError(f"model.adapter {model.adapter}: {error}") from error
+    for key, tensor in adapter.state.items():
+        # Floats of 8 bits have no isfinite; they are refused by their dtype.
+        if tensor.dtype.itemsize > 1 and not tensor.isfinite().all():
+            raise ConfigError(
+                f"model.adapter {model.adapter}: expected finite numbers, got NaN or infinity in "
+                f"{key} of {folder / WEIGHTS}; give one that was saved before its training diverged"
+            )
     if model.lora.is_default:
         return adapter
     for field, theirs, ours in differences(adapter.config, lora_config(model.lora)):
@@ -142,5 +145,5 @@ def _check_tensors(
                 f"model.adapter {model.adapter}: expected A and B of the linear layers of "
                 f"{base.name} that its adapter_config.json names, the head left out: as {key} "
                 f"{shapes.get(key, 'none')} of 16 bits or more, got {got}; give an adapter of this "
-                f"base, or {_MERGE}"
+                f"base, or {MERGE}"
             )

@@ -6,22 +6,25 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from evo_grpo import run
+from evo_grpo import GRPO, run
 from evo_grpo.cli.plan.plan import make_plan
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings import from_dict
 from evo_grpo.sources import resolve
+from evo_grpo.training.assemble import prepare
 
 QV = ["q_proj", "v_proj"]
 MERGE = "merge this adapter into its base"
 
 
-def settings(folder, **model):
+def settings(folder, evolve=None, **model):
     return from_dict(
         {
             "model": {"name": "tiny-sums", "adapter": str(folder), **model},
+            "evolve": evolve or {},
             "env": "sums",
             "population": {"size": 2, "rounds": 1, "steps_per_round": 1},
         }
@@ -35,6 +38,14 @@ def saved(folder, **given):
             folder
         )
     return folder
+
+
+def refused(config, tmp_path, said):
+    """`check` and the run say the same, and no folder is left."""
+    for begin in (make_plan, lambda config: run(config, out=tmp_path / "run")):
+        with pytest.raises(ConfigError, match=said):
+            begin(config)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -53,22 +64,39 @@ def saved(folder, **given):
 )
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to")
-def test_check_refuses_what_a_run_cannot_train_with_a_remedy(tmp_path, given, said):
-    config = settings(saved(tmp_path / "start", **given))
+def test_an_adapter_that_cannot_be_trained_is_refused_with_a_remedy(tmp_path, given, said):
+    refused(settings(saved(tmp_path / "start", **given)), tmp_path, said)
+
+
+def test_an_adapter_of_another_base_is_refused(tmp_path):
+    start = tmp_path / "start"
+    get_peft_model(tiny.llama(), tiny.lora(4)).save_pretrained(start)
+    said = r"linear layers of tiny-sums .*down_proj.lora_A.weight \(4, 256\)"
+    refused(settings(start), tmp_path, said)
+    said = rf"model.adapter {start}: base_model.*another base model; give .*, or {MERGE}"
     with pytest.raises(ConfigError, match=said):
-        make_plan(config)
-    if "embed_tokens" not in given.get("target_modules", ()):
-        with pytest.raises(ConfigError, match=said):
-            run(config, out=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+        GRPO(model="tiny-sums", adapter=str(start))
 
 
-def test_check_refuses_an_adapter_of_another_base(tmp_path):
-    get_peft_model(tiny.llama(), tiny.lora(4)).save_pretrained(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"linear layers of tiny-sums .*down_proj.lora_A.weight \(4, 256\)"
-    ):
-        make_plan(settings(tmp_path))
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_adapter_that_is_not_finite_is_refused_by_file_and_tensor(tmp_path, value):
+    file = saved(tmp_path / "start") / "adapter_model.safetensors"
+    tensors = load_file(file)
+    key = max(tensors)
+    tensors[key][0, 0] = value
+    save_file(tensors, file)
+    said = re.escape(f"expected finite numbers, got NaN or infinity in {key} of {file}")
+    refused(settings(tmp_path / "start"), tmp_path, said)
+
+
+def test_searched_ranks_may_be_as_wide_as_the_layers_of_the_adapter(tmp_path):
+    ranges = {"evolve": {"hyperparameters": {"lora.r": {"min": 1, "max": 80}}}}
+    config = settings(saved(tmp_path / "q", target_modules=["q_proj"]), **ranges)
+    make_plan(config)
+    with prepare(config):
+        pass
+    narrow = settings(saved(tmp_path / "k", target_modules=["k_proj"]), **ranges)
+    refused(narrow, tmp_path, r"lora.r: expected ranks of at most 64, .*k_proj, got 80")
 
 
 def test_settings_beside_an_adapter_are_those_of_the_adapter_or_refused(tmp_path):

@@ -84,7 +84,10 @@ def dataset_task(
     if "train" not in rows:
         raise DataError("env.train: expected a dataset to learn from, got none")
     made = Template.of(default_template(rows["train"][0]) if template is None else template)
-    rows = {split: made.fitted(own, split) for split, own in rows.items()}
+    texts: dict[Split, list[str]] = {}
+    for split, own in rows.items():
+        rows[split], texts[split] = made.fitted(own, split)
+    prompts = texts["train"]
     needs = dict[str, str]()
     for reward in rewards:
         needs |= reward.required_columns()
@@ -93,14 +96,11 @@ def dataset_task(
         require_columns(its_rows, needs, split)
     _try_templates(rewards, rows["train"][0])
     missing: list[Split] = [split for split in SPLITS if split not in rows]
-    if (
-        validation_from_few
-        and missing == ["validation"]
-        and _different(rows["train"], made) < FEWEST_TO_DIVIDE
-    ):
+    few = validation_from_few and len(set(prompts)) < FEWEST_TO_DIVIDE
+    if few and missing == ["validation"]:
         rows["validation"] = rows["train"]
     elif missing:
-        rows |= _hold_out(rows["train"], missing, made, seed)
+        rows |= _hold_out(rows["train"], prompts, missing, seed)
     return Task(
         name=name,
         splits=rows,
@@ -139,10 +139,9 @@ def default_template(row: DatasetRow) -> Messages:
 
 
 def _hold_out(
-    train: Sequence[DatasetRow], missing: Sequence[Split], template: Template, seed: int
+    train: Sequence[DatasetRow], texts: Sequence[str], missing: Sequence[Split], seed: int
 ) -> dict[Split, Sequence[DatasetRow]]:
-    texts = {id(row): template.plain(row) for row in train}
-    different = len(set(texts.values()))
+    different = len(set(texts))
     if different < FEWEST_TO_DIVIDE:
         named = " and ".join(f"env.{split}" for split in missing)
         raise DataError(
@@ -152,9 +151,6 @@ def _hold_out(
         )
     held_out = max(1, round(different * HELD_OUT))
     shares = {split: held_out for split in missing} | {"train": different - held_out * len(missing)}
-    divided = divide(train, shares, lambda row: texts[id(row)], seed)
+    text_of = dict(zip(map(id, train), texts, strict=True))
+    divided = divide(train, shares, lambda row: text_of[id(row)], seed)
     return {split: divided[split] for split in ("train", *missing)}
-
-
-def _different(rows: Sequence[DatasetRow], template: Template) -> int:
-    return len({template.plain(row) for row in rows})

@@ -56,6 +56,11 @@ _LEFT_OUT = (
     "velora_config",
     "kasa_config",
 )
+MERGE = (
+    "merge this adapter into its base (merge_and_unload() of its PeftModel, then "
+    "save_pretrained()), and set model.name to the folder of the merged model"
+)
+"""Remedy for an adapter that agents cannot start from."""
 _STARTS = (True, False, "gaussian", "orthogonal")
 #: Fields other than rank and modules that change the output of an adapter.
 _COMPARED = (

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.model.lora.configs import MERGE
 from evo_grpo.model.lora.files import AdapterCopy
 from evo_grpo.model.lora.load import fit_slot, plan_copy
 from evo_grpo.population.cohort.adapters import narrowest
@@ -66,14 +67,16 @@ def start_with(cohort: Cohort, slots: Sequence[Slot], start: AdapterCopy) -> Non
         fit_slot(cohort.slots, name, cohort.slots.config)
     if not cohort.settings.algorithm.separate_reference:
         names.append(cohort.references.add_start())  # all agents share this reference
+    model = cohort.settings.model
+    folder = None if model is None else model.adapter
     try:
-        plans = [plan_copy(cohort.slots, n, start, Path("adapter")) for n in names]
+        plans = [plan_copy(cohort.slots, n, start, Path(folder or "of the model")) for n in names]
     except CheckpointError as error:
-        raise ConfigError(
-            f"adapter: the adapter to start from does not fit lora: {error}. Leave lora out to "
-            "take the adapter's own; for another one build the agent without it and call "
-            "agent.load_checkpoint(folder, merge_lora_configs=True)"
-        ) from error
+        why = str(error).removeprefix("checkpoint ")
+        named, remedy = "model.adapter", f"give an adapter of this base, or {MERGE}"
+        if folder is None:
+            named, remedy = "the adapter", "or leave lora out to take the adapter's own"
+        raise ConfigError(f"{named} {why}; {remedy}") from error
     for note in plans[0].notes:
         warnings.warn(note, UserWarning, stacklevel=4)
     for plan in plans:

@@ -45,6 +45,7 @@ from evo_grpo.record.wording import claim_text, number, with_error
 from evo_grpo.schema.shown import shown_value
 from evo_grpo.settings.evolve import FITNESS
 from evo_grpo.settings.prompting import without_rows
+from evo_grpo.settings.yaml import REMOVED
 from evo_grpo.training.inputs.recorded_inputs import DATA, flat, read_inputs_of
 from evo_grpo.types import Score
 
@@ -268,10 +269,14 @@ def _differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[object]]:
     each = [dict(flat(without_rows(config))) for config in configs]
     names = dict.fromkeys(name for one in each for name in one)
     values: dict[str, list[object]] = {name: [one.get(name) for one in each] for name in names}
+    # An earlier version wrote these settings, with the value of what is done now.
+    removed = {".".join(path): (None, harmless) for path, (harmless, _) in REMOVED.items()}
     return {
         name: own
         for name, own in values.items()
-        if name.split(".")[0] not in _NAMES and any(value != own[0] for value in own)
+        if name.split(".")[0] not in _NAMES
+        and any(value != own[0] for value in own)
+        and not all(value in removed.get(name, ()) for value in own)
     }
 
 

@@ -323,7 +323,7 @@ def changed_modes(torch, place):
         "no device": (
             lambda: torch.set_default_device("cuda:99"),
             lambda: torch.empty(1).device,
-            "default device at cuda:99 instead of cpu",
+            "default device at a value that cannot be read",
         ),
         "dtype": (
             lambda: torch.set_default_dtype(torch.float64),

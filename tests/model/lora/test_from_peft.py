@@ -178,7 +178,9 @@ def test_a_population_begins_with_a_peft_model():
 
 
 def test_another_lora_config_than_the_peft_models_is_refused():
-    with pytest.raises(ConfigError, match=r"does not fit lora: .*r: checkpoint 4, live 2.*"):
+    with pytest.raises(
+        ConfigError, match=r"adapter of the model: .*r: checkpoint 4, live 2.*; or leave lora out"
+    ):
         make(model=fine_tuned(), lora=lora(r=2))
 
 

@@ -195,6 +195,12 @@ def test_settings_that_differ_are_named_with_their_values(tmp_path):
     assert found.settings == {"seed": [0, 1]}
 
 
+def test_a_removed_setting_that_changed_nothing_is_no_difference(tmp_path):
+    old = {"off": ("\nevolve:\n", "\nevolve:\n  recombine: none\n  svd_noise: 0.1\n")}
+    found = side_by_side([run(tmp_path / "one"), run(tmp_path / "two", **old)])
+    assert found.settings == {"evolve.svd_noise": [None, 0.1]}
+
+
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

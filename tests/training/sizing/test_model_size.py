@@ -109,6 +109,20 @@ def test_a_key_of_another_type_is_refused_by_file_and_key(tmp_path, key, value, 
         read_model_size(str(folder))
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"num_hidden_layers": 4.0},
+        {"encoder_layers": 20_000},
+        {"text_config": {"decoder": {"num_layers": 20_000}}},
+    ],
+)
+def test_counts_of_any_architecture_and_part_are_integers_with_a_bound(tmp_path, given):
+    folder = folder_of(tmp_path, model_type="unheard_of", **given)
+    with pytest.raises(ModelError, match=r"layers: expected an integer of at most 10,000, got "):
+        read_model_size(str(folder))
+
+
 def test_a_gguf_file_is_read_by_its_header(tmp_path: Path):
     file = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(str(file), "llama")
