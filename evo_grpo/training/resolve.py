@@ -154,7 +154,7 @@ def _with_limits(config: RunConfig, setup: Setup | None, team: Team) -> RunConfi
     filled = config
     if setup is not None and (setup.device == "cuda" or config.engine.memory is not None):
         with suppress(EvoGrpoError):  # loading the model reports the error
-            filled = fill_limits(with_adapter(config, setup.size), setup)
+            filled = fill_limits(_with_adapter(config, setup), setup)
     found = {name: getattr(filled.engine, name) for name in LIMITS}
     every = team.gather(found)
     agreed = {
@@ -166,11 +166,17 @@ def _with_limits(config: RunConfig, setup: Setup | None, team: Team) -> RunConfi
     return config.replace(engine=config.engine.replace(**agreed))
 
 
+def _with_adapter(config: RunConfig, setup: Setup) -> RunConfig:
+    """Return the settings with the rank and the layers of `model.adapter`, for an estimate."""
+    model = with_adapter(config.model, setup.size, config.search_space().names())
+    return config.model_copy(update={"model": model})
+
+
 def _check_memory(config: RunConfig, setup: Setup | None) -> None:
     """Refuse a run that does not fit the device or the base, before anything is loaded."""
     if setup is None:
         return
-    config = with_adapter(config, setup.size)
+    config = _with_adapter(config, setup)
     check_adapters_fit(config, setup.size)
     try:
         plan = setup.plan(config)

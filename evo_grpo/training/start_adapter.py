@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from peft import LoraConfig
@@ -20,7 +20,7 @@ from evo_grpo.model.lora.configs import (
 from evo_grpo.model.lora.files import WEIGHTS, AdapterCopy, read_adapter
 from evo_grpo.places import find
 from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
-from evo_grpo.settings import LoraSettings, ModelConfig, RunConfig
+from evo_grpo.settings import LoraSettings, ModelConfig
 from evo_grpo.training.sizing.model_size import ModelSize, adapted_layers, rank_in
 
 _SEARCHED = ("r", "alpha", "target_modules")
@@ -76,16 +76,18 @@ def read_start(model: ModelConfig) -> AdapterCopy | None:
     return adapter
 
 
-def with_adapter(config: RunConfig, base: ModelSize) -> RunConfig:
-    """Return settings whose `model.lora` is that of `model.adapter`, checked against the base.
+def with_adapter(model: ModelConfig, base: ModelSize, searched: Collection[str]) -> ModelConfig:
+    """Return settings whose `lora` is that of `adapter`, checked against the base.
+
+    `searched` are the names of the hyperparameters that may change.
 
     Raises:
         CheckpointError, ConfigError: As `read_start`; or it has a layer that the base lacks.
     """
-    start = read_start(config.model)
+    start = read_start(model)
     if start is None:
-        return config
-    given, lora = start.config, config.model.lora
+        return model
+    given, lora = start.config, model.lora
     names = {module_of(key) for key in start.state if ".lora_" in key}
     named = given.target_modules if given.layers_to_transform is None else None
     own = LoraSettings(
@@ -99,12 +101,11 @@ def with_adapter(config: RunConfig, base: ModelSize) -> RunConfig:
         rank_pattern=given.rank_pattern or {},
         alpha_pattern=given.alpha_pattern or {},
     )
-    _check_tensors(start.state, base, own, config.model)
+    _check_tensors(start.state, base, own, model)
     # An adapter takes the rank, the alpha and the layers of its agent where these are searched.
-    searched = config.search_space().names()
     kept = {name: getattr(lora, name) for name in _SEARCHED if f"lora.{name}" in searched}
     own = own.model_copy(update=kept)
-    return config.model_copy(update={"model": config.model.model_copy(update={"lora": own})})
+    return model.model_copy(update={"lora": own})
 
 
 def _plain(modules: str | Iterable[str] | None) -> Any:  # noqa: ANN401 -- as `LoraSettings` takes it

@@ -230,7 +230,8 @@ def _read_base(config: RunConfig, *, online: bool) -> tuple[RunConfig, ModelSize
         # Imported here: it loads PEFT.
         from evo_grpo.training.start_adapter import with_adapter
 
-        config = with_adapter(config, base)
+        model = with_adapter(config.model, base, config.search_space().names())
+        config = config.model_copy(update={"model": model})
     check_adapters_fit(config, base)
     return config, base, silent
 
