@@ -79,7 +79,7 @@ from evo_grpo.training.assemble import add_agents, build_parts, prepare
 from evo_grpo.training.followers import Followers
 from evo_grpo.training.inputs.differences import check_inputs
 from evo_grpo.training.inputs.recorded_inputs import inputs_of, read_inputs_of
-from evo_grpo.training.resolve import task_here
+from evo_grpo.training.resolve import checked_task
 from evo_grpo.training.run import play_and_judge
 from evo_grpo.types import Member, Score, Slot
 
@@ -247,7 +247,7 @@ def _play(
     with (
         Followers(trackers=False) as followers,
         opened,
-        prepare(config, task_here(config)) as prepared,
+        prepare(config, checked_task(config)) as prepared,
     ):
         watching = ObserverList((limit.reported_to(observer), followers))
         play_and_judge(config, path, opened, prepared, watching, limit=limit)

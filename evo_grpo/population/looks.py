@@ -55,7 +55,7 @@ class RankReport:
 
 
 @dataclass(frozen=True)
-class LookAgain:
+class Look:
     """The decision to evaluate some agents before the round is planned.
 
     Attributes:
@@ -87,8 +87,8 @@ def agents_of(reports: Sequence[RankReport], slots: Sequence[Slot]) -> dict[Slot
 
 
 def next_look(
-    agents: Mapping[Slot, AgentReport], settings: RoundSettings, look: LookAgain, round: int
-) -> LookAgain | None:
+    agents: Mapping[Slot, AgentReport], settings: RoundSettings, look: Look, round: int
+) -> Look | None:
     """Return the agents that are evaluated again; None if the round can be planned.
 
     Further looks may cost a share `evolve.fitness.racing` of the completions of the first look.
@@ -101,13 +101,13 @@ def next_look(
     left -= sum(result.looks - 1 for result in results.values())
     open_ones = undecided(results, settings.room(round + 1, len(agents)))
     if 1 < len(open_ones) <= left:
-        return LookAgain(tuple(open_ones), look.number + 1, look.prompts)
+        return Look(tuple(open_ones), look.number + 1, look.prompts)
     return None
 
 
 def look_at_archive(
     agents: Mapping[Slot, AgentReport], archive: Slot | None, settings: RoundSettings, round: int
-) -> LookAgain | None:
+) -> Look | None:
     """Return the fresh look at the archive and the best agent; None where there is nothing to do.
 
     What is restored, and what enters the archive, is decided by draws that selected neither, on
@@ -124,4 +124,4 @@ def look_at_archive(
     if not scores:
         return None
     best = min(scores, key=lambda slot: best_first(scores[slot]))
-    return LookAgain((best, archive), 0, settings.evolve.fitness.prompts, fresh=True)
+    return Look((best, archive), 0, settings.evolve.fitness.prompts, fresh=True)

@@ -1,8 +1,8 @@
 """Plays one round: agents train, are evaluated, saved, selected, copied and mutated.
 
-Read `play_round` from top to bottom; each stage is one call. Ranks exchange one message per round,
-and one more for each further look of racing: every rank sends its report, the first rank plans and
-records the round, and all ranks carry out the plan.
+Read `play_round` from top to bottom; each stage is one call. Ranks exchange one message per look:
+every rank sends its report, and the first rank asks for a further look at some agents, or plans and
+records the round; then all ranks carry out the plan. A pause and dynamic sampling exchange more.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from evo_grpo.population.evaluate import (
 )
 from evo_grpo.population.looks import (
     AgentReport,
-    LookAgain,
+    Look,
     RankReport,
     agents_of,
     look_at_archive,
@@ -137,34 +137,35 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
         cohort, env, settings, slots, round, writer, observer, limit, past,
         steering or Steerer(), histories=histories,
     )  # fmt: skip
-    with cohort.team.sharing_errors():
+    with cohort.team.sharing_errors():  # `Population.train` does not
+        # `starts` counts the training prompts, or episode seeds, used so far.
         tallies, starts = train(
             cohort, env, settings, slots, round,
             watch=this.watch, writer=writer, observer=observer, limit=limit, past=past,
         )  # fmt: skip
         observer.stage(round, "evaluate", 0, 1)
         results, saved = dict[Slot, Evaluation](), dict[Slot, SavedAgent]()
-        plan: RoundPlan | LookAgain = LookAgain(tuple(slots), 0, settings.validation_prompts(round))
-        while isinstance(plan, LookAgain):
+        plan: RoundPlan | Look = Look(tuple(slots), 0, settings.validation_prompts(round))
+        while isinstance(plan, Look):
             fresh = dict[Slot, Evaluation]()
             if plan.fresh:
                 fresh = measure_archive(this, plan)
             else:
                 results |= evaluate_more(this, plan, tallies, results)
-                saved |= save(this, plan)
+                saved |= save(this, plan)  # again after a further look: a checkpoint has the scores
             report = report_of(this, tallies, results, saved, fresh)
             plan = cohort.team.agree(report, partial(plan_and_record, this, plan, starts))
         writer.round_over()
         observer.round_done(plan.record)
         plan = wait_while_paused(this, plan)
-        # Carry out the plan after the round is recorded; after a crash, a resume carries it out.
+        # After the round is with the writer: once it is written, a resume carries out its plan.
         carry_out(this, plan)
         warn_without_signal(plan.warning)
     return plan.record
 
 
 def evaluate_more(
-    this: Round, look: LookAgain, tallies: Mapping[Slot, Tally], results: Mapping[Slot, Evaluation]
+    this: Round, look: Look, tallies: Mapping[Slot, Tally], results: Mapping[Slot, Evaluation]
 ) -> dict[Slot, Evaluation]:
     """Evaluate the agents of a look that are on this rank.
 
@@ -191,7 +192,7 @@ def evaluate_more(
     return found
 
 
-def measure_archive(this: Round, look: LookAgain) -> dict[Slot, Evaluation]:
+def measure_archive(this: Round, look: Look) -> dict[Slot, Evaluation]:
     """Measure the archive and the best agent, as far as they are on this rank, on fresh draws.
 
     They are the prompts after those that fitness uses, or the last ones of a split that has fewer.
@@ -205,7 +206,7 @@ def measure_archive(this: Round, look: LookAgain) -> dict[Slot, Evaluation]:
     return {slot: without_texts(one) for slot, one in found.items()}
 
 
-def save(this: Round, look: LookAgain) -> dict[Slot, SavedAgent]:
+def save(this: Round, look: Look) -> dict[Slot, SavedAgent]:
     """Save the agents of a look that are on this rank."""
     with this.watch.phase("checkpoint"):
         return {
@@ -228,6 +229,7 @@ def report_of(
         slot: AgentReport(
             score=_score(tally, results[slot]),
             tally=tally,
+            # Texts are for the first rank's log; they are not sent.
             evaluation=results[slot] if cohort.team.size == 1 else without_texts(results[slot]),
             saved=saved[slot],
             steps=cohort.agents[slot].steps,
@@ -240,8 +242,8 @@ def report_of(
 
 
 def plan_and_record(
-    this: Round, look: LookAgain, starts: int, reports: Sequence[RankReport]
-) -> RoundPlan | LookAgain:
+    this: Round, look: Look, starts: int, reports: Sequence[RankReport]
+) -> RoundPlan | Look:
     """Plan and record a round from the reports of all ranks; called on the first rank only."""
     this.writer.receive([report.files for report in reports])
     agents, cohort = agents_of(reports, this.slots), this.cohort
@@ -258,7 +260,7 @@ def plan_and_record(
     if plan.last and plan.record.between:
         # A rule ends the run between two decisions: the best agent is chosen by a whole evaluation.
         if look.prompts < prompts:
-            return LookAgain(tuple(this.slots), 1, prompts)
+            return Look(tuple(this.slots), 1, prompts)
         plan = replace(plan, record=replace(plan.record, between=False))
     elapsed = time.perf_counter() - this.start
     plan = replace(plan, record=timed(plan.record, this.watch.seconds, this.began, elapsed))
@@ -324,12 +326,12 @@ def carry_out(this: Round, plan: RoundPlan) -> None:
     """Apply a plan to the cohort; called on every rank, for the agents of all ranks."""
     cohort, evolve, record = this.cohort, this.settings.evolve, plan.record
     scores = {agent.agent: agent.score for agent in record.agents}
-    if this.limit is not None:
+    if this.limit is not None:  # the limits of the other ranks learn of the round here
         this.limit.ends_after(list(scores.values()))
     set_scores(this, scores)
     for agent in record.agents:
         state = cohort.agents[agent.agent]
-        state.steps, state.dead_steps = plan.steps[state.slot], int(agent.metrics["dead_steps"])
+        state.steps, state.dead_steps = plan.steps[agent.agent], int(agent.metrics["dead_steps"])
         state.rank_error = None  # recorded with this round
     for agent in record.agents:
         if record.archived == (record.round, agent.member) and agent.score is not None:
@@ -377,10 +379,9 @@ def apply(
     """Replace the agents of a cohort, of which `slots` played, by the next generation.
 
     Parents are copied over children, including their AdamW moments if `inherit_optimizer` is true.
-    Each agent gets its hyperparameters and its member, and keeps its latest `KEPT_SCORES` scores. A
-    slot that is both copied and overwritten, which only a request can cause, is copied first.
-
-    The agents that leave are removed, and their memory is freed.
+    Each agent gets its hyperparameters and its member; a survivor keeps its latest `KEPT_SCORES`
+    scores. A slot that is both copied and overwritten, which only a request can cause, is copied
+    first. The agents that leave are removed, and their memory is freed.
     """
     for parent, slot in copies_in_order(generation, lambda one: cohort.agents[one].rank):
         cohort.copy(parent, slot, inherit_optimizer=inherit_optimizer)

@@ -77,8 +77,11 @@ class Past:
     steered: int
 
 
-def read_past(config: RunConfig, folder: RunDir, prepared: Prepared, *, steers: bool) -> Past:
-    """Read the recorded rounds of a run; add the requests made since to the last one."""
+def take_up_past(config: RunConfig, folder: RunDir, prepared: Prepared, *, steers: bool) -> Past:
+    """Record the inputs of a run and read its rounds; add the requests made since to the last one.
+
+    `checkpoints/best` is brought up to date.
+    """
     with reading(folder.path):
         record_inputs(folder, config, prepared.objects)
         rounds = folder.rounds()
@@ -111,7 +114,7 @@ def writer_of(
     return writer
 
 
-def write_study_of(config: RunConfig, place: Path, observer: Observer) -> None:
+def write_optuna_study(config: RunConfig, place: Path, observer: Observer) -> None:
     """Write the study of a run that has ended, unless the run's reader does."""
     if not config.record.optuna or config.record.readers:
         return
@@ -130,5 +133,5 @@ def tell_the_end(folder: RunDir, observer: Observer, readers: Observer) -> None:
     observer.finished(summary)
     config = read_config(folder.path)
     if not study_is_written(folder.path):
-        write_study_of(config, folder.path, observer)
+        write_optuna_study(config, folder.path, observer)
     readers.started(folder.path, summary["rounds"], 0, config)

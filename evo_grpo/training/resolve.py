@@ -73,7 +73,7 @@ def resolve(config: RunConfig, team: Team) -> tuple[RunConfig, Task | None]:
     return config, task
 
 
-def task_here(config: RunConfig, team: Team | None = None) -> Task | None:
+def checked_task(config: RunConfig, team: Team | None = None) -> Task | None:
     """Return the single-turn task of a recorded run; refuse a run that does not fit here."""
     check_trackers(config.record.trackers)
     task = task_of(config)

@@ -32,13 +32,13 @@ from evo_grpo.training.judge import finish
 from evo_grpo.training.recording import (
     check_place,
     new_folder,
-    read_past,
     removed_on_failure,
+    take_up_past,
     tell_the_end,
-    write_study_of,
+    write_optuna_study,
     writer_of,
 )
-from evo_grpo.training.resolve import resolve, task_here
+from evo_grpo.training.resolve import checked_task, resolve
 from evo_grpo.training.restoring import restore
 from evo_grpo.training.resuming import continued_inputs, record_changed
 from evo_grpo.training.steering import RunSteering
@@ -59,7 +59,7 @@ def run(
 
     With `report`, a reader keeps an HTML report of the run up to date while it trains.
     """
-    with sharing_early_errors():
+    with sharing_early_errors():  # the ranks are not connected yet: an error connects them
         config = as_config(config)
     observer = observer or Observer()
     check_observer(observer)
@@ -102,12 +102,12 @@ def resume(
                 opened = stack.enter_context(RunDir.open(Path(folder)))
                 changed = continued_inputs(opened, rounds, allow, team)
         config = team.first(None if changed is None else changed.config)
-        if config is None:
-            if opened is not None:
+        if config is None:  # the run is finished
+            if opened is not None:  # its end may not be told, or read: a kill came before
                 tell_the_end(opened, observer, followers)
             return Path(folder)
         check_same_files(team, config)
-        task = task_here(config, team)
+        task = checked_task(config, team)
         team.wait_for_all()  # all ranks pass their checks before anything is recorded
         if opened is not None and changed is not None:
             record_changed(opened, changed)
@@ -140,23 +140,23 @@ def play_and_judge(
         The slots of the remaining agents.
     """
     start, team = time.perf_counter(), prepared.cohort.team
-    # The user's code runs from this point on and may change the working directory.
+    # Observers, environments and rewards of the user may change the working directory from here on.
     place = path.absolute()
     if folder is not None:
         folder.path = place
-    steers = limit is None  # a comparison, which has a limit, takes no requests
+    steers = limit is None  # the populations of `resume --compare` have one, and take no requests
     past = team.first(
-        None if folder is None else read_past(config, folder, prepared, steers=steers)
+        None if folder is None else take_up_past(config, folder, prepared, steers=steers)
     )
     assert past is not None, "the first rank has the folder"
     rounds, slots = past.rounds, prepared.slots
     if rounds:
         with reading(place):
-            slots = restore(prepared, rounds, place)
+            slots = restore(prepared, rounds, place)  # those of the next round
         with many_objects():
             rounds[:-1] = map(outline, rounds[:-1])
-    writer = writer_of(config, place, folder, prepared)
-    team.wait_for_all()  # unfinished files are removed before any rank writes
+    writer = writer_of(config, place, folder, prepared)  # it has removed unfinished files
+    team.wait_for_all()
     total = prepared.round_settings.population.rounds
     how = "resumed" if rounds else "started"
     _log.info("%s: %s at round %d of %d", path, how, len(rounds) + 1, total)
@@ -165,18 +165,19 @@ def play_and_judge(
         steering = None
         if folder is not None and steers:
             steering = RunSteering(path, folder, prepared.cohort.hp_config, writer.amend)
-            steering.begin(rounds, past.steered, observer)
+            steering.record_resumed(rounds, past.steered, observer)
         slots = play_rounds(
             prepared, slots, rounds, writer=writer, observer=observer, limit=limit,
             steering=steering, outlines=True,
         )  # fmt: skip
-    if not prepared.is_unfinished(rounds):  # otherwise a request ended the process early
+    # The writer is closed. A run that is unfinished here was ended by a request, for a resume.
+    if not prepared.is_unfinished(rounds):
         observer.stage(len(rounds) - 1, "test", 0, 1)
-        summary = finish(folder, prepared, past.rounds, past.earlier, start)
+        summary = finish(folder, prepared, rounds, past.earlier, start)
         _log.info("%s: finished after %.1f s", path, summary["wall_seconds"])
         observer.finished(summary)
     if folder is not None:
-        write_study_of(config, place, observer)
+        write_optuna_study(config, place, observer)
     team.wait_for_all()  # no rank leaves while another one still reads its agents or files
     return slots
 
@@ -200,7 +201,7 @@ def play_rounds(
     Returns:
         The slots of the remaining agents.
     """
-    prepared.between_rounds(slots, len(rounds))
+    prepared.between_rounds(slots, len(rounds))  # `Population.train` returns here after Ctrl-C
     while prepared.is_unfinished(rounds):
         record = play_round(
             prepared.cohort, prepared.env, prepared.round_settings, slots, len(rounds),
@@ -211,6 +212,6 @@ def play_rounds(
         rounds.append(record)
         slots = next_slots(record)
         prepared.between_rounds(slots, len(rounds))
-        if record.ends_process:
+        if record.ends_process:  # asked for by a person; the run stays unfinished
             break
     return slots

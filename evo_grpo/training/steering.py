@@ -56,7 +56,7 @@ class RunSteering(Steerer):
         amend: Callable[[RoundRecord], None],
     ) -> None:
         self.path = path
-        self._place = path.absolute()
+        self._place = folder.path
         self.folder = folder
         self.hp_config = hp_config
         self._amend = amend
@@ -64,11 +64,13 @@ class RunSteering(Steerer):
         self._done: set[str] = set()
         self._reported: set[str] = set()
 
-    def begin(self, rounds: Sequence[RoundRecord], before: int, observer: Observer) -> None:
-        """Begin before the first round that this process plays.
+    def record_resumed(
+        self, rounds: Sequence[RoundRecord], before: int, observer: Observer
+    ) -> None:
+        """Record what `resumed` has carried out, before the first round of this process.
 
-        Record what `resumed` has carried out: the requests of the last of `rounds`, except the
-        first `before`, which were recorded earlier.
+        It is the requests of the last of `rounds`, except the first `before`, which were recorded
+        earlier.
         """
         self.folder.announce_round(len(rounds))
         new = rounds[-1].steering[before:] if rounds else ()

@@ -9,7 +9,7 @@ from played_rounds import Memory, adapters, equal, play
 from small_run import small
 
 from evo_grpo.population.looks import (
-    LookAgain,
+    Look,
     RankReport,
     agents_of,
     look_at_archive,
@@ -25,7 +25,7 @@ def test_looks_are_paid_from_the_budget(racing, looks):
     agents = {slot: report(right) for slot, right in enumerate((20, 19, 1))}
     made, look, seen = (
         settings(racing, rounds=9, decisions="every"),
-        LookAgain((0, 1, 2), 0, 40),
+        Look((0, 1, 2), 0, 40),
         [],
     )
     made = replace(made, population=made.population.replace(sizes=[3, 1]))
@@ -46,7 +46,7 @@ def test_nobody_is_looked_at_again_between_two_decisions():
     agents = {slot: report(right) for slot, right in enumerate((20, 19, 1))}
     made = between(racing=2.0)
     made = replace(made, population=made.population.replace(sizes=[3, 2]))
-    look = LookAgain((0, 1, 2), 0, 40)
+    look = Look((0, 1, 2), 0, 40)
     assert next_look(agents, made, look, 0) is None
     assert next_look(agents, made, look, 2) is not None
     assert next_look(agents, made, replace(look, fresh=True), 2) is None
