@@ -46,7 +46,8 @@ _OURS = re.compile(
 def check_target(out: Path, *, force: bool) -> Path:
     """Check that an export may be written to a folder, and return its real path.
 
-    The folder is new or empty; with `force` it may be an earlier export, with no other files.
+    The folder is new or empty; with `force` it may be an earlier export, with no other or changed
+    files.
     """
     target = Path(os.path.realpath(out))
     if not target.is_dir():
@@ -57,12 +58,12 @@ def check_target(out: Path, *, force: bool) -> Path:
     if names and not force:
         raise RunDirError(f"{out}: is not empty; choose another OUT, or replace it with --force")
     written: dict[str, str] = (read_manifest(target) or {}).get("files", {})
-    files = _files_of(target) if written else names
-    if foreign := [name for name in files if not _is_of_export(target, name, written)]:
-        raise RunDirError(
-            f"{out}: expected an earlier export to replace, found {foreign[0]}, which no export "
-            "wrote; move it away, or choose another OUT"
-        )
+    for name in _files_of(target) if written else names:
+        if name != MANIFEST and sha256_of(target / name) != written.get(name, ""):
+            raise RunDirError(
+                f"{out}: expected an earlier export to replace, found {name}, which is not as an "
+                "export wrote it; move it away, or choose another OUT"
+            )
     return target
 
 
@@ -132,19 +133,13 @@ def is_export_file(name: str) -> bool:
 
 
 def _files_of(folder: Path) -> list[str]:
-    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if not _is_folder(p))
+    """Return the paths of the files in a folder, without those that a kill left."""
+    files = [p.relative_to(folder) for p in folder.rglob("*") if not _is_folder(p)]
+    return sorted(file.as_posix() for file in files if not file.parts[0].startswith(_ASIDE))
 
 
 def _is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
-
-
-def _is_of_export(target: Path, name: str, written: Mapping[str, str]) -> bool:
-    """Return whether an export wrote a file, and not somebody whose manifest names it."""
-    if name == MANIFEST or name.startswith(_ASIDE):
-        return True
-    known = is_export_file(name) or sha256_of(target / name) == written.get(name)
-    return name in written and known
 
 
 def _replace(target: Path, aside: Path) -> None:

@@ -43,9 +43,10 @@ from evo_grpo.record.names import (
     ROUNDS,
     SUMMARY,
 )
-from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.replay import read_replay
 from evo_grpo.record.retention import Retention, kept_throughout
+from evo_grpo.record.run_dir import ATTRIBUTES
 from evo_grpo.record.summary import read_summary, read_summary_of
 from evo_grpo.record.wording import count
 from evo_grpo.settings import RunConfig
@@ -125,10 +126,6 @@ class _Records:
     rounds: Sequence[RoundRecord]
     summary: Mapping[str, Any] | None
     finished: bool
-
-    def files_of(self, agent: AgentRecord) -> Mapping[str, str]:
-        """Return the digests of an agent's checkpoint."""
-        return self.rounds[agent.round].files_of(str(agent.checkpoint))
 
     def policies(self) -> list[tuple[int, Retention]]:
         """Return the retention policies, each with the number of rounds up to which it held."""
@@ -241,23 +238,13 @@ def _check_checkpoints(records: _Records, found: Findings) -> None:
         found.compare(folder, expected, f"round {record.round + 1} recorded")
     best = best_ever(rounds)
     apart = records.config.record.keeps_best_apart(archive=records.config.evolve.keeps_archive)
-    if apart and best is not None and best.checkpoint and not _best_is_to_be_copied(records, best):
-        expected = records.files_of(best)
-        found.compare(folder / BEST, expected, f"round {best.round + 1} recorded")
-
-
-def _best_is_to_be_copied(records: _Records, best: AgentRecord) -> bool:
-    """Return whether a stop left checkpoints/best missing or behind, which a resume repairs.
-
-    It is copied after its round is recorded, and before its source may be removed.
-    """
-    folder, rounds = records.folder, records.rounds
-    if records.finished or not _is_same(folder / str(best.checkpoint), records.files_of(best)):
-        return False
-    if not (folder / BEST).exists():
-        return True
-    earlier = (best_ever(rounds[:number]) for number in range(len(rounds)))
-    return any(one and _is_same(folder / BEST, records.files_of(one)) for one in earlier)
+    if not apart or best is None or best.checkpoint is None:
+        return
+    files = rounds[best.round].files_of(best.checkpoint)
+    copied = _is_same(folder / BEST, {ATTRIBUTES: files.get(ATTRIBUTES, "")})
+    # A stop may leave it missing or of an earlier round: a resume then copies it from its source.
+    if records.finished or copied or not _is_same(folder / best.checkpoint, files):
+        found.compare(folder / BEST, files, f"round {best.round + 1} recorded")
 
 
 def _is_same(folder: Path, files: Mapping[str, str]) -> bool:

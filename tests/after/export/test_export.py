@@ -150,15 +150,20 @@ def test_force_replaces_an_export_and_nothing_that_no_export_wrote(finished, tmp
         export(finished, tmp_path / "best")
     for name in ("mine.txt", "README.md"):
         (tmp_path / "best" / "mine.txt").rename(tmp_path / "best" / name)
-        with pytest.raises(RunDirError, match=f"found {name}, which no export wrote"):
+        with pytest.raises(RunDirError, match=f"found {name}, which is not as"):
             export(finished, tmp_path / "best", force=True)
         (tmp_path / "best" / name).rename(tmp_path / "best" / "mine.txt")
     out = export(finished, tmp_path / "other")
     (out / "base" / "mine.txt").write_text("mine")
-    before = contents_of(out)
     with pytest.raises(RunDirError, match=r"found base/mine.txt"):
         export(finished, out, force=True)
-    assert contents_of(out) == before
+    assert (out / "base" / "mine.txt").read_text() == "mine"
+    (out / "base" / "mine.txt").unlink()
+    with (out / "README.md").open("a") as card:
+        card.write("mine")
+    with pytest.raises(RunDirError, match=r"found README.md, which is not as an export wrote it"):
+        export(finished, out, force=True)
+    assert (out / "README.md").read_text().endswith("mine")
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirError, match="expected a folder, found a file"):
         export(finished, tmp_path / "file", force=True)
@@ -355,8 +360,8 @@ def test_a_winner_behind_a_link_is_refused(finished, tmp_path):
 def another_export(out):
     """What an export of a merged model leaves, with files of other names."""
     out.mkdir()
-    written = {name: "" for name in ("config.json", "model-00001-of-00002.safetensors")}
-    written["normalizer.json"] = hashlib.sha256(b"earlier").hexdigest()
+    names = ("config.json", "model-00001-of-00002.safetensors", "README.md")
+    written = dict.fromkeys(names, hashlib.sha256(b"earlier").hexdigest())
     for name in written:
         (out / name).write_text("earlier")
     (out / "export.json").write_text(json.dumps({"files": written}))
@@ -461,12 +466,14 @@ def test_what_a_kill_left_is_cleared_and_no_link_is_written_through(finished, tm
     (out / ".evo-grpo-export-3").symlink_to(foreign)
     export(finished, out)
     assert {p.name for p in out.iterdir()} == whole
+    shutil.copyfile(out / "README.md", foreign / "README.md")
     (out / "README.md").unlink()
     (out / "README.md").symlink_to(foreign / "README.md")
+    (foreign / "README.md").chmod(0o444)
     export(finished, out, force=True)
     assert {p.name for p in out.iterdir()} == whole
     assert not (out / "README.md").is_symlink()
-    assert (foreign / "README.md").read_text() == "half"
+    assert (foreign / "README.md").is_file()
 
 
 @pytest.mark.parametrize("replaced", [False, True])

@@ -347,7 +347,7 @@ def test_a_manifest_of_somebody_else_removes_nothing(finished, tmp_path, names):
     for place in (tmp_path, out, out / "base"):
         (place / "mine.txt").write_text("mine")
     (out / "export.json").write_text(json.dumps({"files": names}))
-    with pytest.raises(RunDirError, match="which no export wrote"):
+    with pytest.raises(RunDirError, match="which is not as an export wrote it"):
         export(finished, out, force=True)
     for place in (tmp_path, out, out / "base"):
         assert (place / "mine.txt").read_text() == "mine"
