@@ -29,15 +29,18 @@ from evo_grpo.record.folder import (
     parse_rounds,
     refuse_links_in_run,
     refuse_lost_lines,
+    round_entries,
 )
 from evo_grpo.record.names import (
     BEST,
     CHECKPOINTS,
     COMPARE,
     COMPARED,
+    COMPLETIONS,
     CONFIG,
     INPUTS,
     JUDGED,
+    METRICS,
     RECORDED_IN_PYTHON,
     REPLAY,
     ROUNDS,
@@ -46,7 +49,6 @@ from evo_grpo.record.names import (
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.replay import read_replay
 from evo_grpo.record.retention import Retention, kept_throughout
-from evo_grpo.record.run_dir import ATTRIBUTES
 from evo_grpo.record.summary import read_summary, read_summary_of
 from evo_grpo.record.wording import count
 from evo_grpo.settings import RunConfig
@@ -204,6 +206,9 @@ def _check_end(records: _Records, found: Findings) -> None:
     folder, rounds, summary = records.folder, records.rounds, records.summary
     if not records.finished:
         found.read(lambda: refuse_lost_lines(folder, rounds))
+        left = [one for part in (COMPLETIONS, METRICS) for one in round_entries(folder / part)]
+        later = [path for number, path in left if number > len(rounds)]
+        found.damage += [f"{path}: is there, but {ROUNDS} has no line of it" for path in later]
     if not records.finished or (records.inputs and records.inputs.changes_of_rounds(len(rounds))):
         found.notes.append(
             f"{folder}: is not finished after {count(len(rounds), 'round')}; unless it trains now, "
@@ -241,10 +246,17 @@ def _check_checkpoints(records: _Records, found: Findings) -> None:
     if not apart or best is None or best.checkpoint is None:
         return
     files = rounds[best.round].files_of(best.checkpoint)
-    copied = _is_same(folder / BEST, {ATTRIBUTES: files.get(ATTRIBUTES, "")})
     # A stop may leave it missing or of an earlier round: a resume then copies it from its source.
-    if records.finished or copied or not _is_same(folder / best.checkpoint, files):
+    if records.finished or not _is_same(folder / best.checkpoint, files) or not _is_behind(records):
         found.compare(folder / BEST, files, f"round {best.round + 1} recorded")
+
+
+def _is_behind(records: _Records) -> bool:
+    """Return whether checkpoints/best is missing, or the best agent of earlier rounds."""
+    place, rounds = records.folder / BEST, records.rounds
+    bests = filter(None, (best_ever(rounds[:number]) for number in range(len(rounds))))
+    earlier = (rounds[one.round].files_of(str(one.checkpoint)) for one in bests)
+    return not place.exists() or any(_is_same(place, files) for files in earlier)
 
 
 def _is_same(folder: Path, files: Mapping[str, str]) -> bool:

@@ -196,6 +196,10 @@ def test_lines_that_an_unfinished_run_lost_are_found(stopped):
     (stopped / "rounds.jsonl").write_bytes(lines[0])
     damage = "\n".join(verify(stopped).damage)
     assert "expected the line of round 2, whose checkpoints are there" in damage
+    (stopped / "rounds.jsonl").write_text("")
+    damage = "\n".join(verify(stopped).damage)
+    for name in ("completions/round-0001.jsonl", "metrics/round-0001.jsonl"):
+        assert f"{name}: is there, but rounds.jsonl has no line of it" in damage
 
 
 def test_an_unfinished_run_is_noted_with_the_command_that_goes_on(stopped, finished):
