@@ -2,7 +2,7 @@
 
 choice    record/choice.py: the agent, as it was after a round
 contents  contents.py: its adapter, its tokenizer, and a base that is found nowhere else; or a model
-card      card.py: the agent, its scores and its schedule, and code that runs as printed
+card      card.py, card.md.jinja: the agent, its scores and schedule, and code that runs as printed
 writing   writing.py: writes a folder completely, or nothing that loads
 pushing   pushing.py: pushes the folder to the Hub
 """
