@@ -97,7 +97,7 @@ EXAMPLES: dict[str, Example] = {
     "leaderboard": Example(f"evo-grpo leaderboard {RUN}"),
     "lineage": Example(f"evo-grpo lineage {RUN}", lines=30),
     "verify": Example(
-        f"evo-grpo verify {RUN}", f"{RUN}: 131 files of 6 rounds, all as they were written"
+        f"evo-grpo verify {RUN}", f"{RUN}: 130 files of 6 rounds, all as they were written"
     ),
     "follow": Example(
         f"evo-grpo follow {RUN} --to wandb,optuna --storage sqlite:///trials.db",

@@ -45,7 +45,7 @@ from evo_grpo.record.arms import (
     tokens_to_train,
 )
 from evo_grpo.record.config import adapter_of, read_config
-from evo_grpo.record.files import atomic_write, sync_into, to_line, writing
+from evo_grpo.record.files import atomic_write, seal, sync_into, writing
 from evo_grpo.record.folder import (
     clear_replay,
     config_text,
@@ -154,7 +154,7 @@ def compare(
         assert judged is not None, path
         ends[name] = (read_rounds(path), judged)
     result = comparison(config.population.size, {**ends, EVOLVED: (rounds, summary)})
-    atomic_write(folder / COMPARISON, to_line(result, indent=2) + "\n")
+    atomic_write(folder / COMPARISON, seal(result, indent=2))
     return result
 
 

@@ -9,7 +9,7 @@ from evo_grpo.errors import CheckpointError
 from evo_grpo.record.plain import MAX_WEIGHT_BYTES, is_plain, refuse_oversized
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 
@@ -32,17 +32,12 @@ def check_digests(
         )
 
 
-def damaged(
-    folder: Path,
-    files: Mapping[str, str],
-    digest: Callable[[Path], str | None] | None = None,
-) -> Iterator[tuple[str, str | None]]:
+def damaged(folder: Path, files: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
     """Yield name and SHA-256 of each file whose digest differs, with None for a missing file.
 
     Args:
         folder: The folder.
         files: Path below the folder -> expected SHA-256.
-        digest: Returns the SHA-256 of a file; None reads the file.
 
     Raises:
         RunDirError: A file is larger than any file of an adapter.
@@ -50,7 +45,7 @@ def damaged(
     for name, expected in files.items():
         file = folder / name
         refuse_oversized(file, MAX_WEIGHT_BYTES)
-        found = (digest or sha256_of)(file) if is_plain(file) else None
+        found = sha256_of(file) if is_plain(file) else None
         if found != expected:
             yield name, found
 

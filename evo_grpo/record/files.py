@@ -202,13 +202,25 @@ def load_json(data: bytes) -> Any:  # noqa: ANN401 -- any JSON value
         raise ValueError(f"it is not JSON ({error})") from error
 
 
-def seal(data: Mapping[str, Any]) -> str:
-    """Return a mapping as one line of JSON with its checksum as the last key.
+def seal(data: Mapping[str, Any], indent: int | None = None) -> str:
+    """Return a mapping as JSON, by default in one line, with its checksum as the last key.
 
     The checksum is that of all bytes before it, so that a reader need not parse the line.
     """
-    before = to_line({**data, _CHECKSUM: ""}).removesuffix('"}')
+    before = to_line({**data, _CHECKSUM: ""}, indent=indent).rpartition('"')[0]
     return f'{before}{_sha256(before)}"}}\n'
+
+
+def unseal_result(data: bytes) -> dict[str, Any]:
+    """Return the mapping in a file that `seal` wrote, or an earlier version without a seal.
+
+    Raises:
+        ValueError: It is no mapping, or its seal does not match.
+    """
+    found = load_json(data)
+    if not isinstance(found, dict):
+        raise ValueError(f"expected a mapping, got {found!r:.60}")
+    return unseal(data) if _CHECKSUM in found else found
 
 
 def unseal(line: bytes) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from evo_grpo.record.files import (
     create_folder,
     is_temporary,
     is_truncated,
-    load_json,
     many_objects,
     reading,
     sync_names,
+    unseal_result,
     unsealed_head,
     writing,
 )
@@ -151,9 +151,7 @@ def read_result(
         return None
     try:
         with reading(file, command):
-            data = load_json(read_plain(file))
-        if not isinstance(data, dict):
-            raise ValueError(f"expected a mapping, got {data!r:.60}")
+            data = unseal_result(read_plain(file))
         return data, validated(schema, data)
     except ValueError as error:
         raise CheckpointError(

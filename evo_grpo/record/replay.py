@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from evo_grpo.errors import RunDirError
 from evo_grpo.record import columns
 from evo_grpo.record.arms import WINNER, Arm, Arms, Difference, caveat
-from evo_grpo.record.files import atomic_write, to_line
+from evo_grpo.record.files import atomic_write, seal
 from evo_grpo.record.folder import expect_run, read_result
 from evo_grpo.record.names import REPLAY_RESULT, REPLAYED
 from evo_grpo.record.plain import RelativePath
@@ -194,7 +194,7 @@ def read_replay(run: str | Path, file: Path | None = None) -> Replay | None:
 
 def write_replay(run: Path, found: Replay) -> None:
     """Write replay.json, which marks the replay of a run as finished."""
-    atomic_write(run / REPLAY_RESULT, to_line(found.to_json(), indent=1) + "\n", "replay")
+    atomic_write(run / REPLAY_RESULT, seal(found.to_json(), indent=1), "replay")
 
 
 def _test(score: Score) -> dict[str, float]:

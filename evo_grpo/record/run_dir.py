@@ -262,7 +262,7 @@ class RunDir:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json, which marks the run as finished."""
-        atomic_write(self.path / SUMMARY, to_line(summary, indent=2) + "\n")
+        atomic_write(self.path / SUMMARY, seal(summary, indent=2))
 
     def write_config(self, resolved_yaml: str) -> None:
         """Replace population.yaml."""

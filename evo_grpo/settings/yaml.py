@@ -69,18 +69,18 @@ def as_config(config: RunConfig | str | Path | Mapping[str, Any]) -> RunConfig:
 
 def from_written(text: str, source: str) -> RunConfig:
     """Build a configuration from the text of `to_yaml` in a run folder, without anchors."""
-    written = _with_parts(parse(text, source, WrittenOutLoader))
+    written = with_parts(parse(text, source, WrittenOutLoader))
     return _without_objects(_build(written, (), source), source)
 
 
-def _with_parts(settings: object) -> object:
+def with_parts(settings: object) -> Any:  # noqa: ANN401 -- as it was given
     """Return written settings in which `shards` counts parts; before 0.3, `overlap` did, too."""
-    engine: Any = settings.get("engine") if isinstance(settings, dict) else None
-    parts: Any = engine.get("overlap") if isinstance(engine, dict) else None
+    engine: Any = settings.get("engine") if isinstance(settings, Mapping) else None
+    parts: Any = engine.get("overlap") if isinstance(engine, Mapping) else None
     if type(parts) is not int:
         return settings
     engine = {**engine, "overlap": True, "shards": (engine.get("shards") or 1) * parts}
-    return {**cast("dict[Any, Any]", settings), "engine": engine}
+    return {**cast("Mapping[Any, Any]", settings), "engine": engine}
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -26,6 +26,7 @@ from evo_grpo.record.observer import Observer
 from evo_grpo.record.replay import read_replay
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.schedule import read_schedule, trainings
+from evo_grpo.record.summary import read_summary
 from evo_grpo.seeding import derive
 from evo_grpo.training.assemble import add_agents, build_parts, prepare
 
@@ -355,7 +356,7 @@ def test_every_kind_of_winner_is_replayed(copy, kind):
             "checkpoint": second.checkpoint,
         },
     }[kind]
-    summary = json.loads((copy / "summary.json").read_text())
+    summary = read_summary(copy)
     summary["best"] |= {"kind": kind, **best}
     (copy / "summary.json").write_text(json.dumps(summary))
     found = replay(copy)

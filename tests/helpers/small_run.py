@@ -12,6 +12,7 @@ from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.record.observer import Observer
+from evo_grpo.record.summary import read_summary
 
 #: Three agents, two of which differ in group size, with everything on that a run can have.
 SETTINGS = {
@@ -110,7 +111,7 @@ def stopped_and_resumed(config, folder, stop):
 
 def outcome(folder):
     """All that must be equal between equal runs: everything but seconds."""
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = read_summary(folder)
     summary.pop("wall_seconds")
     rounds = []
     for record in read_rounds(folder):

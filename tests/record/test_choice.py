@@ -17,6 +17,7 @@ from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.names import BEST
 from evo_grpo.record.records import to_json
 from evo_grpo.record.retention import kept_checkpoints
+from evo_grpo.record.summary import read_summary
 from evo_grpo.types import Score
 
 
@@ -166,7 +167,7 @@ def test_an_agent_that_was_better_in_an_earlier_round_is_told_of(tmp_path):
     (folder / "rounds.jsonl").write_text("".join(seal(to_json(one)) for one in rounds))
     assert choose_of(folder).better_ever == better
     # Not where it took part in the final comparison, and lost.
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = read_summary(folder)
     summary["candidates"] += [candidate("archive", 1, 1, [], 0.6)]
     (folder / "summary.json").write_text(json.dumps(summary))
     assert choose_of(folder).better_ever is None

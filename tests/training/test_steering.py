@@ -386,7 +386,7 @@ def test_stop_after_round_ends_the_process_with_a_folder_that_goes_on(tmp_path, 
     assert observer.notes == ["the process ends after round 2, as asked for"]
     assert ("finished", 4) not in observer.calls
     assert read_summary(tmp_path / "run") is None
-    sound(tmp_path / "run")
+    assert verify(tmp_path / "run").damage == []
     resume(tmp_path / "run")
     assert noted(tmp_path / "run") == observer.notes, "a resume keeps them"
     assert tensors(tmp_path / "run") == tensors(whole_run("set"))

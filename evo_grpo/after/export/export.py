@@ -2,7 +2,7 @@
 
 choice    record/choice.py: the agent, as it was after a round
 contents  contents.py: its adapter, its tokenizer, and a base that is found nowhere else; or a model
-card      card.py: the agent, its scores and its schedule, and code that runs as printed
+card      card.py, card.md.jinja: the agent, its scores and schedule, and code that runs as printed
 writing   writing.py: writes a folder completely, or nothing that loads
 pushing   pushing.py: pushes the folder to the Hub
 """
@@ -28,7 +28,6 @@ from evo_grpo.after.export.snippet import Use
 from evo_grpo.after.export.writing import (
     ADAPTER,
     CARD,
-    MANIFEST,
     OF_ANSWERS,
     WEIGHTS,
     check_target,
@@ -77,7 +76,7 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
         merge: Write one merged model instead of an adapter.
         push: A repository on the Hugging Face Hub, `owner/name`, to push it to; a new one is
             private. The token is read from HF_TOKEN.
-        force: Replace the files of an earlier export.
+        force: Replace an earlier export.
         anyway: Export a winner that is worse than the base model too: the 95% interval of its gain
             on the test prompts lies below zero.
 
@@ -92,7 +91,7 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
             winner is worse than the base model and `anyway` is off.
         ModelError: The base cannot be loaded, or an adapter cannot be merged into it.
         EngineUnavailable: The base is in a package that is not installed.
-        RunDirError: `out` is not empty and `force` is off, it has a folder with the name of a file,
+        RunDirError: `out` is not empty and `force` is off, it has a file that no export wrote,
             another version of this library wrote the run, or a file to export is behind a link.
         RunFailedError: `out` cannot be written, or the Hub cannot be reached; in that case the
             folder exists.
@@ -120,7 +119,7 @@ def export_choice(
     pushing = None if push is None else Push.prepare(push)
     adapter = read_adapter_files(choice)
     with writing(target, "export"):
-        place = check_target(target, [CARD, MANIFEST, WEIGHTS, ADAPTER], force=force)
+        place = check_target(target, force=force)
     config = read_settings(choice.run)
     base = find_base(choice, config, adapter[ADAPTER])
     if push is not None and not merge and os.path.isabs(base.reference):
@@ -133,7 +132,7 @@ def export_choice(
     use = Use.of(base, contents, config, push, choice.agent.record.hparams)
     files = {CARD: card(choice, config, use, digest).encode(), **contents.files}
     with writing(target, "export"):
-        check_target(target, files, force=force)
+        check_target(target, force=force)  # the base took its time to load
         about = _about(choice, base, dtype=contents.dtype)
         names = write_export(place, files, contents.fills, about)
     for note in contents.notes:

@@ -28,7 +28,6 @@ from evo_grpo.record.digests import sha256_of
 from evo_grpo.record.files import reading, unseal
 from evo_grpo.record.names import INPUTS
 from evo_grpo.record.plain import read_plain
-from evo_grpo.record.records import RoundRecord
 from evo_grpo.schema.validated import validated
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings import RunConfig
@@ -88,12 +87,6 @@ class Inputs:
     def changes_of_rounds(self, played: int) -> list[Mapping[str, Any]]:
         """Return the changes of the number of rounds that were made after `played` rounds."""
         return [one for one in self.changes if one["name"] == ROUNDS and one["round"] == played]
-
-    def is_extended(self, rounds: Sequence[RoundRecord]) -> bool:
-        """Return whether the run was extended after the last of `rounds`, which had ended it."""
-        ended = bool(rounds) and bool(rounds[-1].stopped)
-        changes = self.changes_of_rounds(len(rounds))
-        return any(ended or one["from"] == len(rounds) for one in changes)
 
 
 _SCHEMA = TypeAdapter(Inputs)

@@ -143,14 +143,27 @@ def test_the_cards_code_is_python_that_runs(finished, tmp_path, monkeypatch):
     assert isinstance(names["model"], PeftModel)
 
 
-def test_what_is_there_is_kept_unless_forced(finished, tmp_path):
+def test_force_replaces_an_export_and_nothing_that_no_export_wrote(finished, tmp_path):
     (tmp_path / "best").mkdir()
     (tmp_path / "best" / "mine.txt").write_text("mine")
     with pytest.raises(RunDirError, match=r"is not empty; choose another OUT.*--force"):
         export(finished, tmp_path / "best")
-    export(finished, tmp_path / "best", force=True)
-    assert (tmp_path / "best" / "mine.txt").read_text() == "mine"
-    assert (tmp_path / "best" / "adapter_model.safetensors").is_file()
+    for name in ("mine.txt", "README.md"):
+        (tmp_path / "best" / "mine.txt").rename(tmp_path / "best" / name)
+        with pytest.raises(RunDirError, match=f"found {name}, which is not as"):
+            export(finished, tmp_path / "best", force=True)
+        (tmp_path / "best" / name).rename(tmp_path / "best" / "mine.txt")
+    out = export(finished, tmp_path / "other")
+    (out / "base" / "mine.txt").write_text("mine")
+    with pytest.raises(RunDirError, match=r"found base/mine.txt"):
+        export(finished, out, force=True)
+    assert (out / "base" / "mine.txt").read_text() == "mine"
+    (out / "base" / "mine.txt").unlink()
+    with (out / "README.md").open("a") as card:
+        card.write("mine")
+    with pytest.raises(RunDirError, match=r"found README.md, which is not as an export wrote it"):
+        export(finished, out, force=True)
+    assert (out / "README.md").read_text().endswith("mine")
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirError, match="expected a folder, found a file"):
         export(finished, tmp_path / "file", force=True)
@@ -344,62 +357,55 @@ def test_a_winner_behind_a_link_is_refused(finished, tmp_path):
         export(folder, tmp_path / "best")
 
 
-#: What is at OUT, and how many writes, syncs, renames and new folders an export then takes.
-STEPS = {"nothing": 28, "an empty folder": 39, "an export": 38, "another export": 39}
-
-
 def another_export(out):
-    """What an export of a merged model leaves, with a file of another name."""
+    """What an export of a merged model leaves, with files of other names."""
     out.mkdir()
-    names = ["config.json", "model-00001-of-00002.safetensors", "README.md"]
-    for name in names:
+    names = ("config.json", "model-00001-of-00002.safetensors", "README.md")
+    written = dict.fromkeys(names, hashlib.sha256(b"earlier").hexdigest())
+    for name in written:
         (out / name).write_text("earlier")
-    (out / "export.json").write_text(json.dumps({"files": dict.fromkeys(names, "")}))
+    (out / "export.json").write_text(json.dumps({"files": written}))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("before", "full_at"),
-    [(what, n + 1) for what, steps in STEPS.items() for n in range(steps + 1)],
-)
-def test_a_full_disk_leaves_no_half_of_an_export(finished, tmp_path, monkeypatch, before, full_at):
-    """Each write, sync, rename and mkdir fails, or none; the rest is whole, or does not load."""
-    out, force = tmp_path / "best", before in ("an export", "another export")
-    if before == "an empty folder":
-        out.mkdir()
-    if before == "another export":
-        another_export(out)
-    if before == "an export":
-        export(finished, out)
-    if force:
-        (out / "mine.txt").write_text("mine")
-    earlier = files_of(out) if force else set()
-    calls = []
+@pytest.mark.parametrize("before", ["nothing", "an empty folder", "an export", "another export"])
+def test_a_full_disk_leaves_no_half_of_an_export(finished, tmp_path, monkeypatch, before):
+    """Each write, sync, rename and mkdir fails in turn; the rest is whole, or does not load."""
+    make = {"an empty folder": Path.mkdir, "another export": another_export}
+    make["an export"] = lambda out: export(finished, out)
+    for full_at in range(1, 100):
+        out, force = tmp_path / str(full_at) / "best", before.endswith("export")
+        out.parent.mkdir()
+        if before in make:
+            make[before](out)
+        earlier = files_of(out) if out.exists() else set()
+        calls = []
 
-    def failing(real):
-        def call(*arguments, **given):
-            calls.append(real)
-            if len(calls) == full_at:
-                raise OSError(28, "No space left on device")
-            return real(*arguments, **given)
+        def failing(real, calls=calls, full_at=full_at):
+            def call(*arguments, **given):
+                calls.append(real)
+                if len(calls) == full_at:
+                    raise OSError(28, "No space left on device")
+                return real(*arguments, **given)
 
-        return call
+            return call
 
-    steps = ((Path, "write_bytes"), (os, "fsync"), (Path, "rename"), (Path, "mkdir"))
-    for owner, name in steps:
-        monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
-    with contextlib.suppress(RunFailedError):
-        export(finished, out, force=force)
-    monkeypatch.undo()
-    assert len(calls) == min(full_at, STEPS[before])
-    assert [p.name for p in tmp_path.iterdir()] in ([], ["best"])
-    mine = {"mine.txt"} if force else set()
-    left = files_of(out) if out.exists() else set()
-    # Before the first file is moved, an earlier export is still there.
-    assert left in (mine, mine | FILES, earlier)
-    assert full_at <= STEPS[before] or left == mine | FILES
-    names = {p.name for p in out.iterdir()} if out.exists() else set()
-    assert names == {name.partition("/")[0] for name in left}, "no empty folder stays"
+        steps = ((Path, "write_bytes"), (os, "fsync"), (Path, "rename"), (Path, "mkdir"))
+        for owner, name in steps:
+            monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
+        with contextlib.suppress(RunFailedError):
+            export(finished, out, force=force)
+        monkeypatch.undo()
+        left = files_of(out) if out.exists() else set()
+        # Until the first file is moved, an earlier export is still there.
+        assert left in (earlier, FILES) or not {"config.json", "adapter_config.json"} & left
+        assert {p.name for p in out.parent.iterdir()} <= {"best"}
+        if len(calls) < full_at:
+            break
+        export(finished, out, force=True)
+        assert files_of(out) == FILES
+    assert left == FILES
+    assert full_at > 20
 
 
 @pytest.fixture
@@ -452,35 +458,22 @@ def test_a_place_that_cannot_be_written_is_named(finished, nothing_beside):
         export(finished, "a" * 300)
 
 
-def test_what_a_kill_left_is_cleared_and_what_is_foreign_stays(finished, tmp_path):
+def test_what_a_kill_left_is_cleared_and_no_link_is_written_through(finished, tmp_path):
     out, foreign = tmp_path / "best", tmp_path / "foreign"
-    for name in ("best/.evo-grpo-export-1", "best/.evo-grpo-export-2", "foreign"):
+    for name in ("best/.evo-grpo-export-1", "foreign"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "README.md").write_text("half")
-    (out / ".evo-grpo-export-2" / "mine.txt").write_text("mine")
     (out / ".evo-grpo-export-3").symlink_to(foreign)
-    (out / "README.md").symlink_to(foreign / "README.md")
-    with pytest.raises(RunDirError, match="is not empty"):
-        export(finished, out)
-    (out / "README.md").rename(tmp_path / "kept")
     export(finished, out)
-    (out / "README.md").unlink()
-    (tmp_path / "kept").rename(out / "README.md")
-    export(finished, out, force=True)
-    assert (foreign / "README.md").read_text() == "half"
-    assert not (out / "README.md").is_symlink()
-    assert (out / ".evo-grpo-export-2" / "mine.txt").read_text() == "mine"
-    asides = {".evo-grpo-export-2", ".evo-grpo-export-3"}
-    assert {p.name for p in out.iterdir()} == whole | asides
-
-
-def test_a_folder_in_the_place_of_a_file_is_refused_before_anything_is_removed(finished, tmp_path):
-    out = export(finished, tmp_path / "best")
-    (out / "README.md").unlink()
-    (out / "README.md").mkdir()
-    with pytest.raises(RunDirError, match=r"README.md: expected a file .*, found a folder"):
-        export(finished, out, force=True)
     assert {p.name for p in out.iterdir()} == whole
+    shutil.copyfile(out / "README.md", foreign / "README.md")
+    (out / "README.md").unlink()
+    (out / "README.md").symlink_to(foreign / "README.md")
+    (foreign / "README.md").chmod(0o444)
+    export(finished, out, force=True)
+    assert {p.name for p in out.iterdir()} == whole
+    assert not (out / "README.md").is_symlink()
+    assert (foreign / "README.md").is_file()
 
 
 @pytest.mark.parametrize("replaced", [False, True])

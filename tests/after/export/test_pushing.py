@@ -70,10 +70,7 @@ def run(tmp_path):
 
 
 def test_the_files_of_the_export_go_there_in_one_commit(hub, run, tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "mine.txt").write_text("mine")
-    export(run, out, push="me/sums", force=True)
+    out = export(run, tmp_path / "out", push="me/sums")
     assert hub.made.token == "hf_secret"
     assert hub.made.created == [("me/sums", True, True)]
     ((name, operations, message),) = hub.made.commits
@@ -81,7 +78,7 @@ def test_the_files_of_the_export_go_there_in_one_commit(hub, run, tmp_path):
     added = {one.path_in_repo: one.path_or_fileobj for one in operations}
     assert all(isinstance(one, CommitOperationAdd) for one in operations)
     written = {p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file()}
-    assert set(added) == written - {"mine.txt"}
+    assert set(added) == written
     assert all(data == str(out / name) for name, data in added.items())
 
 

@@ -3,7 +3,6 @@
 from shown_replay import BETTER, replay, schedule
 from shown_run import run_folder
 
-from evo_grpo.after.export.card import replay_section
 from evo_grpo.after.export.export import export
 from evo_grpo.record.replay import write_replay
 
@@ -14,7 +13,6 @@ def card(run, out):
 
 def test_a_run_without_a_replay_has_no_section(tmp_path):
     folder = run_folder(tmp_path / "one", adapter=True)
-    assert replay_section(folder) == ""
     assert "|\n\n## Use" in card(folder, tmp_path / "out")
 
 
@@ -37,4 +35,4 @@ def test_the_card_has_the_schedule_and_the_verdict(tmp_path):
 def test_the_card_says_which_schedule_of_a_mean_was_replayed(tmp_path):
     folder = run_folder(tmp_path / "one", adapter=True)
     write_replay(folder, replay(made=schedule(kind="mean")))
-    assert "with the schedule of the first of the two, and" in replay_section(folder)
+    assert "with the schedule of the first of the two, and" in card(folder, tmp_path / "out")

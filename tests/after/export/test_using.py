@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from evo_grpo import run, sources
 from evo_grpo.after.export.export import export
 from evo_grpo.after.export.writing import read_manifest
-from evo_grpo.errors import CheckpointError, EngineUnavailable, ModelError
+from evo_grpo.errors import CheckpointError, EngineUnavailable, ModelError, RunDirError
 from evo_grpo.readers.report.run_page import write_report
 from evo_grpo.readers.trackers.base import flat_settings
 from evo_grpo.record.choice import choose_of
@@ -321,10 +321,9 @@ def test_another_kind_of_export_replaces_one_and_leaves_nothing_of_it(
     """An adapter_config.json beside a merged model would have it loaded as an adapter."""
     out = tmp_path / "out"
     export(finished, out, merge=merged_first)
-    (out / "mine.txt").write_text("mine")
     export(finished, out, merge=not merged_first, force=True)
     alone = export(finished, tmp_path / "alone", merge=not merged_first)
-    assert names_in(out) == names_in(alone) | {"mine.txt"}
+    assert names_in(out) == names_in(alone)
     assert (out / "base").exists() == merged_first
     assert set(read_manifest(out)["files"]) == names_in(alone) - {"export.json"}
 
@@ -334,19 +333,22 @@ def test_a_link_in_the_place_of_the_base_is_not_written_through(finished, tmp_pa
     elsewhere.mkdir()
     out.mkdir()
     (out / "base").symlink_to(elsewhere)
-    with pytest.raises(Exception, match="base: expected the folder of an earlier export's base"):
+    with pytest.raises(RunDirError, match="an earlier export to replace, found base"):
         export(finished, out, force=True)
     assert list(elsewhere.iterdir()) == []
 
 
-@pytest.mark.parametrize("names", [["../mine.txt"], ["mine.txt"], ["base/mine.txt"], "x", None])
+@pytest.mark.parametrize(
+    "names", [["mine.txt"], {"mine.txt": "", "base/mine.txt": ""}, {"../mine.txt": ""}, "x", None]
+)
 def test_a_manifest_of_somebody_else_removes_nothing(finished, tmp_path, names):
     out = tmp_path / "out"
     (out / "base").mkdir(parents=True)
     for place in (tmp_path, out, out / "base"):
         (place / "mine.txt").write_text("mine")
     (out / "export.json").write_text(json.dumps({"files": names}))
-    export(finished, out, force=True)
+    with pytest.raises(RunDirError, match="which is not as an export wrote it"):
+        export(finished, out, force=True)
     for place in (tmp_path, out, out / "base"):
         assert (place / "mine.txt").read_text() == "mine"
 

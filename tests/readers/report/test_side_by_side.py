@@ -26,6 +26,7 @@ from evo_grpo.record.arms import Difference, comparison_arms
 from evo_grpo.record.names import CONFIG, SUMMARY
 from evo_grpo.record.replay import write_replay
 from evo_grpo.record.run_dir import RunDir
+from evo_grpo.record.summary import read_summary
 from evo_grpo.settings import to_yaml
 from evo_grpo.training.inputs.recorded_inputs import inputs_of
 
@@ -36,7 +37,7 @@ NONE = "no difference shown"
 def run(path, per_prompt=None, mean=None, **edits):
     """A finished run whose winner has these rewards on the test prompts."""
     folder = shown_run.run_folder(str(path))
-    summary = json.loads((folder / SUMMARY).read_text())
+    summary = read_summary(folder)
     if per_prompt is not None:
         values = np.array(per_prompt)
         error = float(values.std(ddof=1) / math.sqrt(len(values)))
