@@ -17,7 +17,7 @@ from uuid import uuid4
 from pydantic import TypeAdapter
 
 from evo_grpo.errors import RunDirError
-from evo_grpo.record.files import atomic_write, seal, unseal, writing
+from evo_grpo.record.files import atomic_write, remove, seal, unseal, writing
 from evo_grpo.record.names import COUNTER, REQUEST, STEERING
 from evo_grpo.record.plain import is_folder, open_plain, read_plain, refuse_links
 from evo_grpo.record.records import RoundRecord
@@ -135,9 +135,7 @@ def remove_requests(folder: Path, ids: Collection[str]) -> None:
     if not is_folder(place):
         return
     for one in sorted(ids):
-        file = place / f"{one}.json"
-        with writing(file):
-            file.unlink(missing_ok=True)
+        remove(place / f"{one}.json")
 
 
 def _refuse_foreign(place: Path) -> None:

@@ -11,15 +11,15 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from inspect import unwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from evo_grpo import __version__
 from evo_grpo.errors import ConfigError
 from evo_grpo.record.config import read_config
-from evo_grpo.record.files import atomic_write, many_objects, to_line
-from evo_grpo.record.folder import read_rounds, remove
+from evo_grpo.record.files import atomic_write, many_objects, remove, to_line
+from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import Entry, RoundDone, RunFinished
 from evo_grpo.record.names import JOURNAL, STUDY, STUDY_ASIDES, SUMMARY
@@ -176,7 +176,6 @@ class StudyReader:
         )
 
 
-@many_objects()
 def study_is_written(run: Path) -> bool:
     """Return whether the study of a run that has ended was written after its summary."""
     files = [run / name for name in (JOURNAL, STUDY) if (run / name).is_file()]
@@ -184,6 +183,7 @@ def study_is_written(run: Path) -> bool:
     return any(file.stat().st_mtime_ns >= end for file in files)
 
 
+@many_objects()
 def write_study(run: Path, run_id: str) -> None:
     """Write the study in a run folder, from the rounds and the summary of the run.
 
@@ -285,7 +285,7 @@ def study_attributes(config: RunConfig, id: str) -> dict[str, Any]:
         "agents": config.population.size,
         "rounds": config.population.rounds,
         "seed": config.seed,
-        "evo_grpo": _version(),
+        "evo_grpo": __version__,
     }
 
 
@@ -300,10 +300,3 @@ def _quiet() -> Generator[None]:
     finally:
         for handler, level in handlers.items():
             handler.setLevel(level)
-
-
-def _version() -> str:
-    try:
-        return version("evo-grpo")
-    except PackageNotFoundError:  # imported from a source tree
-        return "unknown"

@@ -29,21 +29,20 @@ from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.steps import Limit, RunWriter
 from evo_grpo.record.config import read_config
 from evo_grpo.record.earlier import with_start
-from evo_grpo.record.files import many_objects, reading, sync_into, writing
+from evo_grpo.record.files import many_objects, reading, sync_into, to_line, writing
 from evo_grpo.record.folder import (
-    clear_run,
     config_text,
-    objects_line,
+    recorded_objects,
     refuse_objects,
-    refuse_taken,
+    with_objects,
 )
 from evo_grpo.record.leaderboard import write_csv
-from evo_grpo.record.names import BASELINE, MEAN, RECORDED_IN_PYTHON
+from evo_grpo.record.names import BASELINE, CONFIG, MEAN, SUMMARY
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord, outline
-from evo_grpo.record.run_dir import RunDir
+from evo_grpo.record.run_dir import RunDir, clear_run, refuse_taken
 from evo_grpo.record.study import check_storage, study_is_written, write_study
-from evo_grpo.record.summary import read_summary
+from evo_grpo.record.summary import earlier_ends, read_summary
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.settings.trackers import check_trackers
@@ -75,7 +74,7 @@ from evo_grpo.training.judge import Finalist, candidates_summary, choose, finali
 from evo_grpo.training.restoring import restore
 from evo_grpo.training.shortages import warn_of_shortages
 from evo_grpo.training.steering import RunSteering, resumed
-from evo_grpo.training.writer import FolderWriter, RankWriter, keep_best_of, sees_folder
+from evo_grpo.training.writer import FolderWriter, RankWriter, sees_folder
 from evo_grpo.types import Slot
 
 _log = logging.getLogger(__name__)
@@ -116,9 +115,7 @@ def run(
         team.wait_for_all()  # every rank finds its code and data before the folder is created
         fresh, folder = where is None or not where.exists(), None
         if team.rank == 0:
-            text = configuration.to_yaml(config)
-            if objects := config.env.objects():
-                text = f"{RECORDED_IN_PYTHON}{', '.join(objects)}\n{text}"
+            text = with_objects(configuration.to_yaml(config), config.env.objects())
             folder = stack.enter_context(RunDir.create(where, config.name, text, force=force))
             prompts = config.algorithm.prompts_per_step or DEFAULT_PROMPTS
             warn_of_shortages(task, prompts, config.evolve.fitness)
@@ -255,7 +252,8 @@ def record_changed(opened: RunDir, changed: Changed, settings: RoundSettings | N
     # Record the inputs first: if the process stops after this call, a resume continues with them.
     record_changes(opened, changed)
     if changed.extended:
-        opened.write_config(objects_line(opened.path) + configuration.to_yaml(changed.config))
+        objects = recorded_objects(opened.path).values()
+        opened.write(CONFIG, with_objects(configuration.to_yaml(changed.config), objects))
     if was_the_end(opened):
         opened.reopen(with_plan(changed.config, opened.rounds(), settings))
 
@@ -361,7 +359,7 @@ def _finish(
         summary["judge"] = spent
     if folder is not None and summary is not None:
         write_csv(folder.rounds(), folder.path, summary)
-        folder.write_summary(summary)
+        folder.write(SUMMARY, to_line(summary, indent=2) + "\n")
     summary = cohort.team.first(summary)
     assert summary is not None, "the first rank has the finalists"
     return summary
@@ -403,8 +401,8 @@ def _past(config: RunConfig, folder: RunDir, prepared: Prepared, *, steers: bool
         record_inputs(folder, config, prepared.objects)
         rounds = folder.rounds()
         if rounds and _keeps_best(config):
-            keep_best_of(folder, rounds)
-        past = Past(rounds, folder.earlier_ends(), len(rounds[-1].steering) if rounds else 0)
+            folder.keep_best()
+        past = Past(rounds, earlier_ends(folder.path), len(rounds[-1].steering) if rounds else 0)
     if steers and rounds and _is_unfinished(prepared, rounds):
         rounds[-1] = resumed(folder, rounds, prepared.cohort.hp_config)
     return past

@@ -11,7 +11,6 @@ import pytest
 
 from evo_grpo.errors import RunDirError, RunFailedError
 from evo_grpo.record import files
-from evo_grpo.record.folder import clear_requests
 from evo_grpo.record.requests import (
     new_id,
     number_of,
@@ -19,6 +18,7 @@ from evo_grpo.record.requests import (
     remove_requests,
     write_request,
 )
+from evo_grpo.record.run_dir import clear_run
 from evo_grpo.types import Request
 
 
@@ -159,8 +159,8 @@ def test_clearing_removes_requests_and_nothing_else(tmp_path):
     written(tmp_path)
     mine = tmp_path / "steering" / "notes.txt"
     mine.write_text("mine")
-    clear_requests(tmp_path)
+    clear_run(tmp_path)
     assert list((tmp_path / "steering").iterdir()) == [mine]
     mine.unlink()
-    clear_requests(tmp_path)
+    clear_run(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -13,8 +13,8 @@ from evo_grpo.record.family import best_ever
 from evo_grpo.record.files import is_temporary
 from evo_grpo.record.folder import round_entries
 from evo_grpo.record.names import (
+    ASIDES,
     BEST,
-    CHECKPOINTS,
     COMPLETIONS,
     JUDGED,
     METRICS,
@@ -30,8 +30,6 @@ from evo_grpo.record.wording import count
 
 _STAY = (f"{COMPLETIONS}/", f"{METRICS}/")
 """Prefixes of the names of files that no retention policy removes."""
-_ASIDES = (".best-new", ".best-old")
-"""Temporary folders beside checkpoints/best, used while it is copied."""
 
 
 def check_files(records: Records, digests: Digests, found: Findings) -> None:
@@ -133,7 +131,7 @@ def _check_leftovers(records: Records, found: Findings) -> None:
                 )
     written = (folder, *(folder / name for name in WRITTEN_IN))
     left = [path for place in written for path in _entries(place) if is_temporary(path)]
-    left += [path for path in _entries(folder / CHECKPOINTS) if path.name in _ASIDES]
+    left += [path for name in ASIDES if (path := folder / name).exists()]
     found.notes += [f"{path}: left by a stop" for path in left]
     asked = read_requests(folder)
     over = {one.request.id for record in records.rounds for one in record.steering}

@@ -12,10 +12,10 @@ from evo_grpo import settings as configuration
 from evo_grpo.after.verifying.files import _bests
 from evo_grpo.after.verifying.verify import verify
 from evo_grpo.record.family import best_ever
+from evo_grpo.record.files import seal
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.training.inputs.recorded_inputs import read_inputs_of
-from evo_grpo.training.writer import keep_best_of
 
 BEST = "checkpoints/best"
 
@@ -47,7 +47,7 @@ def test_a_policy_that_a_later_version_filled_in_dropped_nothing(since_all):
         inputs = read_inputs_of(since_all)
         (change,) = [one for one in inputs.changes if one["name"] == "record.checkpoints"]
         changes = [{**change, "from": None, "filled_in": True}]
-        opened.write_inputs({**asdict(inputs), "changes": changes})
+        opened.write("inputs.json", seal({**asdict(inputs), "changes": changes}))
     assert any("round-0000" in text and "is missing" in text for text in verify(since_all).damage)
 
 
@@ -103,7 +103,7 @@ def test_what_a_stop_left_beside_a_best_that_is_current_is_noted_and_removed(sto
     assert found.damage == []
     assert f"{aside}: left by a stop" in found.notes
     with RunDir.open(stopped) as opened:
-        keep_best_of(opened, opened.rounds())
+        opened.keep_best()
     assert not aside.exists()
     assert verify(stopped).damage == []
 
