@@ -216,11 +216,12 @@ class RunDir(AbstractContextManager["RunDir"]):
         with a plan for the next one.
         """
         number = len(self._rounds)
-        with writing(self.path):
-            for name in (names.COMPARE, names.REPLAY, names.SUMMARY):
-                path = self.path / name
-                if path.exists():
+        for name in (names.COMPARE, names.REPLAY, names.SUMMARY):
+            path = self.path / name
+            if path.exists():
+                with writing(path):
                     path.rename(path.with_name(f"{path.stem}.rounds-{number}{path.suffix}"))
+        with writing(self.path):
             sync(self.path)
         remove(self.path / names.MEAN)
         # Drop the amendments below the last round; `last` includes them.

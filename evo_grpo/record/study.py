@@ -11,11 +11,11 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from inspect import unwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from evo_grpo import __version__
 from evo_grpo.errors import ConfigError
 from evo_grpo.record.config import read_config
 from evo_grpo.record.files import atomic_write, many_objects, remove, to_line
@@ -285,7 +285,7 @@ def study_attributes(config: RunConfig, id: str) -> dict[str, Any]:
         "agents": config.population.size,
         "rounds": config.population.rounds,
         "seed": config.seed,
-        "evo_grpo": __version__,
+        "evo_grpo": library_version(),
     }
 
 
@@ -300,3 +300,11 @@ def _quiet() -> Generator[None]:
     finally:
         for handler, level in handlers.items():
             handler.setLevel(level)
+
+
+def library_version() -> str:
+    """Return the version of this library."""
+    try:
+        return version("evo-grpo")
+    except PackageNotFoundError:  # imported from a source tree
+        return "unknown"

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from evo_grpo import __version__
 from evo_grpo.printable import printable
 from evo_grpo.readers.report.figures.axes import graph_objects
 from evo_grpo.record.files import to_line
+from evo_grpo.record.study import library_version
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -103,7 +103,7 @@ class Page:
             links=links,
             live=live,
             sections="\n".join(markup for *_, markup in self._sections),
-            version=text(__version__),
+            version=text(library_version()),
             data=_embedded(to_line({"refresh": REFRESH, **self._data}, separators=(",", ":"))),
             figures=figures,
             plotly=plotly,
