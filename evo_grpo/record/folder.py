@@ -143,22 +143,25 @@ def with_objects(text: str, objects: Iterable[str]) -> str:
     return f"{RECORDED_IN_PYTHON}{line}\n{text}" if line else text
 
 
+def listed_objects(folder: Path) -> list[str]:
+    """Return the Python objects that a run was given, each with its keyword first."""
+    first = config_text(folder).partition("\n")[0]
+    line = first.removeprefix(RECORDED_IN_PYTHON)
+    return [] if line == first else line.strip().split(", ")
+
+
 def recorded_objects(folder: Path) -> dict[str, str]:
     """Return the Python objects that `Population.train` was given, each with its description.
 
     The keys are keywords such as "env" and "model"; "agents" stands for agents that had trained
     before.
     """
-    first = config_text(folder).partition("\n")[0]
-    if not first.startswith(RECORDED_IN_PYTHON):
-        return {}
-    named = first.removeprefix(RECORDED_IN_PYTHON).strip().split(", ")
-    return {one.partition(" ")[0]: one for one in named}
+    return {one.partition(" ")[0]: one for one in listed_objects(folder)}
 
 
 def continuing(folder: Path) -> str:
     """Return the command that continues a run, or the call in Python if it needs objects."""
-    if recorded_objects(folder):
+    if listed_objects(folder):
         return f"evo_grpo.Population.resume({str(folder)!r}, env=...) in Python"
     return f"evo-grpo resume {folder}"
 
@@ -170,10 +173,10 @@ def refuse_objects(folder: Path, so: str) -> None:
         folder: The run folder.
         so: The consequence and the remedy, for the message.
     """
-    if objects := recorded_objects(folder):
+    if objects := listed_objects(folder):
         raise RunDirError(
-            f"{folder}: it was recorded from Python with {', '.join(objects.values())}, which "
-            f"no file can name, {so}"
+            f"{folder}: it was recorded from Python with {', '.join(objects)}, which no file can "
+            f"name, {so}"
         )
 
 

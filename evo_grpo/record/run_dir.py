@@ -275,12 +275,15 @@ class RunDir(AbstractContextManager["RunDir"]):
         """Remove the checkpoints of finished rounds that a policy does not keep."""
         kept = kept_checkpoints(self._rounds, policy)
         for number, folder in round_entries(self.path / names.CHECKPOINTS):
-            if number < len(self._rounds):
-                for path in list(folder.iterdir()):
-                    if path.relative_to(self.path).as_posix() not in kept:
-                        remove(path)
-                if not any(folder.iterdir()):
-                    remove(folder)
+            if number >= len(self._rounds):
+                continue
+            there = list(folder.iterdir())
+            rest = [one for one in there if one.relative_to(self.path).as_posix() not in kept]
+            for path in [folder] if rest == there else rest:
+                remove(path)
+            if rest:
+                with writing(folder):
+                    sync(folder if folder.exists() else folder.parent)
 
 
 def checkpoint_name(round: int, agent: int) -> str:

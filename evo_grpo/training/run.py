@@ -32,7 +32,7 @@ from evo_grpo.record.earlier import with_start
 from evo_grpo.record.files import many_objects, reading, sync_into, to_line, writing
 from evo_grpo.record.folder import (
     config_text,
-    recorded_objects,
+    listed_objects,
     refuse_objects,
     with_objects,
 )
@@ -252,8 +252,8 @@ def record_changed(opened: RunDir, changed: Changed, settings: RoundSettings | N
     # Record the inputs first: if the process stops after this call, a resume continues with them.
     record_changes(opened, changed)
     if changed.extended:
-        objects = recorded_objects(opened.path).values()
-        opened.write(CONFIG, with_objects(configuration.to_yaml(changed.config), objects))
+        text = with_objects(configuration.to_yaml(changed.config), listed_objects(opened.path))
+        opened.write(CONFIG, text)
     if was_the_end(opened):
         opened.reopen(with_plan(changed.config, opened.rounds(), settings))
 

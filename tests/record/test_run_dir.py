@@ -22,9 +22,11 @@ from evo_grpo.record.folder import (
     config_text,
     expect_run,
     is_run,
+    listed_objects,
     parse_rounds,
     read_rounds,
     round_entries,
+    with_objects,
 )
 from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.record.records import outline
@@ -67,6 +69,16 @@ def test_a_new_folder_is_a_run_from_the_start(tmp_path):
         assert tree(run.path) == [".lock", "population.yaml", "rounds.jsonl"]
     with RunDir.open(tmp_path / "deep" / "run") as run:
         assert run.rounds() == []
+
+
+def test_objects_of_one_keyword_are_all_listed_when_the_settings_are_written_again(tmp_path):
+    objects = ["env.reward (the function f)", "env.reward (the function g)"]
+    with RunDir.create(tmp_path, "population", with_objects(YAML, objects)) as run:
+        run.write("population.yaml", with_objects(YAML, listed_objects(run.path)))
+        assert listed_objects(run.path) == objects
+        assert config_text(run.path).endswith(f"\n{YAML}")
+        run.write("population.yaml", with_objects(YAML, []))
+        assert listed_objects(run.path) == []
 
 
 def test_no_path_takes_the_next_free_number(tmp_path, monkeypatch):

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 from evo_grpo.after.export.writing import ADAPTER, BASE, WEIGHTS, Fill
 from evo_grpo.errors import CheckpointError, EngineUnavailable, EvoGrpoError, ModelError
 from evo_grpo.record.digests import check_digests
-from evo_grpo.record.folder import config_text
-from evo_grpo.record.names import ATTRIBUTES, RECORDED_IN_PYTHON
+from evo_grpo.record.folder import listed_objects
+from evo_grpo.record.names import ATTRIBUTES
 from evo_grpo.record.plain import MAX_JSON_BYTES, MAX_WEIGHT_BYTES, inside, read_plain
 from evo_grpo.sources import PACKAGED, Source, embedded_digests, resolve
 
@@ -252,9 +252,7 @@ def _objects(choice: ChosenAgent, attributes: Mapping[str, Any]) -> list[str]:
     """Return the settings that the run was given as Python objects."""
     if attributes:
         return [str(name) for name in attributes.get("objects") or ()]
-    first = config_text(choice.run).partition("\n")[0]
-    given = first.removeprefix(RECORDED_IN_PYTHON)
-    return [] if given == first else given.split(", ")
+    return listed_objects(choice.run)
 
 
 def _json(data: bytes, name: str) -> dict[str, Any]:

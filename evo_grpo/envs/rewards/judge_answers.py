@@ -65,9 +65,9 @@ class Answers:
     def record_in(self, folder: Path, name: str, *, counts: bool = True) -> None:
         """Read the answers in all files of a folder, and append new ones to one of them.
 
-        The folder, and a file that other ranks do not use, are created with the first answer,
-        before which a line that a kill has cut off is removed. A damaged one is warned of. With
-        `counts`, the answers of all processes to this judge count.
+        The folder, and a file that other ranks do not use, are created with the first answer. A
+        line that a kill has cut off is removed then; a damaged one is warned of, and asked again.
+        With `counts`, the answers of all processes to this judge count.
         """
         judge = name.rpartition("rank-")[0]
         damaged = 0
