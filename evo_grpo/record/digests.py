@@ -13,6 +13,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+def sha256_of(file: Path) -> str | None:
+    """Return the SHA-256 of a file, or None if there is no regular file."""
+    if not file.is_file():
+        return None
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
 def check_digests(
     folder: Path, files: Mapping[str, str], recorded_by: str, or_else: str = ""
 ) -> None:
@@ -35,14 +43,14 @@ def check_digests(
 def damaged(
     folder: Path,
     files: Mapping[str, str],
-    digest: Callable[[Path], str | None] | None = None,
+    digest: Callable[[Path], str | None] = sha256_of,
 ) -> Iterator[tuple[str, str | None]]:
     """Yield name and SHA-256 of each file whose digest differs, with None for a missing file.
 
     Args:
         folder: The folder.
         files: Path below the folder -> expected SHA-256.
-        digest: Returns the SHA-256 of a file; None reads the file.
+        digest: Returns the SHA-256 of a file.
 
     Raises:
         RunDirError: A file is larger than any file of an adapter.
@@ -50,14 +58,6 @@ def damaged(
     for name, expected in files.items():
         file = folder / name
         refuse_oversized(file, MAX_WEIGHT_BYTES)
-        found = (digest or sha256_of)(file) if is_plain(file) else None
+        found = digest(file) if is_plain(file) else None
         if found != expected:
             yield name, found
-
-
-def sha256_of(file: Path) -> str | None:
-    """Return the SHA-256 of a file, or None if there is no regular file."""
-    if not file.is_file():
-        return None
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

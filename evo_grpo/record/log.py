@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import NonNegativeInt
 
-from evo_grpo.errors import CheckpointError
+from evo_grpo.errors import CheckpointError, RunDirError
 from evo_grpo.record.config import read_config
 from evo_grpo.record.files import reading, to_line
 from evo_grpo.record.folder import expect_run, is_trained, parse_rounds, round_name
@@ -164,8 +163,7 @@ def entries(
     while True:
         # Checked before the files are read, so that the last entries of a run are not missed.
         trained, now = follow and is_trained(folder), stamp_of(folder / ROUNDS)
-        more = _new(folder, after, config, rounds=now != seen)
-        for after, entry in more:
+        for after, entry in _new(folder, after, config, rounds=now != seen):  # noqa: B020
             yield after, entry
         seen = now
         if not trained:
@@ -217,9 +215,9 @@ def _rounds(folder: Path, at: Cursor) -> tuple[Cursor, list[tuple[int, RoundReco
     path = folder / ROUNDS
     first = max(0, at.rounds - 1)
     with reading(path, ""):
-        if at.rounds and _begins_line(path, at.place):
-            # An error: the file was restored from a copy, or the line is damaged.
-            with suppress(CheckpointError):
+        if at.rounds:
+            # An error: no line begins there since the file was replaced, or the line is damaged.
+            with suppress(CheckpointError, RunDirError):
                 if placed := _placed(path, start=at.place, first=first):
                     return at, placed
         placed = _placed(path)
@@ -239,11 +237,6 @@ def _placed(path: Path, *, start: int = 0, first: int = 0) -> list[tuple[int, Ro
     """Return the rounds of rounds.jsonl from byte `start`, each with its byte offset."""
     found = parse_rounds(path, start=start, first=first)
     return list(zip(found.places, found.records, strict=True))
-
-
-def _begins_line(path: Path, place: int) -> bool:
-    data, _ = _read(path, max(0, place - 1), 1)
-    return place == 0 or data == b"\n"
 
 
 def _steps(
@@ -278,23 +271,21 @@ def _lines(path: Path, start: int) -> Iterator[tuple[bytes, int]]:
     resume has replaced the file: it is then read from its start.
     """
     with reading(path, ""):
-        data, length = _read(path, start)
-        if length < start or not _begins_line(path, start):
-            start = 0
-            data, _ = _read(path, 0)
-    for line in data.splitlines(keepends=True):
+        data = _read(path, max(0, start - 1))
+        if start and not data.startswith(b"\n"):
+            start, data = 0, _read(path, 0)
+    for line in data[start > 0 :].splitlines(keepends=True):
         start += len(line)
         if line.endswith(b"\n"):
             yield line, start
 
 
-def _read(path: Path, start: int, most: int = -1) -> tuple[bytes, int]:
-    """Return bytes of a file from `start`, and its length; `b"", 0` if the file is missing."""
+def _read(path: Path, start: int) -> bytes:
+    """Return the bytes of a file from `start`; none if it is missing."""
     with suppress(FileNotFoundError), opened_plain(path, MAX_LOG_BYTES) as file:
-        length = os.fstat(file.fileno()).st_size
         file.seek(start)
-        return file.read(max(0, length - start) if most < 0 else most), length
-    return b"", 0
+        return file.read()
+    return b""
 
 
 def _note(path: Path, line: bytes) -> Noted:

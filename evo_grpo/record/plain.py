@@ -112,19 +112,12 @@ def stamp_of(path: Path) -> tuple[int, ...] | None:
 
 def is_plain(path: Path) -> bool:
     """Return whether a path is a regular file, and not a link to one."""
-    return stat.S_ISREG(_mode(path))
+    return os.path.isfile(path) and not os.path.islink(path)
 
 
 def is_folder(path: Path) -> bool:
     """Return whether a path is a folder, and not a link to one."""
-    return stat.S_ISDIR(_mode(path))
-
-
-def _mode(path: Path) -> int:
-    try:
-        return path.lstat().st_mode
-    except OSError:
-        return 0
+    return os.path.isdir(path) and not os.path.islink(path)
 
 
 def refuse_links(path: Path, most: int | None = None, *, deep: bool = True) -> None:

@@ -355,14 +355,10 @@ def _refuse_lost_lines(folder: Path, rounds: Sequence[RoundRecord]) -> None:
     kept = not finished or finished - 1 in found or rounds[-1].unsaved
     if (last := max(found, default=-1)) < finished or (last <= finished + 1 and kept):
         return
-    again = (
-        f"; or, to play them again, remove the folders of round {finished + 1} and later from "
-        f"{names.CHECKPOINTS}/"
-    )
+    again = f", or, to play them again, remove round {finished + 1} and later from checkpoints/"
     raise CheckpointError(
         f"{folder / names.ROUNDS}: expected the line of round {last + 1}, whose checkpoints are "
-        f"there, got {finished} whole lines; it was cut after it had been written: put it back as "
-        f"it was, from a copy{again if kept else ''}"
+        f"there, got {finished} whole lines; put it back as it was, from a copy{again * kept}"
     )
 
 

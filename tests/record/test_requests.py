@@ -145,14 +145,15 @@ def test_what_stands_in_the_place_of_the_folder_is_refused(tmp_path, plant):
     assert len(list((elsewhere / "steering").glob("*-*.json"))) == 1
 
 
-def test_a_full_disk_leaves_no_part_of_a_request(tmp_path, monkeypatch):
+def test_a_request_that_a_full_disk_refuses_is_not_made(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(RunFailedError, match=r"No space left.*evo-grpo steer RUN"):
         written(tmp_path)
-    assert [file.name for file in (tmp_path / "steering").iterdir()] == ["counter"]
+    found = read_requests(tmp_path)
+    assert (found.requests, found.unread) == ((), {})
 
 
 def test_clearing_removes_requests_and_nothing_else(tmp_path):

@@ -109,8 +109,8 @@ class Answers:
         if self._path is None:
             self._unrecorded |= answers
             return
-        lines = [_line(key, answer) for key, answer in answers.items()]
-        append(self._path, "".join(lines), durable=False)
+        lines = "".join(_line(key, answer) for key, answer in answers.items())
+        append(self._path, lines, durable=False)
 
     def sync(self) -> None:
         """Wait until the answers are on disk."""
