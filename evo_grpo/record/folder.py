@@ -129,7 +129,8 @@ def read_result(
 def config_text(folder: Path) -> str:
     """Return the text of a run's population.yaml."""
     try:
-        return read_plain(folder / CONFIG, MAX_YAML_BYTES).decode("utf-8")
+        with reading(folder, ""):
+            return read_plain(folder / CONFIG, MAX_YAML_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(
             f"{folder / CONFIG}: expected the run's settings as they were written, but they are "

@@ -259,7 +259,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         new, old = (self.path / name for name in names.ASIDES)
         with writing(target):
             for aside in (new, old):
-                shutil.rmtree(aside, ignore_errors=True)
+                remove(aside)
             if ours.is_file() and ours.read_bytes() == theirs.read_bytes():
                 return
             shutil.copytree(source, new)
@@ -269,7 +269,7 @@ class RunDir(AbstractContextManager["RunDir"]):
             new.rename(target)
             # On disk before the old copy and, later, the checkpoint itself are removed.
             sync(target.parent)
-            shutil.rmtree(old, ignore_errors=True)
+            remove(old)
 
     def drop_checkpoints(self, policy: Retention) -> None:
         """Remove the checkpoints of finished rounds that a policy does not keep."""
