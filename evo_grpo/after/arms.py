@@ -45,16 +45,14 @@ from evo_grpo.record.arms import (
     tokens_to_train,
 )
 from evo_grpo.record.config import adapter_of, read_config
-from evo_grpo.record.files import atomic_write, seal, sync_into, writing
+from evo_grpo.record.files import atomic_write, remove, seal, sync_into, writing
 from evo_grpo.record.folder import (
-    clear_replay,
     config_text,
     expect_run,
     is_run,
     read_rounds,
     refuse_links_in_run,
     refuse_objects,
-    remove,
 )
 from evo_grpo.record.names import (
     BASELINE,
@@ -63,6 +61,7 @@ from evo_grpo.record.names import (
     COMPARISON,
     INPUTS,
     REPLAY,
+    REPLAY_PARTS,
     REPLAYED,
 )
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
@@ -400,7 +399,8 @@ def _replay(
     )
     seconds = time.perf_counter() - start
     found = Replay(schedule, seed, repeats, trained, best, _differences(trained, best), seconds)
-    clear_replay(folder)
+    for name in REPLAY_PARTS:
+        remove(folder / name)
     files: dict[str, str] = {}
     for i in first:  # the first, not the best: that would be chosen on the test split
         name = plans[i].name

@@ -42,9 +42,8 @@ from evo_grpo.population.round import apply, next_slots
 from evo_grpo.population.steps import RunWriter
 from evo_grpo.record.code import code_folder
 from evo_grpo.record.files import sync_tree
-from evo_grpo.record.folder import expect_run, read_rounds
+from evo_grpo.record.folder import expect_run, read_rounds, with_objects
 from evo_grpo.record.leaderboard import from_records
-from evo_grpo.record.names import RECORDED_IN_PYTHON
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.run_dir import RunDir
@@ -245,9 +244,8 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         config = recorded_config(prepared, str(given["name"]), given["env"])
         check_storage(config.record.storage)
         check_trackers(config.record.trackers)
-        text = to_yaml(config)
-        if objects := unnamed_objects(self.cohort, self.slots, given["env"], own):
-            text = f"{RECORDED_IN_PYTHON}{', '.join(objects)}\n{text}"
+        objects = unnamed_objects(self.cohort, self.slots, given["env"], own)
+        text = with_objects(to_yaml(config), objects)
         with (
             Followers() as followers,
             RunDir.create(out, config.name, text, force=bool(given["force"])) as folder,

@@ -43,11 +43,12 @@ def _mark(cohort: Cohort, slot: Slot) -> dict[str, object]:
 
 
 def note(cohort: Cohort, record: RoundRecord) -> None:
-    """Remember that the plan of a round is not carried out yet; do nothing without one."""
+    """Remember that the plan of a round is not carried out yet."""
     slots = next_slots(record)
     withdraw(cohort, slots)
-    if record.plan is not None:
-        cohort.unapplied.append(Unapplied(record, {slot: _mark(cohort, slot) for slot in slots}))
+    cohort.unapplied.append(Unapplied(record, {slot: _mark(cohort, slot) for slot in slots}))
+    if record.plan is not None:  # else a clone that is made meanwhile would have one of its ids
+        cohort.reserve_members(1 + max(member.id for member in record.plan.members))
 
 
 def find(cohort: Cohort, slots: Sequence[Slot]) -> RoundRecord | None:
@@ -85,6 +86,15 @@ def make_up(
             f"the selection after round {found.record.round + 1} is skipped, since its agents were "
             f"changed ({'; '.join(changes)}); they continue unchanged. To have them selected, "
             "change them after the next round",
+            UserWarning,
+            stacklevel=4,
+        )
+        return None
+    if found.record.plan is None:
+        warnings.warn(
+            f"there is no selection after round {found.record.round + 1}, which ended without a "
+            "plan: an earlier version played it, or its selection or exploration failed; its "
+            "agents continue unchanged",
             UserWarning,
             stacklevel=4,
         )

@@ -133,9 +133,9 @@ def next_round(
         # Without a further round, there is none to spare.
         stopped = tuple(rule for rule in stopped if rule != "no_signal")
     last = limited or bool(stopped) or planned
-    plan: NextAgents | None = None
+    plan, failure = None, ""
     if last:
-        plan = _plan_beyond(inputs, reports, standings, round)
+        plan, failure = _plan_beyond(inputs, reports, standings, round)
         generation, decisions = keep_all(
             _collapsed(inputs, reports, standings, last=True), inputs.next_id, drop=False
         )
@@ -164,7 +164,7 @@ def next_round(
     )
     warning = without_signal([report.tally for report in reports]) if round == 0 else ""
     steps = {slot: report.steps for slot, report in agents.items()}
-    return RoundPlan(record, steps, last, warning=warning)
+    return RoundPlan(record, steps, last, (failure,) if failure else (), warning)
 
 
 def _next_generation(
@@ -196,16 +196,17 @@ def _next_generation(
 
 def _plan_beyond(
     inputs: PlanInputs, reports: Sequence[AgentReport], standings: Sequence[Standing], round: int
-) -> NextAgents | None:
+) -> tuple[NextAgents | None, str]:
     """Return the agents with which an extension of the run goes on after its last round.
 
-    None if they cannot be planned, as by an exploration of the user that has nothing more to try.
+    Where they cannot be planned, as by an exploration of the user that has nothing more to try,
+    return why: the run has ended, and its last round shall not be lost.
     """
     try:
         generation, decisions = _next_generation(inputs, reports, standings, round)
-    except EvoGrpoError:
-        return None
-    return NextAgents(generation.members, generation.hparams, decisions)
+    except EvoGrpoError as error:
+        return None, f"no round can follow round {round + 1}: {error}"
+    return NextAgents(generation.members, generation.hparams, decisions), ""
 
 
 def _collapsed(

@@ -136,7 +136,7 @@ class Overlap:
                 or it has fewer environments than parts.
         """
         able = self._able(env)
-        if self._setting is True and not able:
+        if self._setting is True and not able and self._parts > 1:
             why = (
                 "too few max_environments; raise them, lower engine.shards,"
                 if getattr(env, "side_by_side", False)

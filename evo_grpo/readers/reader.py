@@ -8,22 +8,24 @@ or, for a reader that cannot flush, when the reader is closed.
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import math
 import os
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, final
 
-from evo_grpo.errors import CheckpointError, RunDirError
+from pydantic import TypeAdapter
+
+from evo_grpo.errors import RunDirError
 from evo_grpo.record.files import atomic_write, to_line, writing
-from evo_grpo.record.folder import expect_run
+from evo_grpo.record.folder import expect_run, read_result
 from evo_grpo.record.log import START, Cursor, Entry, StepDone, entries
 from evo_grpo.record.names import READERS
-from evo_grpo.record.plain import open_plain, read_plain
+from evo_grpo.record.plain import open_plain
 
 SECONDS_BETWEEN_SAVES = 1.0
 """Least time between two saves of the cursor while steps are read."""
@@ -31,6 +33,15 @@ SECONDS_BEFORE_WARNING = 10.0
 """How long `feed` waits for another process before it warns."""
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Position:
+    cursor: Cursor
+    id: str
+
+
+_POSITION = TypeAdapter(_Position)
 
 
 class Reader(Protocol):
@@ -168,7 +179,7 @@ class ReaderFile:
         if (cursor, id) == (self.cursor, self.id) or (may_wait and not is_due):
             return
         self.check()
-        atomic_write(self._file, to_line({"id": id, "cursor": cursor.to_json()}) + "\n", "follow")
+        atomic_write(self._file, to_line(asdict(_Position(cursor, id))) + "\n", "follow")
         self.cursor, self.id, self._saved_at = cursor, id, time.monotonic()
 
     def check(self) -> None:
@@ -205,13 +216,6 @@ def _file_of(run: Path, name: str) -> Path:
 
 def _read(file: Path) -> tuple[Cursor, str]:
     """Return the cursor and the id of a reader."""
-    if not os.path.lexists(file):
-        return START, ""
-    try:
-        data = json.loads(read_plain(file))
-        return Cursor.from_json(data["cursor"]), str(data["id"])
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file}: expected the cursor and the id of a reader, but {error}; delete the file: "
-            "the reader then reads the log from its start"
-        ) from error
+    what = "the cursor and the id of a reader"
+    found = read_result(file, _POSITION, what, f"follow {file.parent.parent}")
+    return (START, "") if found is None else (found[1].cursor, found[1].id)

@@ -13,6 +13,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+def sha256_of(file: Path) -> str | None:
+    """Return the SHA-256 of a file, or None if there is no regular file."""
+    if not file.is_file():
+        return None
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
 def check_digests(
     folder: Path, files: Mapping[str, str], recorded_by: str, or_else: str = ""
 ) -> None:
@@ -48,11 +56,3 @@ def damaged(folder: Path, files: Mapping[str, str]) -> Iterator[tuple[str, str |
         found = sha256_of(file) if is_plain(file) else None
         if found != expected:
             yield name, found
-
-
-def sha256_of(file: Path) -> str | None:
-    """Return the SHA-256 of a file, or None if there is no regular file."""
-    if not file.is_file():
-        return None
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Atomic writes, lines with checksums, and a lock that is released when its process exits.
+"""Crash-safe primitives: atomic writes, appended lines with checksums, the lock of a folder.
 
 A power cut keeps only synced data: the contents of a file after a sync of the file, its name after
 a sync of its folder. So a round is written in this order: its files, their folders up to the run
@@ -12,9 +12,11 @@ import fcntl
 import gc
 import hashlib
 import json
+import logging
 import math
 import os
 import re
+import shutil
 import time
 import weakref
 from collections.abc import Mapping
@@ -28,8 +30,10 @@ from evo_grpo.record.plain import open_plain
 from evo_grpo.schema.hparams import Hparams
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterable
     from pathlib import Path
+
+_log = logging.getLogger(__name__)
 
 _LOOKS, _MOMENT = 5, 0.01
 _CHECKSUM = "sha256"
@@ -128,6 +132,56 @@ def atomic_write(path: Path, text: str | bytes, command: str = "resume") -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def append(path: Path, text: str, *, durable: bool = True) -> None:
+    """Append lines to a file, all of them or none, after removing a truncated last line.
+
+    The file and its folder are created if they are missing. With `durable`, return after the lines
+    are on disk.
+    """
+    with writing(path):
+        create_one(path.parent)
+        is_new = not os.path.lexists(path)
+        descriptor = open_plain(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        try:
+            _end_last_line(descriptor, path)
+            length = os.fstat(descriptor).st_size
+            rest = memoryview(text.encode("utf-8", errors="replace"))
+            try:
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+                if durable:
+                    os.fsync(descriptor)
+            except BaseException:  # including Ctrl-C: no part of a line may stay in the file
+                os.ftruncate(descriptor, length)
+                raise
+        finally:
+            os.close(descriptor)
+        if is_new and durable:
+            sync(path.parent)
+
+
+def _end_last_line(descriptor: int, path: Path) -> None:
+    """Remove the last line of a file if it is truncated; add its line end if that is missing."""
+    length = os.fstat(descriptor).st_size
+    if not length or os.pread(descriptor, 1, length - 1) == b"\n":
+        return
+    last = os.pread(descriptor, length, 0).rpartition(b"\n")[2]
+    if is_truncated(last):
+        _log.warning("%s: removed a truncated last line of %d bytes", path, len(last))
+        os.ftruncate(descriptor, length - len(last))
+    else:
+        os.write(descriptor, b"\n")
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a folder with its contents, or a link, but not the target of the link."""
+    with writing(path):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def is_temporary(path: Path) -> bool:
     """Return whether an interrupted `atomic_write` left this file."""
     return path.name.startswith(".") and path.name.endswith(_TEMPORARY)
@@ -169,29 +223,29 @@ def create_folder(folder: Path) -> None:
 
 def sync_into(top: Path, folder: Path) -> None:
     """Wait until a folder, its contents and its path below `top` are on disk, if it exists."""
-    if not folder.exists():
-        return
-    sync_tree(folder)
-    for above in folder.parents:
-        sync(above)
-        if above == top:
-            return
+    with writing(folder):
+        if folder.exists():
+            sync_tree(folder)
+            for above in folder.parents[: len(folder.relative_to(top).parts)]:
+                sync(above)
 
 
 def sync_tree(folder: Path) -> None:
     """Wait until a folder and all its contents are on disk, if it exists."""
-    if not folder.exists():
-        return
-    for path in folder.rglob("*"):
-        if not path.is_symlink():
+    for path in (*folder.rglob("*"), folder):
+        if path.exists() and not path.is_symlink():
             sync(path)
-    sync(folder)
 
 
 def to_line(value: Any, *, ensure_ascii: bool = False, **options: Any) -> str:  # noqa: ANN401 -- any JSON value
     """Return a value as one line of strict JSON; see `plain_value`."""
     plain = plain_value(value)
     return json.dumps(plain, ensure_ascii=ensure_ascii, allow_nan=False, **options)
+
+
+def to_lines(rows: Iterable[Any]) -> str:
+    """Return values as lines of strict JSON, one each; see `to_line`."""
+    return "".join(f"{to_line(row)}\n" for row in rows)
 
 
 def load_json(data: bytes) -> Any:  # noqa: ANN401 -- any JSON value
@@ -208,7 +262,8 @@ def seal(data: Mapping[str, Any], indent: int | None = None) -> str:
     The checksum is that of all bytes before it, so that a reader need not parse the line.
     """
     before = to_line({**data, _CHECKSUM: ""}, indent=indent).rpartition('"')[0]
-    return f'{before}{_sha256(before)}"}}\n'
+    digest = hashlib.sha256(before.encode("utf-8", errors="replace")).hexdigest()
+    return f'{before}{digest}"}}\n'
 
 
 def unseal_result(data: bytes) -> dict[str, Any]:
@@ -266,10 +321,6 @@ def is_truncated(line: bytes) -> bool:
     return False
 
 
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", errors="replace")).hexdigest()
-
-
 def plain_value(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
     """Return a value as strict JSON, with None for a number that is not finite."""
     if isinstance(value, Hparams):
@@ -286,16 +337,6 @@ def plain_value(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
     return plain_value(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
-def _lock(descriptor: int) -> None:
-    """Take a lock, with several attempts: `is_trained` holds it for an instant to test it."""
-    for _ in range(_LOOKS):
-        with suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        time.sleep(_MOMENT)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
 @final
 class FolderLock:
     """An flock on a file, held until `release` or the end of the process.
@@ -305,39 +346,16 @@ class FolderLock:
 
     Raises:
         RunDirError: Another process, or another object of this process, holds the lock.
+        OSError: The file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
-        # Absolute, because user code may change the working folder.
-        self._path, self._folder = path.absolute(), path.absolute().parent
+        self._path = path.absolute()  # user code may change the working folder
         self._owner = os.getpid()
-        try:
-            self._descriptor: int | None = open_plain(path, os.O_RDWR | os.O_CREAT)
-        except RunDirError:
-            raise
-        except OSError as error:
-            raise RunDirError(
-                f"{path.parent}: cannot be written ({error.strerror}); give permission, "
-                "or choose another folder with --out"
-            ) from error
-        try:
-            _lock(self._descriptor)
-        except BlockingIOError:
-            said = os.pread(self._descriptor, 32, 0).decode(errors="replace").split()
-            holder = said[0] if said else ""
-            self._drop()
-            raise RunDirError(
-                f"{path.parent}: in use by process {holder or '(unknown)'}; "
-                "wait until it exits, stop it, or choose another folder with --out"
-            ) from None
-        except OSError as error:
-            self._drop()
-            raise RunDirError(
-                f"{path.parent}: its file system offers no flock ({error.strerror}); "
-                "choose a folder on a local disk with --out"
-            ) from error
+        self._descriptor: int | None = open_plain(path, os.O_RDWR | os.O_CREAT)
         try:
             with writing(path):
+                self._take(self._descriptor)
                 os.ftruncate(self._descriptor, 0)
             self.write_round()
         except BaseException:  # KeyboardInterrupt too: do not leave the folder locked
@@ -345,10 +363,23 @@ class FolderLock:
             raise
         _held.add(self)
 
-    def write_round(self, *numbers: int) -> None:
-        """Write the id of this process and some numbers into the file, for other processes.
+    def _take(self, descriptor: int) -> None:
+        for _ in range(_LOOKS):  # `is_trained` holds it for an instant to test it
+            with suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            time.sleep(_MOMENT)
+        holder, *_ = os.pread(descriptor, 32, 0).decode(errors="replace").split() or ["(unknown)"]
+        raise RunDirError(
+            f"{self._path.parent}: in use by process {holder}; wait until it exits, stop it, or "
+            "choose another folder with --out"
+        )
 
-        Each number must have at least as many digits as in the last call.
+    def write_round(self, *numbers: int) -> None:
+        """Write the id of this process into the file, and the round that it plays, if any.
+
+        Commands that make requests read it: a request waits for the end of the round that is
+        played when it is made. Later rounds have as many digits or more.
         """
         if self._descriptor is not None:
             lines = "".join(f"{number}\n" for number in (os.getpid(), *numbers))
@@ -361,7 +392,8 @@ class FolderLock:
         A fork of the process that locked the folder would write the same files. A folder that was
         deleted, moved or replaced by another run must not be written to.
         """
-        if not path.absolute().is_relative_to(self._folder):
+        folder = self._path.parent
+        if not path.absolute().is_relative_to(folder):
             return
         if os.getpid() != self._owner:
             raise RunDirError(
@@ -369,17 +401,14 @@ class FolderLock:
                 f"{os.getpid()}, a fork of it; end a forked process with os._exit, or start it "
                 "with the method spawn"
             )
-        if self._descriptor is not None and not self._is_there(self._descriptor):
-            raise RunFailedError(
-                f"{path}: cannot be written: {self._folder} was deleted, moved or replaced while "
-                "this process wrote to it; put it back and resume it, or start the run anew"
-            )
-
-    def _is_there(self, descriptor: int) -> bool:
-        try:
-            return os.path.samestat(self._path.lstat(), os.fstat(descriptor))
-        except OSError:
-            return False
+        assert self._descriptor is not None, "a lock that is checked is held"
+        with suppress(OSError):
+            if os.path.samestat(self._path.lstat(), os.fstat(self._descriptor)):
+                return
+        raise RunFailedError(
+            f"{path}: cannot be written: {folder} was deleted, moved or replaced while this "
+            "process wrote to it; put it back and resume it, or start the run anew"
+        )
 
     def release(self) -> None:
         """Release the lock; a second call does nothing."""

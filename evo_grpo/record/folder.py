@@ -1,55 +1,33 @@
-"""Recognise, read, create, clear and protect run folders, without the lock of the run."""
+"""Recognise and read run folders, without the lock of the run."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from evo_grpo.errors import CheckpointError, RunDirError, RunNotFoundError
 from evo_grpo.record.files import (
-    create_folder,
-    is_temporary,
     is_truncated,
     many_objects,
     reading,
-    sync_names,
     unseal_result,
     unsealed_head,
-    writing,
 )
 from evo_grpo.record.names import (
-    BEST,
-    CHECKPOINTS,
-    COMPARE,
-    COMPARED,
-    COMPARISON,
     CONFIG,
-    COUNTER,
     EARLIER,
-    FILES,
-    JUDGED,
     LOCK,
-    MEAN,
     OF_READERS,
-    OF_ROUNDS,
+    OWN,
     RECORDED_IN_PYTHON,
-    REPLAY,
-    REPLAY_RESULT,
-    REPLAYED,
-    REQUEST,
     ROUNDS,
-    STEERING,
-    STUDY_ASIDES,
-    SUMMARY,
 )
 from evo_grpo.record.plain import (
     MAX_LOG_BYTES,
     is_folder,
-    is_plain,
     open_plain,
     opened_plain,
     read_plain,
@@ -60,7 +38,7 @@ from evo_grpo.schema.validated import validated
 from evo_grpo.settings.plain_yaml import MAX_YAML_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from pydantic import TypeAdapter
 
@@ -68,7 +46,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_FOLDERS = (*OF_ROUNDS, COMPARE, JUDGED, REPLAY, STEERING)
 _ROUND = re.compile(r"round-(\d{4,})(\.jsonl)?")
 
 
@@ -90,14 +67,12 @@ def is_trained(folder: Path) -> bool:
         descriptor = open_plain(folder / LOCK, os.O_RDONLY)
     except OSError:
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(descriptor)
+    with os.fdopen(descriptor) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def expect_run(path: str | Path) -> Path:
@@ -105,15 +80,10 @@ def expect_run(path: str | Path) -> Path:
     folder = Path(path)
     if is_run(folder):
         return folder
-    if not folder.exists():
-        found = "there is nothing at that path"
-    elif not folder.is_dir():
-        found = "it is a file"
-    else:
-        missing = [name for name in (CONFIG, ROUNDS) if not (folder / name).is_file()]
-        found = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+    missing = [name for name in (CONFIG, ROUNDS) if not (folder / name).is_file()]
+    found = f"one without {' and '.join(missing)}" if folder.is_dir() else "no folder"
     raise RunNotFoundError(
-        f"{folder}: no run folder: expected one with {ROUNDS} and {CONFIG} in it, but {found}; "
+        f"{folder}: no run folder: expected one with {ROUNDS} and {CONFIG} in it, got {found}; "
         "give the folder that `evo-grpo run` printed"
     )
 
@@ -163,7 +133,8 @@ def read_result(
 def config_text(folder: Path) -> str:
     """Return the text of a run's population.yaml."""
     try:
-        return read_plain(folder / CONFIG, MAX_YAML_BYTES).decode("utf-8")
+        with reading(folder, ""):
+            return read_plain(folder / CONFIG, MAX_YAML_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(
             f"{folder / CONFIG}: expected the run's settings as they were written, but they are "
@@ -171,10 +142,17 @@ def config_text(folder: Path) -> str:
         ) from error
 
 
-def objects_line(folder: Path) -> str:
-    """Return the line of a run's population.yaml that lists its Python objects, "" without any."""
+def with_objects(text: str, objects: Iterable[str]) -> str:
+    """Return a population.yaml with a first line that lists Python objects, if there are any."""
+    line = ", ".join(objects)
+    return f"{RECORDED_IN_PYTHON}{line}\n{text}" if line else text
+
+
+def listed_objects(folder: Path) -> list[str]:
+    """Return the Python objects that a run was given, each with its keyword first."""
     first = config_text(folder).partition("\n")[0]
-    return f"{first}\n" if first.startswith(RECORDED_IN_PYTHON) else ""
+    line = first.removeprefix(RECORDED_IN_PYTHON)
+    return [] if line == first else line.strip().split(", ")
 
 
 def recorded_objects(folder: Path) -> dict[str, str]:
@@ -183,14 +161,12 @@ def recorded_objects(folder: Path) -> dict[str, str]:
     The keys are keywords such as "env" and "model"; "agents" stands for agents that had trained
     before.
     """
-    line = objects_line(folder)
-    named = line.removeprefix(RECORDED_IN_PYTHON).strip().split(", ") if line else []
-    return {one.partition(" ")[0]: one for one in named}
+    return {one.partition(" ")[0]: one for one in listed_objects(folder)}
 
 
 def continuing(folder: Path) -> str:
     """Return the command that continues a run, or the call in Python if it needs objects."""
-    if recorded_objects(folder):
+    if listed_objects(folder):
         return f"evo_grpo.Population.resume({str(folder)!r}, env=...) in Python"
     return f"evo-grpo resume {folder}"
 
@@ -202,10 +178,10 @@ def refuse_objects(folder: Path, so: str) -> None:
         folder: The run folder.
         so: The consequence and the remedy, for the message.
     """
-    if objects := recorded_objects(folder):
+    if objects := listed_objects(folder):
         raise RunDirError(
-            f"{folder}: it was recorded from Python with {', '.join(objects.values())}, which "
-            f"no file can name, {so}"
+            f"{folder}: it was recorded from Python with {', '.join(objects)}, which no file can "
+            f"name, {so}"
         )
 
 
@@ -265,29 +241,6 @@ def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> Parsed:
     return Parsed(records, length, places)
 
 
-def refuse_lost_lines(folder: Path, rounds: Sequence[RoundRecord]) -> None:
-    """Refuse a run whose rounds.jsonl has lost lines, because a resume would drop those rounds.
-
-    A stopped run leaves files of at most one round after its last line, and files of a round are
-    removed only after the line of the next round is written. Where the disk of the first rank is
-    slow, other ranks write their checkpoints of one more round: a resume plays both again.
-    """
-    found = {number for number, _ in round_entries(folder / CHECKPOINTS)}
-    finished = len(rounds)
-    kept = not finished or finished - 1 in found or rounds[-1].unsaved
-    if (last := max(found, default=-1)) < finished or (last <= finished + 1 and kept):
-        return
-    again = (
-        f"; or, to play them again, remove the folders of round {finished + 1} and later from "
-        f"{CHECKPOINTS}/"
-    )
-    raise CheckpointError(
-        f"{folder / ROUNDS}: expected the line of round {last + 1}, whose checkpoints are "
-        f"there, got {finished} whole lines; it was cut after it had been written: put it back as "
-        f"it was, from a copy{again if kept else ''}"
-    )
-
-
 def _amend(records: list[RoundRecord], amendment: Amendment, first: int) -> None:
     """Add the requests made after the last round to its record.
 
@@ -314,159 +267,9 @@ def round_entries(folder: Path) -> Iterator[tuple[int, Path]]:
             yield int(match[1]), path
 
 
-def remove(path: Path) -> None:
-    """Remove a file, a folder with its contents, or a link, but not the target of the link."""
-    with writing(path):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def fresh_folder(name: str, parent: Path) -> Path:
-    """Create and return `<parent>/<name>-<n>`, with n one above the greatest number in use."""
-    stem = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "run"
-    pattern = re.compile(re.escape(stem) + r"-(\d+)")
-    make_folder(parent)
-    with writing(parent):
-        used = [int(m[1]) for p in parent.iterdir() if (m := pattern.fullmatch(p.name))]
-        number = max(used, default=0) + 1
-        while True:
-            try:
-                (parent / f"{stem}-{number}").mkdir()
-            except FileExistsError:  # another process took the number
-                number += 1
-            else:
-                sync_names(parent)
-                return parent / f"{stem}-{number}"
-
-
-def make_folder(folder: Path) -> None:
-    """Create a folder with its parents, or raise RunDirError."""
-    try:
-        create_folder(folder)
-    except OSError as error:
-        raise RunDirError(
-            f"{folder}: cannot be created ({error.strerror}); make room or give permission, "
-            "or choose another --out"
-        ) from error
-
-
 def refuse_links_in_run(folder: Path) -> None:
     """Refuse a run folder in which one of the run's files is a link, pipe, socket or device."""
-    for name in (*FILES, *STUDY_ASIDES, LOCK, *_FOLDERS):
-        refuse_links(folder / name)
-    for name in OF_READERS:  # wandb creates links below its own folder
-        refuse_links(folder / name, deep=False)
     for path in folder.iterdir():
-        if EARLIER.fullmatch(path.name):
-            refuse_links(path)
-
-
-def refuse_foreign(folder: Path) -> None:
-    """Raise RunDirError for a folder that is neither empty nor a run."""
-    if not folder.is_dir() or is_run(folder):
-        return
-    names = sorted(path.name for path in folder.iterdir() if not _left_by_setup(path))
-    if names:
-        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        raise RunDirError(
-            f"{folder}: expected a new or empty folder, found {shown}; choose another --out, "
-            "or write the run beside them with --force"
-        )
-
-
-def refuse_run(folder: Path) -> None:
-    """Raise RunDirError for a folder that holds a run."""
-    if (folder / SUMMARY).is_file():
-        raise RunDirError(
-            f"{folder}: expected a new or empty folder, found a finished run; "
-            "choose another --out, or replace it with --force"
-        )
-    raise RunDirError(
-        f"{folder}: expected a new or empty folder, found an unfinished run; "
-        f"continue with: {continuing(folder)}, choose another --out, or replace it with --force"
-    )
-
-
-def refuse_taken(folder: Path) -> None:
-    """Raise RunDirError for a folder that a new run may not use without force."""
-    refuse_foreign(folder)
-    if is_run(folder):
-        refuse_run(folder)
-
-
-def clear_run(folder: Path) -> None:
-    """Remove the files of a run, and nothing else from its folder."""
-    # The two files by which `is_run` recognises a run go last, so that a clearing that was
-    # interrupted can be repeated.
-    remove(folder / COMPARISON)
-    for name in COMPARED:
-        if is_run(folder / COMPARE / name):
-            clear_run(folder / COMPARE / name)
-    clear_replay(folder)
-    clear_requests(folder)
-    for path in list(folder.iterdir()):
-        if EARLIER.fullmatch(path.name):
-            remove(path)
-    for name in (
-        *OF_READERS,
-        JUDGED,
-        BEST,
-        MEAN,
-        f"{CHECKPOINTS}/.best-new",
-        f"{CHECKPOINTS}/.best-old",
-    ):
-        remove(folder / name)
-    for name in OF_ROUNDS:
-        for _, path in round_entries(folder / name):
-            remove(path)
-        if (folder / name).is_dir() and not any((folder / name).iterdir()):
-            (folder / name).rmdir()
-    for name in reversed((*FILES, *STUDY_ASIDES)):
-        remove(folder / name)
-
-
-def clear_replay(folder: Path) -> None:
-    """Remove a replay from a run, and nothing else from its folder; the result goes first."""
-    if not (folder / REPLAY).is_dir():
-        return
-    for name in (REPLAY_RESULT, *(f"{REPLAY}/{training}" for training in REPLAYED)):
-        remove(folder / name)
-    if not any((folder / REPLAY).iterdir()):
-        (folder / REPLAY).rmdir()
-
-
-def clear_requests(folder: Path) -> None:
-    """Remove the requests to a run, and nothing else from its folder."""
-    place = folder / STEERING
-    if not is_folder(place):
-        return
-    for path in list(place.iterdir()):
-        if REQUEST.fullmatch(path.name) or is_temporary(path) or path == folder / COUNTER:
-            remove(path)
-    if not any(place.iterdir()):
-        place.rmdir()
-
-
-def move_aside(folder: Path) -> None:
-    """Rename existing files that have the name of one of a run's files."""
-    for name in (*FILES, *STUDY_ASIDES, *_FOLDERS, *OF_READERS):
-        path = folder / name
-        # Rename a dangling link too: it would be followed once its target exists.
-        if not os.path.lexists(path) or _left_by_setup(path):
-            continue
-        number = 1
-        while os.path.lexists(kept := folder / f"{name}.old-{number}"):
-            number += 1
-        with writing(path):
-            path.rename(kept)
-
-
-def _left_by_setup(path: Path) -> bool:
-    """Return whether a run that was killed during its set-up left this path."""
-    return (
-        path.name == LOCK
-        or is_temporary(path)
-        or (path.name == ROUNDS and is_plain(path) and path.stat().st_size == 0)
-    )
+        if path.name in OWN or EARLIER.fullmatch(path.name):
+            # wandb creates links below its own folder
+            refuse_links(path, deep=path.name not in OF_READERS)

@@ -12,25 +12,24 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import NonNegativeInt, TypeAdapter
+from pydantic import NonNegativeInt
 
-from evo_grpo.errors import CheckpointError
+from evo_grpo.errors import CheckpointError, RunDirError
 from evo_grpo.record.config import read_config
 from evo_grpo.record.files import reading, to_line
 from evo_grpo.record.folder import expect_run, is_trained, parse_rounds, round_name
 from evo_grpo.record.names import METRICS, NOTES, ROUNDS, SUMMARY
-from evo_grpo.record.plain import MAX_LOG_BYTES, open_plain, refuse_oversized, stamp_of
+from evo_grpo.record.plain import MAX_LOG_BYTES, opened_plain, stamp_of
 from evo_grpo.record.records import to_json
 from evo_grpo.record.step_metrics import WHERE, row_of
 from evo_grpo.record.summary import read_summary
-from evo_grpo.schema.validated import validated
 from evo_grpo.settings import RunConfig
 from evo_grpo.types import Slot
 
@@ -138,21 +137,7 @@ class Cursor:
     notes: NonNegativeInt = 0
     summary: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the cursor as plain JSON values."""
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Cursor:
-        """Build a cursor from the output of `to_json`.
-
-        Raises:
-            ValueError: A field is invalid; the message names it.
-        """
-        return validated(_CURSOR, data)
-
-
-_CURSOR = TypeAdapter(Cursor)
 START = Cursor()
 
 
@@ -178,37 +163,12 @@ def entries(
     while True:
         # Checked before the files are read, so that the last entries of a run are not missed.
         trained, now = follow and is_trained(folder), stamp_of(folder / ROUNDS)
-        if now != seen:
-            after = _within_log(folder, after)
-        more = _new(begin, after, rounds=now != seen)
-        for after, entry in more:
+        for after, entry in _new(begin, after, rounds=now != seen):  # noqa: B020
             yield after, entry
         seen = now
         if not trained:
             return
         time.sleep(POLL_SECONDS)
-
-
-def _within_log(folder: Path, at: Cursor) -> Cursor:
-    """Return the cursor, moved back if it lies beyond the end of the log.
-
-    The log is shorter than before if a power cut lost its last round. That round is then read once
-    more after it has been played again.
-    """
-    path = folder / ROUNDS
-    if not at.rounds or _read(path, 0, 0)[1] > at.place:
-        return at
-    finished = len(_placed(path))
-    if finished >= at.rounds:
-        return at
-    _log.warning(
-        "%s: expected at least the %d rounds that the reader has read, got %d; the reader "
-        "continues after them",
-        path,
-        at.rounds,
-        finished,
-    )
-    return replace(at, rounds=finished, place=0, last="", steps=0, summary="")
 
 
 def _new(begin: RunStarted, at: Cursor, *, rounds: bool = True) -> Iterator[tuple[Cursor, Entry]]:
@@ -221,7 +181,8 @@ def _new(begin: RunStarted, at: Cursor, *, rounds: bool = True) -> Iterator[tupl
     for line, end in _lines(folder / NOTES, at.notes):
         at = replace(at, notes=end)
         yield at, _note(folder / NOTES, line)
-    for place, record in _rounds(folder, at) if rounds else ():
+    at, placed = _rounds(folder, at) if rounds else (at, [])
+    for place, record in placed:
         digest = _digest(to_json(record))
         if record.round == at.rounds:  # the round is finished, so its metrics are complete
             for at, step in _steps(folder, at, per_round, whole=True):  # noqa: B020 -- at advances
@@ -243,31 +204,37 @@ def _new(begin: RunStarted, at: Cursor, *, rounds: bool = True) -> Iterator[tupl
         yield at, RunFinished(at.rounds * per_round, summary)
 
 
-def _rounds(folder: Path, at: Cursor) -> list[tuple[int, RoundRecord]]:
-    """Return the last round that was read and all later ones, each with its byte offset."""
+def _rounds(folder: Path, at: Cursor) -> tuple[Cursor, list[tuple[int, RoundRecord]]]:
+    """Return the last round that was read and all later ones, each with its byte offset.
+
+    The cursor is moved back if it lies beyond the end of the log. The log is shorter than before if
+    a power cut lost its last round, which is read once more after it has been played again.
+    """
     path = folder / ROUNDS
     first = max(0, at.rounds - 1)
     with reading(path, ""):
-        if at.rounds and _begins_line(path, at.place):
-            try:
-                placed = _placed(path, start=at.place, first=first)
-            except CheckpointError:
-                placed = []  # the file was restored from a copy, or the line is damaged
-            if placed:
-                return placed
+        if at.rounds:
+            # An error: no line begins there since the file was replaced, or the line is damaged.
+            with suppress(CheckpointError, RunDirError):
+                if placed := _placed(path, start=at.place, first=first):
+                    return at, placed
         placed = _placed(path)
-    return placed[first:]
+    if len(placed) < at.rounds:
+        _log.warning(
+            "%s: expected at least the %d rounds that the reader has read, got %d; the reader "
+            "continues after them",
+            path,
+            at.rounds,
+            len(placed),
+        )
+        at = replace(at, rounds=len(placed), place=0, last="", steps=0, summary="")
+    return at, placed[max(0, at.rounds - 1) :]
 
 
 def _placed(path: Path, *, start: int = 0, first: int = 0) -> list[tuple[int, RoundRecord]]:
     """Return the rounds of rounds.jsonl from byte `start`, each with its byte offset."""
     found = parse_rounds(path, start=start, first=first)
     return list(zip(found.places, found.records, strict=True))
-
-
-def _begins_line(path: Path, place: int) -> bool:
-    data, _ = _read(path, max(0, place - 1), 1)
-    return place == 0 or data == b"\n"
 
 
 def _steps(
@@ -302,27 +269,21 @@ def _lines(path: Path, start: int) -> Iterator[tuple[bytes, int]]:
     resume has replaced the file: it is then read from its start.
     """
     with reading(path, ""):
-        data, length = _read(path, start)
-        if length < start or not _begins_line(path, start):
-            start = 0
-            data, _ = _read(path, 0)
-    for line in data.splitlines(keepends=True):
+        data = _read(path, max(0, start - 1))
+        if start and not data.startswith(b"\n"):
+            start, data = 0, _read(path, 0)
+    for line in data[start > 0 :].splitlines(keepends=True):
         start += len(line)
         if line.endswith(b"\n"):
             yield line, start
 
 
-def _read(path: Path, start: int, most: int = -1) -> tuple[bytes, int]:
-    """Return bytes of a file from `start`, and its length; `b"", 0` if the file is missing."""
-    try:
-        descriptor = open_plain(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return b"", 0
-    with os.fdopen(descriptor, "rb") as file:
-        refuse_oversized(path, MAX_LOG_BYTES)
-        length = os.fstat(file.fileno()).st_size
+def _read(path: Path, start: int) -> bytes:
+    """Return the bytes of a file from `start`; none if it is missing."""
+    with suppress(FileNotFoundError), opened_plain(path, MAX_LOG_BYTES) as file:
         file.seek(start)
-        return file.read(max(0, length - start) if most < 0 else most), length
+        return file.read()
+    return b""
 
 
 def _note(path: Path, line: bytes) -> Noted:

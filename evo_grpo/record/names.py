@@ -25,13 +25,17 @@ METRICS = "metrics"
 """Metrics of each GRPO step and agent, a file per round."""
 NOTES = "notes.jsonl"
 """Events outside of rounds, such as a pause or a refused request."""
-FILES = (CONFIG, ROUNDS, INPUTS, JOURNAL, STUDY, LEADERBOARD, SUMMARY, REPORT, NOTES)
-"""Files directly in the folder."""
+FILES = (CONFIG, ROUNDS, INPUTS, JOURNAL, STUDY, *STUDY_ASIDES, LEADERBOARD, SUMMARY, REPORT, NOTES)
+"""Files directly in the folder, those by which a run is recognised first."""
 CHECKPOINTS = "checkpoints"
 BEST = f"{CHECKPOINTS}/best"
 """The best agent so far, with its weights at that time."""
 MEAN = f"{CHECKPOINTS}/mean"
 """The mean of related survivors, if it won the final comparison."""
+ATTRIBUTES = "attributes.json"
+"""The file of a checkpoint that is written last. It holds the digests of the other files."""
+ASIDES = (f"{CHECKPOINTS}/.best-new", f"{CHECKPOINTS}/.best-old")
+"""Temporary folders, used while `BEST` is replaced."""
 
 OF_ROUNDS = (COMPLETIONS, METRICS, CHECKPOINTS)
 """Folders whose entries are named after their round."""
@@ -65,6 +69,14 @@ REPLAY = "replay"
 REPLAY_RESULT = f"{REPLAY}/replay.json"
 REPLAYED = ("schedule-run", "constant-run")
 """The trainings of a replay at the rows of the whole run, each in a folder below `REPLAY`."""
+
+REPLAY_PARTS = (REPLAY_RESULT, *(f"{REPLAY}/{name}" for name in REPLAYED))
+"""Those files and folders, the result first."""
+
+PARTS = (*FILES[2:], BEST, MEAN, *ASIDES, COUNTER, *OF_READERS, JUDGED, COMPARISON, *REPLAY_PARTS)
+"""Files and folders with one name in every run, except those by which a run is recognised."""
+OWN = (*FILES, LOCK, *OF_ROUNDS, STEERING, *OF_READERS, JUDGED, COMPARE, REPLAY)
+"""Files and folders directly in the folder."""
 
 BASELINE = "# Without evolution, beside the run two folders above it; training tokens: "
 """First line of population.yaml in a folder of a comparison, before the number of tokens."""

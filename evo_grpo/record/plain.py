@@ -25,14 +25,6 @@ if TYPE_CHECKING:
 #: Without O_NONBLOCK, opening a pipe waits for its other end.
 _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
 MAX_JSON_BYTES = 1 << 26
 """Largest JSON document: 64 MiB, hundreds of times the size of those that a run writes."""
 MAX_WEIGHT_BYTES = 1 << 34
@@ -120,19 +112,12 @@ def stamp_of(path: Path) -> tuple[int, ...] | None:
 
 def is_plain(path: Path) -> bool:
     """Return whether a path is a regular file, and not a link to one."""
-    return stat.S_ISREG(_mode(path))
+    return os.path.isfile(path) and not os.path.islink(path)
 
 
 def is_folder(path: Path) -> bool:
     """Return whether a path is a folder, and not a link to one."""
-    return stat.S_ISDIR(_mode(path))
-
-
-def _mode(path: Path) -> int:
-    try:
-        return path.lstat().st_mode
-    except OSError:
-        return 0
+    return os.path.isdir(path) and not os.path.islink(path)
 
 
 def refuse_links(path: Path, most: int | None = None, *, deep: bool = True) -> None:
@@ -199,10 +184,8 @@ def inside(folder: Path, recorded: str) -> Path:
 
 def _refused(path: Path) -> RunDirError:
     """Return the error for a path that is no regular file or folder."""
-    mode = _mode(path)
-    kind = _KINDS.get(stat.S_IFMT(mode), "something else")
-    if stat.S_ISLNK(mode):
-        kind = f"a link to {os.readlink(path)!r}"
+    is_link = path.is_symlink()
+    kind = f"a link to {os.readlink(path)!r}" if is_link else "a pipe, socket, device or folder"
     return RunDirError(
         f"{path}: expected a regular file or folder of its own, got {kind}, which may lead out of "
         "the folder and is neither read nor written; remove it, or replace it by the file itself"

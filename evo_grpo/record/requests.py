@@ -17,7 +17,7 @@ from uuid import uuid4
 from pydantic import TypeAdapter
 
 from evo_grpo.errors import RunDirError
-from evo_grpo.record.files import atomic_write, seal, unseal, writing
+from evo_grpo.record.files import atomic_write, remove, seal, unseal, writing
 from evo_grpo.record.names import COUNTER, REQUEST, STEERING
 from evo_grpo.record.plain import is_folder, open_plain, read_plain, refuse_links
 from evo_grpo.record.records import RoundRecord
@@ -52,7 +52,9 @@ def new_id(folder: Path) -> str:
         RunDirError: The folder of requests or its counter is a link, or no number is left.
     """
     file = folder / COUNTER
-    _refuse_foreign(file.parent)
+    refuse_links(file.parent)
+    if os.path.lexists(file.parent) and not is_folder(file.parent):
+        raise RunDirError(f"{file.parent}: expected a folder of the run, got a file; remove it")
     with writing(file, "steer"):
         file.parent.mkdir(exist_ok=True)
         descriptor = open_plain(file, os.O_RDWR | os.O_CREAT)
@@ -92,12 +94,7 @@ def number_of(id: str) -> int:
 def write_request(folder: Path, request: Request) -> None:
     """Write a request with an id of `new_id` atomically; no lock is needed."""
     file = folder / STEERING / f"{request.id}.json"
-    try:
-        atomic_write(file, seal({"format": FORMAT, **asdict(request)}), "steer")
-    except BaseException:  # KeyboardInterrupt too: no later write replaces the temporary file
-        with suppress(OSError):
-            file.with_name(f".{file.name}.tmp").unlink()
-        raise
+    atomic_write(file, seal({"format": FORMAT, **asdict(request)}), "steer")
 
 
 def read_requests(folder: Path) -> PendingRequests:
@@ -135,15 +132,7 @@ def remove_requests(folder: Path, ids: Collection[str]) -> None:
     if not is_folder(place):
         return
     for one in sorted(ids):
-        file = place / f"{one}.json"
-        with writing(file):
-            file.unlink(missing_ok=True)
-
-
-def _refuse_foreign(place: Path) -> None:
-    refuse_links(place)
-    if os.path.lexists(place) and not is_folder(place):
-        raise RunDirError(f"{place}: expected a folder of the run, got a file; remove it")
+        remove(place / f"{one}.json")
 
 
 def _read(file: Path) -> Request:

@@ -18,96 +18,68 @@ rounds. Paths inside the files are relative to the folder, so that the folder ma
 
 from __future__ import annotations
 
-import logging
-import os
+import re
 import shutil
-from contextlib import contextmanager
-from io import FileIO
+import time
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, final
 
-from evo_grpo.errors import RunDirError
-from evo_grpo.record.appending import MetricsFile, append, append_note
+from evo_grpo.errors import CheckpointError, EvoGrpoError, RunDirError
+from evo_grpo.record import names
+from evo_grpo.record.digests import sha256_of
+from evo_grpo.record.family import best_ever
 from evo_grpo.record.files import (
     FolderLock,
+    append,
     atomic_write,
+    create_folder,
     is_temporary,
+    remove,
     seal,
     sync,
     sync_into,
+    sync_names,
     sync_tree,
-    to_line,
+    to_lines,
     writing,
 )
 from evo_grpo.record.folder import (
-    clear_run,
+    continuing,
     expect_run,
-    fresh_folder,
     is_run,
-    make_folder,
-    move_aside,
     parse_rounds,
-    refuse_foreign,
     refuse_links_in_run,
-    refuse_lost_lines,
-    refuse_run,
-    remove,
     round_entries,
     round_name,
 )
-from evo_grpo.record.names import (
-    BEST,
-    CHECKPOINTS,
-    COMPARE,
-    COMPLETIONS,
-    CONFIG,
-    EARLIER,
-    INPUTS,
-    LOCK,
-    MEAN,
-    METRICS,
-    NOTES,
-    OF_ROUNDS,
-    REPLAY,
-    ROUNDS,
-    SUMMARY,
-    WRITTEN_IN,
-)
-from evo_grpo.record.plain import open_plain
+from evo_grpo.record.plain import is_plain
 from evo_grpo.record.records import Amendment, outline, to_json
 from evo_grpo.record.requests import last_number
-from evo_grpo.record.summary import earlier_end, read_summary_of
+from evo_grpo.record.retention import Retention, kept_checkpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from evo_grpo.record.records import RoundRecord
 
-#: The file of a checkpoint that is written last. It holds the digests of the other files.
-ATTRIBUTES = "attributes.json"
-
-_log = logging.getLogger(__name__)
-
 
 @final
-class RunDir:
+class RunDir(AbstractContextManager["RunDir"]):
     """A run folder that this process has locked; use it as a context manager, or call `close`.
 
     `create` and `open` construct it.
 
     Attributes:
         path: The folder.
-        asked_before: Number of the last request to the run when this process locked the folder.
+        lock: Its lock, whose file names the round that is played.
+        last_request: Number of the last request to the run when this process locked the folder.
     """
 
     def __init__(self, path: Path, lock: FolderLock) -> None:
-        self.path = path
+        self.path, self.lock = path, lock
         self.last_request = last_number(path)
-        self._lock = lock
         self._rounds: list[RoundRecord] = []
-        # Bytes of rounds.jsonl that hold these rounds; a truncated line may follow after a kill.
-        self._length = 0
-        self._metrics: MetricsFile | None = None
 
     @classmethod
     def create(
@@ -119,32 +91,35 @@ class RunDir:
             path: The folder, new or empty; None creates `runs/<name>-<n>` in the current folder.
             name: Name of the run; used only if `path` is None.
             resolved_yaml: The configuration with all defaults.
-            force: Replace an existing run. In a folder that is not a run folder nothing is removed;
-                a file with the name of one of a run's files is renamed.
+            force: Replace an existing run, or write the run beside files with other names. Only
+                files of a run are removed.
 
         Raises:
             RunDirError: The folder is in use, or it is not empty and `force` is False.
         """
-        folder = fresh_folder(name, Path("runs")) if path is None else Path(path)
-        if folder.exists() and not folder.is_dir():
+        folder = Path("runs" if path is None else path)
+        if path is not None:
+            refuse_taken(folder, force=force)
+        try:
+            create_folder(folder)
+            if path is None:
+                folder = _numbered(folder, name)
+            lock = FolderLock(folder / names.LOCK)
+        except EvoGrpoError:
+            raise
+        except OSError as error:
             raise RunDirError(
-                f"{folder}: expected a folder for the run, found a file; choose another --out"
-            )
-        if not force:
-            refuse_foreign(folder)
-        make_folder(folder)
-        lock = FolderLock(folder / LOCK)
+                f"{folder}: cannot be written ({error.strerror}); make room or give permission, "
+                "or choose another --out"
+            ) from error
         try:
             refuse_links_in_run(folder)
+            refuse_taken(folder, force=force)  # another process may have begun a run there
             if is_run(folder):
-                if not force:
-                    refuse_run(folder)
                 clear_run(folder)
-            else:
-                move_aside(folder)
             # population.yaml last: it makes the folder a run folder.
-            atomic_write(folder / ROUNDS, "")
-            atomic_write(folder / CONFIG, resolved_yaml)
+            atomic_write(folder / names.ROUNDS, "")
+            atomic_write(folder / names.CONFIG, resolved_yaml)
         except BaseException:  # including Ctrl-C: the folder must not stay locked
             lock.release()
             raise
@@ -161,10 +136,11 @@ class RunDir:
             CheckpointError: A line of rounds.jsonl is damaged.
         """
         folder = expect_run(path)
-        run = cls(folder, FolderLock(folder / LOCK))
+        with writing(folder):
+            run = cls(folder, FolderLock(folder / names.LOCK))
         try:
             refuse_links_in_run(folder)
-            run._rounds, run._length, _ = parse_rounds(folder / ROUNDS)
+            run._rounds = parse_rounds(folder / names.ROUNDS).records
             refuse_lost_lines(folder, run._rounds)
         except BaseException:  # including Ctrl-C: the folder must not stay locked
             run.close()
@@ -173,20 +149,10 @@ class RunDir:
 
     def close(self) -> None:
         """Unlock the folder."""
-        self._lock.release()
-
-    def __enter__(self) -> Self:
-        return self
+        self.lock.release()
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def announce_round(self, round: int) -> None:
-        """Write the round that is being played to the lock file, for commands that make requests.
-
-        A request that is made from now on waits for the end of this round.
-        """
-        self._lock.write_round(round)
 
     def rounds(self) -> list[RoundRecord]:
         """Return the finished rounds in order: outlines (see `outline`) and the whole last record.
@@ -196,77 +162,51 @@ class RunDir:
         return list(self._rounds)
 
     def append_round(self, record: RoundRecord) -> None:
-        """Append a finished round to rounds.jsonl, after syncing its checkpoints to disk."""
-        if record.round != len(self._rounds):
-            raise RunDirError(
-                f"{self.path}: expected round {len(self._rounds) + 1} next, got round "
-                f"{record.round + 1}; record each round once, in order"
-            )
-        checkpoints = self.path / CHECKPOINTS / round_name(record.round)
-        with writing(checkpoints):
-            sync_into(self.path, checkpoints)
-        self._append_line(seal(to_json(record)))
+        """Append the next finished round to rounds.jsonl, after syncing its checkpoints to disk."""
+        assert record.round == len(self._rounds), "each round is recorded once, in order"
+        sync_into(self.path, self.path / names.CHECKPOINTS / round_name(record.round))
+        append(self.path / names.ROUNDS, seal(to_json(record)))
         self._rounds[-1:] = [outline(last) for last in self._rounds[-1:]]
         self._rounds.append(record)
 
     def amend_round(self, record: RoundRecord) -> None:
         """Append requests to the last round that were made after it was recorded."""
-        if record.round != len(self._rounds) - 1:
-            raise RunDirError(
-                f"{self.path}: expected a change to the last round, {len(self._rounds)}, got one "
-                f"to round {record.round + 1}; earlier rounds cannot be changed"
-            )
+        assert record.round == len(self._rounds) - 1, "only the last round can be changed"
         amendment = Amendment.of(record)
-        self._append_line(seal(to_json(amendment)))
+        append(self.path / names.ROUNDS, seal(to_json(amendment)))
         self._rounds[-1] = amendment.applied(self._rounds[-1])
 
-    def _append_line(self, text: str) -> None:
-        path, line = self.path / ROUNDS, text.encode("utf-8", errors="replace")
-        with writing(path), self._opened_rounds() as file:
-            append(file, line, durable=True)
-        self._length += len(line)
-
-    def write_completions(self, round: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        """Write sample completions as JSON lines; return its SHA-256 by relative path."""
-        path = self.path / COMPLETIONS / f"{round_name(round)}.jsonl"
-        return {
-            self.relative(path): atomic_write(path, "".join(to_line(row) + "\n" for row in rows))
-        }
-
-    def append_step(self, round: int, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def append_step(self, round: int, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append the metrics of a step, a row per agent, to the metrics file of its round.
 
-        Step 0 replaces an existing file.
+        Readers see all rows of a step at once. Step 0 replaces an existing file.
         """
+        file = self._metrics(round)
         if step == 0:
-            self._metrics = MetricsFile(self.path / METRICS / f"{round_name(round)}.jsonl")
-        assert self._metrics is not None, "steps are appended in order"
-        self._metrics.append(rows)
+            remove(file)
+        append(file, to_lines(rows), durable=False)
 
-    def finish_metrics(self) -> dict[str, str]:
-        """Sync the round's metrics to disk; return its SHA-256 by relative path."""
-        metrics, self._metrics = self._metrics, None
-        return {} if metrics is None else {self.relative(metrics.path): metrics.finish()}
+    def finish_metrics(self, round: int) -> dict[str, str]:
+        """Sync the metrics of a round to disk; return their SHA-256 by relative path, if any."""
+        file = self._metrics(round)
+        with writing(file):
+            digest = sha256_of(file)
+            if digest is None:
+                return {}
+            sync(file)
+            sync(file.parent)
+        return {file.relative_to(self.path).as_posix(): digest}
+
+    def _metrics(self, round: int) -> Path:
+        return self.path / names.METRICS / f"{round_name(round)}.jsonl"
 
     def note(self, text: str) -> None:
         """Append a sentence with the present time to notes.jsonl."""
-        append_note(self.path / NOTES, text)
+        append(self.path / names.NOTES, to_lines([{"time": time.time(), "text": text}]))
 
-    def relative(self, path: Path) -> str:
-        """Return a path relative to the run folder with forward slashes, as records store it."""
-        return path.relative_to(self.path).as_posix()
-
-    def write_inputs(self, inputs: Mapping[str, Any]) -> None:
-        """Write inputs.json, the digests of the run's inputs."""
-        atomic_write(self.path / INPUTS, seal(inputs))
-
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json, which marks the run as finished."""
-        atomic_write(self.path / SUMMARY, seal(summary, indent=2))
-
-    def write_config(self, resolved_yaml: str) -> None:
-        """Replace population.yaml."""
-        atomic_write(self.path / CONFIG, resolved_yaml)
+    def write(self, name: str, text: str) -> dict[str, str]:
+        """Replace a file of the run atomically; return its SHA-256 by its relative path."""
+        return {name: atomic_write(self.path / name, text)}
 
     def reopen(self) -> None:
         """Turn a finished run into an unfinished one, so that it can play more rounds.
@@ -277,54 +217,46 @@ class RunDir:
         number = len(self._rounds)
         if not number or self._rounds[-1].plan is None:
             return
-        for name in (COMPARE, REPLAY, SUMMARY):
+        for name in (names.COMPARE, names.REPLAY, names.SUMMARY):
             path = self.path / name
             if path.exists():
                 with writing(path):
                     path.rename(path.with_name(f"{path.stem}.rounds-{number}{path.suffix}"))
         with writing(self.path):
             sync(self.path)
-        remove(self.path / MEAN)
+        remove(self.path / names.MEAN)
         self.amend_round(self._rounds[-1].extended())
-
-    def earlier_ends(self) -> list[dict[str, Any]]:
-        """Return the summaries from before each extension of the run, oldest first."""
-        found = {
-            int(match[1]): read_summary_of(path)
-            for path in self.path.glob("summary.rounds-*.json")
-            if (match := EARLIER.fullmatch(path.name))
-        }
-        return [earlier_end(end) for _, end in sorted(found.items()) if end is not None]
 
     def drop_unfinished(self) -> None:
         """Remove files that an interrupted run wrote after its last finished round.
 
         Call this after that round was restored; until then the files may be needed.
         """
-        path = self.path / ROUNDS
-        with writing(path), self._opened_rounds() as file:
-            os.fsync(file.fileno())
-        for name in OF_ROUNDS:
+        append(self.path / names.ROUNDS, "")
+        for name in names.OF_ROUNDS:
             for number, entry in round_entries(self.path / name):
                 if number >= len(self._rounds):
                     remove(entry)
-        for folder in (self.path, *(self.path / name for name in WRITTEN_IN)):
+        for folder in (self.path, *(self.path / name for name in names.WRITTEN_IN)):
             for entry in folder.glob(".*"):
                 if is_temporary(entry):
                     remove(entry)  # it may be gone: another process may have renamed its request
 
-    def keep_best(self, checkpoint: str) -> None:
-        """Copy a checkpoint to checkpoints/best, unless that holds it already."""
-        source, target = self.path / checkpoint, self.path / BEST
-        ours, theirs = target / ATTRIBUTES, source / ATTRIBUTES
+    def keep_best(self) -> None:
+        """Copy the checkpoint of the best agent to checkpoints/best, unless that holds it."""
+        best = best_ever(self._rounds)
+        if best is None or best.checkpoint is None:
+            return
+        source, target = self.path / best.checkpoint, self.path / names.BEST
+        ours, theirs = target / names.ATTRIBUTES, source / names.ATTRIBUTES
         if not theirs.is_file():
             return  # deleted, or partly deleted before a kill, after it had been copied
         # Copied to another name, then renamed. After a kill there is the old folder, the new one,
         # or neither; a resume then repeats the copy from the checkpoint, which still exists.
-        new, old = target.with_name(".best-new"), target.with_name(".best-old")
+        new, old = (self.path / name for name in names.ASIDES)
         with writing(target):
             for aside in (new, old):
-                shutil.rmtree(aside, ignore_errors=True)
+                remove(aside)
             if ours.is_file() and ours.read_bytes() == theirs.read_bytes():
                 return
             shutil.copytree(source, new)
@@ -334,48 +266,123 @@ class RunDir:
             new.rename(target)
             # On disk before the old copy and, later, the checkpoint itself are removed.
             sync(target.parent)
-            shutil.rmtree(old, ignore_errors=True)
+            remove(old)
 
-    def drop_checkpoints(self, kept: Collection[str]) -> None:
-        """Remove the checkpoints of finished rounds except `kept`, paths as in the records."""
-        for number, folder in round_entries(self.path / CHECKPOINTS):
+    def drop_checkpoints(self, policy: Retention) -> None:
+        """Remove the checkpoints of finished rounds that a policy does not keep."""
+        kept = kept_checkpoints(self._rounds, policy)
+        for number, folder in round_entries(self.path / names.CHECKPOINTS):
             if number >= len(self._rounds):
                 continue
-            rest = [path for path in folder.iterdir() if self.relative(path) not in kept]
-            for path in rest:
+            there = list(folder.iterdir())
+            rest = [one for one in there if one.relative_to(self.path).as_posix() not in kept]
+            for path in [folder] if rest == there else rest:
                 remove(path)
             if rest:
-                _log.debug(
-                    "%s: %d checkpoints of round %d dropped", self.path, len(rest), number + 1
-                )
-            if not any(folder.iterdir()):
-                remove(folder)
-            if rest:  # nothing to sync otherwise
                 with writing(folder):
                     sync(folder if folder.exists() else folder.parent)
-
-    @contextmanager
-    def _opened_rounds(self) -> Generator[FileIO]:
-        """Open rounds.jsonl for appending, after removing a truncated last line."""
-        path = self.path / ROUNDS
-        # Unbuffered, so that closing the file after a failed write does not write the rest.
-        with os.fdopen(open_plain(path, os.O_RDWR), "r+b", buffering=0) as file:
-            rest = os.fstat(file.fileno()).st_size - self._length
-            if rest < 0:
-                raise RunDirError(
-                    f"{path}: expected at least the {self._length} bytes that this process wrote, "
-                    f"got {self._length + rest}; another program shortened it: restore the file"
-                )
-            if rest:
-                _log.warning("%s: removed a truncated last line of %d bytes", path, rest)
-                file.truncate(self._length)
-            file.seek(max(self._length - 1, 0))
-            if self._length and file.read(1) != b"\n":
-                file.write(b"\n")
-                self._length += 1
-            yield file
 
 
 def checkpoint_name(round: int, agent: int) -> str:
     """Return the path of an agent's checkpoint after a round, relative to the run folder."""
-    return f"{CHECKPOINTS}/{round_name(round)}/agent-{agent:02d}"
+    return f"{names.CHECKPOINTS}/{round_name(round)}/agent-{agent:02d}"
+
+
+def _numbered(parent: Path, name: str) -> Path:
+    """Create and return `<parent>/<name>-<n>`, with n one above the greatest number in use."""
+    stem = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "run"
+    pattern = re.compile(re.escape(stem) + r"-(\d+)")
+    used = [int(found[1]) for path in parent.iterdir() if (found := pattern.fullmatch(path.name))]
+    number = max(used, default=0) + 1
+    while True:
+        folder = parent / f"{stem}-{number}"
+        with suppress(FileExistsError):  # another process took the number
+            folder.mkdir()
+            sync_names(parent)
+            return folder
+        number += 1
+
+
+def refuse_taken(folder: Path, *, force: bool = False) -> None:
+    """Raise RunDirError for a folder that a new run may not use.
+
+    With `force` a run may be replaced, and files with other names than those of a run are left.
+    """
+    if is_run(folder):
+        if force:
+            return
+        state = "a finished run; "
+        if not (folder / names.SUMMARY).is_file():
+            state = f"an unfinished run; continue with: {continuing(folder)}, "
+        raise RunDirError(
+            f"{folder}: expected a new or empty folder, found {state}choose another --out, or "
+            "replace it with --force"
+        )
+    others = sorted(
+        path.name
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if not _left_by_setup(path) and (not force or path.name in names.OWN)
+    )
+    if others:
+        shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        beside = "" if force else ", or write the run beside them with --force"
+        raise RunDirError(
+            f"{folder}: expected a new or empty folder, found {shown}; choose another --out{beside}"
+        )
+
+
+def _left_by_setup(path: Path) -> bool:
+    """Return whether a run that was killed during its set-up left this path."""
+    return (
+        path.name == names.LOCK
+        or is_temporary(path)
+        or (path.name == names.ROUNDS and is_plain(path) and path.stat().st_size == 0)
+    )
+
+
+def refuse_lost_lines(folder: Path, rounds: Sequence[RoundRecord]) -> None:
+    """Refuse a run whose rounds.jsonl has lost lines, because a resume would drop those rounds.
+
+    A stopped run leaves files of at most one round after its last line, and files of a round are
+    removed only after the line of the next round is written. Where the disk of the first rank is
+    slow, other ranks write their checkpoints of one more round: a resume plays both again.
+    """
+    found = {number for number, _ in round_entries(folder / names.CHECKPOINTS)}
+    finished = len(rounds)
+    kept = not finished or finished - 1 in found or rounds[-1].unsaved
+    if (last := max(found, default=-1)) < finished or (last <= finished + 1 and kept):
+        return
+    again = f", or, to play them again, remove round {finished + 1} and later from checkpoints/"
+    raise CheckpointError(
+        f"{folder / names.ROUNDS}: expected the line of round {last + 1}, whose checkpoints are "
+        f"there, got {finished} whole lines; put it back as it was, from a copy{again * kept}"
+    )
+
+
+def clear_run(folder: Path) -> None:
+    """Remove the files of a run, and nothing else from its folder.
+
+    What is left after a kill is a run, or a folder that a new run may use.
+    """
+    for path in list(_parts(folder)):
+        remove(path)
+    for name in names.COMPARED:
+        if is_run(arm := folder / names.COMPARE / name):
+            clear_run(arm)
+    for name in (*names.OF_ROUNDS, names.STEERING, names.REPLAY):
+        with suppress(OSError):  # it has files of others, or is missing
+            (folder / name).rmdir()
+    atomic_write(folder / names.ROUNDS, "")
+    remove(folder / names.CONFIG)
+    remove(folder / names.ROUNDS)
+
+
+def _parts(folder: Path) -> Iterator[Path]:
+    """Yield the paths of a run but those by which it is recognised, and the arms beside it."""
+    yield from (folder / name for name in names.PARTS)
+    yield from (path for path in folder.iterdir() if names.EARLIER.fullmatch(path.name))
+    for name in names.OF_ROUNDS:
+        yield from (path for _, path in round_entries(folder / name))
+    for path in folder.glob(f"{names.STEERING}/*"):
+        if names.REQUEST.fullmatch(path.name) or is_temporary(path):
+            yield path

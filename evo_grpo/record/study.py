@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, final
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.record.config import read_config
-from evo_grpo.record.files import atomic_write, many_objects, to_line
-from evo_grpo.record.folder import read_rounds, remove
+from evo_grpo.record.files import atomic_write, many_objects, remove, to_line
+from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import Entry, RoundDone, RunFinished
 from evo_grpo.record.names import JOURNAL, STUDY, STUDY_ASIDES, SUMMARY
@@ -104,7 +104,7 @@ class StudyReader:
             "agents": config.population.size,
             "rounds": config.population.rounds,
             "seed": config.seed,
-            "evo_grpo": _version(),
+            "evo_grpo": library_version(),
         }
 
     def read(self, entry: Entry) -> None:
@@ -195,7 +195,6 @@ class StudyReader:
         )
 
 
-@many_objects()
 def study_is_written(run: Path) -> bool:
     """Return whether the study of a run that has ended was written after its summary."""
     files = [run / name for name in (JOURNAL, STUDY) if (run / name).is_file()]
@@ -203,6 +202,7 @@ def study_is_written(run: Path) -> bool:
     return any(file.stat().st_mtime_ns >= end for file in files)
 
 
+@many_objects()
 def write_study(run: Path, run_id: str) -> None:
     """Write the study in a run folder, from the rounds and the summary of the run.
 
@@ -300,7 +300,8 @@ def _quiet() -> Generator[None]:
             handler.setLevel(level)
 
 
-def _version() -> str:
+def library_version() -> str:
+    """Return the version of this library."""
     try:
         return version("evo-grpo")
     except PackageNotFoundError:  # imported from a source tree

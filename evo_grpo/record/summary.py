@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from evo_grpo.evolve.claims import TEST_LEVEL, claims
 from evo_grpo.evolve.intervals import interval
 from evo_grpo.record.folder import read_result
-from evo_grpo.record.names import SUMMARY
+from evo_grpo.record.names import EARLIER, SUMMARY
 from evo_grpo.record.plain import RelativePath
 from evo_grpo.types import Score
 
@@ -127,6 +127,16 @@ def read_summary_of(file: Path) -> dict[str, Any] | None:
     """Return the content of a file written as summary.json; see `read_summary`."""
     found = read_result(file, _SCHEMA, "the summary of the run", f"resume {file.parent}")
     return None if found is None else found[0]
+
+
+def earlier_ends(folder: Path) -> list[dict[str, Any]]:
+    """Return what the summary of a run keeps of those before each extension, oldest first."""
+    found = {
+        int(match[1]): read_summary_of(path)
+        for path in folder.glob("summary.rounds-*.json")
+        if (match := EARLIER.fullmatch(path.name))
+    }
+    return [earlier_end(end) for _, end in sorted(found.items()) if end is not None]
 
 
 def earlier_end(summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -317,17 +317,14 @@ def _json_lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = load_json(line)
-        except ValueError as error:
-            raise CheckpointError(
-                f"{folder / name}, line {number}: expected a JSON object, got {line[:60]!r}; put "
-                "the file back as it was"
-            ) from error
-        if isinstance(row, dict):
-            row = cast("dict[str, Any]", row)
+            if not isinstance(row, dict):
+                raise ValueError(f"got {line[:60]!r}")
             for key in ("round", "agent", "tokens"):
                 if type(row.get(key, 0)) is not int:
-                    raise CheckpointError(
-                        f"{folder / name}, line {number}: expected an integer as {key}, got "
-                        f"{row[key]!r:.60}; put the file back as it was"
-                    )
-            yield row
+                    raise ValueError(f"{key} is {row[key]!r:.60}")
+        except ValueError as error:
+            raise CheckpointError(
+                f"{folder / name}, line {number}: expected a JSON object with integers as round, "
+                f"agent and tokens, but {error}; put the file back as it was"
+            ) from error
+        yield row

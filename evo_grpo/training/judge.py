@@ -18,9 +18,9 @@ from evo_grpo.population.cohort.spares import add_spare_like
 from evo_grpo.population.cohort.state import AgentState
 from evo_grpo.population.evaluate import Evaluation, evaluate, pass_at
 from evo_grpo.record.family import best_agent, best_ever, founder_of
-from evo_grpo.record.files import sync_into, writing
+from evo_grpo.record.files import seal, sync_into, writing
 from evo_grpo.record.leaderboard import write_csv
-from evo_grpo.record.names import BEST, MEAN
+from evo_grpo.record.names import BEST, MEAN, SUMMARY
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.training.assemble import Prepared
@@ -75,7 +75,7 @@ def finish(
         summary["judge"] = spent
     if folder is not None and summary is not None:
         write_csv(folder.rounds(), folder.path, summary)
-        folder.write_summary(summary)
+        folder.write(SUMMARY, seal(summary, indent=2))
     summary = cohort.team.first(summary)
     assert summary is not None, "the first rank has the finalists"
     return summary

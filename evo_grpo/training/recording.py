@@ -14,13 +14,12 @@ from evo_grpo.errors import EvoGrpoError
 from evo_grpo.population.steps import RunWriter
 from evo_grpo.record.config import read_config
 from evo_grpo.record.files import reading
-from evo_grpo.record.folder import clear_run, refuse_taken
-from evo_grpo.record.names import RECORDED_IN_PYTHON
+from evo_grpo.record.folder import with_objects
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
-from evo_grpo.record.run_dir import RunDir
+from evo_grpo.record.run_dir import RunDir, clear_run, refuse_taken
 from evo_grpo.record.study import check_storage, study_is_written, write_study
-from evo_grpo.record.summary import read_summary
+from evo_grpo.record.summary import earlier_ends, read_summary
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.yaml import to_yaml
 from evo_grpo.training.assemble import Prepared
@@ -28,7 +27,7 @@ from evo_grpo.training.environments import record_rewards
 from evo_grpo.training.inputs.differences import record_inputs
 from evo_grpo.training.inputs.recorded_inputs import read_inputs_of, refuse_own_code
 from evo_grpo.training.steering import resumed
-from evo_grpo.training.writer import FolderWriter, RankWriter, keep_best_of, sees_folder
+from evo_grpo.training.writer import FolderWriter, RankWriter, sees_folder
 
 _log = logging.getLogger(__name__)
 
@@ -43,9 +42,7 @@ def check_place(where: Path | None, config: RunConfig, *, force: bool) -> None:
 
 def new_folder(where: Path | None, config: RunConfig, *, force: bool) -> RunDir:
     """Create the folder of a run, with its settings; None takes the next free one in runs/."""
-    text = to_yaml(config)
-    if objects := config.env.objects():
-        text = f"{RECORDED_IN_PYTHON}{', '.join(objects)}\n{text}"
+    text = with_objects(to_yaml(config), config.env.objects())
     return RunDir.create(where, config.name, text, force=force)
 
 
@@ -86,8 +83,8 @@ def take_up_past(config: RunConfig, folder: RunDir, prepared: Prepared, *, steer
         record_inputs(folder, config, prepared.objects)
         rounds = folder.rounds()
         if rounds and _keeps_best(config):
-            keep_best_of(folder, rounds)
-        past = Past(rounds, folder.earlier_ends(), len(rounds[-1].steering) if rounds else 0)
+            folder.keep_best()
+        past = Past(rounds, earlier_ends(folder.path), len(rounds[-1].steering) if rounds else 0)
     if steers and rounds and prepared.is_unfinished(rounds):
         rounds[-1] = resumed(folder, rounds, prepared.cohort.hp_config)
     return past

@@ -10,8 +10,8 @@ from evo_grpo import settings as configuration
 from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.population.ranks.team import Team
 from evo_grpo.record.config import read_config
-from evo_grpo.record.folder import config_text, objects_line, refuse_objects
-from evo_grpo.record.names import BASELINE
+from evo_grpo.record.folder import config_text, listed_objects, refuse_objects, with_objects
+from evo_grpo.record.names import BASELINE, CONFIG
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.study import check_storage
 from evo_grpo.record.summary import read_summary
@@ -75,7 +75,8 @@ def record_changed(opened: RunDir, changed: Changed) -> None:
     # Record the inputs first: if the process stops after this call, a resume continues with them.
     record_changes(opened, changed)
     if changed.extended:
-        opened.write_config(objects_line(opened.path) + configuration.to_yaml(changed.config))
+        text = with_objects(configuration.to_yaml(changed.config), listed_objects(opened.path))
+        opened.write(CONFIG, text)
     if begun_extension(opened) is not None:
         opened.reopen()
 
@@ -105,14 +106,13 @@ def _check_rounds(opened: RunDir, rounds: int, planned: int) -> None:
     """Refuse a number of rounds unless it is `planned`, or the run can go on to it."""
     whole(1).check("rounds", rounds)
     played = opened.rounds()
-    if rounds == planned:
-        return
-    if rounds <= len(played):
+    if rounds <= len(played) and rounds != planned:
         raise ConfigError(
             f"rounds: expected more than the {len(played)} that this run has played, got {rounds}; "
             "rounds that are finished are never dropped"
         )
-    if played and played[-1].plan is None and read_summary(opened.path) is not None:
+    ended = played and (len(played) >= planned or played[-1].is_end)
+    if ended and rounds > len(played) and played[-1].plan is None:
         raise RunDirError(
             f"{opened.path}: expected a run that ended with a plan for a further round, got none: "
             "an earlier version ended it, or its exploration had nothing more to try; start a new "

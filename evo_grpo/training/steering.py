@@ -72,7 +72,7 @@ class RunSteering(Steerer):
         It is the requests of the last of `rounds`, except the first `before`, which were recorded
         earlier.
         """
-        self.folder.announce_round(len(rounds))
+        self.folder.lock.write_round(len(rounds))
         new = rounds[-1].steering[before:] if rounds else ()
         self._done |= carried_out(rounds)
         # New requests are removed only after they are recorded.
@@ -133,7 +133,7 @@ class RunSteering(Steerer):
     def _look(self, plan: RoundPlan) -> RoundPlan:
         """Carry out the requests in the folder."""
         # Announce first: requests made from now on name the next round and wait for its end.
-        self.folder.announce_round(plan.record.round + 1)
+        self.folder.lock.write_round(plan.record.round + 1)
         found = read_requests(self._place)
         for name, text in found.unread.items():
             if self._first_time(name):
@@ -180,7 +180,7 @@ def resumed(
 
     A request to pause or stop a process that has ended since is recorded, but not carried out.
     """
-    folder.announce_round(len(rounds))
+    folder.lock.write_round(len(rounds))
     known = carried_out(rounds)
     fresh = [one for one in read_requests(folder.path).requests if one.id not in known]
     next_id = next_member_id(rounds)

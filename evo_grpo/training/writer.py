@@ -22,12 +22,13 @@ from evo_grpo.population.checkpoints.write import Snapshot, saved_agent, snapsho
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.ranks.team import Team
 from evo_grpo.population.steps import CheckpointFiles, RunWriter
-from evo_grpo.record.family import best_ever
-from evo_grpo.record.files import sync_into, writing
+from evo_grpo.record.files import sync_into, to_lines, writing
+from evo_grpo.record.folder import round_name
 from evo_grpo.record.leaderboard import write_csv
+from evo_grpo.record.names import COMPLETIONS
 from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.record.requests import remove_requests
-from evo_grpo.record.retention import Retention, kept_checkpoints
+from evo_grpo.record.retention import Retention
 from evo_grpo.record.run_dir import RunDir, checkpoint_name
 from evo_grpo.types import Slot
 
@@ -119,13 +120,12 @@ class FolderWriter(RunWriter):
 
         If a run is stopped during this update, a resume repeats it.
         """
-        recorded = self.folder.rounds()
-        write_csv(recorded, self.folder.path)
+        write_csv(self.folder.rounds(), self.folder.path)
         # Copy the best agent before deleting checkpoints: it may be from an earlier round.
         if self.keep_best:
-            keep_best_of(self.folder, recorded)
+            self.folder.keep_best()
         if self.keep != "all":
-            self.folder.drop_checkpoints(kept_checkpoints(recorded, self.keep))
+            self.folder.drop_checkpoints(self.keep)
 
     def _submit(self, write: Callable[[], None]) -> Future[None]:
         """Queue a write, which is skipped if an earlier one fails."""
@@ -155,8 +155,9 @@ class FolderWriter(RunWriter):
         files = dict(record.files)
         for path, agent in agents.items():
             files |= _written(self.folder.path, path, agent)
-        files |= self.folder.write_completions(record.round, samples)
-        files |= self.folder.finish_metrics()
+        name = f"{COMPLETIONS}/{round_name(record.round)}.jsonl"
+        files |= self.folder.write(name, to_lines(samples))
+        files |= self.folder.finish_metrics(record.round)
         self.folder.append_round(replace(record, files=files))
         self._drop_requests(record)
         self.follow_up()
@@ -234,10 +235,3 @@ def _written(folder: Path, name: str, agent: Snapshot) -> dict[str, str]:
     with writing(folder / name):
         written = agent.write(folder / name)
     return {f"{name}/{file}": digest for file, digest in written.items()}
-
-
-def keep_best_of(folder: RunDir, rounds: Sequence[RoundRecord]) -> None:
-    """Update checkpoints/best from the finished rounds."""
-    best = best_ever(rounds)
-    if best is not None and best.checkpoint is not None:
-        folder.keep_best(best.checkpoint)

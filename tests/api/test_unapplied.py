@@ -8,6 +8,7 @@ from tiny_cohort import moments, same, weights
 from evo_grpo import GRPO, Population
 from evo_grpo.api.agilerl.evolution import Mutations, TournamentSelection
 from evo_grpo.errors import ConfigError
+from evo_grpo.record.observer import Observer
 
 AGENTS = {
     "model": "tiny-sums",
@@ -201,6 +202,34 @@ def test_what_a_person_changed_stays_and_is_said(change, tmp_path):
     assert [a.agent for a in population.rounds[1].agents] == slots
     assert [a.member for a in population.rounds[1].agents] == members
     assert [a.hparams for a in population.rounds[1].agents] == hparams
+
+
+def test_a_clone_between_two_calls_is_no_member_of_the_plan():
+    population = make(4)
+    given = {**ROUND, "sizes": "constant", "significance": None}
+    population.train(SUMS, rounds=1, **given)
+    clone = population[0].clone()
+    population.train(SUMS, rounds=1, **given)
+    members = [agent.state.member.id for agent in (*population, clone)]
+    members += [member.id for member in population.rounds[0].members]
+    assert members.count(clone.state.member.id) == 1
+
+
+class _Exhausted:
+    def explore(self, candidate, ranges, rng):
+        raise KeyError("nothing more to try")
+
+
+def test_a_call_without_a_plan_says_so_and_the_next_call_warns():
+    population, notes = make(2), []
+    given = {**ROUND, "sizes": "constant", "significance": None, "exploration": _Exhausted()}
+    told = Observer()
+    told.note = notes.append
+    population.train(SUMS, rounds=1, observer=told, **given)
+    assert len(population.rounds) == 1, "the last round is not lost"
+    assert "no round can follow round 1: evolve.exploration: _Exhausted.explore raised" in notes[0]
+    with pytest.warns(UserWarning, match="no selection after round 1, which ended without a plan"):
+        population.train(SUMS, rounds=1, **{**given, "exploration": "none"})
 
 
 def test_a_selection_by_hand_takes_the_place_of_the_plan():

@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 from evo_grpo.cli.commands import app
 from evo_grpo.cli.output import write
 from evo_grpo.printable import printable
+from evo_grpo.record.files import to_line
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.settings import to_yaml
 
@@ -239,7 +240,8 @@ def recorded(name: str) -> str:
                 for agent in record.agents
             )
             folder.append_round(replace(record, agents=agents))
-        folder.write_summary({**SUMMARY, "split": EVIL, "best": {**SUMMARY["best"], "parents": []}})
+        summary = {**SUMMARY, "split": EVIL, "best": {**SUMMARY["best"], "parents": []}}
+        folder.write("summary.json", to_line(summary))
     return name
 
 

@@ -19,6 +19,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.readers.database import deliver
 from evo_grpo.readers.reader import feed
 from evo_grpo.record.database import DatabaseError, connect, disconnect
+from evo_grpo.record.files import seal
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import RoundDone
@@ -65,7 +66,7 @@ def folder_of(path, records, id="id-1", storage=None):
     """A run folder with these rounds."""
     config = CONFIG.replace(record=CONFIG.record.replace(storage=storage))
     with RunDir.create(path, "small", to_yaml(config)) as opened:
-        opened.write_inputs(asdict(replace(inputs_of(config), id=id)))
+        opened.write("inputs.json", seal(asdict(replace(inputs_of(config), id=id))))
         for record in records:
             opened.append_round(record)
     return path

@@ -113,12 +113,16 @@ def test_the_reader_of_a_run_that_was_replaced_writes_no_more(folder):
     assert not (folder / "readers").exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"id": "a", "cursor": {"rounds": -1}}', "\xff"])
+WRONG = ({"rounds": -1}, {"started": 1}, {"last": None})
+CURSORS = [json.dumps({"id": "a", "cursor": cursor}) for cursor in WRONG]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", *CURSORS, "\xff"])
 def test_a_damaged_cursor_is_named_with_the_way_out(folder, text):
     (folder / "readers").mkdir()
     (folder / "readers/mine.json").write_text(text, encoding="latin-1")
     with pytest.raises(
-        CheckpointError, match=r"mine.json: expected the cursor .*; delete the file"
+        CheckpointError, match=r"mine.json: expected the cursor .*; delete it, .* follow"
     ):
         feed(folder, "mine", Keeps([]))
 

@@ -16,6 +16,7 @@ from evo_grpo.cli.plan.render import render_plan
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.earlier import carried_over
 from evo_grpo.record.earlier import resolved_start
+from evo_grpo.record.files import to_line
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.schema.hparams import Hparams
@@ -37,7 +38,8 @@ def earlier(path, size=4, rounds=2, seed=0, summary=True):
         best = max(records[-1].agents, key=lambda one: one.score.mean)
         own = {"agent": best.agent, "member": best.member, "checkpoint": best.checkpoint}
         if summary:
-            folder.write_summary({**SUMMARY, "rounds": rounds, "best": {**SUMMARY["best"], **own}})
+            summary = {**SUMMARY, "rounds": rounds, "best": {**SUMMARY["best"], **own}}
+            folder.write("summary.json", to_line(summary))
     return path, sorted(records[-1].agents, key=lambda one: -one.score.mean)
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from evo_grpo.errors import RunDirError, RunFailedError
 from evo_grpo.record.files import (
     FolderLock,
+    append,
     atomic_write,
     create_folder,
     reading,
@@ -119,6 +120,49 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert path.read_text() == "old"
 
 
+LINE = '{"text": "ä"}\n'
+
+
+def test_a_line_that_a_kill_cut_off_is_replaced_by_the_next(tmp_path):
+    path = tmp_path / "deep" / "notes.jsonl"
+    append(path, LINE)
+    with path.open("a") as file:
+        file.write('{"text": "go')
+    append(path, '{"text": "\ud800"}\n')
+    assert path.read_text(encoding="utf-8") == LINE + '{"text": "?"}\n'
+
+
+def test_a_whole_last_line_without_its_end_is_kept_and_ended(tmp_path):
+    path = tmp_path / "notes.jsonl"
+    path.write_text(LINE.strip(), encoding="utf-8")
+    append(path, LINE)
+    assert path.read_text(encoding="utf-8") == LINE * 2
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_of_lines_that_a_full_disk_refuses_nothing_is_left(tmp_path, durable):
+    def full(op, path):
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if op == "write" else None
+
+    path = tmp_path / "notes.jsonl"
+    append(path, LINE, durable=durable)
+    with Disk(tmp_path, fault=full), pytest.raises(RunFailedError, match="No space left"):
+        append(path, LINE * 2, durable=durable)
+    assert path.read_text(encoding="utf-8") == LINE
+
+
+def test_lines_are_one_write_so_that_readers_see_all_of_them(tmp_path):
+    with Disk(tmp_path) as disk:
+        append(tmp_path / "metrics.jsonl", LINE * 3, durable=False)
+    assert [call.data.decode() for call in disk.calls if call.op == "write"] == [LINE * 3]
+
+
+def test_appended_lines_are_synced_and_so_is_the_name_of_a_new_file(tmp_path):
+    path = tmp_path / "notes.jsonl"
+    assert synced(tmp_path, lambda: append(path, LINE))[0] == ["notes.jsonl", "."]
+    assert synced(tmp_path, lambda: append(path, LINE))[0] == ["notes.jsonl"]
+
+
 def synced(top, act):
     """What was synced below a folder, in order, while something was done."""
     with Disk(top) as disk:
@@ -204,11 +248,6 @@ def test_a_disk_that_cannot_be_read_is_named_with_the_way_out(tmp_path):
     # One that says more passes.
     with pytest.raises(RunDirError, match="in use"), reading(tmp_path):
         raise RunDirError("in use")
-
-
-def test_a_lock_in_a_missing_folder_says_so(tmp_path):
-    with pytest.raises(RunDirError, match=r"cannot be written \(No such file.*--out"):
-        FolderLock(tmp_path / "missing" / ".lock")
 
 
 def test_a_fork_writes_nothing_into_the_folder_of_its_parent(tmp_path):

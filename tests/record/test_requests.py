@@ -11,7 +11,6 @@ import pytest
 
 from evo_grpo.errors import RunDirError, RunFailedError
 from evo_grpo.record import files
-from evo_grpo.record.folder import clear_requests
 from evo_grpo.record.requests import (
     new_id,
     number_of,
@@ -19,6 +18,7 @@ from evo_grpo.record.requests import (
     remove_requests,
     write_request,
 )
+from evo_grpo.record.run_dir import clear_run
 from evo_grpo.types import Request
 
 
@@ -145,22 +145,23 @@ def test_what_stands_in_the_place_of_the_folder_is_refused(tmp_path, plant):
     assert len(list((elsewhere / "steering").glob("*-*.json"))) == 1
 
 
-def test_a_full_disk_leaves_no_part_of_a_request(tmp_path, monkeypatch):
+def test_a_request_that_a_full_disk_refuses_is_not_made(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(RunFailedError, match=r"No space left.*evo-grpo steer RUN"):
         written(tmp_path)
-    assert [file.name for file in (tmp_path / "steering").iterdir()] == ["counter"]
+    found = read_requests(tmp_path)
+    assert (found.requests, found.unread) == ((), {})
 
 
 def test_clearing_removes_requests_and_nothing_else(tmp_path):
     written(tmp_path)
     mine = tmp_path / "steering" / "notes.txt"
     mine.write_text("mine")
-    clear_requests(tmp_path)
+    clear_run(tmp_path)
     assert list((tmp_path / "steering").iterdir()) == [mine]
     mine.unlink()
-    clear_requests(tmp_path)
+    clear_run(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -1,7 +1,6 @@
 """Run folders: nothing is lost, nothing is overwritten unasked, and a run can always go on."""
 
 import hashlib
-import json
 import math
 import os
 import re
@@ -17,19 +16,20 @@ from shown_run import SUMMARY
 
 from evo_grpo.errors import CheckpointError, RunDirError, RunFailedError, RunNotFoundError
 from evo_grpo.readers.report.run_page import write_report
-from evo_grpo.record.files import atomic_write, seal, unseal
+from evo_grpo.record.family import best_ever
+from evo_grpo.record.files import atomic_write, remove, seal, to_line, unseal
 from evo_grpo.record.folder import (
     config_text,
     expect_run,
     is_run,
+    listed_objects,
     parse_rounds,
     read_rounds,
-    remove,
     round_entries,
+    with_objects,
 )
 from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.record.records import NextAgents, outline
-from evo_grpo.record.retention import kept_checkpoints
 from evo_grpo.record.run_dir import RunDir, checkpoint_name
 from evo_grpo.record.summary import read_summary
 from evo_grpo.types import Decision, Mutation, Request, RequestOutcome
@@ -46,9 +46,9 @@ def filled(folder, records, *, checkpoints=True):
     """A run with these rounds, closed again."""
     with RunDir.create(folder, "population", YAML) as run:
         for record in records:
-            run.write_completions(record.round, [{"completion": "12"}])
+            run.write(f"completions/round-{record.round:04d}.jsonl", '{"completion": "12"}\n')
             run.append_step(record.round, 0, [{"round": record.round, "step": 0, "agent": 0}])
-            run.finish_metrics()
+            run.finish_metrics(record.round)
             for agent in record.agents if checkpoints else ():
                 path = run.path / checkpoint_name(record.round, agent.agent)
                 path.mkdir(parents=True)
@@ -69,6 +69,16 @@ def test_a_new_folder_is_a_run_from_the_start(tmp_path):
         assert tree(run.path) == [".lock", "population.yaml", "rounds.jsonl"]
     with RunDir.open(tmp_path / "deep" / "run") as run:
         assert run.rounds() == []
+
+
+def test_objects_of_one_keyword_are_all_listed_when_the_settings_are_written_again(tmp_path):
+    objects = ["env.reward (the function f)", "env.reward (the function g)"]
+    with RunDir.create(tmp_path, "population", with_objects(YAML, objects)) as run:
+        run.write("population.yaml", with_objects(YAML, listed_objects(run.path)))
+        assert listed_objects(run.path) == objects
+        assert config_text(run.path).endswith(f"\n{YAML}")
+        run.write("population.yaml", with_objects(YAML, []))
+        assert listed_objects(run.path) == []
 
 
 def test_no_path_takes_the_next_free_number(tmp_path, monkeypatch):
@@ -93,11 +103,11 @@ def test_an_empty_folder_is_fine_and_so_is_one_that_died_young(tmp_path):
 
 def test_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(RunDirError, match=r"expected a folder for the run, found a file.*--out"):
-        RunDir.create(tmp_path / "file", "population", YAML, force=True)
-    with pytest.raises(RunDirError, match=r"cannot be created \(Not a directory\).*--out") as info:
-        RunDir.create(tmp_path / "file" / "run", "population", YAML)
-    assert info.value.exit_code == 2
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        message = r"cannot be written \(Not a directory\).*--out"
+        with pytest.raises(RunDirError, match=message) as info:
+            RunDir.create(path, "population", YAML, force=True)
+        assert info.value.exit_code == 2
 
 
 def test_a_foreign_folder_is_refused_and_left_as_it_is(tmp_path):
@@ -108,23 +118,17 @@ def test_a_foreign_folder_is_refused_and_left_as_it_is(tmp_path):
     assert tree(tmp_path) == ["a", "b", "c", "d"]
 
 
-def test_force_in_a_foreign_folder_deletes_nothing(tmp_path):
-    theirs = {
-        "notes.txt": "notes",
-        "population.yaml": "their own",
-        "checkpoints/round-0000/weights": "weights",
-        "checkpoints.old-1": "older still",
-    }
-    for name, text in theirs.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+def test_force_in_a_foreign_folder_changes_none_of_its_files(tmp_path):
+    (tmp_path / "notes.txt").write_text("notes")
+    for name in ("population.yaml", "checkpoints"):
+        (tmp_path / name).mkdir()
+        with pytest.raises(RunDirError, match=rf"empty folder, found {name}; choose another --out"):
+            RunDir.create(tmp_path, "population", YAML, force=True)
+        assert sorted(os.listdir(tmp_path)) == sorted([name, "notes.txt"])
+        (tmp_path / name).rmdir()
     with RunDir.create(tmp_path, "population", YAML, force=True) as run:
         assert config_text(run.path) == YAML
-        run.drop_unfinished()
     assert (tmp_path / "notes.txt").read_text() == "notes"
-    assert (tmp_path / "population.yaml.old-1").read_text() == "their own"
-    assert (tmp_path / "checkpoints.old-1").read_text() == "older still"
-    assert (tmp_path / "checkpoints.old-2" / "round-0000" / "weights").read_text() == "weights"
 
 
 def test_an_unfinished_run_is_refused_with_the_way_on(tmp_path, make_run):
@@ -141,7 +145,7 @@ def test_an_unfinished_run_is_refused_with_the_way_on(tmp_path, make_run):
 def test_a_finished_run_is_refused(tmp_path, make_run):
     folder = filled(tmp_path / "run", make_run())
     with RunDir.open(folder) as run:
-        run.write_summary({"gain": 0.3})
+        run.write("summary.json", "{}")
     with pytest.raises(RunDirError, match=r"found a finished run; .*replace it with --force"):
         RunDir.create(folder, "population", YAML)
     RunDir.open(folder).close()  # the refusal holds nothing
@@ -177,7 +181,6 @@ def test_a_run_in_use_is_refused_whatever_is_asked(tmp_path):
     with RunDir.create(tmp_path / "run", "population", YAML):
         for again in (
             lambda: RunDir.open(tmp_path / "run"),
-            lambda: RunDir.create(tmp_path / "run", "population", YAML),
             lambda: RunDir.create(tmp_path / "run", "population", YAML, force=True),
         ):
             with pytest.raises(RunDirError, match=rf"in use by process {os.getpid()};"):
@@ -188,7 +191,6 @@ def test_a_run_in_use_is_refused_whatever_is_asked(tmp_path):
 
 HOLD = """
 import os, sys, time
-from evo_grpo.record.retention import kept_checkpoints
 from evo_grpo.record.run_dir import RunDir
 run = RunDir.create(sys.argv[1], "population", "name: population\\n")
 if sys.argv[2] == "fork" and os.fork() == 0:
@@ -245,9 +247,7 @@ def test_rounds_come_once_and_in_order(tmp_path, make_run):
     with RunDir.create(tmp_path / "run", "population", YAML) as run:
         run.append_round(first)
         for wrong in (first, third):
-            with pytest.raises(
-                RunDirError, match=rf"expected round 2 next, got round {wrong.round + 1}"
-            ):
+            with pytest.raises(AssertionError, match="each round is recorded once, in order"):
                 run.append_round(wrong)
         run.append_round(second)
         assert [record.round for record in run.rounds()] == [0, 1]
@@ -284,7 +284,7 @@ def test_what_was_asked_for_after_a_round_stands_in_a_line_of_its_own(tmp_path, 
         path = run.path / "rounds.jsonl"
         before = path.stat().st_size
         run.amend_round(amended(second))
-        with pytest.raises(RunDirError, match="expected a change to the last round, 2, got one"):
+        with pytest.raises(AssertionError, match="only the last round can be changed"):
             run.amend_round(amended(first))
         assert run.rounds()[1].members == amended(second).members
         # Who has read up to here reads on without that round.
@@ -306,7 +306,7 @@ def test_a_run_that_goes_on_after_its_end_carries_out_the_plan_of_its_last_round
     with RunDir.create(tmp_path / "run", "population", YAML) as run:
         run.append_round(first)
         run.append_round(replace(second, stopped=("fitness",), plan=staying))
-        run.write_summary({"rounds": 2})
+        run.write("summary.json", seal({"rounds": 2}))
         assert run.rounds()[-1].is_end
         for _ in range(2):  # the second time nothing is left to do
             run.reopen()
@@ -468,32 +468,36 @@ def test_numbers_that_are_not_finite_do_not_spoil_a_line(tmp_path, make_run):
 
 def test_completions_and_checkpoints_have_their_places(tmp_path):
     with RunDir.create(tmp_path / "run", "population", YAML) as run:
-        rows = [{"completion": "ä\n", "reward": float("nan")}, {"a": 1}]
         for step in (0, 0, 1):  # a round that is begun again
             run.append_step(3, step, [{"step": step, "kl": float("nan")}])
-        ((name, digest),) = run.finish_metrics().items()
+        ((name, digest),) = run.finish_metrics(3).items()
         assert name == "metrics/round-0003.jsonl"
         text = '{"step": 0, "kl": null}\n{"step": 1, "kl": null}\n'
         assert (run.path / name).read_text(encoding="utf-8") == text
         assert hashlib.sha256(text.encode()).hexdigest() == digest
-        assert run.finish_metrics() == {}, "no step since"
-        ((name, digest),) = run.write_completions(3, rows).items()
-        assert name == "completions/round-0003.jsonl"
-        path = run.path / name
-        assert hashlib.sha256(path.read_bytes()).hexdigest() == digest
-        lines = path.read_text(encoding="utf-8").splitlines()
-        assert [json.loads(line) for line in lines] == [
-            {"completion": "ä\n", "reward": None},
-            {"a": 1},
-        ]
-        checkpoint = run.path / checkpoint_name(3, 2)
-        assert run.relative(checkpoint) == "checkpoints/round-0003/agent-02"
-        assert not checkpoint.exists()
+        assert run.finish_metrics(4) == {}, "no step of that round"
+        name = "completions/round-0003.jsonl"
+        digest = hashlib.sha256("ä\n".encode()).hexdigest()
+        assert run.write(name, "ä\n") == {name: digest}
+        assert (run.path / name).read_text(encoding="utf-8") == "ä\n"
+        assert checkpoint_name(3, 2) == "checkpoints/round-0003/agent-02"
+
+
+def test_metrics_replace_a_link_and_not_its_target(tmp_path):
+    theirs = tmp_path / "theirs"
+    theirs.write_text("theirs")
+    with RunDir.create(tmp_path / "run", "population", YAML) as run:
+        path = run.path / "metrics" / "round-0000.jsonl"
+        path.parent.mkdir()
+        path.symlink_to(theirs)
+        run.append_step(0, 0, [{"step": 0}])
+        assert not path.is_symlink()
+    assert theirs.read_text() == "theirs"
 
 
 def test_the_summary_finishes_a_run(tmp_path):
     with RunDir.create(tmp_path / "run", "population", YAML) as run:
-        run.write_summary(SUMMARY)
+        run.write("summary.json", to_line(SUMMARY))
         assert read_summary(run.path) == SUMMARY
 
 
@@ -575,7 +579,7 @@ def test_checkpoints_of_two_rounds_without_a_line_are_dropped(tmp_path, make_run
 def test_lost_lines_are_refused_where_nothing_is_left_to_go_on_from(tmp_path, make_run, lost):
     folder = filled(tmp_path / "run", make_run(rounds=4))
     with RunDir.open(folder) as run:
-        run.drop_checkpoints(kept_checkpoints(run.rounds(), "last"))
+        run.drop_checkpoints("last")
     path = folder / "rounds.jsonl"
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-lost]))
     with pytest.raises(CheckpointError, match=r"expected the line of round 4, .*put it back"):
@@ -588,7 +592,7 @@ def test_a_cut_last_line_is_refused_where_the_round_before_it_has_no_checkpoints
 ):
     folder = filled(tmp_path / "run", make_run(rounds=3))
     with RunDir.open(folder) as run:
-        run.drop_checkpoints(kept_checkpoints(run.rounds(), "last"))
+        run.drop_checkpoints("last")
     path = folder / "rounds.jsonl"
     path.write_bytes(path.read_bytes()[: -1 - cut])
     before = tree(folder)
@@ -618,9 +622,10 @@ def test_a_last_line_that_ends_as_sealed_lines_do_is_damaged_and_not_torn(tmp_pa
 
 def test_only_the_last_checkpoints_can_be_kept(tmp_path, make_run):
     folder = filled(tmp_path / "run", make_run(rounds=3))
+    (folder / "checkpoints" / "round-0003" / "agent-00").mkdir(parents=True)  # of another rank
     with RunDir.open(folder) as run:
-        run.drop_checkpoints(kept_checkpoints(run.rounds(), "last"))
-    assert os.listdir(folder / "checkpoints") == ["round-0002"]
+        run.drop_checkpoints("last")
+    assert sorted(os.listdir(folder / "checkpoints")) == ["round-0002", "round-0003"]
     assert len(os.listdir(folder / "completions")) == 3
 
 
@@ -636,12 +641,12 @@ def test_a_folder_can_be_moved(tmp_path, make_run):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: None, "there is nothing at that path"),
-        (lambda path: path.write_text("x"), "it is a file"),
-        (lambda path: path.mkdir(), r"population.yaml and rounds.jsonl are missing"),
+        (lambda path: None, "got no folder"),
+        (lambda path: path.write_text("x"), "got no folder"),
+        (lambda path: path.mkdir(), "got one without population.yaml and rounds.jsonl"),
         (
             lambda path: (path.mkdir(), (path / "population.yaml").write_text("x")),
-            r"but rounds.jsonl is missing",
+            "got one without rounds.jsonl",
         ),
     ],
 )
@@ -786,8 +791,8 @@ def test_a_folder_that_is_gone_is_not_made_anew(tmp_path, make_run, gone):
         before = contents(run.path)
         for write in (
             lambda: run.append_round(second),
-            lambda: run.write_completions(1, []),
-            lambda: run.write_summary(SUMMARY),
+            lambda: run.write("completions/round-0001.jsonl", ""),
+            lambda: run.write("summary.json", ""),
         ):
             with pytest.raises(RunFailedError, match=r"was deleted, moved or replaced"):
                 write()
@@ -827,16 +832,18 @@ def test_braces_without_end_are_no_traceback(tmp_path, make_run):
 
 
 @pytest.mark.parametrize("left", [(), ("optimizer.safetensors",), ("attributes.json",)])
-def test_the_best_is_kept_where_a_kill_left_half_of_what_was_dropped(tmp_path, left):
+def test_the_best_is_kept_where_a_kill_left_half_of_what_was_dropped(tmp_path, make_run, left):
+    (record,) = make_run(rounds=1)
     with RunDir.create(tmp_path / "run", "population", YAML) as run:
-        place = run.path / checkpoint_name(0, 1)
+        run.append_round(record)
+        place = run.path / best_ever([record]).checkpoint
         place.mkdir(parents=True)
         for name in ("attributes.json", "optimizer.safetensors"):
             (place / name).write_text(f"the {name}")
-        run.keep_best(run.relative(place))
+        run.keep_best()
         for name in {"attributes.json", "optimizer.safetensors"} - set(left):
             (place / name).unlink()
-        run.keep_best(run.relative(place))
+        run.keep_best()
         best = run.path / "checkpoints" / "best"
         kept = {path.name: path.read_text() for path in best.iterdir()}
     assert kept == {name: f"the {name}" for name in ("attributes.json", "optimizer.safetensors")}

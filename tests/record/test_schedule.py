@@ -10,6 +10,7 @@ from shown_replay import schedule as shown_schedule
 from shown_run import SUMMARY, run_folder
 
 from evo_grpo.errors import RunDirError, RunNotFoundError
+from evo_grpo.record.files import to_line
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.names import REPLAYED
 from evo_grpo.record.run_dir import RunDir
@@ -203,7 +204,7 @@ def test_a_winner_of_one_round_has_no_schedule(tmp_path):
     folder = run_folder(tmp_path / "one", rounds=1, summary=False)
     with RunDir.open(folder) as opened:
         best = {"kind": "last", "member": 0, "checkpoint": "checkpoints/round-0000/agent-00"}
-        opened.write_summary({**SUMMARY, "best": {**SUMMARY["best"], **best}})
+        opened.write("summary.json", to_line({**SUMMARY, "best": {**SUMMARY["best"], **best}}))
     with pytest.raises(RunDirError, match=r"two rounds or more, got member 0.*population\.rounds"):
         read_schedule(folder)
 

@@ -19,7 +19,8 @@ from torture_table import count, tried
 from evo_grpo import resume, run
 from evo_grpo.after.verifying.verify import verify
 from evo_grpo.errors import EvoGrpoError
-from evo_grpo.record.folder import is_run, refuse_taken
+from evo_grpo.record.folder import is_run
+from evo_grpo.record.run_dir import refuse_taken
 
 TWO = {"population__size": 2}
 LAST = {**TWO, "record__checkpoints": "last", "evolve__archive": True}

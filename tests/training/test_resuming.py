@@ -223,13 +223,20 @@ def test_finished_rounds_are_never_dropped(tmp_path):
             resume(folder, rounds=rounds)
 
 
-def test_a_run_that_ended_without_a_plan_is_not_extended(tmp_path):
-    folder = run(small(population__rounds=1), out=tmp_path / "run")
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_run_that_ended_without_a_plan_is_not_extended(tmp_path, rounds, finished):
+    config = small(population__rounds=rounds, population__stop={"tokens": 1})
+    folder = run(config, out=tmp_path / "run")
     lines = (folder / "rounds.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["plan"] is not None
     (folder / "rounds.jsonl").write_text(seal({**unseal(lines[0].encode()), "plan": None}))
+    if not finished:
+        (folder / "summary.json").unlink()
+    before = (folder / "inputs.json").read_bytes()
     with pytest.raises(RunDirError, match=r"ended with a plan for a further round, got none"):
         resume(folder, rounds=2)
+    assert (folder / "inputs.json").read_bytes() == before
 
 
 @pytest.mark.slow

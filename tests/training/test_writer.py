@@ -36,16 +36,16 @@ def test_training_waits_for_a_disk_that_cannot_keep_up(tmp_path, monkeypatch):
 
 def test_nothing_is_written_after_a_round_that_could_not_be(tmp_path, monkeypatch):
     """Not the round that waits behind it, nor one that is handed over later."""
-    go_on, real, writes = Event(), RunDir.write_completions, []
+    go_on, real, writes = Event(), RunDir.write, []
 
-    def write(self, round, rows):
+    def write(self, name, text):
         go_on.wait(10)
-        writes.append(round)
-        if round == 1:
-            raise RunFailedError(f"round {round}: {os.strerror(errno.ENOSPC)}")
-        return real(self, round, rows)
+        writes.append(name)
+        if name == "completions/round-0001.jsonl":
+            raise RunFailedError(f"round 1: {os.strerror(errno.ENOSPC)}")
+        return real(self, name, text)
 
-    monkeypatch.setattr(RunDir, "write_completions", write)
+    monkeypatch.setattr(RunDir, "write", write)
     records = [RoundRecord(number, (), {}) for number in range(4)]
     with RunDir.create(tmp_path / "run", "run", "") as folder:
         writer = FolderWriter(folder)
@@ -64,7 +64,7 @@ def test_nothing_is_written_after_a_round_that_could_not_be(tmp_path, monkeypatc
         ):
             with pytest.raises(RunFailedError, match="round 1"):
                 again()
-        assert writes == [0, 1]
+        assert writes == [f"completions/round-000{number}.jsonl" for number in (0, 1)]
         assert [one.round for one in folder.rounds()] == [0]
     left = sorted(path.name for path in (tmp_path / "run" / "completions").iterdir())
     assert left == ["round-0000.jsonl"]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 from evo_grpo.after.export.writing import ADAPTER, BASE, WEIGHTS, Fill
 from evo_grpo.errors import CheckpointError, EngineUnavailable, EvoGrpoError, ModelError
 from evo_grpo.record.digests import check_digests
-from evo_grpo.record.folder import config_text
-from evo_grpo.record.names import RECORDED_IN_PYTHON
+from evo_grpo.record.folder import listed_objects
+from evo_grpo.record.names import ATTRIBUTES
 from evo_grpo.record.plain import MAX_JSON_BYTES, MAX_WEIGHT_BYTES, inside, read_plain
 from evo_grpo.sources import PACKAGED, Source, embedded_digests, resolve
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 INSIDE = f"./{BASE}"
 """The name of a base inside the export, relative to its folder."""
-_ATTRIBUTES = "attributes.json"
 _FLOAT = "float32"
 
 
@@ -242,20 +241,18 @@ def _checked(file: Path, expected: str, whose: str, remedy: str) -> bytes:
 
 def _attributes(choice: ChosenAgent) -> dict[str, Any]:
     """Return attributes.json of the checkpoint; empty if the run recorded no such file."""
-    expected = choice.files.get(_ATTRIBUTES)
+    expected = choice.files.get(ATTRIBUTES)
     if expected is None:
         return {}
-    file = inside(choice.run, f"{choice.checkpoint}/{_ATTRIBUTES}")
-    return _json(_checked(file, expected, "the run recorded", "repeat the run"), _ATTRIBUTES)
+    file = inside(choice.run, f"{choice.checkpoint}/{ATTRIBUTES}")
+    return _json(_checked(file, expected, "the run recorded", "repeat the run"), ATTRIBUTES)
 
 
 def _objects(choice: ChosenAgent, attributes: Mapping[str, Any]) -> list[str]:
     """Return the settings that the run was given as Python objects."""
     if attributes:
         return [str(name) for name in attributes.get("objects") or ()]
-    first = config_text(choice.run).partition("\n")[0]
-    given = first.removeprefix(RECORDED_IN_PYTHON)
-    return [] if given == first else given.split(", ")
+    return listed_objects(choice.run)
 
 
 def _json(data: bytes, name: str) -> dict[str, Any]:

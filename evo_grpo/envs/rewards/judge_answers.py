@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from evo_grpo.record.appending import append
-from evo_grpo.record.files import create_one, reading, seal, sync, unseal, writing
-from evo_grpo.record.plain import MAX_LOG_BYTES, open_plain, read_plain
+from evo_grpo.record.files import append, reading, seal, sync, unseal, writing
+from evo_grpo.record.plain import MAX_LOG_BYTES, read_plain
 
 TEXT_CHARACTERS = 500
 """Characters of an answer's text that are kept, for people to read."""
@@ -68,16 +66,14 @@ class Answers:
         """Read the answers in all files of a folder, and append new ones to one of them.
 
         The folder, and a file that other ranks do not use, are created with the first answer. A
-        line that a kill has cut off is removed; a damaged one is warned of, and asked again. With
-        `counts`, the answers of all processes to this judge count.
+        line that a kill has cut off is removed then; a damaged one is warned of, and asked again.
+        With `counts`, the answers of all processes to this judge count.
         """
         judge = name.rpartition("rank-")[0]
         damaged = 0
         with reading(folder):
             for file in answer_files(folder):
                 found = read_answers(file)
-                if found.cut_off and file.name == name + _SUFFIX:
-                    _cut(file, found.cut_off)
                 damaged += found.damaged
                 for key, answer in found.answers:
                     self.keep(key, answer, counts=counts and file.name.startswith(judge))
@@ -113,12 +109,8 @@ class Answers:
         if self._path is None:
             self._unrecorded |= answers
             return
-        lines = [_line(key, answer) for key, answer in answers.items()]
-        with writing(self._path):
-            create_one(self._path.parent)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            with os.fdopen(open_plain(self._path, flags), "ab", buffering=0) as file:
-                append(file, "".join(lines).encode("utf-8", errors="replace"), durable=False)
+        lines = "".join(_line(key, answer) for key, answer in answers.items())
+        append(self._path, lines, durable=False)
 
     def sync(self) -> None:
         """Wait until the answers are on disk."""
@@ -186,13 +178,3 @@ def _typed(data: dict[str, Any], name: str, kind: type) -> Any:  # noqa: ANN401 
     if type(value) is not kind:
         raise ValueError(name)
     return value
-
-
-def _cut(file: Path, count: int) -> None:
-    """Remove the last bytes of a file."""
-    with writing(file):
-        descriptor = open_plain(file, os.O_RDWR)
-        try:
-            os.ftruncate(descriptor, os.fstat(descriptor).st_size - count)
-        finally:
-            os.close(descriptor)

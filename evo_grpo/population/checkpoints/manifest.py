@@ -13,6 +13,7 @@ from pydantic import AfterValidator, TypeAdapter
 from evo_grpo.errors import CheckpointError, RunDirError
 from evo_grpo.model.lora.files import CONFIG, WEIGHTS
 from evo_grpo.population.checkpoints.moments import OPTIMIZER
+from evo_grpo.record.names import ATTRIBUTES
 from evo_grpo.record.plain import MAX_JSON_BYTES, check_relative, refuse_links
 from evo_grpo.record.records import score_from_json
 from evo_grpo.schema.hparams import Hparams
@@ -22,7 +23,6 @@ from evo_grpo.types import Score
 
 FORMAT = 3
 """Version of attributes.json."""
-ATTRIBUTES = "attributes.json"
 _OWN = (ATTRIBUTES, OPTIMIZER, CONFIG, WEIGHTS, "actor", "reference", "base")
 """All entries of a checkpoint or a PEFT folder that are ever read."""
 

@@ -14,7 +14,7 @@ from evo_grpo.errors import CheckpointError, ConfigError, RunDirError
 from evo_grpo.places import as_option
 from evo_grpo.printable import shorten
 from evo_grpo.record.config import read_settings
-from evo_grpo.record.files import to_line
+from evo_grpo.record.files import seal, to_line
 from evo_grpo.record.names import CONFIG, INPUTS
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.schema.problems import Problem, Problems
@@ -203,7 +203,7 @@ def record_inputs(
             "file; put it back as it was"
         )
     inputs = replace(inputs_of(config), id=uuid4().hex, objects=objects or {})
-    folder.write_inputs(asdict(inputs))
+    folder.write(INPUTS, seal(asdict(inputs)))
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,7 @@ def check_inputs(
 def record_changes(folder: RunDir, changed: Changed) -> None:
     """Record the inputs that a run has from now on, if any has changed."""
     if changed.now != changed.before:
-        folder.write_inputs(asdict(changed.now))
+        folder.write(INPUTS, seal(asdict(changed.now)))
 
 
 def begun_extension(folder: RunDir) -> int | None:

@@ -17,7 +17,7 @@ from evo_grpo.record.arms import read_comparison
 from evo_grpo.record.family import best_ever
 from evo_grpo.record.files import seal, unseal
 from evo_grpo.record.folder import read_rounds
-from evo_grpo.record.names import REPLAYED
+from evo_grpo.record.names import INPUTS, REPLAYED
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.training.inputs.differences import compare_inputs, record_changes
 from evo_grpo.training.inputs.recorded_inputs import read_inputs_of
@@ -262,7 +262,7 @@ def test_a_policy_that_a_later_version_filled_in_dropped_nothing(since_all):
         inputs = read_inputs_of(since_all)
         (entry,) = [one for one in inputs.changes if one["name"] == "record.checkpoints"]
         changes = [{**entry, "from": None, "filled_in": True}]
-        opened.write_inputs({**asdict(inputs), "changes": changes})
+        opened.write(INPUTS, seal({**asdict(inputs), "changes": changes}))
     assert any("round-0000" in text and "is missing" in text for text in verify(since_all).damage)
 
 

@@ -12,7 +12,7 @@ from evo_grpo.envs.rewards import judge_client
 from evo_grpo.envs.rewards.reward_model import RewardModel
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import ConfigError, DataError, RewardError
-from evo_grpo.record.folder import clear_run
+from evo_grpo.record.run_dir import clear_run
 from evo_grpo.record.summary import read_summary
 from evo_grpo.record.view import view_of
 from evo_grpo.settings import from_dict

@@ -23,6 +23,7 @@ from evo_grpo.readers.report.side_by_side import (
     side_by_side,
 )
 from evo_grpo.record.arms import Difference, comparison_arms
+from evo_grpo.record.files import seal
 from evo_grpo.record.names import CONFIG, SUMMARY
 from evo_grpo.record.replay import write_replay
 from evo_grpo.record.run_dir import RunDir
@@ -118,7 +119,7 @@ def of_files(path, *, rows=40, better=2, reward="len(completion)", test=None, in
     (folder / CONFIG).write_text(to_yaml(config))
     if inputs:
         with RunDir.open(folder) as opened:
-            opened.write_inputs(asdict(inputs_of(config)))
+            opened.write("inputs.json", seal(asdict(inputs_of(config))))
     return folder
 
 

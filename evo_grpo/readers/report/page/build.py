@@ -12,13 +12,13 @@ import html
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.printable import printable
 from evo_grpo.readers.report.figures.axes import graph_objects
 from evo_grpo.record.files import to_line
+from evo_grpo.record.study import library_version
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -103,7 +103,7 @@ class Page:
             links=links,
             live=live,
             sections="\n".join(markup for *_, markup in self._sections),
-            version=text(_version()),
+            version=text(library_version()),
             data=_embedded(to_line({"refresh": REFRESH, **self._data}, separators=(",", ":"))),
             figures=figures,
             plotly=plotly,
@@ -180,13 +180,6 @@ def _part(name: str) -> str:
 def _digest(script: str) -> str:
     digest = hashlib.sha256(script.encode()).digest()
     return f"sha256-{base64.b64encode(digest).decode()}"
-
-
-def _version() -> str:
-    try:
-        return version("evo-grpo")
-    except PackageNotFoundError:
-        return "from the sources"
 
 
 _TEMPLATE = """<!doctype html>
