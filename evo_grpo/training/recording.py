@@ -35,8 +35,8 @@ _log = logging.getLogger(__name__)
 def check_place(where: Path | None, config: RunConfig, *, force: bool) -> None:
     """Refuse a folder or a storage that cannot record the run; called on the first rank."""
     refuse_own_code(config, where)
-    if where is not None and not force:
-        refuse_taken(where)
+    if where is not None:
+        refuse_taken(where, force=force)
     check_storage(config.record.storage)
 
 
