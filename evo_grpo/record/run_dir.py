@@ -170,7 +170,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         self._rounds.append(record)
 
     def amend_round(self, record: RoundRecord) -> None:
-        """Append a change to the last round: requests, or the plan that an extension carries out."""
+        """Append a change to the last round: requests, or the plan that an extension takes up."""
         assert record.round == len(self._rounds) - 1, "only the last round can be changed"
         amendment = Amendment.of(record)
         append(self.path / names.ROUNDS, seal(to_json(amendment)))
