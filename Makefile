@@ -254,7 +254,7 @@ NOT_ON_MINIMUM := tests/fuzz tests/docs tests/experiments tests/test_architectur
 # What these test imports no package that is older there, but for numpy and pydantic, which nearly all
 # that is tested needs: tests/test_dependencies.py holds them to it. They are more than half of the time.
 OWN_CODE := tests/after/verifying tests/after/test_arms_compare.py tests/after/test_arms_replay.py \
-  tests/api/test_interrupted.py tests/api/test_left_out.py tests/api/test_resume.py \
+  tests/api/test_interrupted.py tests/api/test_unapplied.py tests/api/test_resume.py \
   tests/cli/plan/test_gpu.py tests/cli/plan/test_runs_no_code.py tests/cli/test_fetching.py \
   tests/cli/test_foreign_text.py tests/cli/test_full_disk.py tests/cli/test_host_memory.py \
   tests/cli/test_steer.py tests/cli/test_stopping.py tests/envs/rewards tests/evolve tests/learn \
@@ -264,7 +264,7 @@ OWN_CODE := tests/after/verifying tests/after/test_arms_compare.py tests/after/t
   tests/readers/test_follow.py tests/readers/test_reader.py tests/readers/trackers \
   tests/record/test_choice.py tests/record/test_log.py tests/record/test_study.py tests/rollout/vllm \
   tests/schema/test_patterns.py tests/settings/test_limits.py tests/settings/test_without_effect.py \
-  tests/test_corruption.py tests/test_stop_rules.py tests/training/inputs tests/training/test_extending.py \
+  tests/test_corruption.py tests/test_stop_rules.py tests/training/inputs tests/training/test_resuming.py \
   tests/training/test_steering.py tests/training/test_strategies.py
 test-minimum: $(MINIMUM_STAMP)
 	@echo 'Left out, since they test messages, pages, scripts and files of the repository, which are the'

@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import replace
 from pathlib import Path
 
-from evo_grpo.record.files import to_line
+from evo_grpo.record.files import seal
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.schema.hparams import Hparams
@@ -133,5 +133,5 @@ def run_folder(
                 files[name] = hashlib.sha256(data).hexdigest()
             folder.append_round(replace(record, files=files))
         if summary:
-            folder.write("summary.json", to_line(SUMMARY))
+            folder.write("summary.json", seal(SUMMARY))
     return Path(path)

@@ -201,22 +201,18 @@ def test_a_damaged_winner_is_not_judged(finished, tmp_path):
         evaluate_adapter(folder)
 
 
-@pytest.mark.filterwarnings("ignore:.*holds numbers that are not finite:UserWarning")
 def test_an_adapter_that_is_not_finite_is_an_error_and_not_a_gain(finished, tmp_path):
     out = export(finished, tmp_path / "best")
     file = out / "adapter_model.safetensors"
     weights = load_file(file)
     save_file({name: torch.full_like(one, math.nan) for name, one in weights.items()}, file)
     config = finished / "population.yaml"
-    with (
-        pytest.warns(UserWarning, match="holds numbers that are not finite"),
-        pytest.raises(RunFailedError, match=r"best: expected finite log-probabilities, got NaN"),
-    ):
+    with pytest.raises(ConfigError, match=r"best: expected finite numbers, got NaN or infinity in"):
         evaluate_adapter(out, config, prompts=2)
     result = CliRunner().invoke(app, ["evaluate", str(out), str(config), "--prompts", "2"])
     assert "nan" not in result.stdout.lower()
-    assert result.exit_code == 1
-    assert "expected finite log-probabilities" in result.stderr
+    assert result.exit_code == 2
+    assert "expected finite numbers" in result.stderr
 
 
 def test_rewards_that_all_abstain_are_an_error(finished, tmp_path, monkeypatch):

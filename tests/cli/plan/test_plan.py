@@ -217,7 +217,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
 
 @pytest.mark.slow
 def test_a_machine_that_is_too_small_is_warned_of(monkeypatch):
-    monkeypatch.setattr("evo_grpo.training.sizing.fit.machine_memory", lambda: 200 << 20)
+    monkeypatch.setattr("evo_grpo.training.sizing.fitting.machine_memory", lambda: 200 << 20)
     config = from_dict(MINIMAL, ["engine.device=cpu"])
     assert any(
         "of memory and this machine has 210 MB" in text for text in make_plan(config).warnings
@@ -239,7 +239,7 @@ def test_of_unequal_cards_the_smallest_is_planned_for(monkeypatch):
 
 def test_a_card_is_planned_for_where_it_is_not(monkeypatch):
     monkeypatch.setattr("evo_grpo.cli.plan.plan.cuda_devices", list)
-    monkeypatch.setattr("evo_grpo.training.sizing.fit.machine_memory", lambda: 1)
+    monkeypatch.setattr("evo_grpo.training.sizing.fitting.machine_memory", lambda: 1)
     config = from_dict(MINIMAL, ["engine.device=cuda"])
     wide = make_plan(config, gpu=Gpu("24GB", 24 * 10**9))
     assert (wide.fit.fits, wide.warnings) == (True, ())
