@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from evo_grpo.record.records import AgentRecord, RoundRecord
     from evo_grpo.schema.hparams import Hparams
-    from evo_grpo.types import Mutation
+    from evo_grpo.types import Mutation, Slot
 
 
 @dataclass(frozen=True)
@@ -138,11 +138,16 @@ def leading_agent(record: RoundRecord) -> AgentRecord | None:
     """
     if not record.members:
         return best_agent(record)
-    collapsed = {one.agent for one in record.decisions if one.kind == "collapsed"}
-    playing = {member.agent for member in record.members} - collapsed
+    playing = playing_on(record)
     return best_agent(
         replace(record, agents=tuple(one for one in record.agents if one.agent in playing))
     )
+
+
+def playing_on(record: RoundRecord) -> set[Slot]:
+    """Return the agents of a round that play on, or were not given up where none follows it."""
+    collapsed = {one.agent for one in record.decisions if one.kind == "collapsed"}
+    return {member.agent for member in record.members} - collapsed
 
 
 def archived_agent(rounds: Sequence[RoundRecord]) -> AgentRecord | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from evo_grpo.errors import RunFailedError
@@ -17,7 +17,7 @@ from evo_grpo.population.cohort.mean import may_mix, mix_agents
 from evo_grpo.population.cohort.spares import add_spare_like
 from evo_grpo.population.cohort.state import AgentState
 from evo_grpo.population.evaluate import Evaluation, evaluate, pass_at
-from evo_grpo.record.family import best_agent, best_ever, founder_of
+from evo_grpo.record.family import best_ever, founder_of, leading_agent, playing_on
 from evo_grpo.record.files import seal, sync_into, writing
 from evo_grpo.record.leaderboard import write_csv
 from evo_grpo.record.names import BEST, MEAN, SUMMARY
@@ -117,9 +117,7 @@ def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
     """
     last = rounds[-1]
     found: list[Finalist] = []
-    # A collapsed agent has left the cohort, so its weights no longer exist.
-    left = tuple(record for record in last.agents if record.agent in cohort.agents)
-    best = best_agent(replace(last, agents=left))
+    best = leading_agent(last)
     if best is not None:
         found.append(_finalist("last", best, cohort.agents[best.agent], best.checkpoint))
     ever, archive = best_ever(rounds), cohort.archive
@@ -160,7 +158,7 @@ def _relatives(
     cohort: Cohort, rounds: Sequence[RoundRecord]
 ) -> tuple[AgentRecord, AgentRecord] | None:
     """Return the two best survivors that descend from one agent and whose mean can be taken."""
-    staying = {member.agent for member in rounds[-1].members}
+    staying = playing_on(rounds[-1])
     ranked = sorted(
         (
             a

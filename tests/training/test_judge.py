@@ -1,6 +1,7 @@
 """The final comparison: who takes part, how a mean is made, and which one is judged."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -25,7 +26,7 @@ from evo_grpo.training.judge import (
     finalists,
 )
 from evo_grpo.training.run import play_rounds
-from evo_grpo.types import Member, Score, Slot
+from evo_grpo.types import Decision, Member, Score, Slot
 
 
 def played(**changes):
@@ -200,8 +201,9 @@ def test_the_best_of_the_last_round_takes_no_part_where_it_collapsed():
     _, prepared, rounds = played()
     first, second = rounds[-1].agents
     best = AgentRecord(**{**vars(first), "score": Score(0.9, 0.1, 6)})
-    records = [rounds[0], RoundRecord(1, (best, second), {})]
-    prepared.cohort.remove(first.agent)  # as a round does with an agent that collapsed
+    collapsed = Decision("collapsed", first.agent, None, math.nan, math.nan, 0, "it collapsed")
+    last = replace(rounds[-1], agents=(best, second), decisions=(collapsed,))
+    records = [rounds[0], last]
     found = finalists(prepared.cohort, records)
     assert [(one.kind, one.agent) for one in found] == [
         ("last", second.agent),
