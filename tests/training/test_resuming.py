@@ -163,7 +163,7 @@ def test_a_kill_in_the_middle_of_an_extension_is_made_good(tmp_path, monkeypatch
 
         return call
 
-    for name in ("atomic_write", "remove", "writing"):
+    for name in ("append", "atomic_write", "remove", "writing"):
         monkeypatch.setattr(run_dir, name, stop_at(getattr(run_dir, name)))
     with pytest.raises(KeyboardInterrupt):
         resume(short, rounds=3)
