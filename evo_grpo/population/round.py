@@ -155,7 +155,7 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
                 saved |= save(this, plan)  # again after a further look: a checkpoint has the scores
             report = report_of(this, tallies, results, saved, fresh)
             plan = cohort.team.agree(report, partial(plan_and_record, this, plan, starts))
-        writer.round_over()
+        writer.round_over()  # ranks drop their copies of checkpoints
         observer.round_done(plan.record)
         plan = wait_while_paused(this, plan)
         # After the round is with the writer: once it is written, a resume carries out its plan.
@@ -207,7 +207,7 @@ def measure_archive(this: Round, look: Look) -> dict[Slot, Evaluation]:
 
 
 def save(this: Round, look: Look) -> dict[Slot, SavedAgent]:
-    """Save the agents of a look that are on this rank."""
+    """Copy the agents of a look on this rank, for the writer, which writes them later."""
     with this.watch.phase("checkpoint"):
         return {
             slot: this.writer.checkpoint(this.cohort, this.number, slot)
@@ -392,7 +392,7 @@ def apply(
         # Truncate here rather than where scores are added, so that restored cohorts are covered.
         del cohort.agents[member.agent].history[:-KEPT_SCORES]
     remaining = set(generation.slots)
-    cohort.place(generation.slots)
+    cohort.place(generation.slots)  # dealt among the shards anew, and so among the ranks
     for slot in slots:
         if slot not in remaining:
             cohort.remove(slot)

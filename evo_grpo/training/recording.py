@@ -65,13 +65,13 @@ class Past:
 
     Attributes:
         rounds: The whole records of the finished rounds; later rounds are appended.
-        earlier: Summaries of the run from before it was extended by more rounds.
-        steered: Number of requests that the last round has recorded; later requests are new.
+        earlier_summaries: Summaries of the run from before it was extended by more rounds.
+        recorded_requests: Number of requests that the last round has recorded; later ones are new.
     """
 
     rounds: list[RoundRecord]
-    earlier: list[dict[str, Any]]
-    steered: int
+    earlier_summaries: list[dict[str, Any]]
+    recorded_requests: int
 
 
 def take_up_past(config: RunConfig, folder: RunDir, prepared: Prepared, *, steers: bool) -> Past:

@@ -71,7 +71,7 @@ def run(
             check_place(where, config, force=force)
         config, task = resolve(config, team)
         team.wait_for_all()  # every rank finds its code and data before the folder is created
-        folder, fresh = None, where is None or not where.exists()
+        folder, fresh = None, where is None or not where.exists()  # fresh: ours to remove whole
         if team.rank == 0:
             folder = stack.enter_context(new_folder(where, config, force=force))
         with removed_on_failure(folder, fresh=fresh):
@@ -145,7 +145,7 @@ def play_and_judge(
     if folder is not None:
         folder.path = place
     steers = limit is None  # the populations of `resume --compare` have one, and take no requests
-    past = team.first(
+    past = team.first(  # a new run's inputs are recorded here
         None if folder is None else take_up_past(config, folder, prepared, steers=steers)
     )
     assert past is not None, "the first rank has the folder"
@@ -165,7 +165,7 @@ def play_and_judge(
         steering = None
         if folder is not None and steers:
             steering = RunSteering(path, folder, prepared.cohort.hp_config, writer.amend)
-            steering.record_resumed(rounds, past.steered, observer)
+            steering.record_resumed(rounds, past.recorded_requests, observer)
         slots = play_rounds(
             prepared, slots, rounds, writer=writer, observer=observer, limit=limit,
             steering=steering, outlines=True,
@@ -173,7 +173,7 @@ def play_and_judge(
     # The writer is closed. A run that is unfinished here was ended by a request, for a resume.
     if not prepared.is_unfinished(rounds):
         observer.stage(len(rounds) - 1, "test", 0, 1)
-        summary = finish(folder, prepared, rounds, past.earlier, start)
+        summary = finish(folder, prepared, rounds, past.earlier_summaries, start)
         _log.info("%s: finished after %.1f s", path, summary["wall_seconds"])
         observer.finished(summary)
     if folder is not None:
