@@ -140,11 +140,15 @@ PARTS = st.sampled_from([
     "{{ messages }}", "{% for m in messages %}", "{% endfor %}", "{{ m.content }}", "{{ 1/0 }}",
     "{{ raise_exception('no') }}", "{% if", "%}", "{{", "}}", "{# ", "{{ range(10**9)|list }}",
     "{{ messages[9] }}", "{{ ''.__class__ }}", "{% set x = x %}", "\0", "é",
+    "{{ 'a' * 10**10 }}", "{{ 'a' * 10**7 }}", "{% set ns = namespace(x='a') %}",
+    "{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}", "{{ ns.x }}",
 ])  # fmt: skip
 
 
 @fuzz(template=st.lists(PARTS, max_size=6).map("".join) | DEEP.map(lambda d: "{{" + d + "}}"))
 @example(template="{{" + "(" * 5000)
+@example(template="{{ 'a' * 10**10 }}")
+@example(template="{{ 'a' * 10**7 }}")
 @bounded
 def test_any_chat_template_is_a_prompt_or_refused(template: str):
     folder = model_folder()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -18,6 +22,10 @@ from evo_grpo.training.sizing.chat_template import CONFIG, OWN_FILE, chat_templa
 
 MOST_READ = 10_000
 """Most rows whose prompts are read; of more, a sample."""
+MOST_ADDED = 1_000_000
+"""Most characters that a chat template may add to the messages."""
+MOST_MEMORY = 100 * 2**20
+"""Bytes that a chat template may take while it is rendered."""
 _NO_LIMIT = 2**62
 
 
@@ -152,9 +160,46 @@ class FileTokenizer:
     def apply_chat_template(
         self, messages: list[dict[str, Any]], *, tokenize: bool, **keywords: Any
     ) -> str:
-        """Return the text of messages."""
+        """Return the text of messages; a template that needs too much memory is a ValueError."""
         del tokenize
-        return rendered_chat(str(self.chat_template), messages, {**self._special, **keywords})
+        try:
+            with _bounded_memory():
+                text = rendered_chat(
+                    str(self.chat_template), messages, {**self._special, **keywords}
+                )
+        except MemoryError as error:
+            raise ValueError(f"it needs more than {MOST_MEMORY:,} bytes of memory") from error
+        if (added := len(text) - sum(len(m["content"]) for m in messages)) > MOST_ADDED:
+            raise ValueError(f"it adds {added:,} characters; expected at most {MOST_ADDED:,}")
+        return text
+
+
+@contextmanager
+def _bounded_memory() -> Generator[None]:
+    """Raise MemoryError where the block takes more than `MOST_MEMORY`; no thread may start in it.
+
+    Only Linux says how much the process has and holds it to a limit.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = os.pread(_statm(), 100, 0).split()[0]
+    limit = int(pages) * resource.getpagesize() + MOST_MEMORY
+    limits = [limit, *(each for each in (soft, hard) if each != resource.RLIM_INFINITY)]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@cache
+def _statm() -> int:
+    """Return a descriptor of this process's sizes; to open it for each prompt is slow."""
+    return os.open("/proc/self/statm", os.O_RDONLY)
 
 
 def _file(model: str, name: str) -> Path | None:

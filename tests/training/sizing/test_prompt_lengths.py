@@ -1,6 +1,7 @@
 """Lengths of prompts that `check` reads by a tokenizer.json, beside those of transformers."""
 
 import json
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
@@ -119,12 +120,27 @@ def test_messages_that_the_chat_template_leaves_out_are_told_by_check_and_run(mo
     assert read_prompts(build_task(env.replace(system_prompt=None), 0), path, None, None)[1] == []
 
 
-def test_a_damaged_tokenizer_and_an_endless_template_are_named(model, tmp_path):
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{% if 1 %}" * 5000 + "{% endif %}" * 5000, "it is nested too deep"),
+        ("{{ 'a' * 10**9 }}", "roles user: it needs more than 104,857,600 bytes of memory"),
+        ("{{ 'a' * 2 * 10**6 }}", "it adds 1,9.*; expected at most 1,000,000"),
+    ],
+)
+def test_a_template_without_an_end_is_refused(template, told, model):
     kind = {"kind": "dataset", "train": [{"question": f"{n}"} for n in range(20)]}
     task = build_task(EnvConfig(**kind, reward=lambda completion: 1.0), 0)
-    deep = "{% if 1 %}" * 5000 + "{% endif %}" * 5000
-    with pytest.raises(ConfigError, match="it is nested too deep"):
-        read_prompts(task, model(deep), None, None)
+    made = model("{{ messages }}")
+    (Path(made) / "chat_template.jinja").write_text(template)
+    with pytest.raises(ConfigError, match=told):
+        read_prompts(task, made, None, None)
+
+
+def test_a_damaged_tokenizer_is_named(model, tmp_path):
+    kind = {"kind": "dataset", "train": [{"question": f"{n}"} for n in range(20)]}
+    task = build_task(EnvConfig(**kind, reward=lambda completion: 1.0), 0)
+    model()
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"tokenizer.json cannot be read: .*; fetch it anew"):
         read_prompts(task, str(tmp_path / "model"), None, None)
