@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 from small_run import Told, broken_step, outcome, small, stopped_and_resumed
+from steered_runs import OPERATIONS, Steers, steered_outcome
 
 from evo_grpo import resume, run
 from evo_grpo.errors import ConfigError, RunDirError
@@ -74,7 +75,7 @@ def interrupted(*_):
     raise KeyboardInterrupt
 
 
-def equal_but_for_the_way(first, second):
+def equal_but_for_the_way(first, second, outcome=outcome):
     """Equal in all that is trained and recorded of the rounds."""
     first, second = outcome(first), outcome(second)
     for one in (first, second):
@@ -101,6 +102,23 @@ def test_an_extended_run_equals_the_longer_one(tmp_path, case):
     (earlier,) = read_summary(short)["earlier"]
     assert earlier == {name: ended[name] for name in earlier}
     assert earlier["rounds"] == 2
+
+
+@pytest.mark.slow
+def test_a_steered_run_that_is_extended_equals_the_longer_one_that_is_steered_alike(tmp_path):
+    before = {
+        ("evaluate", 0): [OPERATIONS["set"]],
+        ("evaluate", 1): [OPERATIONS["clone"], OPERATIONS["stop"]],
+    }
+    after = {("evaluate", 2): [("set", {"agent": 0, "values": {"lr": 0.004}})]}
+    long = small(population__rounds=4, population__sizes=[3, 3, 3, 3])
+    short = small(population__rounds=2, population__sizes=[3, 3])
+    long = run(long, out=tmp_path / "long", observer=Steers(before | after))
+    folder = run(short, out=tmp_path / "short", observer=Steers(dict(before)))
+    resume(folder, rounds=4, observer=Steers(dict(after)))
+    asked = [[one.request.op for one in record.steering] for record in read_rounds(folder)]
+    assert asked == [["set"], ["clone", "stop-agent"], ["set"], []]
+    equal_but_for_the_way(long, folder, steered_outcome)
 
 
 @pytest.mark.slow
