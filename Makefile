@@ -253,7 +253,7 @@ NOT_ON_MINIMUM := tests/fuzz tests/docs tests/experiments tests/test_architectur
   tests/test_readme.py tests/test_repository.py
 # What these test imports no package that is older there, but for numpy and pydantic, which nearly all
 # that is tested needs: tests/test_dependencies.py holds them to it. They are more than half of the time.
-OWN_CODE := tests/after/verifying tests/after/test_arms_compare.py tests/after/test_arms_replay.py \
+OWN_CODE := tests/after/test_verify.py tests/after/test_arms_compare.py tests/after/test_arms_replay.py \
   tests/api/test_interrupted.py tests/api/test_unapplied.py tests/api/test_resume.py \
   tests/cli/plan/test_gpu.py tests/cli/plan/test_runs_no_code.py tests/cli/test_fetching.py \
   tests/cli/test_foreign_text.py tests/cli/test_full_disk.py tests/cli/test_host_memory.py \

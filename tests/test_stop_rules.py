@@ -10,7 +10,7 @@ from small_run import small as smaller
 
 from evo_grpo import resume, run
 from evo_grpo.after.arms import compare
-from evo_grpo.after.verifying.verify import verify
+from evo_grpo.after.verify import verify
 from evo_grpo.api.agent import GRPO
 from evo_grpo.record.files import seal
 from evo_grpo.record.folder import read_rounds

@@ -9,7 +9,7 @@ import pytest
 from small_run import Told, small
 
 from evo_grpo import follow, resume, run
-from evo_grpo.after.verifying.verify import verify
+from evo_grpo.after.verify import verify
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.step_metrics import metric_rows
 

@@ -12,7 +12,7 @@ from evo_grpo.after.arms import compare, replay
 from evo_grpo.after.export.export import export
 from evo_grpo.after.trying.answers import sample
 from evo_grpo.after.trying.evaluation import evaluate_adapter
-from evo_grpo.after.verifying.verify import verify
+from evo_grpo.after.verify import verify
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.readers.dashboard.copy import StudyCopy

@@ -9,7 +9,7 @@ import pytest
 from small_run import Told, small
 
 from evo_grpo import resume, run
-from evo_grpo.after.verifying.verify import verify
+from evo_grpo.after.verify import verify
 from evo_grpo.errors import CheckpointError, RunNotFoundError
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.observer import Observer

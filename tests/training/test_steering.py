@@ -9,7 +9,7 @@ from small_run import Told, outcome, small
 from steered_runs import OPERATIONS, Steers, steered_outcome, tensors
 
 from evo_grpo import resume, run
-from evo_grpo.after.verifying.verify import verify
+from evo_grpo.after.verify import verify
 from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.readers.report.figures.schedules import drawn_names
 from evo_grpo.record.folder import is_trained, read_rounds

@@ -146,7 +146,7 @@ def compare(
 @app.command(rich_help_panel=PANEL)
 def verify(folder: Run, debug: Debug = False) -> None:
     """Check that every file of a run is as it was written."""
-    from evo_grpo.after.verifying.verify import verify as look
+    from evo_grpo.after.verify import verify as look
     from evo_grpo.record.wording import count
 
     found = look(folder)

@@ -9,9 +9,9 @@ from small_run import Told, small
 
 from evo_grpo import resume, run
 from evo_grpo import settings as configuration
+from evo_grpo.after import verify as looking
 from evo_grpo.after.arms import compare
-from evo_grpo.after.verifying import verify as looking
-from evo_grpo.after.verifying.verify import verify
+from evo_grpo.after.verify import verify
 from evo_grpo.errors import ConfigError, RunNotFoundError
 from evo_grpo.record.arms import read_comparison
 from evo_grpo.record.family import best_ever
@@ -473,7 +473,7 @@ def test_a_file_that_may_not_be_read_is_named(stopped, monkeypatch):
     def refused(folder):
         raise PermissionError(13, "Permission denied", str(folder / "inputs.json"))
 
-    monkeypatch.setattr("evo_grpo.after.verifying.verify.read_inputs_of", refused)
+    monkeypatch.setattr("evo_grpo.after.verify.read_inputs_of", refused)
     assert the_damage(stopped) == f"{stopped / 'inputs.json'}: cannot be read (Permission denied)"
 
 

@@ -1,1 +1,0 @@
-"""Check that every file of a run folder agrees with the records of the run."""
