@@ -111,23 +111,6 @@ def test_a_limit_that_is_no_number_is_refused(tmp_path):
         assert "Traceback" not in said
 
 
-def test_ranks_of_which_one_waits_for_weights_end_and_say_where():
-    program = (
-        "import os\nfrom evo_grpo.population.ranks.ranks import find_team\n"
-        "team = find_team()\nassert team.gather(1) == [1, 1]\n"
-        "if os.environ['RANK'] == '0':\n    team.receive(1)\n"
-        "else:\n    team.gather(1)\n"
-    )
-    env = {"EVO_GRPO_RANK_TIMEOUT": str(LIMIT)}
-    for _, said, code in finish(start(2, "-c", program, env=env), seconds=60):
-        assert code == 1
-        assert "LostRankError" in said
-        assert (
-            "the ranks wait for each other at different exchanges (rank 0 at receive 1, rank 1 at "
-            "gather 2)"
-        ) in said
-
-
 def test_an_error_between_exchanges_reaches_all_ranks():
     program = (
         "import os\nfrom evo_grpo.population.ranks.ranks import find_team\n"

@@ -1,20 +1,18 @@
-"""Detects lost ranks, and ranks that wait for each other forever, by heartbeats.
+"""Detects lost ranks by heartbeats.
 
 A rank that waits for others cannot tell from the wait whether one of them is slow or dead: a round
 may take hours, and a stopped process keeps its connections. Therefore a thread of each rank writes
-a sign into the store of torch.distributed about every second, with the exchange at which the rank
-waits, and reads the signs of all other ranks.
+a sign, a number that grows, into the store of torch.distributed about every second, and reads the
+signs of all other ranks.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, final
 
 from evo_grpo.errors import ConfigError
@@ -31,38 +29,10 @@ _LOOKS_TO_MISS = 3
 """Looks without a sign after which a rank with a closed connection counts as ended."""
 _LOOKS_AFTER_END = 10
 """Looks after a closed connection after which a rank names the most silent rank in any case."""
-_DEADLOCKED = 0.2
-"""Share of the limit for which a deadlock of ranks must last before it is reported as an error."""
 _VERDICT = "verdict"
 
 THREAD = "heartbeat"
 """Name of the thread that writes signs."""
-Place = Sequence[Any]
-"""An exchange at which a rank waits: its kind, its number, and the partner if it has one."""
-
-
-@dataclass
-class _Peer:
-    """The signs of another rank that this rank has read.
-
-    Attributes:
-        count: Number of the last sign.
-        place: Exchange at which the rank waits; None while it works.
-        missed: Looks since the last sign.
-        waited: Number of consecutive signs with this place.
-    """
-
-    count: int = 0
-    place: Place | None = None
-    missed: int = 0
-    waited: int = 0
-
-    def look(self, count: int, place: Place | None) -> None:
-        """Update from the sign that the rank has written."""
-        new = count != self.count
-        self.missed = 0 if new else self.missed + 1
-        self.waited = 0 if place != self.place else self.waited + new
-        self.count, self.place = count, place
 
 
 @final
@@ -72,16 +42,15 @@ class Heartbeat:
     Attributes:
         limit: Seconds of silence after which a rank counts as lost.
         every: Seconds between two looks.
-        place: Exchange at which this rank waits; None while it works.
     """
 
     def __init__(self, rank: int, size: int, store: Any, limit: float) -> None:  # noqa: ANN401 -- torch exports no Store
         """Write the first sign; call `start` once all ranks have done so."""
         self.rank, self.size, self.limit = rank, size, limit
         self.every = min(max(_EVERY, size / _RANKS_A_SECOND), limit / 5)
-        self.place: Place | None = None
         self._store = store
-        self._peers = [_Peer() for _ in range(size)]
+        self._signs = [0] * size
+        self._missed = [0] * size  # looks since the last sign of each rank
         self._looks = 0
         self._cut_off = False
         self._over = threading.Event()
@@ -99,29 +68,25 @@ class Heartbeat:
 
         atexit.register(stop)
 
-    def wait(self, done: Callable[[float], bool], place: Place) -> str:
-        """Wait at a place for other ranks, without a time limit, unless one of them is lost.
+    def wait(self, done: Callable[[float], bool]) -> str:
+        """Wait for other ranks, without a time limit, unless one of them is lost.
 
         `done` waits up to the given number of seconds, and returns whether the wait is over.
 
         Returns:
             Why the wait cannot end, as a sentence without a full stop; empty once it is over.
         """
-        self.place = place
         looks, stalled = self._looks, 0
-        try:
-            while not done(self.every):
-                # Count looks: a clock would continue while this process is stopped.
-                stalled = 0 if self._cut_off or self._looks != looks else stalled + 1
-                looks = self._looks
-                if self._verdict:
-                    return self._last_word()
-                if stalled * self.every >= self.limit:
-                    # A store that does not answer blocks the thread that reads signs.
-                    return silence(0, self.size, stalled * self.every)
-            return ""
-        finally:
-            self.place = None
+        while not done(self.every):
+            # Count looks: a clock would continue while this process is stopped.
+            stalled = 0 if self._cut_off or self._looks != looks else stalled + 1
+            looks = self._looks
+            if self._verdict:
+                return self._last_word()
+            if stalled * self.every >= self.limit:
+                # A store that does not answer blocks the thread that reads signs.
+                return silence(0, self.size, stalled * self.every)
+        return ""
 
     def verdict(self) -> str:
         """Return a sentence that names a lost rank; empty while none is known to be."""
@@ -137,11 +102,10 @@ class Heartbeat:
                 break
             # Name the rank that was silent first: ranks that noticed it may have ended since, and
             # on a busy machine another rank may be late.
-            missed = [peer.missed for peer in self._peers]
-            second, most = sorted(missed)[-2:]
+            second, most = sorted(self._missed)[-2:]
             clear = most - second >= _LOOKS_TO_MISS - 1 or looks == _LOOKS_AFTER_END - 1
             if most >= _LOOKS_TO_MISS and clear:
-                self._judge(f"rank {missed.index(most)} of {self.size} has ended")
+                self._judge(f"rank {self._missed.index(most)} of {self.size} has ended")
                 break
             time.sleep(self.every)
         return self._last_word()
@@ -162,14 +126,13 @@ class Heartbeat:
                 self._cut_off = True
 
     def _write_sign(self) -> None:
-        mine = self._peers[self.rank].count + 1
-        self._store.set(str(self.rank), json.dumps([mine, self.place]))
+        self._store.set(str(self.rank), str(self._signs[self.rank] + 1))
 
     def _look(self) -> None:
         self._write_sign()
-        signs = self._store.multi_get([str(rank) for rank in range(self.size)])
-        for peer, sign in zip(self._peers, signs, strict=True):
-            peer.look(*json.loads(sign))
+        for rank, sign in enumerate(self._store.multi_get(list(map(str, range(self.size))))):
+            self._missed[rank] = 0 if int(sign) != self._signs[rank] else self._missed[rank] + 1
+            self._signs[rank] = int(sign)
         self._looks += 1
         self._judge(self._found())
 
@@ -181,15 +144,9 @@ class Heartbeat:
             self._cut_off, self._verdict = True, self._verdict or found
 
     def _found(self) -> str:
-        for rank, peer in enumerate(self._peers):
-            if peer.missed * self.every >= self.limit:
-                return silence(rank, self.size, peer.missed * self.every)
-        places = [peer.place for peer in self._peers]
-        # Wait this long because a large message may still arrive after other ranks have left.
-        least = max(_LOOKS_TO_MISS - 1, _DEADLOCKED * self.limit / self.every)
-        if all(peer.waited >= least for peer in self._peers) and is_deadlock(places):
-            waits = ", ".join(f"rank {r} at {_in_words(p)}" for r, p in enumerate(places) if p)
-            return f"the ranks wait for each other at different exchanges ({waits})"
+        for rank, missed in enumerate(self._missed):
+            if missed * self.every >= self.limit:
+                return silence(rank, self.size, missed * self.every)
         return ""
 
 
@@ -199,24 +156,6 @@ def silence(rank: int, size: int, seconds: float) -> str:
         f"rank {rank} of {size} has given no sign of life for {seconds:.0f} s: its process is "
         "stopped, or its machine is out of reach"
     )
-
-
-def is_deadlock(places: Sequence[Place | None]) -> bool:
-    """Return whether no rank can continue, given the places at which all ranks wait."""
-    if None in places:
-        return False
-    if all(place == places[0] for place in places):
-        return False
-    for rank, place in enumerate(places):
-        if place is not None and place[0] == "send":
-            other = places[place[2]]
-            if other is not None and other[0] == "receive" and other[2] == rank:
-                return False
-    return True
-
-
-def _in_words(place: Place) -> str:
-    return " ".join(map(str, place[:2]))
 
 
 def limit_of_silence() -> float:

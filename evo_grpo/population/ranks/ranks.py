@@ -77,7 +77,6 @@ class Ranks(Team):
         self.size = size
         self._group = group
         self._heartbeat = heartbeat
-        self._exchanges = 0
         self._lockstep: Lockstep | None = None
         self._broken = False
         self._shared: BaseException | None = None
@@ -118,7 +117,7 @@ class Ranks(Team):
             dist.send_object_list([pickled, shapes], to, group=self._group)
             _wait(dist.isend(tensor, to, group=self._group) for tensor in tensors)
 
-        self._meet("send", transfer, other=to)
+        self._meet(transfer)
 
     def receive(self, source: int) -> Any:  # noqa: ANN401 -- what was sent
         """See `Team`."""
@@ -131,7 +130,7 @@ class Ranks(Team):
             _wait(dist.irecv(tensor, source, group=self._group) for tensor in tensors)
             found.append(put_together(parts[0], tensors))
 
-        self._meet("receive", transfer, other=source)
+        self._meet(transfer)
         return found[0]
 
     def board(self) -> Board:
@@ -174,20 +173,17 @@ class Ranks(Team):
             OtherRankError: Another rank failed; the error names the rank.
         """
         self._finish_passes(error)
-        self._exchanges += 1
         mine = _Message(kind, part, None if error is None else error_text(error))
         if self.rank == 0:
             messages: list[Any] = [None] * self.size
-            self._meet(kind, lambda: dist.gather_object(mine, messages, group=self._group), error)
+            self._meet(lambda: dist.gather_object(mine, messages, group=self._group), error)
             answer: list[Any] = [None, self._failure(messages)]
             if not answer[1]:
                 try:
                     answer[0] = decide([message.part for message in messages])
                 except BaseException as failed:  # Ctrl-C too: the others wait for an answer
                     error, answer[1] = failed, self._failed(0, error_text(failed))
-            self._meet(
-                kind, lambda: dist.broadcast_object_list(answer, src=0, group=self._group), error
-            )
+            self._meet(lambda: dist.broadcast_object_list(answer, src=0, group=self._group), error)
         else:
             answer = [None, None]
 
@@ -195,7 +191,7 @@ class Ranks(Team):
                 dist.gather_object(mine, dst=0, group=self._group)
                 dist.broadcast_object_list(answer, src=0, group=self._group)
 
-            self._meet(kind, send_and_receive, error)
+            self._meet(send_and_receive, error)
         if error is not None:
             self._shared = error
             raise error
@@ -226,24 +222,14 @@ class Ranks(Team):
         return False
 
     def _highest(self, number: int) -> int:
-        self._exchanges += 1
         shared = torch.tensor([number])
-        self._meet("passes", lambda: dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group))
+        self._meet(lambda: dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group))
         return int(shared)
 
-    def _meet(
-        self,
-        kind: str,
-        exchange: Callable[[], object],
-        error: BaseException | None = None,
-        *,
-        other: int | None = None,
-    ) -> None:
+    def _meet(self, exchange: Callable[[], object], error: BaseException | None = None) -> None:
         """Exchange a message with other ranks, without a time limit, unless a rank is lost.
 
-        All participating ranks use the same `kind`; `other` is the partner of an exchange between
-        two ranks, None for an exchange of all ranks. If the message does not arrive and this rank
-        has an error, that error is raised.
+        If the message does not arrive and this rank has an error, that error is raised.
         """
         result: Future[object] = Future()
 
@@ -255,9 +241,7 @@ class Ranks(Team):
 
         broken, self._broken = self._broken, True  # also after Ctrl-C: a message may be half sent
         threading.Thread(target=run, name=_THREAD, daemon=True).start()
-        place = (kind, self._exchanges, other)
-        why = self._heartbeat.wait(lambda s: bool(wait_for([result], s).done), place)
-        if why:
+        if why := self._heartbeat.wait(lambda s: bool(wait_for([result], s).done)):
             raise self._lost(why)
         with self.naming_the_lost_rank(error):
             result.result()

@@ -10,7 +10,6 @@ from evo_grpo.population.ranks.heartbeat import (
     SECONDS,
     VARIABLE,
     Heartbeat,
-    is_deadlock,
     limit_of_silence,
 )
 
@@ -82,7 +81,7 @@ def ranks():
     store.answers.set()
 
 
-def waits(heartbeat, place, until=None):
+def waits(heartbeat, until=None):
     """Wait as a rank does that nobody answers; return what was found, and after how long."""
     begun = time.monotonic()
 
@@ -90,14 +89,14 @@ def waits(heartbeat, place, until=None):
         time.sleep(seconds)
         return until is not None and time.monotonic() - begun > until
 
-    return heartbeat.wait(done, place), time.monotonic() - begun
+    return heartbeat.wait(done), time.monotonic() - begun
 
 
-def all_wait(heartbeats, places):
+def all_wait(heartbeats, ranks):
     found = {}
     threads = [
-        threading.Thread(target=lambda r=r, p=p: found.update({r: waits(heartbeats[r], p)[0]}))
-        for r, p in places.items()
+        threading.Thread(target=lambda r=r: found.update({r: waits(heartbeats[r])[0]}))
+        for r in ranks
     ]
     for thread in threads:
         thread.start()
@@ -109,7 +108,7 @@ def all_wait(heartbeats, places):
 @pytest.mark.slow
 def test_a_slow_rank_is_waited_for_beyond_the_limit(ranks):
     heartbeats, _, _ = ranks(2)
-    why, seconds = waits(heartbeats[0], ("gather", 1, None), until=4 * LIMIT)
+    why, seconds = waits(heartbeats[0], until=4 * LIMIT)
     assert why == ""
     assert seconds >= 4 * LIMIT
 
@@ -120,9 +119,9 @@ def test_a_rank_that_is_silent_is_named_by_all_others(ranks, lost):
     heartbeats, doors, _ = ranks(3)
     time.sleep(LIMIT)
     doors[lost].runs.clear()
-    others = {rank: ("gather", 1, None) for rank in range(3) if rank != lost}
+    others = {rank for rank in range(3) if rank != lost}
     found = all_wait(heartbeats, others)
-    assert found.keys() == others.keys()
+    assert found.keys() == others
     for why in found.values():
         assert why.startswith(f"rank {lost} of 3 has given no sign of life for ")
 
@@ -132,7 +131,7 @@ def test_a_store_that_does_not_answer_is_that_of_the_first_rank(ranks):
     heartbeats, _, store = ranks(2)
     time.sleep(LIMIT)
     store.answers.clear()
-    why, _ = waits(heartbeats[1], ("lead", 1, None))
+    why, _ = waits(heartbeats[1])
     assert why.startswith("rank 0 of 2 has given no sign of life for ")
 
 
@@ -153,38 +152,6 @@ def test_a_store_that_is_gone_has_gone_with_the_first_rank(ranks):
     heartbeats, _, store = ranks(2)
     store.gone = True
     assert heartbeats[1].closed() == "rank 0 of 2 has ended"
-
-
-@pytest.mark.slow
-def test_ranks_that_wait_for_each_other_at_different_exchanges_are_told(ranks):
-    heartbeats, _, _ = ranks(2)
-    found = all_wait(heartbeats, {0: ("lead", 7, None), 1: ("gather", 7, None)})
-    where = "rank 0 at lead 7, rank 1 at gather 7"
-    said = f"the ranks wait for each other at different exchanges ({where})"
-    assert found == {0: said, 1: said}
-
-
-@pytest.mark.slow
-def test_one_that_works_while_another_waits_is_no_deadlock(ranks):
-    heartbeats, _, _ = ranks(2)
-    why, _ = waits(heartbeats[0], ("lead", 7, None), until=3 * LIMIT)
-    assert why == ""
-
-
-@pytest.mark.parametrize(
-    ("places", "deadlock"),
-    [
-        ([("gather", 1, None), ("gather", 1, None)], False),
-        ([("gather", 1, None), ("gather", 2, None)], True),
-        ([("gather", 1, None), ("lead", 1, None)], True),
-        ([("gather", 1, None), None], False),
-        ([("send", 1, 1), ("receive", 1, 0), ("gather", 2, None)], False),
-        ([("send", 1, 1), ("receive", 1, 2), ("gather", 2, None)], True),
-        ([("send", 1, 1), ("gather", 2, None), ("gather", 2, None)], True),
-    ],
-)
-def test_a_deadlock_is_where_nobody_can_go_on(places, deadlock):
-    assert is_deadlock(places) is deadlock
 
 
 def test_the_limit_comes_from_the_environment(monkeypatch):
