@@ -33,8 +33,6 @@ SECONDS_TO_END = 9.0
 10 seconds after SIGTERM."""
 
 _CODES = {int(signal.SIGINT): INTERRUPTED, int(signal.SIGTERM): TERMINATED}
-_SWALLOWED = 0
-"""Message in the pipe that the interrupt was lost and has to be sent again; no signal is 0."""
 _MOMENT = 0.05
 _SHOW_CURSOR = b"\x1b[?25h\n"
 
@@ -54,18 +52,12 @@ class _State:
         signal: The first signal, None before.
         raises: Whether the first signal raises, so that the command can clean up.
         messages: Holds a function that returns the last message, until it was printed.
-        again: Whether the next call of the handler repeats an interrupt that was lost.
-        repeats: Number of pending signals that repeat the first one.
-        wake: Descriptor for writing to the watching thread, None without one.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self.raises = False
         self.messages: list[Callable[[], str]] = [_stopped]
-        self.again = False
-        self.repeats = 0
-        self.wake: int | None = None
 
 
 _state = _State()
@@ -83,11 +75,10 @@ def install() -> None:
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(spare)
-    heard, _state.wake = os.pipe()
-    os.set_blocking(_state.wake, False)
-    signal.set_wakeup_fd(_state.wake, warn_on_full_buffer=False)
+    heard, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(heard,), name="signals", daemon=True).start()
-    sys.unraisablehook = _report_unraisable
     os.register_at_fork(after_in_child=_leave_to_child)
 
 
@@ -140,12 +131,7 @@ def _code(error: BaseException) -> int:
 def _handle(number: int, frame: FrameType | None) -> None:
     """Raise in the main thread; end the process on a second signal or outside `interruptible`."""
     del frame
-    if _state.again and _state.signal is not None:
-        _state.again = False
-        if not _state.raises:
-            return
-        number = _state.signal
-    elif _state.signal is not None or not _state.raises:
+    if _state.signal is not None or not _state.raises:
         _end(_CODES[number])
     _state.signal = number
     raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
@@ -154,7 +140,6 @@ def _handle(number: int, frame: FrameType | None) -> None:
 def _watch(heard: int) -> None:
     """Read the numbers of signals; end the process on the second one or after the deadline."""
     import select
-    import threading
 
     first: int | None = None
     deadline = 0.0
@@ -163,32 +148,16 @@ def _watch(heard: int) -> None:
         if not select.select([heard], [], [], left)[0] and first is not None:
             _end(_CODES[first])
         for number in os.read(heard, 64):
-            if number == _SWALLOWED and first is not None:
-                time.sleep(_MOMENT)  # until the main thread can be interrupted again
-                _state.again, _state.repeats = True, _state.repeats + 1
-                signal.pthread_kill(threading.main_thread().ident or 0, first)
-            elif number not in _CODES or signal.getsignal(number) is not _handle:
+            if number not in _CODES or signal.getsignal(number) is not _handle:
                 continue  # another signal, or one with a handler of the user's code
-            elif _state.repeats:
-                _state.repeats -= 1
-            elif first is None and _state.raises:
+            if first is None and _state.raises:
                 first, deadline = number, time.monotonic() + SECONDS_TO_END
             else:
                 _end(_CODES[number])
 
 
-def _report_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
-    """Repeat an interrupt that was lost because it came where Python cannot raise: a `__del__`."""
-    lost = issubclass(unraisable.exc_type, KeyboardInterrupt)
-    if lost and _state.signal is not None and _state.wake is not None:
-        os.write(_state.wake, bytes([_SWALLOWED]))
-    else:
-        sys.__unraisablehook__(unraisable)
-
-
 def _leave_to_child() -> None:
     """Restore Python's own handlers in a forked child process."""
-    _state.wake = None
     try:
         signal.set_wakeup_fd(-1)
         for number, usual in (

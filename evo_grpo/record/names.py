@@ -45,10 +45,8 @@ STEERING = "steering"
 WRITTEN_IN = (COMPLETIONS, METRICS, STEERING)
 """Folders in which a kill may leave a partly written file."""
 
-REQUEST = re.compile(r"(\d{20})-[0-9a-f]{8}\.json")
-"""Name of a request's file: its number, then random digits."""
-COUNTER = f"{STEERING}/counter"
-"""The number of the last request."""
+REQUEST = re.compile(r"(\d{20,})-[0-9a-f]{8}\.json")
+"""Name of a request's file: a number that grows, then random digits."""
 
 READERS = "readers"
 """The position of each reader in the log, and files that readers write."""
@@ -73,7 +71,7 @@ REPLAYED = ("schedule-run", "constant-run")
 REPLAY_PARTS = (REPLAY_RESULT, *(f"{REPLAY}/{name}" for name in REPLAYED))
 """Those files and folders, the result first."""
 
-PARTS = (*FILES[2:], BEST, MEAN, *ASIDES, COUNTER, *OF_READERS, JUDGED, COMPARISON, *REPLAY_PARTS)
+PARTS = (*FILES[2:], BEST, MEAN, *ASIDES, *OF_READERS, JUDGED, COMPARISON, *REPLAY_PARTS)
 """Files and folders with one name in every run, except those by which a run is recognised."""
 OWN = (*FILES, LOCK, *OF_ROUNDS, STEERING, *OF_READERS, JUDGED, COMPARE, REPLAY)
 """Files and folders directly in the folder."""

@@ -6,8 +6,8 @@ the outcome of the request.
 
 from __future__ import annotations
 
-import fcntl
 import os
+import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -18,8 +18,8 @@ from pydantic import TypeAdapter
 
 from evo_grpo.errors import RunDirError
 from evo_grpo.record.files import atomic_write, remove, seal, unseal, writing
-from evo_grpo.record.names import COUNTER, REQUEST, STEERING
-from evo_grpo.record.plain import is_folder, open_plain, read_plain, refuse_links
+from evo_grpo.record.names import REQUEST, STEERING
+from evo_grpo.record.plain import is_folder, read_plain, refuse_links
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.schema.validated import validated
 from evo_grpo.schema.validation import shown
@@ -28,8 +28,6 @@ from evo_grpo.types import Request
 FORMAT = 1
 """Version of a request."""
 _SCHEMA = TypeAdapter(Request)
-_DIGITS = 20
-"""Digits of the number in an id."""
 
 
 @dataclass(frozen=True)
@@ -46,49 +44,27 @@ class PendingRequests:
 
 
 def new_id(folder: Path) -> str:
-    """Return an id for a request; later ids are greater, independent of the clock.
+    """Return an id for a request, greater than those of all that are pending.
 
     Raises:
-        RunDirError: The folder of requests or its counter is a link, or no number is left.
+        RunDirError: The folder of requests is a link or a file.
     """
-    file = folder / COUNTER
-    refuse_links(file.parent)
-    if os.path.lexists(file.parent) and not is_folder(file.parent):
-        raise RunDirError(f"{file.parent}: expected a folder of the run, got a file; remove it")
-    with writing(file, "steer"):
-        file.parent.mkdir(exist_ok=True)
-        descriptor = open_plain(file, os.O_RDWR | os.O_CREAT)
-        try:
-            # Concurrent commands take different numbers; closing the file releases the lock.
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            number = last_number(folder) + 1
-            text = f"{number:0{_DIGITS}d}"
-            if len(text) > _DIGITS:
-                raise RunDirError(
-                    f"{file.parent}: expected requests with numbers of {_DIGITS} digits, got the "
-                    "greatest of them, which leaves none; remove that folder"
-                )
-            os.pwrite(descriptor, text.encode(), 0)
-        finally:
-            os.close(descriptor)
-    return f"{text}-{uuid4().hex[:8]}"
+    place = folder / STEERING
+    refuse_links(place)
+    if os.path.lexists(place) and not is_folder(place):
+        raise RunDirError(f"{place}: expected a folder of the run, got a file; remove it")
+    with writing(place, "steer"):
+        place.mkdir(exist_ok=True)
+    # Not by the clock alone, which may be set back.
+    pending = (int(id.partition("-")[0]) for id in ids_of_requests(folder))
+    return f"{max([time.time_ns(), *(number + 1 for number in pending)]):020d}-{uuid4().hex[:8]}"
 
 
-def last_number(folder: Path) -> int:
-    """Return the number of the last request to a run, or 0 if there was none."""
-    place, found = folder / STEERING, [0]
-    with suppress(OSError, ValueError):  # missing, or refused by `refuse_links_in_run`
-        found.append(int(read_plain(folder / COUNTER, _DIGITS)))
-    with suppress(OSError):
-        # The counter may be lost.
-        names = os.listdir(place) if is_folder(place) else []
-        found += [number_of(name) for name in names if REQUEST.fullmatch(name)]
-    return max(found)
-
-
-def number_of(id: str) -> int:
-    """Return the number in the id of a request, or in the name of its file."""
-    return int(id.partition("-")[0])
+def ids_of_requests(folder: Path) -> frozenset[str]:
+    """Return the ids of the pending requests to a run, those of unreadable files too."""
+    place = folder / STEERING
+    names = os.listdir(place) if is_folder(place) else ()
+    return frozenset(Path(name).stem for name in names if REQUEST.fullmatch(name))
 
 
 def write_request(folder: Path, request: Request) -> None:

@@ -55,7 +55,7 @@ from evo_grpo.record.folder import (
 )
 from evo_grpo.record.plain import is_plain
 from evo_grpo.record.records import Amendment, outline, to_json
-from evo_grpo.record.requests import last_number
+from evo_grpo.record.requests import ids_of_requests
 from evo_grpo.record.retention import Retention, kept_checkpoints
 
 if TYPE_CHECKING:
@@ -73,12 +73,12 @@ class RunDir(AbstractContextManager["RunDir"]):
     Attributes:
         path: The folder.
         lock: Its lock, whose file names the round that is played.
-        last_request: Number of the last request to the run when this process locked the folder.
+        earlier_requests: Ids of the requests to the run when this process locked the folder.
     """
 
     def __init__(self, path: Path, lock: FolderLock) -> None:
         self.path, self.lock = path, lock
-        self.last_request = last_number(path)
+        self.earlier_requests = ids_of_requests(path)
         self._rounds: list[RoundRecord] = []
 
     @classmethod

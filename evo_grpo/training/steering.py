@@ -21,7 +21,6 @@ from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.requests import (
     carried_out,
-    number_of,
     read_requests,
     remove_requests,
 )
@@ -232,7 +231,7 @@ def with_steering(plan: RoundPlan, done: Sequence[RequestOutcome], next_id: int)
 
 def is_new(request: Request, folder: RunDir) -> bool:
     """Return whether a request was made after this process opened the run."""
-    return number_of(request.id) > folder.last_request
+    return request.id not in folder.earlier_requests
 
 
 def _refused(request: Request, *, paused: bool, last: bool) -> str:

@@ -116,6 +116,8 @@ def test_a_second_one_ends_at_once(first: signal.Signals, sent: signal.Signals):
     [
         "time.sleep(30)",
         "hashlib.pbkdf2_hmac('sha256', b'', b'', 500_000_000)",  # lets no handler run
+        # Python drops what is raised there.
+        "sys.unraisablehook = str; type('Slow', (), {'__del__': lambda _: time.sleep(30)})()",
     ],
 )
 def test_what_does_not_end_is_ended_with_the_same_words(hangs: str, sent: signal.Signals):
@@ -150,25 +152,6 @@ def test_ten_seconds_are_not_used_up():
     from evo_grpo.cli.stopping import SECONDS_TO_END
 
     assert 5 < SECONDS_TO_END < 10
-
-
-@BOTH
-def test_an_interrupt_that_python_cannot_raise_comes_again(sent: signal.Signals):
-    script = within("""
-        class Slow:
-            def __del__(self):
-                print("ready", flush=True)
-                time.sleep(1)
-        try:
-            Slow()
-            time.sleep(30)
-        finally:
-            time.sleep(0.3)  # it is no second signal, which would end this
-            print("tidied", flush=True)
-    """)
-    process = started(script)
-    process.send_signal(sent)
-    assert ended(process) == (CODES[sent], "tidied\n", "continue with: this\n")
 
 
 @BOTH
@@ -390,7 +373,7 @@ def test_a_reward_function_that_hangs_does_not_keep_a_run():
 
 
 def handlers() -> tuple[object, ...]:
-    return *map(signal.getsignal, (*CODES, signal.SIGHUP)), sys.unraisablehook
+    return tuple(map(signal.getsignal, (*CODES, signal.SIGHUP)))
 
 
 def test_the_library_leaves_signals_to_the_program(tmp_path: Path):
@@ -416,7 +399,6 @@ def test_to_import_it_changes_no_handler():
         "import evo_grpo.cli.commands, evo_grpo.cli.stopping, evo_grpo.training.run\n"
         "assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
         "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
-        "assert sys.unraisablehook is sys.__unraisablehook__\n"
         "assert signal.set_wakeup_fd(-1) == -1\n"
         "print('ready')\n"
     )

@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-import subprocess
-import sys
 import time
 
 import pytest
@@ -13,7 +11,6 @@ from evo_grpo.errors import RunDirError, RunFailedError
 from evo_grpo.record import files
 from evo_grpo.record.requests import (
     new_id,
-    number_of,
     read_requests,
     remove_requests,
     write_request,
@@ -44,40 +41,9 @@ def test_requests_come_back_in_the_order_in_which_they_were_asked_for(tmp_path):
 
 def test_a_clock_that_steps_back_changes_no_order(tmp_path, monkeypatch):
     clock = iter(range(1_800_000_000, 0, -3600))
-    monkeypatch.setattr(time, "time", lambda: next(clock))
     monkeypatch.setattr(time, "time_ns", lambda: next(clock) * 10**9)
     asked = [written(tmp_path, after=number)[0] for number in range(5)]
     assert read_requests(tmp_path).requests == tuple(asked)
-    remove_requests(tmp_path, {one.id for one in asked})
-    assert new_id(tmp_path) > asked[-1].id
-
-
-def test_two_commands_at_once_take_different_numbers(tmp_path):
-    program = "import sys; from pathlib import Path; from evo_grpo.record.requests import new_id\n"
-    program += "for _ in range(200): print(new_id(Path(sys.argv[1])))"
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [one.communicate(timeout=120)[0].split() for one in both]
-    numbers = [number_of(id) for ids in said for id in ids]
-    assert sorted(numbers) == list(range(1, 401))
-    assert all(ids == sorted(ids) for ids in said)
-
-
-def test_a_lost_or_damaged_counter_gives_no_number_twice(tmp_path):
-    first, _ = written(tmp_path)
-    for text in ("", "x" * 30, "-3"):
-        (tmp_path / "steering" / "counter").write_text(text)
-        later, _ = written(tmp_path)
-        assert later.id > first.id
-        first = later
-    (tmp_path / "steering" / "counter").write_text("9" * 20)
-    with pytest.raises(RunDirError, match=r"steering: expected requests with numbers of 20 digits"):
-        new_id(tmp_path)
-    (tmp_path / "steering" / "counter").unlink()
-    (tmp_path / "steering" / "counter").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RunDirError, match="got a link"):
-        new_id(tmp_path)
-    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_a_run_of_which_nothing_was_asked_has_none(tmp_path):
