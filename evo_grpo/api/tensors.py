@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -247,18 +246,3 @@ def to_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], advantages: np.ndarr
 
 def _prompt_of(row: Row) -> tuple[int, ...]:
     return tuple(row.token_ids[: int(row.mask.argmax())].tolist())
-
-
-def moved(value: Any, device: torch.device) -> Any:  # noqa: ANN401 -- any nesting of tensors
-    """Return a value with all tensors in it, also in lists and mappings, moved to a device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        other = copy.copy(value)  # keeps a subclass of dict, such as an observation of a turn
-        other.update({k: moved(v, device) for k, v in value.items()})
-        return other
-    if isinstance(value, list | tuple):
-        parts = [moved(v, device) for v in value]
-        # The constructor of a named tuple takes its elements as arguments.
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value

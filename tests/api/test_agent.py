@@ -320,13 +320,6 @@ def test_arguments_by_position_say_where_the_older_spelling_lives():
         GRPO(0, "<pad>")
     with pytest.raises(ConfigError, match=rf"^population: .* got 1 by position; .*{where}"):
         GRPO.population(3, model="tiny-sums")
-    agent = make()
-    with pytest.raises(ConfigError, match=r"^get_action: expected at most 3 by position .* got 4"):
-        agent.get_action(OBS, True, True, 5)
-    with pytest.raises(ConfigError, match=r"^test: unknown argument 'loops'. Did you mean 'loop'"):
-        agent.test("sums", loops=2)
-    with pytest.raises(ConfigError, match=r"^load_checkpoint: unknown argument 'overwrite_critic"):
-        agent.load_checkpoint("x", overwrite_critic_adapter=True)
 
 
 @pytest.mark.parametrize("cls", [GRPO, GSPO, CISPO])
@@ -402,16 +395,6 @@ def test_what_has_no_effect_warns(given, message):
         make(**given)
     with pytest.warns(UserWarning, match=message):
         GRPO.population(size=1, model=build_model(), lora=LORA, **given)
-
-
-def test_attributes_are_told_by_the_names_of_the_keywords():
-    agent = make(beta=0.25, kl_shaping=True)
-    agent.hparams = agent.hparams.replace(lr=7e-3)
-    seen = GRPO.inspect_attributes(agent, input_args_only=True)
-    assert seen.keys() == AGENT_KEYWORDS.keys()
-    assert (seen["lr"], seen["beta"], seen["kl_shaping"], seen["model"]) == (7e-3, 0.25, True, None)
-    more = GRPO.inspect_attributes(agent)
-    assert (more["slot"], more["index"], more["member"], more["steps"]) == (0, 0, 0, 0)
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path):

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-from evo_grpo.api.agilerl.finetune.meter import Meter
+from rich.console import Console
+
 from evo_grpo.api.agilerl.finetune.settings import FinetuneSettings
-from evo_grpo.api.agilerl.finetune.training import Budget, split_by_base, train
+from evo_grpo.api.agilerl.finetune.training import Budget, Meter, split_by_base, train
 from evo_grpo.api.population import Population
 from evo_grpo.envs.episodes.gym import MultiTurnGym
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
@@ -120,8 +122,6 @@ def save_llm_checkpoint(agent: Any, path: str | Path) -> None:  # noqa: ANN401 -
         agent: The agent.
         path: The folder.
     """
-    if not hasattr(agent, "save_checkpoint"):
-        raise ConfigError(f"agent: expected GRPO, GSPO or CISPO, got {type(agent).__name__}")
     agent.save_checkpoint(path)
 
 
@@ -146,7 +146,8 @@ def _finetune(
     counts = [max(team.slots) + 1 for team in teams]
     offsets = [sum(counts[:number]) for number in range(len(teams))]
     first = all(team.cohort.team.rank == 0 for team in teams)  # it shows progress for all
-    with Meter(total, unit, verbose=settings.verbose and first) as meter:
+    meter = Meter(total, unit, Console(quiet=not (settings.verbose and first)))
+    with meter.bar if meter.drawn else nullcontext():
         for number, team in enumerate(teams):
             completions = None if steps else math.ceil(counted * len(team) / size)
             env = environment(team)
@@ -156,8 +157,7 @@ def _finetune(
             finally:
                 if isinstance(env, MultiTurnGym):
                     env.close()
-    wanted = settings.save_elite is not False and settings.elite_path is not None
-    if wanted and settings.elite_path is not None:
+    if settings.save_elite is not False and settings.elite_path is not None:
         best = max((agent for team in teams for agent in team), key=_last_fitness)
         save_llm_checkpoint(best, settings.elite_path)
     return pop

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Self
 
-from evo_grpo.api.agilerl.checks import check_accelerator
 from evo_grpo.errors import ConfigError
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.schema.validation import check_folder
@@ -37,7 +36,7 @@ class FinetuneSettings(Group):
             `elite_path` is given.
         elite_path: Folder of that agent.
         verbose: Show progress: a bar on a terminal, a line per evaluation elsewhere.
-        accelerator: The accelerator of the agents, which already use it; checked only.
+        accelerator: The accelerator of the agents, which already use it.
     """
 
     max_steps: int | None = setting(None, ge=1)
@@ -70,13 +69,11 @@ class FinetuneSettings(Group):
             ConfigError: A name is unknown, a value is out of range, or a keyword needs another one.
             CheckpointError: A folder to write to is a file.
         """
-        given = {**defaults, **keywords}
-        for name in given:
+        for name in keywords:
             if name not in cls.model_fields:
                 raise unknown_keyword(call, name, dict.fromkeys(cls.model_fields))
-        settings = cls(**given)
+        settings = cls(**{**defaults, **keywords})
         settings._refuse_what_misses_another()
-        check_accelerator(settings.accelerator)
         # Checked before hours of training.
         for name in ("checkpoint_path", "elite_path"):
             if getattr(settings, name) is not None:

@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from evo_grpo.api import unapplied
 from evo_grpo.api.agilerl.evolution import Mutations, TournamentSelection
-from evo_grpo.api.agilerl.finetune.meter import Meter
 from evo_grpo.api.agilerl.finetune.settings import FinetuneSettings
 from evo_grpo.api.mutation_warnings import warn_of_inert_mutations
 from evo_grpo.api.population import Population
@@ -24,6 +26,7 @@ from evo_grpo.population.round import next_slots, play_round
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.stats import Tally
 from evo_grpo.population.steps import RunWriter
+from evo_grpo.readers.terminal.console import say
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.settings import (
@@ -34,6 +37,39 @@ from evo_grpo.settings import (
     StopConfig,
 )
 from evo_grpo.types import Score, Slot
+
+
+@final
+class Meter:
+    """The progress of a call: a bar on a terminal, and lines with a count in front everywhere.
+
+    `unit` is the name of the counted items, in the plural.
+    """
+
+    def __init__(self, total: int, unit: str, console: Console) -> None:
+        self.total, self.unit, self.done = total, unit, 0
+        self.drawn = console.is_terminal and not console.quiet
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=32),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not self.drawn,
+        )
+        self._task = self.bar.add_task(unit, total=total)
+
+    def add(self, count: int) -> None:
+        """Advance the bar by a count; beyond the total it stays full."""
+        self.done += count
+        self.bar.update(self._task, completed=min(self.done, self.total))
+
+    def line(self, text: str) -> None:
+        """Write a line with the count in front; it stays above the bar."""
+        say(
+            self.bar.console,
+            f"{self.done:>{len(str(self.total))}}/{self.total} {self.unit}  {text}",
+        )
 
 
 class Budget:
