@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, final, overload
 
-import numpy as np
 from peft import LoraConfig
 
 from evo_grpo.api import unapplied
@@ -476,13 +475,5 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
                 check_generated(batch.rows)
         return self.cohort.learn(batches, stream=("learn", self.cohort.next_call()))
 
-    def mean_fitness(self) -> float:
-        """Return the mean of the agents' latest fitness, NaN before the first evaluation."""
-        last = [history[-1].mean for history in self.histories() if history]
-        return float(np.mean(last)) if last else float("nan")
-
     def _state(self, position: int) -> AgentState:
         return self.cohort.agents[self.slots[position]]
-
-    def _states(self) -> list[AgentState]:
-        return [self._state(position) for position in range(len(self))]
