@@ -13,7 +13,7 @@ from peft import LoraConfig
 
 from evo_grpo.api import unapplied
 from evo_grpo.api.mutation_warnings import warn_of_inert_mutations
-from evo_grpo.api.saved import ARCHIVE, Saved, load
+from evo_grpo.api.saved import ARCHIVE, load, write
 from evo_grpo.api.tensors import check_generated
 from evo_grpo.api.train_call import (
     given_objects,
@@ -353,7 +353,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         rounds = list(self.rounds)
         if rounds and not unapplied.is_unchanged(self.cohort, self.slots):
             rounds[-1] = replace(rounds[-1], plan=None)
-        Saved(self.slots, rounds).write(folder)
+        write(folder, self.slots, rounds)
 
     @classmethod
     def load(
@@ -369,12 +369,13 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         Raises:
             CheckpointError: A file of the folder is missing or damaged.
         """
-        saved, kind, cohort = load(Path(path), device, trust_remote_code=trust_remote_code)
-        handles = [HANDLES[kind].on(cohort, slot, i) for i, slot in enumerate(saved.agents)]
-        population = Population(cohort, handles)
-        population.rounds = list(saved.rounds)
-        if saved.rounds:
-            unapplied.note(cohort, saved.rounds[-1])
+        slots, rounds, kind, cohort = load(Path(path), device, trust_remote_code=trust_remote_code)
+        population = Population(
+            cohort, [HANDLES[kind].on(cohort, s, i) for i, s in enumerate(slots)]
+        )
+        population.rounds = rounds
+        if rounds:
+            unapplied.note(cohort, rounds[-1])
         return population
 
     def leaderboard(self) -> pd.DataFrame:

@@ -281,8 +281,9 @@ def test_a_population_is_saved_and_loaded(tmp_path):
 @pytest.mark.parametrize(
     ("agents", "why"),
     [
-        ([0, 1_000_000], r"agent 1000000 is not in \[0, 10,000\)"),
-        ([0, 7], "agent 7 has no folder agent-07"),
+        ([0, 1_000_000], r"agents\[1\]: expected a number < 10000, got 1000000"),
+        ([], "agents: expected"),
+        ([0, 7], "agent-07"),
     ],
 )
 def test_a_saved_population_of_agents_that_are_not_there_is_refused(tmp_path, agents, why):
