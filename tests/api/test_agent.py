@@ -13,7 +13,6 @@ from tiny_cohort import (
     build_model,
     distance,
     image,
-    moments,
     same,
     weights,
 )
@@ -115,39 +114,6 @@ def test_learn_wants_one_reward_per_completion():
     ids, masks = agent.get_action(OBS)
     with pytest.raises(ShapeError, match=r"one reward per completion, 8 for groups of \[4, 4\]"):
         agent.learn((ids, masks, torch.zeros(7)))
-
-
-def test_a_clone_is_equal_and_independent():
-    agent = make()
-    train(agent, 2)
-    before = weights(agent.cohort, 0)
-    clone = agent.clone(index=5)
-    assert clone.index == 5
-    assert type(clone) is GRPO
-    assert clone.cohort is agent.cohort
-    assert clone.slot != agent.slot
-    assert clone.hparams == agent.hparams
-    assert clone.steps == agent.steps == 2
-    assert same(weights(agent.cohort, clone.slot), before)
-    assert moments(agent.cohort, clone.slot).keys() == moments(agent.cohort, 0).keys()
-    for key, value in moments(agent.cohort, 0).items():
-        assert torch.equal(value, moments(agent.cohort, clone.slot)[key])
-    train(clone, 1)
-    assert same(weights(agent.cohort, 0), before)
-    assert distance(weights(agent.cohort, clone.slot), before) > 1e-4
-    assert agent.steps == 2
-
-
-def test_copy_attributes_takes_all_but_weights():
-    agent = make()
-    train(agent, 1)
-    other = make()
-    start = weights(other.cohort, 0)
-    agent.hparams = agent.hparams.replace(lr=7e-3)
-    assert GRPO.copy_attributes(agent, other) is other
-    assert other.hparams.lr == 7e-3
-    assert other.steps == 1
-    assert same(weights(other.cohort, 0), start)
 
 
 def test_assigning_hyperparameters_reaches_the_optimizer():

@@ -1,7 +1,6 @@
 """AgileRL's arguments: positions, types, ranges, what they become, and what has no effect."""
 
 import json
-import math
 
 import numpy as np
 import pytest
@@ -42,13 +41,11 @@ class Box:
             {"max_output_tokens": 0},
             "max_output_tokens: expected an integer >= 1, or null",
         ),
-        ({"max_model_len": 0}, "max_model_len: expected an integer >= 2, or null, got 0"),
         (
             {"hf_generate_chunk_size": 0},
             "hf_generate_chunk_size: expected an integer >= 1, or null, got 0",
         ),
         ({"micro_batch_size_per_gpu": 0}, "micro_batch_size_per_gpu: .*got 0"),
-        ({"min_output_tokens": -1}, "min_output_tokens: expected an integer >= 0, got -1"),
         (
             {"min_output_tokens": 9, "max_output_tokens": 4},
             r"min_output_tokens: expected at most max_output_tokens \(4\), got 9",
@@ -57,18 +54,14 @@ class Box:
             {"max_output_tokens": 8, "max_model_len": 8},
             r"max_output_tokens: expected less than max_model_len \(8\)",
         ),
-        ({"repetition_penalty": math.inf}, "repetition_penalty: expected a finite number"),
-        ({"lr": 1e-40}, "lr: expected a number from 1e-30 to 1e.06, which float32"),
         (
             {"lora_config": LoraConfig(r=4, lora_alpha=0)},
             "lora.lora_alpha: expected a number > 0 .*",
         ),
         ({"lora_config": LoraConfig(r=0)}, "lora.r: expected an integer from 1 to 65536, got 0"),
-        ({"top_k": 3.5}, "top_k: expected an integer"),
         ({"lr": "1e-4"}, "lr: .*got the string '1e-4'; write it without quotes"),
         ({"clip_coef": (0.8,)}, "clip_coef: .*ratio bounds"),
         ({"seed": None}, "seed: expected an integer, got null"),
-        ({"seed": 1.5}, "seed: expected an integer, got 1.5"),
         ({"lora_config": {"rank": 4}}, "lora_config.rank: unknown key"),
         ({"lora_config": 4}, "lora_config: expected a mapping, got 4"),
         ({"cosine_lr_schedule_config": 3}, "cosine_lr_schedule_config: expected a mapping, got 3"),
@@ -79,16 +72,6 @@ class Box:
             "actor_network: expected the name of a model or a transformers causal .* got Linear",
         ),
         ({"pad_token_id": "<pad>"}, "pad_token_id: expected an integer >= 0, or None, got '<pad>'"),
-        ({"group_size": 4.0}, "group_size: expected an integer >= 2, got 4.0"),
-        ({"adv_clip_range": -1.0}, "adv_clip_range: expected a number > 0, or null"),
-        (
-            {"adv_filter_eps": -1.0, "filter_zero_adv": True},
-            "adv_filter_eps: expected a number >= 0",
-        ),
-        (
-            {"whiten_advantages": "yes"},
-            "whiten_advantages: expected true or false, got the string 'yes'",
-        ),
         (
             {"device": "tpu"},
             "device: expected auto, cpu, mps, cuda or cuda:N, got the string 'tpu'",
