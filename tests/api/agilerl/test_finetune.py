@@ -460,13 +460,13 @@ def test_an_evaluation_of_broken_episodes_says_why():
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"evaluation_intervall": 3}, ConfigError, "Did you mean 'evaluation_interval'"),
+        ({"evaluation_intervall": 3}, ConfigError, "did you mean 'evaluation_interval'"),
         ({"max_steps": 0}, ConfigError, "max_steps: expected an integer >= 1, or null, got 0"),
         ({"eval_prompts": True}, ConfigError, "eval_prompts: expected an integer"),
         (
             {"max_step": 9},
             ConfigError,
-            "reasoning: unknown argument 'max_step'. Did you mean 'max_s",
+            "^max_step: unknown key; did you mean 'max_steps'",
         ),
         (
             {"evaluation_interval": None},

@@ -54,7 +54,7 @@ def finetune_llm_reasoning(
         ConfigError: For a wrong argument.
         RunFailedError: When no agent is left that can be ranked.
     """
-    chosen = FinetuneSettings.of("finetune_llm_reasoning", settings)
+    chosen = FinetuneSettings.of(settings)
     if (env is None) == (env_fn is None):
         raise ConfigError("env: expected exactly one of env= and env_fn=")
     prompts = env if env is not None else env_fn() if env_fn is not None else None
@@ -94,9 +94,7 @@ def finetune_llm_multiturn(
         ConfigError: For a wrong argument.
         RunFailedError: When every episode of a step was dropped, or no agent can be ranked.
     """
-    chosen = FinetuneSettings.of(
-        "finetune_llm_multiturn", settings, evaluation_interval=50, eval_prompts=32
-    )
+    chosen = FinetuneSettings.of({"evaluation_interval": 50, "eval_prompts": 32, **settings})
     if chosen.num_epochs is not None:
         raise ConfigError("num_epochs: episodes have no epochs; give max_steps instead")
     whole(1).check("max_turns", max_turns)

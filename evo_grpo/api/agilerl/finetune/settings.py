@@ -9,7 +9,6 @@ from typing import Any, Self
 from evo_grpo.errors import ConfigError
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.schema.validation import check_folder
-from evo_grpo.settings.keywords import unknown_keyword
 
 
 class FinetuneSettings(Group):
@@ -57,22 +56,14 @@ class FinetuneSettings(Group):
     accelerator: Any = None
 
     @classmethod
-    def of(cls, call: str, keywords: Mapping[str, Any], **defaults: Any) -> Self:
+    def of(cls, keywords: Mapping[str, Any]) -> Self:
         """Check keywords.
-
-        Args:
-            call: Name of the function that was called.
-            keywords: The keywords of the caller.
-            **defaults: Defaults of the function.
 
         Raises:
             ConfigError: A name is unknown, a value is out of range, or a keyword needs another one.
             CheckpointError: A folder to write to is a file.
         """
-        for name in keywords:
-            if name not in cls.model_fields:
-                raise unknown_keyword(call, name, dict.fromkeys(cls.model_fields))
-        settings = cls(**{**defaults, **keywords})
+        settings = cls(**keywords)
         settings._refuse_what_misses_another()
         # Checked before hours of training.
         for name in ("checkpoint_path", "elite_path"):
