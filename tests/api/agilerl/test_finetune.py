@@ -9,7 +9,6 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import PeftModel
-from rich.console import Console
 from text_agents import AGILERL, Count, Flaky, lora
 from text_agents import agilerl_agents as agents
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -29,7 +28,6 @@ from evo_grpo.agilerl import (
     finetune_llm_reasoning,
     save_llm_checkpoint,
 )
-from evo_grpo.api.agilerl.finetune.training import Meter
 from evo_grpo.errors import CheckpointError, ConfigError, RunFailedError
 
 ASSETS = Path(evo_grpo.__file__).parent / "assets"
@@ -389,32 +387,17 @@ def test_save_elite_false_saves_nothing(sums, tmp_path):
 # --- what is shown
 
 
-def test_progress_is_a_line_per_evaluation_without_a_terminal(sums, capsys):
+def test_progress_is_that_of_a_run(sums, capsys):
     finetune_llm_reasoning(agents(2), sums, max_steps=48, evaluation_interval=1, eval_prompts=2)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["16/48", "32/48", "48/48"]
-    assert "completions  fitness" in lines[0]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()[:6] == "round "]
+    assert [line.split()[1] for line in lines] == ["1/3", "2/3", "3/3"]
+    assert "best " in lines[0]
     assert "(agent" in lines[0]
 
 
 def test_verbose_false_is_silent(sums, capfd):
     quick(sums, agents(1), max_steps=1)
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_terminal_gets_a_bar_that_stays_below_the_lines(tmp_path):
-    with (tmp_path / "screen").open("w+") as screen:
-        console = Console(file=screen, force_terminal=True, width=80)
-        meter = Meter(20, "completions", console)
-        with meter.bar:
-            meter.add(8)
-            meter.line("fitness 0.5")
-            meter.add(16)
-        screen.seek(0)
-        text = screen.read()
-    assert " 8/20 completions  fitness 0.5" in text
-    assert "20/20" in text
-    assert "━" in text
 
 
 def test_dropped_episodes_are_shown(capsys):

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console
-
 from evo_grpo.api.agilerl.finetune.settings import FinetuneSettings
-from evo_grpo.api.agilerl.finetune.training import Budget, Meter, split_by_base, train
+from evo_grpo.api.agilerl.finetune.training import Budget, split_by_base, train
 from evo_grpo.api.population import Population
 from evo_grpo.envs.episodes.gym import MultiTurnGym
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
@@ -139,22 +136,18 @@ def _finetune(
         )
     size = sum(len(team) for team in teams)
     counted = settings.max_steps or DEFAULT_MAX_STEPS
-    total, unit = (steps * len(teams), "steps") if steps else (counted, "completions")
     # Each base numbers its agents from 0; in the names of checkpoints they follow one another.
-    counts = [max(team.slots) + 1 for team in teams]
-    offsets = [sum(counts[:number]) for number in range(len(teams))]
-    first = all(team.cohort.team.rank == 0 for team in teams)  # it shows progress for all
-    meter = Meter(total, unit, Console(quiet=not (settings.verbose and first)))
-    with meter.bar if meter.drawn else nullcontext():
-        for number, team in enumerate(teams):
-            completions = None if steps else math.ceil(counted * len(team) / size)
-            env = environment(team)
-            budget = Budget(completions, steps, settings.max_reward, meter)
-            try:
-                train(team, env, settings, budget, first=offsets[number])
-            finally:
-                if isinstance(env, MultiTurnGym):
-                    env.close()
+    first = 0
+    for team in teams:
+        env = environment(team)
+        completions = None if steps else math.ceil(counted * len(team) / size)
+        count = max(team.slots) + 1
+        try:
+            train(team, env, settings, Budget(completions, steps, settings.max_reward), first=first)
+        finally:
+            if isinstance(env, MultiTurnGym):
+                env.close()
+        first += count
     if settings.save_elite is not False and settings.elite_path is not None:
         best = max((agent for team in teams for agent in team), key=_last_fitness)
         save_llm_checkpoint(best, settings.elite_path)

@@ -34,7 +34,7 @@ class FinetuneSettings(Group):
         save_elite: Whether to save the agent with the best last fitness at the end; None does so if
             `elite_path` is given.
         elite_path: Folder of that agent.
-        verbose: Show progress: a bar on a terminal, a line per evaluation elsewhere.
+        verbose: Show progress, as `Population.train` does with `progress=True`.
         accelerator: The accelerator of the agents, which already use it.
     """
 

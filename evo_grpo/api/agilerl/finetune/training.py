@@ -6,16 +6,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, final
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import Any, cast
 
 from evo_grpo.api import unapplied
 from evo_grpo.api.agilerl.evolution import Mutations, TournamentSelection
 from evo_grpo.api.agilerl.finetune.settings import FinetuneSettings
 from evo_grpo.api.mutation_warnings import warn_of_inert_mutations
 from evo_grpo.api.population import Population
+from evo_grpo.api.train_call import shown_progress
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.none import NoExploration
@@ -26,9 +24,8 @@ from evo_grpo.population.round import next_slots, play_round
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.stats import Tally
 from evo_grpo.population.steps import RunWriter
-from evo_grpo.readers.terminal.console import say
 from evo_grpo.record.observer import Observer
-from evo_grpo.record.records import RoundRecord, SavedAgent
+from evo_grpo.record.records import SavedAgent
 from evo_grpo.settings import (
     EvolveConfig,
     FitnessConfig,
@@ -39,49 +36,15 @@ from evo_grpo.settings import (
 from evo_grpo.types import Score, Slot
 
 
-@final
-class Meter:
-    """The progress of a call: a bar on a terminal, and lines with a count in front everywhere.
-
-    `unit` is the name of the counted items, in the plural.
-    """
-
-    def __init__(self, total: int, unit: str, console: Console) -> None:
-        self.total, self.unit, self.done = total, unit, 0
-        self.drawn = console.is_terminal and not console.quiet
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=32),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not self.drawn,
-        )
-        self._task = self.bar.add_task(unit, total=total)
-
-    def add(self, count: int) -> None:
-        """Advance the bar by a count; beyond the total it stays full."""
-        self.done += count
-        self.bar.update(self._task, completed=min(self.done, self.total))
-
-    def line(self, text: str) -> None:
-        """Write a line with the count in front; it stays above the bar."""
-        say(
-            self.bar.console,
-            f"{self.done:>{len(str(self.total))}}/{self.total} {self.unit}  {text}",
-        )
-
-
 class Budget:
     """A `Limit` on completions over all agents or on GRPO steps, and on fitness; None is none."""
 
     def __init__(
-        self, completions: int | None, steps: int | None, max_reward: float | None, meter: Meter
+        self, completions: int | None, steps: int | None, max_reward: float | None
     ) -> None:
         self.completions = completions
         self.steps = steps
         self.max_reward = max_reward
-        self.meter = meter
         self.sampled = 0
         self.taken = 0
         self.over = False
@@ -90,10 +53,9 @@ class Budget:
     def spent(self, tallies: Sequence[Tally]) -> bool:
         """See `Limit`."""
         now = sum(tally.completions for tally in tallies)
-        new, self._in_round = now - self._in_round, now
-        self.sampled += new
+        self.sampled += now - self._in_round
+        self._in_round = now
         self.taken += 1
-        self.meter.add(new if self.steps is None else 1)
         self.over = (self.completions is not None and self.sampled >= self.completions) or (
             self.steps is not None and self.taken >= self.steps
         )
@@ -200,24 +162,29 @@ def train(
         population.rounds[-1:] = [record] if population.rounds else []
         population.keep(next_slots(record))
     due = False
-    while not budget.over:
-        before = budget.taken
-        planned = _round_settings(population, env, settings, number, before)
-        due = planned.population.rounds > number + 1
-        record = play_round(
-            cohort,
-            env,
-            planned,
-            population.slots,
-            number,
-            writer=writer,
-            observer=Observer(),
-            limit=budget,
-        )
-        population.rounds.append(record)
-        population.keep(next_slots(record))
-        budget.meter.line(summary_line(record))
-        number += 1
+    size = sum(state.hparams.group_size for state in states)
+    steps = budget.steps or math.ceil((budget.completions or 1) / (size * prompts))
+    rounds = math.ceil(steps / settings.evaluation_interval)  # fewer, if completions are turns
+    title = f"{cohort.base.name} on {env.name}, {len(population)} agents, at most {rounds} rounds"
+    with shown_progress(settings.verbose, title, population.hp_config.names()) as progress:
+        observer = progress or Observer()
+        observer.started(None, number + rounds, number, None)
+        while not budget.over:
+            planned = _round_settings(population, env, settings, number, budget.taken)
+            due = planned.population.rounds > number + 1
+            record = play_round(
+                cohort,
+                env,
+                planned,
+                population.slots,
+                number,
+                writer=writer,
+                observer=observer,
+                limit=budget,
+            )
+            population.rounds.append(record)
+            population.keep(next_slots(record))
+            number += 1
     if due and record is not None:  # the budget ended where agents would have been selected
         unapplied.note(cohort, record)
 
@@ -252,26 +219,3 @@ def _round_settings(
         prompts_per_step=settings.prompts_per_step or env.batch_size,
         rows_per_step=None,
     )
-
-
-def summary_line(record: RoundRecord) -> str:
-    """Return a round in one line: fitness, the best agent, reward, dropped episodes, children."""
-    scores = {a.agent: a.score.mean for a in record.agents if a.score is not None}
-    best = max(scores, key=scores.__getitem__)
-    rewards = [a.metrics["reward"] for a in record.agents if math.isfinite(a.metrics["reward"])]
-    parts = [
-        f"fitness {sum(scores.values()) / len(scores):.3f}",
-        f"best {scores[best]:.3f} (agent {best})",
-        f"reward {sum(rewards) / max(1, len(rewards)):.3f}",
-    ]
-    failed = [str(a.agent) for a in record.agents if a.score is None]
-    dropped = sum(a.metrics.get("dropped", 0.0) for a in record.agents)
-    lives = {a.member for a in record.agents}
-    born = sum(member.id not in lives for member in record.members)
-    if failed:
-        parts.append(f"failed: agent {', '.join(failed)}")
-    if dropped:
-        parts.append(f"dropped {int(dropped)} episodes")
-    if born:
-        parts.append(f"{born} new members")
-    return "  ".join(parts)
