@@ -21,7 +21,7 @@ from evo_grpo.schema.problems import Path, Problem, Problems
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.schema.validation import is_number, whole
 from evo_grpo.settings import AgentSettings, LoraSettings
-from evo_grpo.settings.keywords import unknown_keyword
+from evo_grpo.settings.keywords import AGENT_KEYWORDS, unknown_keyword
 from evo_grpo.settings.run import without_effect_of_agents
 from evo_grpo.settings.without_effect import WithoutEffect
 from evo_grpo.training.assemble import Objects
@@ -30,30 +30,6 @@ SPACES = ("observation_space", "action_space")
 """The first two arguments in AgileRL's examples; a language model needs neither."""
 
 DEFAULT_LORA = LoraSettings(r=16, alpha=32)
-
-KEYWORDS: dict[str, str] = {
-    **{
-        name: name
-        for name in (
-            *("device", "seed", "batch_size", "beta", "lr", "clip_coef", "max_grad_norm"),
-            *("update_epochs", "group_size", "temperature", "repetition_penalty", "top_p"),
-            *("top_k", "min_p", "max_output_tokens", "min_output_tokens", "max_model_len"),
-            *("gradient_checkpointing", "adv_norm", "whiten_advantages", "adv_clip_range"),
-            *("filter_zero_adv", "adv_filter_eps", "loss_type"),
-        )
-    },
-    "model_name": "model",
-    "model_config": "config",
-    "hp_config": "hyperparameters",
-    "micro_batch_size_per_gpu": "max_rows_per_microbatch",
-    "hf_generate_chunk_size": "max_decode_prompts",
-    "cosine_lr_schedule_config": "lr_schedule",
-    "torch_compiler": "compile",
-    "use_kl_advantage_shaping": "kl_shaping",
-    "use_separate_reference_adapter": "separate_reference",
-}
-"""AgileRL's name of a setting -> its name in `evo_grpo.GRPO`."""
-
 
 _NO_EFFECT = {
     "use_memory_efficient_params": "the base exists once and stays in place",
@@ -314,6 +290,20 @@ class Arguments:
 
 ARGUMENTS: tuple[str, ...] = tuple(entry.name for entry in fields(Arguments))
 """All names, in order."""
+
+KEYWORDS: dict[str, str] = {
+    **{name: name for name in ARGUMENTS if name in AGENT_KEYWORDS},
+    "model_name": "model",
+    "model_config": "config",
+    "hp_config": "hyperparameters",
+    "micro_batch_size_per_gpu": "max_rows_per_microbatch",
+    "hf_generate_chunk_size": "max_decode_prompts",
+    "cosine_lr_schedule_config": "lr_schedule",
+    "torch_compiler": "compile",
+    "use_kl_advantage_shaping": "kl_shaping",
+    "use_separate_reference_adapter": "separate_reference",
+}
+"""AgileRL's name of a setting -> its name in `evo_grpo.GRPO`."""
 
 
 def without_spaces(
