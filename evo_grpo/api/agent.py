@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from evo_grpo.api.objects import checked_start, separated, warn_of_settings
-from evo_grpo.api.population import HANDLES, Population
+from evo_grpo.api.population import HANDLES, Population, tested
 from evo_grpo.api.saved import load_one
 from evo_grpo.api.signature import AgentSignature
 from evo_grpo.api.tensors import (
@@ -29,14 +29,12 @@ from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import AgentState
-from evo_grpo.population.evaluate import evaluate
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.schema.validation import check_folder, whole
 from evo_grpo.settings import AgentSettings, PopulationConfig
 from evo_grpo.settings.keywords import POPULATION_KEYWORDS
 from evo_grpo.training.assemble import Objects, build_agents
-from evo_grpo.training.environments import environment_for
 
 
 class Agent(AgentSignature, ABC):
@@ -233,17 +231,7 @@ class Agent(AgentSignature, ABC):
         Returns:
             Rewards (loop * P,); their mean is appended to `fitness`.
         """
-        whole(1).check("loop", loop)
-        world = environment_for(self.cohort, env)
-        (result,) = evaluate(
-            self.cohort,
-            world,
-            [self.slot],
-            world.prompts("test", None),
-            samples=loop,
-            temperature=1.0,
-            stream=("test", self.cohort.next_call()),
-        )
+        (result,) = tested(self.cohort, env, [self.state.slot], loop)
         self.state.history.append(result.score)
         return result.rewards
 

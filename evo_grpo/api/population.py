@@ -36,7 +36,7 @@ from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import AgentState
 from evo_grpo.population.cohort.whole_rounds import LastWholeRound
-from evo_grpo.population.evaluate import evaluate
+from evo_grpo.population.evaluate import Evaluation, evaluate
 from evo_grpo.population.round import apply, next_slots
 from evo_grpo.population.steps import RunWriter
 from evo_grpo.record.code import code_folder
@@ -446,18 +446,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         Returns:
             One score per agent.
         """
-        whole(1).check("loop", loop)
-        env = environment_for(self.cohort, env)
-        results = evaluate(
-            self.cohort,
-            env,
-            self.slots,
-            env.prompts("test", None),
-            samples=loop,
-            temperature=1.0,
-            stream=("test", self.cohort.next_call()),
-        )
-        return [result.score for result in results]
+        return [result.score for result in tested(self.cohort, env, self.slots, loop)]
 
     def learn(self, batches: Sequence[AgentBatch]) -> list[dict[str, float]]:
         """Take one GRPO step for every agent with a batch, in one fused forward and backward.
@@ -478,3 +467,18 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
 
     def _state(self, position: int) -> AgentState:
         return self.cohort.agents[self.slots[position]]
+
+
+def tested(cohort: Cohort, env: object, slots: Sequence[Slot], loop: int) -> list[Evaluation]:
+    """Evaluate agents on the test split at temperature 1, in one generation call."""
+    whole(1).check("loop", loop)
+    world = environment_for(cohort, env)
+    return evaluate(
+        cohort,
+        world,
+        slots,
+        world.prompts("test", None),
+        samples=loop,
+        temperature=1.0,
+        stream=("test", cohort.next_call()),
+    )
