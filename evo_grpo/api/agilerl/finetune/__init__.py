@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from evo_grpo.api.agilerl.finetune.settings import FinetuneSettings
-from evo_grpo.api.agilerl.finetune.training import Budget, split_by_base, train
+from evo_grpo.api.agilerl.finetune.training import Budget, FinetuneSettings, split_by_base, train
 from evo_grpo.api.population import Population
 from evo_grpo.envs.episodes.gym import MultiTurnGym
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
