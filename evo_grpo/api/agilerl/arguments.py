@@ -314,7 +314,8 @@ def without_spaces(
     `then` are the names of the positions after two spaces.
     """
     named = {name: value for name, value in keywords.items() if name not in SPACES}
-    if not args or args[0] is None or is_number(args[0]) or isinstance(args[0], str):
+    first = args[0] if args else None
+    if first is None or isinstance(first, int | str) or is_number(first) or callable(first):
         return args, named
     return args[2 + len(then) :], {**dict(zip(then, args[2:], strict=False)), **named}
 

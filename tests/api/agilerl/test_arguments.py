@@ -187,6 +187,11 @@ def test_an_argument_that_is_given_twice_is_refused():
         make(0, "<pad>", "tiny-sums", model_name="x")
 
 
+def test_a_network_in_the_first_position_is_not_taken_for_a_space():
+    with pytest.raises(ConfigError, match="pad_token_id: expected an integer >= 0, or None, got L"):
+        make(build_model(), model_name="tiny-sums")
+
+
 class Wrapper:
     def __init__(self, agent, mark=None):
         self.agent, self.mark = agent, mark
