@@ -1,13 +1,36 @@
-"""The names of AgileRL under their documented path; the code is in `evo_grpo.api.agilerl`."""
+"""The classes of this package with AgileRL's names, positions, defaults and extra parameters.
 
-from __future__ import annotations
+A script for AgileRL only changes its imports to this module; the code is in `evo_grpo.api.agilerl`.
+"""
 
-from typing import TYPE_CHECKING
+from evo_grpo.api.agilerl.agent import CISPO, GRPO, GSPO
+from evo_grpo.api.agilerl.configs import CosineLRScheduleConfig, VLLMConfig
+from evo_grpo.api.agilerl.evolution import Mutations, TournamentSelection
+from evo_grpo.api.agilerl.finetune import (
+    finetune_llm_multiturn,
+    finetune_llm_reasoning,
+    save_llm_checkpoint,
+)
+from evo_grpo.api.agilerl.gym import HuggingFaceGym, ReasoningGym
+from evo_grpo.envs.episodes.gym import MultiTurnGym
+from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper
+from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
-# What looks a name up on first use there serves this module too.
-from evo_grpo.api.agilerl import __all__ as __all__
-from evo_grpo.api.agilerl import __dir__ as __dir__
-from evo_grpo.api.agilerl import __getattr__ as __getattr__
-
-if TYPE_CHECKING:
-    from evo_grpo.api.agilerl import *  # noqa: F403 -- for type checkers alone
+__all__ = [
+    "CISPO",
+    "GRPO",
+    "GSPO",
+    "CosineLRScheduleConfig",
+    "HuggingFaceGym",
+    "HyperparameterConfig",
+    "MultiTurnGym",
+    "Mutations",
+    "RLParameter",
+    "ReasoningGym",
+    "TokenObservationWrapper",
+    "TournamentSelection",
+    "VLLMConfig",
+    "finetune_llm_multiturn",
+    "finetune_llm_reasoning",
+    "save_llm_checkpoint",
+]

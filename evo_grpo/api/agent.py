@@ -3,50 +3,38 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, final
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from evo_grpo.api.by_keyword import by_keyword
 from evo_grpo.api.objects import checked_start, separated, warn_of_settings
-from evo_grpo.api.population import HANDLES, Population
+from evo_grpo.api.population import HANDLES, Population, tested
 from evo_grpo.api.saved import load_one
 from evo_grpo.api.signature import AgentSignature
 from evo_grpo.api.tensors import (
     Observation,
     close_turns_with,
-    moved,
     to_batch,
     to_prompts,
     to_tensors,
 )
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
 from evo_grpo.envs.protocol import Environment
-from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.start import Start
 from evo_grpo.learn.rows import AgentBatch
 from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import AgentState
-from evo_grpo.population.evaluate import evaluate
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig
-from evo_grpo.schema.validation import check_all, check_folder, flag, whole
+from evo_grpo.schema.validation import check_folder, whole
 from evo_grpo.settings import AgentSettings, PopulationConfig
-from evo_grpo.settings.keywords import AGENT_KEYWORDS, POPULATION_KEYWORDS
+from evo_grpo.settings.keywords import POPULATION_KEYWORDS
 from evo_grpo.training.assemble import Objects, build_agents
-from evo_grpo.training.environments import environment_for
-
-POLICY, OPTIMIZER = "actor", "optimizer"
-"""Names of an agent's policy and its optimizer in `evolvable_attributes`."""
-
-_FLAGS = {"lora_only": flag(), "save_optimizer": flag()}
 
 
 class Agent(AgentSignature, ABC):
@@ -147,11 +135,6 @@ class Agent(AgentSignature, ABC):
         """Number of GRPO steps taken."""
         return self.state.steps
 
-    @property
-    def reference_update_tracker(self) -> int:
-        """Argument of the last `set_reference_policy`; saved and copied with the reference."""
-        return self.state.reference_updates
-
     def clone(self, index: int | None = None) -> Self:
         """Return a new agent over the same base, with equal weights, moments and hyperparameters.
 
@@ -179,40 +162,6 @@ class Agent(AgentSignature, ABC):
         clone.training = agent.training
         return clone
 
-    def evolvable_attributes(self, networks_only: bool = False) -> dict[str, Any]:
-        """Return the policy, a PeftModel with this agent's adapter active, and its optimizer.
-
-        Args:
-            networks_only: Omit the optimizer.
-        """
-        self.use_adapter(POLICY)
-        networks: dict[str, Any] = {POLICY: self.cohort.slots.peft}
-        return networks if networks_only else {**networks, OPTIMIZER: self.state.optimizer}
-
-    @staticmethod
-    def inspect_attributes(agent: Agent, input_args_only: bool = False) -> dict[str, Any]:
-        """Return the attributes of an agent except its networks and optimizer.
-
-        Args:
-            agent: The agent.
-            input_args_only: Return only the constructor's keywords, with the present values.
-        """
-        values = {name: _value_at(agent.settings, path) for name, path in AGENT_KEYWORDS.items()}
-        own = ((k, v) for k, v in agent.hparams if k in agent.hparams.to_dict())
-        values.update((k, v) for k, v in own if k in values or not input_args_only)
-        if not input_args_only:
-            values.update(
-                slot=agent.slot,
-                index=agent.index,
-                member=agent.state.member.id,
-                steps=agent.steps,
-                fitness=agent.fitness,
-                training=agent.training,
-                reference_update_tracker=agent.reference_update_tracker,
-            )
-        return values
-
-    @by_keyword
     def get_action(
         self,
         obs: Observation | Sequence[Observation],
@@ -267,7 +216,6 @@ class Agent(AgentSignature, ABC):
         self.state.last = {**metrics, "zero_variance": constant}
         return dict(self.state.last)
 
-    @by_keyword
     def test(
         self,
         env: Environment[Any] | TokenObservationWrapper | MultiTurnEnv | str,
@@ -283,17 +231,7 @@ class Agent(AgentSignature, ABC):
         Returns:
             Rewards (loop * P,); their mean is appended to `fitness`.
         """
-        whole(1).check("loop", loop)
-        world = environment_for(self.cohort, env)
-        (result,) = evaluate(
-            self.cohort,
-            world,
-            [self.slot],
-            world.prompts("test", None),
-            samples=loop,
-            temperature=1.0,
-            stream=("test", self.cohort.next_call()),
-        )
+        (result,) = tested(self.cohort, env, [self.state.slot], loop)
         self.state.history.append(result.score)
         return result.rewards
 
@@ -309,15 +247,13 @@ class Agent(AgentSignature, ABC):
 
         Raises:
             CheckpointError: `path` is a file.
-            ConfigError: `path` is not a path, or a flag is not a bool.
+            ConfigError: `path` is not a path.
         """
-        check_all(_FLAGS, locals())
         folder = check_folder("save_checkpoint: path", path)
         save_agent(
             self.cohort, self.slot, folder, lora_only=lora_only, save_optimizer=save_optimizer
         )
 
-    @by_keyword
     def load_checkpoint(
         self,
         path: str | Path,
@@ -370,100 +306,6 @@ class Agent(AgentSignature, ABC):
         """
         return cls.on(*load_one(cls.kind, path, device, trust_remote_code=trust_remote_code))
 
-    def use_adapter(self, adapter_name: str) -> None:
-        """Activate an adapter of this agent in the PeftModel, for calls of that model.
-
-        The population forward does not depend on the active adapter.
-
-        Args:
-            adapter_name: "actor", or "reference" if the reference is an adapter.
-
-        Raises:
-            ConfigError: The agent has no such adapter.
-        """
-        self.cohort.bring([self.slot])
-        self.cohort.slots.activate(self._role(adapter_name))
-
-    @contextmanager
-    def select_adapter(self, adapter_name: str) -> Generator[None]:
-        """Activate an adapter in a `with` block; the actor is active again afterwards."""
-        self.use_adapter(adapter_name)
-        try:
-            yield
-        finally:
-            self.use_adapter(POLICY)
-
-    def set_reference_policy(self, reference_update_tracker: int) -> None:
-        """Make the present policy the reference if the tracker is greater than at the last call.
-
-        An agent whose reference was the base or the common start adapter gets a frozen reference
-        adapter of its own, since an adapter is never merged into the shared base.
-
-        Args:
-            reference_update_tracker: A counter, for example of passes over the data.
-
-        Raises:
-            ConfigError: The counter is not an integer.
-        """
-        whole().check("reference_update_tracker", reference_update_tracker)
-        if reference_update_tracker > self.reference_update_tracker:
-            self.cohort.freeze_reference(self.slot)
-            self.state.reference_updates = int(reference_update_tracker)
-
-    def set_training_mode(self, training: bool) -> None:
-        """Set whether `get_action` samples with the agent's own settings or with temperature 1."""
-        self.training = training
-
-    def reinit_optimizers(self) -> None:
-        """Replace the optimizer by a new AdamW without moments."""
-        self.state.optimizer = self.cohort.fresh_optimizer(self.slot, self.hparams)
-
-    @staticmethod
-    def update_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-        """Set an optimizer's learning rate.
-
-        For the optimizer of an agent, this also changes the agent's hyperparameter lr: `learn` uses
-        it from the next step on, with the factor of the agent's schedule.
-
-        Args:
-            optimizer: Any optimizer; that of an agent is `evolvable_attributes()["optimizer"]`.
-            lr: The new rate.
-
-        Raises:
-            ConfigError: The rate is not a finite number > 0.
-        """
-        rate = Hparams(lr=lr).lr
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] = rate
-
-    def register_mutation_hook(self, hook: Callable[[], object]) -> None:
-        """Register a function to be called after a mutation of this agent's hyperparameters."""
-        if not callable(hook):
-            raise ConfigError(f"register_mutation_hook: expected a callable, got {hook!r}")
-        self.state.hooks.append(hook)
-
-    def to_device(self, *experiences: Any) -> tuple[Any, ...]:
-        """Move tensors, including those in lists, tuples and mappings, to the base's device."""
-        return tuple(moved(value, self.cohort.base.device) for value in experiences)
-
-    def recompile(self) -> None:
-        """Compile as the setting `compile` does, with its mode, or `default` if it is null."""
-        self.cohort.base.compile(self.settings.engine.compile or "default")
-
-    def _role(self, name: str) -> str:
-        state = self.state
-        if name == POLICY:
-            return state.adapter
-        reference = self.cohort.references.of(state)
-        if name == "reference" and reference is not None:
-            return reference
-        reasons = {
-            "critic": "GRPO has no critic: advantages come from the group",
-            "reference": "this agent's reference is the base with adapters off; build it with "
-            "separate_reference=True, or call set_reference_policy first",
-        }
-        raise ConfigError(f"adapter {name!r}: {reasons.get(name, 'expected actor or reference')}")
-
 
 @final
 class GRPO(Agent):
@@ -487,10 +329,3 @@ class CISPO(Agent):
 
 
 HANDLES.update({agent.kind: agent for agent in (GRPO, GSPO, CISPO)})
-
-
-def _value_at(settings: AgentSettings, path: tuple[str | int, ...]) -> Any:  # noqa: ANN401 -- of any setting
-    value: Any = settings
-    for part in path:
-        value = getattr(value, str(part)) if value is not None else None
-    return value

@@ -20,24 +20,22 @@ def by_keyword(function: Callable[P, R]) -> Callable[P, R]:
     The signature of the function stays the same.
     """
     parameters = signature(function).parameters
-    positional = [n for n, p in parameters.items() if p.kind is not Parameter.KEYWORD_ONLY]
+    most = sum(p.kind is not Parameter.KEYWORD_ONLY for p in parameters.values())
     names = {name: None for name in parameters if name not in ("self", "cls")}
-    name = getattr(function, "__name__", "")
-    at_most = len(positional) - ("self" in parameters or "cls" in parameters)
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        call = type(args[0]).__name__ if name == "__init__" else name
-        if len(args) > len(positional):
-            given = len(args) - len(positional) + at_most
-            first = f"at most {at_most} by position and the others" if at_most else "arguments"
+        own = function.__name__
+        call = type(args[0]).__name__ if own == "__init__" else own
+        if len(args) > most:
             raise ConfigError(
-                f"{call}: expected {first} by name, got {given} by position; for the positional "
-                "arguments of AgileRL, import it from evo_grpo.agilerl"
+                f"{call}: expected at most {most - 1} arguments by position, got {len(args) - 1} "
+                "by position; give the others by name. For the positions of AgileRL, import it "
+                "from evo_grpo.agilerl"
             )
-        for given_name in kwargs:
-            if given_name not in names:
-                raise unknown_keyword(call, given_name, names)
+        for given in kwargs:
+            if given not in names:
+                raise unknown_keyword(call, given, names)
         return function(*args, **kwargs)
 
     return checked

@@ -12,7 +12,7 @@ from evo_grpo.evolve.start import Start, start_problems
 from evo_grpo.population.cohort.adapters import rank_alpha
 from evo_grpo.record.earlier import resolved_start
 from evo_grpo.schema.hparams import RankAlpha
-from evo_grpo.schema.problems import Problems
+from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.settings import (
     AgentSettings,
     DoubtfulSetting,
@@ -42,9 +42,10 @@ def separated(given: dict[str, Any], kind: str) -> tuple[AgentSettings, Objects]
     own = dict(given)
     tokenizer, model, lora = own.pop("tokenizer", None), own.get("model"), own.get("lora")
     if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
-        raise ConfigError(
-            f"tokenizer: expected a transformers tokenizer, got {type(tokenizer).__name__}; load "
-            "one with AutoTokenizer.from_pretrained, or omit it: a model by name has its own"
+        raise _problem(
+            "tokenizer",
+            f"expected a transformers tokenizer, got {type(tokenizer).__name__}; load one with "
+            "AutoTokenizer.from_pretrained, or omit it: a model by name has its own",
         )
     peft = lora if isinstance(lora, LoraConfig) else None
     if peft is not None:
@@ -110,13 +111,19 @@ def warn_of_settings(settings: AgentSettings, init: Start = "same") -> None:
 
 def _check_module(model: object, given: dict[str, Any]) -> None:
     if not (hasattr(model, "config") and hasattr(model, "get_output_embeddings")):
-        raise ConfigError(
-            "model: expected the name of a model or a transformers causal language model, got "
-            f"{type(model).__name__}; load one with AutoModelForCausalLM.from_pretrained"
+        raise _problem(
+            "model",
+            "expected the name of a model or a transformers causal language model, got "
+            f"{type(model).__name__}; load one with AutoModelForCausalLM.from_pretrained",
         )
     for name in _NAMED_MODEL_ONLY:
         if given.get(name):
-            raise ConfigError(
-                f"{name}: expected only with the name of a model, got {given[name]!r} beside a "
-                f"{type(model).__name__}; configure the module itself"
+            raise _problem(
+                name,
+                f"expected only with the name of a model, got {given[name]!r} beside a "
+                f"{type(model).__name__}; configure the module itself",
             )
+
+
+def _problem(name: str, text: str) -> Problems:
+    return Problems(Problem((name,), text))

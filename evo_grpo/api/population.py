@@ -9,12 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, final, overload
 
-import numpy as np
 from peft import LoraConfig
 
 from evo_grpo.api import unapplied
 from evo_grpo.api.mutation_warnings import warn_of_inert_mutations
-from evo_grpo.api.saved import ARCHIVE, Saved, load
+from evo_grpo.api.saved import ARCHIVE, load, write
 from evo_grpo.api.tensors import check_generated
 from evo_grpo.api.train_call import (
     given_objects,
@@ -37,7 +36,7 @@ from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import AgentState
 from evo_grpo.population.cohort.whole_rounds import LastWholeRound
-from evo_grpo.population.evaluate import evaluate
+from evo_grpo.population.evaluate import Evaluation, evaluate
 from evo_grpo.population.round import apply, next_slots
 from evo_grpo.population.steps import RunWriter
 from evo_grpo.record.code import code_folder
@@ -354,7 +353,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         rounds = list(self.rounds)
         if rounds and not unapplied.is_unchanged(self.cohort, self.slots):
             rounds[-1] = replace(rounds[-1], plan=None)
-        Saved(self.slots, rounds).write(folder)
+        write(folder, self.slots, rounds)
 
     @classmethod
     def load(
@@ -370,12 +369,13 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         Raises:
             CheckpointError: A file of the folder is missing or damaged.
         """
-        saved, kind, cohort = load(Path(path), device, trust_remote_code=trust_remote_code)
-        handles = [HANDLES[kind].on(cohort, slot, i) for i, slot in enumerate(saved.agents)]
-        population = Population(cohort, handles)
-        population.rounds = list(saved.rounds)
-        if saved.rounds:
-            unapplied.note(cohort, saved.rounds[-1])
+        slots, rounds, kind, cohort = load(Path(path), device, trust_remote_code=trust_remote_code)
+        population = Population(
+            cohort, [HANDLES[kind].on(cohort, s, i) for i, s in enumerate(slots)]
+        )
+        population.rounds = rounds
+        if rounds:
+            unapplied.note(cohort, rounds[-1])
         return population
 
     def leaderboard(self) -> pd.DataFrame:
@@ -446,18 +446,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         Returns:
             One score per agent.
         """
-        whole(1).check("loop", loop)
-        env = environment_for(self.cohort, env)
-        results = evaluate(
-            self.cohort,
-            env,
-            self.slots,
-            env.prompts("test", None),
-            samples=loop,
-            temperature=1.0,
-            stream=("test", self.cohort.next_call()),
-        )
-        return [result.score for result in results]
+        return [result.score for result in tested(self.cohort, env, self.slots, loop)]
 
     def learn(self, batches: Sequence[AgentBatch]) -> list[dict[str, float]]:
         """Take one GRPO step for every agent with a batch, in one fused forward and backward.
@@ -476,13 +465,20 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
                 check_generated(batch.rows)
         return self.cohort.learn(batches, stream=("learn", self.cohort.next_call()))
 
-    def mean_fitness(self) -> float:
-        """Return the mean of the agents' latest fitness, NaN before the first evaluation."""
-        last = [history[-1].mean for history in self.histories() if history]
-        return float(np.mean(last)) if last else float("nan")
-
     def _state(self, position: int) -> AgentState:
         return self.cohort.agents[self.slots[position]]
 
-    def _states(self) -> list[AgentState]:
-        return [self._state(position) for position in range(len(self))]
+
+def tested(cohort: Cohort, env: object, slots: Sequence[Slot], loop: int) -> list[Evaluation]:
+    """Evaluate agents on the test split at temperature 1, in one generation call."""
+    whole(1).check("loop", loop)
+    world = environment_for(cohort, env)
+    return evaluate(
+        cohort,
+        world,
+        slots,
+        world.prompts("test", None),
+        samples=loop,
+        temperature=1.0,
+        stream=("test", cohort.next_call()),
+    )

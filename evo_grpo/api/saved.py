@@ -1,11 +1,13 @@
 """Loading of a saved agent or population, and population.json."""
 
-from __future__ import annotations
+# No annotations from __future__ here: see `evo_grpo.schema.group`.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from evo_grpo.errors import CheckpointError
 from evo_grpo.model.lora.configs import read_config
@@ -18,11 +20,10 @@ from evo_grpo.record.family import next_member_id
 from evo_grpo.record.files import atomic_write, to_line
 from evo_grpo.record.plain import MAX_LOG_BYTES, inside, read_plain
 from evo_grpo.record.records import RoundRecord, member_from_json, round_from_json, to_json
+from evo_grpo.schema.group import Group
 from evo_grpo.training.assemble import Objects, add_agents, build_agents, build_cohort
 from evo_grpo.types import Slot
 
-FORMAT = 4
-"""Version of population.json."""
 POPULATION = "population.json"
 MOST_SLOTS = 10_000
 """Most slots; a slot is built for each number up to the largest."""
@@ -30,60 +31,24 @@ ARCHIVE = "archive"
 """Folder of the archive, the best agent ever."""
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(Group):
     """The contents of population.json.
 
     Attributes:
+        format: Version of the file.
         agents: Slots of the agents, each with a checkpoint.
         rounds: Records of their rounds.
     """
 
-    agents: Sequence[Slot]
-    rounds: Sequence[RoundRecord]
+    format: Literal[4] = 4
+    agents: list[Annotated[int, Field(ge=0, lt=MOST_SLOTS)]] = Field(min_length=1)
+    rounds: list[Any]
 
-    def write(self, folder: Path) -> None:
-        """Write population.json."""
-        data = {
-            "format": FORMAT,
-            "agents": [int(slot) for slot in self.agents],
-            "rounds": [to_json(record) for record in self.rounds],
-        }
-        atomic_write(folder / POPULATION, to_line(data) + "\n")
 
-    @classmethod
-    def read(cls, folder: Path) -> Saved:
-        """Read population.json.
-
-        Raises:
-            CheckpointError: The file is missing or damaged.
-        """
-        file = folder / POPULATION
-        if not file.is_file():
-            raise CheckpointError(
-                f"{folder}: expected a folder written by Population.save, but {POPULATION} is "
-                "missing"
-            )
-        try:
-            data = json.loads(read_plain(file, MAX_LOG_BYTES))
-            if data["format"] != FORMAT:
-                raise ValueError(f"its format is {data['format']}, expected {FORMAT}")
-            if not isinstance(data["agents"], list) or not data["agents"]:
-                raise ValueError(f"its agents are {data['agents']!r:.60}, expected their numbers")
-            for slot in data["agents"]:
-                # Each slot up to the largest is built; every one of a population is somewhere.
-                if type(slot) is not int or not 0 <= slot < MOST_SLOTS:
-                    raise ValueError(f"agent {slot} is not in [0, {MOST_SLOTS:,})")
-                if not (folder / f"agent-{slot:02d}").is_dir():
-                    raise ValueError(f"agent {slot} has no folder agent-{slot:02d}")
-            return cls(
-                [Slot(int(slot)) for slot in data["agents"]],
-                [round_from_json(record) for record in data["rounds"]],
-            )
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise CheckpointError(
-                f"{file}: expected a file of Population.save, but {error}; restore it from a copy"
-            ) from error
+def write(folder: Path, agents: Sequence[Slot], rounds: Sequence[RoundRecord]) -> None:
+    """Write population.json."""
+    saved = Saved(agents=list(map(int, agents)), rounds=[to_json(record) for record in rounds])
+    atomic_write(folder / POPULATION, to_line(dict(saved)) + "\n")
 
 
 def load_one(
@@ -110,14 +75,29 @@ def load_one(
     return cohort, slot
 
 
-def load(folder: Path, device: str, *, trust_remote_code: bool) -> tuple[Saved, str, Cohort]:
+def load(
+    folder: Path, device: str, *, trust_remote_code: bool
+) -> tuple[list[Slot], list[RoundRecord], str, Cohort]:
     """Build the cohort of a saved population, over a new base.
 
     Returns:
-        The contents of population.json, the name of the algorithm, and the cohort.
+        The slots and rounds in population.json, the name of the algorithm, and the cohort.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
     """
-    saved = Saved.read(folder)
-    slots = list(saved.agents)
+    file = folder / POPULATION
+    if not file.is_file():
+        raise CheckpointError(
+            f"{folder}: expected a folder written by Population.save, but {POPULATION} is missing"
+        )
+    try:
+        saved = Saved(**json.loads(read_plain(file, MAX_LOG_BYTES)))
+        slots, rounds = [Slot(slot) for slot in saved.agents], [*map(round_from_json, saved.rounds)]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(
+            f"{file}: expected a file of Population.save, but {error}; restore it from a copy"
+        ) from error
     places = {slot: inside(folder, f"agent-{slot:02d}") for slot in slots}
     first = places[slots[0]]
     attributes = read_attributes(first)
@@ -135,8 +115,8 @@ def load(folder: Path, device: str, *, trust_remote_code: bool) -> tuple[Saved, 
         one = cohort.agents[slots[0]]
         cohort.archive = cohort.add_spare(one.member, one.hparams)
         _load_agent(cohort, cohort.archive.slot, archive)
-    cohort.reserve_members(next_member_id(saved.rounds))
-    return saved, kind, cohort
+    cohort.reserve_members(next_member_id(rounds))
+    return slots, rounds, kind, cohort
 
 
 def _load_agent(cohort: Cohort, slot: Slot, place: Path) -> None:

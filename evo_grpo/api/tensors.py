@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,14 +35,9 @@ def to_prompts(
         One prompt per observation.
 
     Raises:
-        ShapeError: An observation has another type, no ids, or ids outside of the vocabulary.
+        ShapeError: An observation has several rows of ids, or ids outside of the vocabulary.
     """
     single = isinstance(observations, Prompt | Mapping | str)
-    if not single and not isinstance(observations, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
-        raise ShapeError(
-            "get_action: expected a Prompt, a string, a mapping with input_ids, or a list of them, "
-            f"got {observations!r}"
-        )
     items: Sequence[Observation] = [observations] if single else observations  # pyright: ignore[reportAssignmentType] -- narrowed by `single`
     prompts = [_to_prompt(i, item, tokenizer) for i, item in enumerate(items)]
     for i, prompt in enumerate(prompts):
@@ -71,11 +65,6 @@ def _to_prompt(
                 "pass input_ids, or build the agent with the name of a model"
             )
         return Prompt(index, item, tuple(tokenizer(item, verbose=False)["input_ids"]))
-    if not isinstance(item, Mapping) or "input_ids" not in item:  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
-        raise ShapeError(
-            f"get_action: observation {index} must be a Prompt, a string, or a mapping with "
-            f"input_ids, got {type(item)}"
-        )
     table = torch.as_tensor(item["input_ids"])
     if table.ndim not in (1, 2) or (table.ndim == 2 and len(table) != 1):
         raise ShapeError(
@@ -142,24 +131,14 @@ def to_batch(
         The rows, and the share of groups whose rewards are all equal.
 
     Raises:
-        ShapeError: The types or shapes differ, no token was generated, or the number of rewards
-            differs from the number of completions.
+        ShapeError: The shapes differ, no token was generated, or the number of rewards differs from
+            the number of completions.
         RewardError: A reward is infinite or beyond 1e15.
     """
-    if not isinstance(experiences, tuple | list) or len(experiences) != 3:  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
-        raise ShapeError(
-            "learn: expected (ids, action masks, rewards) with one entry per group, got "
-            f"{type(experiences).__name__} of {len(experiences)}; get_action returns the first two"
-        )
     ids, masks, rewards = experiences
-    try:
-        values = np.asarray(
-            rewards.detach().cpu() if isinstance(rewards, Tensor) else rewards, dtype=np.float64
-        ).reshape(-1)
-    except (TypeError, ValueError) as error:
-        raise ShapeError(
-            f"learn: expected one number per completion as rewards, got {rewards!r}: {error}"
-        ) from error
+    if isinstance(rewards, Tensor):
+        rewards = rewards.detach().cpu()
+    values = np.asarray(rewards, dtype=np.float64).reshape(-1)
     parts: list[object] = [*ids, *masks]
     if not all(isinstance(part, Tensor) and part.ndim == 2 for part in parts):
         raise ShapeError(
@@ -178,10 +157,6 @@ def to_batch(
                 f"{int(group.max())}, but the base model's vocabulary is 0..{vocabulary - 1}; "
                 "pass the ids that get_action returned"
             )
-    if not sizes:
-        raise ShapeError(
-            "learn: expected at least one group, got none; pass the tensors of get_action"
-        )
     size = sizes[0] if len(set(sizes)) == 1 else sizes
     rows = to_rows(ids, masks, group_advantages(values, size, scale=scale))
     check_generated(rows)
@@ -224,7 +199,7 @@ def to_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], advantages: np.ndarr
         )
     rows: list[Row] = []
     for number, (group, mask) in enumerate(zip(ids, masks, strict=True)):
-        if group.ndim != 2 or mask.shape != (group.shape[0], group.shape[1] - 1):
+        if mask.shape != (group.shape[0], group.shape[1] - 1):
             raise ShapeError(
                 f"learn: group {number}: expected ids (G, T) and action masks (G, T - 1), got "
                 f"{tuple(group.shape)} and {tuple(mask.shape)}"
@@ -247,18 +222,3 @@ def to_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], advantages: np.ndarr
 
 def _prompt_of(row: Row) -> tuple[int, ...]:
     return tuple(row.token_ids[: int(row.mask.argmax())].tolist())
-
-
-def moved(value: Any, device: torch.device) -> Any:  # noqa: ANN401 -- any nesting of tensors
-    """Return a value with all tensors in it, also in lists and mappings, moved to a device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        other = copy.copy(value)  # keeps a subclass of dict, such as an observation of a turn
-        other.update({k: moved(v, device) for k, v in value.items()})
-        return other
-    if isinstance(value, list | tuple):
-        parts = [moved(v, device) for v in value]
-        # The constructor of a named tuple takes its elements as arguments.
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value

@@ -127,8 +127,8 @@ def agent_world(settings: dict[str, Any], lr: float) -> tuple[World, Callable[[T
         model=network(0), device="cpu", beta=1.0, lr=lr, update_epochs=1, max_grad_norm=None,
         group_size=ROWS, max_output_tokens=LENGTH, lora={"r": 4}, **settings,
     )  # fmt: skip
-    found = agent.evolvable_attributes()
-    actor, optimizer = found["actor"], found["optimizer"]
+    actor, optimizer = agent.cohort.slots.peft, agent.state.optimizer
+    agent.cohort.slots.activate(agent.state.adapter)
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     move(weights, 0.15, seed=1)
     seen: list[Tensor] = []

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from text_agents import Count, agents
+from text_agents import Count, agents, agilerl_agents
 from tiny_cohort import build_model
 
 from evo_grpo import GRPO, MultiTurnGym, TokenObservationWrapper
@@ -45,7 +45,7 @@ def test_what_cannot_be_played_is_named():
 @pytest.mark.parametrize("moved", [False, True], ids=["as-it-is", "to-device"])
 def test_turns_by_hand_end_with_any_end_token_of_the_model(moved):
     """As many tokens as the engine sampled, be they closed by its tokenizer's end token or not."""
-    agent = agents(1)[0]
+    agent = agilerl_agents(1)[0]
     base = agent.cohort.base
     others = [i for i in range(base.vocabulary) if i != base.tokenizer.eos_token_id][::2]
     base.model.generation_config.eos_token_id = others

@@ -141,7 +141,7 @@ def test_agents_that_had_trained_before_go_on(tmp_path):
     for out in folders:
         population = make(beta=0.05)
         population.train(env(), **{**ROUND, "rounds": 1})
-        population[1].set_reference_policy(1)
+        population.cohort.freeze_reference(population[1].slot)
         part = Population(population.cohort, population[1:])
         observer = Told(("evaluate", 1)) if out == folders[1] else None
         given = {**ROUND, "rounds": 2, "sizes": "constant", "observer": observer}

@@ -174,7 +174,8 @@ def hand_weights(population, folder):
 
 
 def hand_moments(population, folder):
-    population[3].reinit_optimizers()
+    state = population[3].state
+    state.optimizer = population.cohort.fresh_optimizer(state.slot, state.hparams)
     return "agent 3: optimizer"
 
 

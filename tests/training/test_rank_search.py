@@ -215,7 +215,7 @@ def test_a_saved_population_and_agent_keep_their_ranks(tmp_path):
     )
     agent = population[1]
     agent.hparams = agent.hparams.replace(lora_r=1)
-    agent.set_reference_policy(1)
+    population.cohort.freeze_reference(agent.slot)
     agent.hparams = agent.hparams.replace(lora_r=5)
     assert ranks_of(agent) == [5, 1]
     population.save(tmp_path / "saved")

@@ -1,32 +1,34 @@
-"""GRPO, GSPO and CISPO with AgileRL's positions, defaults and extra parameters."""
+"""GRPO, GSPO and CISPO with AgileRL's positions, defaults, extra parameters and methods."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, final
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from evo_grpo.api.agent import OPTIMIZER, POLICY, Agent
-from evo_grpo.api.agilerl.arguments import ARGUMENTS, KEYWORDS, Arguments, by_name
-from evo_grpo.api.agilerl.checks import check_accelerator, check_critic, is_keywords, refuse_extra
+from evo_grpo.api.agent import Agent
+from evo_grpo.api.agilerl.arguments import ARGUMENTS, KEYWORDS, Arguments, without_spaces
 from evo_grpo.api.agilerl.configs import CosineLRScheduleConfig, VLLMConfig
 from evo_grpo.api.population import Population
 from evo_grpo.api.saved import load_one
-from evo_grpo.api.tensors import Observation
-from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
-from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import ConfigError
 from evo_grpo.model.base import SharedBase
+from evo_grpo.population.zero.setup import stage_of
+from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.validation import whole
 from evo_grpo.settings.keywords import AGENT_KEYWORDS
 from evo_grpo.types import Slot
+
+POLICY, OPTIMIZER = "actor", "optimizer"
+"""Names of an agent's policy and its optimizer in `evolvable_attributes`."""
 
 _WRAPPER = ("wrapper_cls", "wrapper_kwargs")
 
@@ -36,12 +38,12 @@ class AgileRLAgent(Agent, ABC):
 
     Args:
         *args: `pad_token_id, pad_token, model_name` and so on, in the order of
-            `evo_grpo.api.agilerl.arguments.POSITIONS`; or `observation_space, action_space`, which
-            are recognized by their types and not used.
+            `evo_grpo.api.agilerl.arguments.ARGUMENTS`; or `observation_space, action_space`, which
+            are not used.
         **kwargs: The fields of `evo_grpo.api.agilerl.arguments.Arguments`.
 
     Raises:
-        ConfigError: An argument is unknown, given twice, or has a value out of range.
+        ConfigError: An argument is unknown or has a value out of range.
         ModelError: The base cannot be loaded.
         EngineUnavailable: For vLLM, or an accelerator with DeepSpeed, where that is missing.
     """
@@ -67,20 +69,11 @@ class AgileRLAgent(Agent, ABC):
 
         Returns:
             A sequence of N agents that generate, learn and are tested together.
-
-        Raises:
-            ConfigError: As for the constructor; or `index`, which belongs to one agent.
         """
         whole(1, "it counts agents").check("population: size", size)
-        given = by_name(args, kwargs, after_spaces=_WRAPPER)
-        wrapper, settings = given.pop(_WRAPPER[0], None), given.pop(_WRAPPER[1], None)
-        _check_wrapper(wrapper, settings)
-        if "index" in given:
-            raise ConfigError(
-                "index: expected none for a population, whose agents are numbered from 0, got "
-                f"{given['index']!r}; leave it out, or assign agent.index afterwards"
-            )
-        arguments = Arguments.of((), given)
+        args, named = without_spaces(args, kwargs, then=_WRAPPER)
+        wrapper, settings = (named.pop(name, None) for name in _WRAPPER)
+        arguments = Arguments.of(args, named)
         agents = cls._build_several(*arguments.translated(cls.kind), size=int(size), init="same")
         _warn_of_other_padding(agents[0].cohort.base)
         if wrapper is None:
@@ -88,19 +81,29 @@ class AgileRLAgent(Agent, ABC):
         wrapped = [wrapper(agent, **(settings or {})) for agent in agents]
         return Population(agents[0].cohort, wrapped, [Slot(agent.slot) for agent in agents])
 
-    def clone(self, index: int | None = None, wrap: bool = True) -> Self:
-        """Return a new agent over the same base with equal weights, moments and hyperparameters.
+    @property
+    def reference_update_tracker(self) -> int:
+        """Argument of the last `set_reference_policy`; saved and copied with the reference."""
+        return self.state.reference_updates
 
-        Args:
-            index: The clone's index; None takes the index of this agent.
-            wrap: No effect: nothing is wrapped here.
-        """
+    def clone(self, index: int | None = None, wrap: bool = True) -> Self:
+        """See `Agent.clone`; `wrap` has no effect: nothing is wrapped here."""
         del wrap
         return super().clone(index)
 
+    def evolvable_attributes(self, networks_only: bool = False) -> dict[str, Any]:
+        """Return the policy, a PeftModel with this agent's adapter active, and its optimizer.
+
+        Args:
+            networks_only: Omit the optimizer.
+        """
+        networks: dict[str, Any] = {POLICY: self.get_policy()}
+        return networks if networks_only else {**networks, OPTIMIZER: self.state.optimizer}
+
     def get_policy(self) -> Any:  # noqa: ANN401 -- a PeftModel, which PEFT types loosely
         """Return the PeftModel, with this agent's adapter active."""
-        return self.evolvable_attributes(networks_only=True)[POLICY]
+        self.use_adapter(POLICY)
+        return self.cohort.slots.peft
 
     @staticmethod
     def inspect_attributes(agent: Agent, input_args_only: bool = False) -> dict[str, Any]:
@@ -111,21 +114,22 @@ class AgileRLAgent(Agent, ABC):
             input_args_only: Return only the constructor's arguments, with the current
                 hyperparameters; arguments without effect have their defaults.
         """
-        own = Agent.inspect_attributes(agent)
-        cohort, state = agent.cohort, agent.state
-        values = {name: getattr(Arguments(), name) for name in ARGUMENTS}
-        values.update({name: own[ours] for name, ours in KEYWORDS.items()})
-        schedule = agent.settings.algorithm.lr_schedule
+        cohort, state, settings = agent.cohort, agent.state, agent.settings
+        hparams = {name: v for name, v in agent.hparams if name in agent.hparams.to_dict()}
+        values = {name: getattr(Arguments, name, None) for name in ARGUMENTS}
+        for name, ours in KEYWORDS.items():
+            values[name] = hparams.get(ours, _value_at(settings, AGENT_KEYWORDS[ours]))
+        schedule, vllm = settings.algorithm.lr_schedule, VLLMConfig.of(settings.engine)
         values.update(
-            model_config=own["config"] or None,
+            model_config=values["model_config"] or None,
             hp_config=cohort.hp_config or None,
             lora_config=cohort.slots.lora_config(state.adapter),
             cosine_lr_schedule_config=None
             if schedule is None
             else CosineLRScheduleConfig(schedule.steps, schedule.warmup_proportion),
-            loss_type=own["loss_type"] or agent.kind,
+            loss_type=values["loss_type"] or agent.kind,
             index=agent.index,
-            use_vllm=(vllm := VLLMConfig.of(agent.settings.engine)) is not None,
+            use_vllm=vllm is not None,
             vllm_config=vllm,
             accelerator=cohort.accelerator,
         )
@@ -134,7 +138,15 @@ class AgileRLAgent(Agent, ABC):
         for name in ("actor_network", "tokenizer"):
             del values[name]
         if not input_args_only:
-            values.update({k: v for k, v in own.items() if k not in AGENT_KEYWORDS})
+            values.update(hparams)
+            values.update(
+                slot=agent.slot,
+                member=state.member.id,
+                steps=agent.steps,
+                fitness=agent.fitness,
+                training=agent.training,
+                reference_update_tracker=state.reference_updates,
+            )
         return values
 
     @staticmethod
@@ -151,44 +163,6 @@ class AgileRLAgent(Agent, ABC):
         """Return the observation unchanged: prompts are tokenized by the environment."""
         return observation
 
-    def get_action(
-        self,
-        obs: Observation | Sequence[Observation],
-        training: bool = True,
-        repeat_prompts: bool = True,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Sample completions; see `Agent.get_action`.
-
-        Args:
-            obs: Prompts: `Prompt`, strings, or mappings with `input_ids`.
-            training: True samples with the agent's own settings.
-            repeat_prompts: True samples group_size completions per prompt in training, else one.
-            *args: Refused; AgileRL's signature accepts and ignores them.
-            **kwargs: As `*args`.
-        """
-        refuse_extra("get_action", args, kwargs)
-        return super().get_action(obs, training, repeat_prompts)
-
-    def test(
-        self,
-        env: Environment[Any] | TokenObservationWrapper | MultiTurnEnv | str,
-        loop: int = 1,
-        *args: Any,
-        **kwargs: Any,
-    ) -> np.ndarray:
-        """Evaluate on the test split; see `Agent.test`.
-
-        Args:
-            env: The environment, or a task's name.
-            loop: Repetitions, with new draws each, >= 1.
-            *args: Refused; AgileRL's signature accepts and ignores them.
-            **kwargs: As `*args`.
-        """
-        refuse_extra("test", args, kwargs)
-        return super().test(env, loop)
-
     def load_checkpoint(  # pyright: ignore[reportIncompatibleMethodOverride] -- AgileRL's positions, with a critic in the fourth
         self,
         path: str | Path,
@@ -197,22 +171,9 @@ class AgileRLAgent(Agent, ABC):
         overwrite_critic_adapter: bool | None = None,
         merge_lora_configs: bool = False,
     ) -> None:
-        """Read weights and state into this agent; see `Agent.load_checkpoint`.
-
-        Args:
-            path: Folder written by `save_checkpoint`, or by PEFT.
-            load_optimizer: Restore AdamW's moments as well.
-            overwrite_reference_adapter: Take the checkpoint's actor as the reference even when it
-                carries one.
-            overwrite_critic_adapter: Refused: GRPO has no critic.
-            merge_lora_configs: Reconcile a LoRA configuration that differs from the live one.
-
-        Raises:
-            CheckpointError: Files are missing, truncated, or belong to another base.
-            ConfigError: For `overwrite_critic_adapter`.
-        """
+        """See `Agent.load_checkpoint`; `overwrite_critic_adapter` is refused."""
         if overwrite_critic_adapter is not None:
-            check_critic("overwrite_critic_adapter")
+            raise ConfigError("overwrite_critic_adapter: GRPO has no critic; leave it out")
         super().load_checkpoint(
             path, load_optimizer, overwrite_reference_adapter, merge_lora_configs
         )
@@ -226,15 +187,8 @@ class AgileRLAgent(Agent, ABC):
         *,
         trust_remote_code: bool = False,
     ) -> Self:
-        """Build an agent from a checkpoint, over its own base; see `Agent.load`.
-
-        Args:
-            path: Folder written by `save_checkpoint`.
-            device: Where the base goes.
-            accelerator: As for the constructor.
-            trust_remote_code: Run Python code that comes with the files of the base.
-        """
-        stage = check_accelerator(accelerator)
+        """See `Agent.load`; `accelerator` as for the constructor."""
+        stage = stage_of(accelerator)
         cohort, slot = load_one(
             cls.kind,
             path,
@@ -245,34 +199,84 @@ class AgileRLAgent(Agent, ABC):
         )
         return cls.on(cohort, slot)
 
-    def reinit_optimizers(self, optimizer: object = None) -> None:
-        """Create AdamW anew, without moments.
+    def use_adapter(self, adapter_name: str) -> None:
+        """Activate an adapter of this agent in the PeftModel, for calls of that model.
+
+        The population forward does not depend on the active adapter.
 
         Args:
-            optimizer: None, or an object whose `name` is "optimizer", the only optimizer.
+            adapter_name: "actor", or "reference" if the reference is an adapter.
+
+        Raises:
+            ConfigError: The agent has no such adapter.
+        """
+        state = self.state
+        adapters = {POLICY: state.adapter, "reference": self.cohort.references.of(state)}
+        if (adapter := adapters.get(adapter_name)) is None:
+            raise ConfigError(
+                f"adapter {adapter_name!r}: expected 'actor', or 'reference' of an agent with "
+                "use_separate_reference_adapter=True or after a call of set_reference_policy"
+            )
+        self.cohort.bring([self.slot])
+        self.cohort.slots.activate(adapter)
+
+    @contextmanager
+    def select_adapter(self, adapter_name: str) -> Generator[None]:
+        """Activate an adapter in a `with` block; the actor is active again afterwards."""
+        self.use_adapter(adapter_name)
+        try:
+            yield
+        finally:
+            self.use_adapter(POLICY)
+
+    def set_reference_policy(self, reference_update_tracker: int) -> None:
+        """Make the present policy the reference if the tracker is greater than at the last call.
+
+        An agent whose reference was the base or the common start adapter gets a frozen reference
+        adapter of its own, since an adapter is never merged into the shared base.
+
+        Args:
+            reference_update_tracker: A counter, for example of passes over the data.
+
+        Raises:
+            ConfigError: The counter is not an integer.
+        """
+        whole().check("reference_update_tracker", reference_update_tracker)
+        if reference_update_tracker > self.reference_update_tracker:
+            self.cohort.freeze_reference(self.slot)
+            self.state.reference_updates = int(reference_update_tracker)
+
+    def set_training_mode(self, training: bool) -> None:
+        """Set whether `get_action` samples with the agent's own settings or with temperature 1."""
+        self.training = training
+
+    def reinit_optimizers(self, optimizer: object = None) -> None:
+        """Replace AdamW, the only optimizer, by a new one without moments.
+
+        Args:
+            optimizer: None, or an object whose `name` is "optimizer".
 
         Raises:
             ConfigError: It names another optimizer.
         """
-        name = getattr(optimizer, "name", optimizer)
-        if name not in (None, OPTIMIZER):
-            raise ConfigError(
-                f"reinit_optimizers: expected None or the name {OPTIMIZER!r}, got {name!r}"
-            )
-        super().reinit_optimizers()
+        _check_name("reinit_optimizers: optimizer", optimizer, OPTIMIZER)
+        self.state.optimizer = self.cohort.fresh_optimizer(self.slot, self.hparams)
 
     @staticmethod
-    def update_lr(  # pyright: ignore[reportIncompatibleMethodOverride] -- AgileRL returns an accelerator and a scheduler
+    def update_lr(
         optimizer: torch.optim.Optimizer,
-        lr: float | tuple[float, float],
+        lr: float,
         accelerator: object = None,
         scheduler_config: CosineLRScheduleConfig | None = None,
     ) -> tuple[object, LambdaLR | None]:
-        """Set an optimizer's learning rate; see `Agent.update_lr`.
+        """Set an optimizer's learning rate.
+
+        For the optimizer of an agent, this also changes the agent's hyperparameter lr: `learn` uses
+        it from the next step on, with the factor of the agent's schedule.
 
         Args:
             optimizer: Any optimizer, or that of an agent (`evolvable_attributes()["optimizer"]`).
-            lr: The new rate. A pair, for actor and critic, is refused: GRPO has no critic.
+            lr: The new rate.
             accelerator: Returned unchanged.
             scheduler_config: Configuration of a scheduler for your own training loop. With the
                 optimizer of an agent this warns, because `learn` follows the
@@ -282,12 +286,11 @@ class AgileRLAgent(Agent, ABC):
             (accelerator, scheduler): the scheduler is None without a config.
 
         Raises:
-            ConfigError: The rate is no finite number > 0, or the accelerator is of another type.
+            ConfigError: The rate is no finite number > 0.
         """
-        check_accelerator(accelerator)
-        if isinstance(lr, tuple):
-            raise ConfigError(f"lr: expected one number, GRPO has no critic, got the pair {lr}")
-        Agent.update_lr(optimizer, lr)
+        rate = Hparams(lr=lr).lr
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] = rate
         if scheduler_config is None:
             return accelerator, None
         if "agent" in optimizer.param_groups[0]:
@@ -300,19 +303,28 @@ class AgileRLAgent(Agent, ABC):
             )
         return accelerator, LambdaLR(optimizer, scheduler_config.factor)
 
+    def register_mutation_hook(self, hook: Callable[[], object]) -> None:
+        """Register a function to be called after a mutation of this agent's hyperparameters."""
+        if not callable(hook):
+            raise ConfigError(f"register_mutation_hook: expected a callable, got {hook!r}")
+        self.state.hooks.append(hook)
+
     def register_network_group(self, group: object) -> None:
         """Accept the group of the network "actor", the only network of the agent.
 
         Raises:
             ConfigError: The evaluation network of the group is another one.
         """
-        name = getattr(group, "eval_network", group)
-        name = getattr(name, "name", name)
-        if name != POLICY:
-            raise ConfigError(
-                f"register_network_group: expected the evaluation network {POLICY!r}, the only "
-                f"network of a GRPO agent, got {name!r}"
-            )
+        network = getattr(group, "eval_network", group)
+        _check_name("register_network_group: evaluation network", network, POLICY)
+
+    def to_device(self, *experiences: Any) -> tuple[Any, ...]:
+        """Move tensors, including those in lists, tuples and mappings, to the base's device."""
+        return tuple(_moved(value, self.cohort.base.device) for value in experiences)
+
+    def recompile(self) -> None:
+        """Compile as the setting `torch_compiler` does, with its mode, or `default` if None."""
+        self.cohort.base.compile(self.settings.engine.compile or "default")
 
 
 @final
@@ -353,15 +365,31 @@ def _warn_of_other_padding(base: SharedBase) -> None:
         )
 
 
-def _check_wrapper(wrapper: object, settings: object) -> None:
-    if wrapper is not None and not callable(wrapper):
-        raise ConfigError(f"wrapper_cls: expected a class, or None, got {wrapper!r}")
-    if settings is not None and wrapper is None:
-        raise ConfigError(
-            f"wrapper_kwargs: has no effect without wrapper_cls, got {settings!r}; give it too"
-        )
-    if settings is not None and not is_keywords(settings):
-        raise ConfigError(f"wrapper_kwargs: expected a mapping of keywords, got {settings!r}")
+def _check_name(what: str, given: object, only: str) -> None:
+    """Check that an object, or its `name`, names the only one that an agent has."""
+    name = getattr(given, "name", given)
+    if name not in (None, only):
+        raise ConfigError(f"{what}: expected {only!r}, the only one, got {name!r}")
+
+
+def _value_at(settings: Any, path: tuple[str | int, ...]) -> Any:  # noqa: ANN401 -- of any setting
+    for part in path:
+        settings = getattr(settings, str(part), None)
+    return settings
+
+
+def _moved(value: Any, device: torch.device) -> Any:  # noqa: ANN401 -- any nesting of tensors
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        other: Any = copy.copy(value)  # keeps a subclass, such as an observation of a turn
+        other.update({k: _moved(v, device) for k, v in value.items()})
+        return other
+    if isinstance(value, list | tuple):
+        parts = [_moved(v, device) for v in value]
+        # The constructor of a named tuple takes its elements as arguments.
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
 
 
 def _space_dim(space: Any) -> tuple[Any, ...]:  # noqa: ANN401 -- any gymnasium space, or TextSpace
@@ -376,16 +404,11 @@ def _space_dim(space: Any) -> tuple[Any, ...]:  # noqa: ANN401 -- any gymnasium 
         ConfigError: For anything else.
     """
     parts = getattr(space, "spaces", space)
-    if isinstance(parts, dict):
-        return tuple(_space_dim(part) for part in parts.values())
-    if isinstance(parts, list | tuple):
-        return tuple(_space_dim(part) for part in parts)
-    if hasattr(space, "vocab_size"):
-        return (int(space.vocab_size),)
-    if hasattr(space, "nvec"):
-        return tuple(int(n) for n in np.ravel(space.nvec))
-    if hasattr(space, "n"):
-        return tuple(int(n) for n in np.ravel(space.n))
+    if isinstance(parts, dict | list | tuple):
+        return tuple(_space_dim(part) for part in getattr(parts, "values", lambda: parts)())
+    for name in ("vocab_size", "nvec", "n"):
+        if hasattr(space, name):
+            return tuple(int(n) for n in np.ravel(getattr(space, name)))
     if getattr(space, "shape", None) is not None:
         return tuple(space.shape)
     raise ConfigError(f"space: expected a gymnasium space or a text space, got {space!r}")

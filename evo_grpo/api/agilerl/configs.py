@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Self
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.learn.objective.lr_schedule import lr_factor
-from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.schema.problems import Path, Problem, Problems
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings import EngineConfig, LRSchedule, VLLMSettings
 
@@ -109,15 +109,7 @@ class VLLMConfig:
 
 
 VLLM_NAMES: dict[str, str] = {
-    **{
-        name: name
-        for name in (
-            *("tensor_parallel_size", "gpu_memory_utilization", "max_num_batched_tokens"),
-            *("enforce_eager", "quantization", "kv_cache_dtype", "kv_cache_memory_bytes"),
-            *("max_lora_rank", "max_loras", "presence_penalty", "frequency_penalty"),
-            "python",
-        )
-    },
+    **{name: name for f in fields(VLLMConfig) if (name := f.name) in VLLMSettings.model_fields},
     "vllm_model_name_or_path": "model",
     "lora_staging_dir": "adapter_folder",
 }
@@ -143,20 +135,16 @@ class CosineLRScheduleConfig:
     warmup_proportion: float = 0.05
 
     def __post_init__(self) -> None:
-        """Check the values, and convert numpy's numbers to Python's."""
-        schedule = self.schedule()
-        object.__setattr__(self, "num_epochs", schedule.steps)
-        object.__setattr__(self, "warmup_proportion", schedule.warmup_proportion)
+        """Check the values."""
+        self.schedule()
 
     def schedule(self) -> LRSchedule:
         """Return the schedule as a setting of `evo_grpo`."""
         try:
             return LRSchedule(steps=self.num_epochs, warmup_proportion=self.warmup_proportion)
         except Problems as problems:
-            found = [
-                Problem(("num_epochs",) if p.path == ("steps",) else p.path, p.text)
-                for p in problems.found
-            ]
+            names: dict[Path, Path] = {("steps",): ("num_epochs",)}
+            found = (Problem(names.get(p.path, p.path), p.text) for p in problems.found)
             raise Problems(*found) from None
 
     def factor(self, step: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from evo_grpo.errors import ConfigError, ShapeError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 
 @final
+@dataclass(eq=False)
 class TournamentSelection:
     """Keeps the best agent and gives every other place to the winner of a tournament.
 
@@ -40,35 +42,30 @@ class TournamentSelection:
         ConfigError: For a value out of range.
     """
 
-    def __init__(
-        self,
-        tournament_size: int,
-        elitism: bool,
-        population_size: int,
-        eval_loop: int = 1,
-        rand_seed: int | None = None,
-    ) -> None:
+    tournament_size: int
+    elitism: bool
+    population_size: int
+    eval_loop: int = 1
+    rand_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
         whole(2, "one agent alone has nobody to compete with").check(
-            "population_size", population_size
+            "population_size", self.population_size
         )
         Rule(
             lambda v: is_whole(v) and 1 <= v <= KEPT_SCORES,
             f"an integer from 1 to {KEPT_SCORES}",
             "an agent keeps no more of its scores",
-        ).check("eval_loop", eval_loop)
-        whole(1).check("tournament_size", tournament_size)
-        if tournament_size > population_size:
+        ).check("eval_loop", self.eval_loop)
+        whole(1).check("tournament_size", self.tournament_size)
+        if self.tournament_size > self.population_size:
             raise ConfigError(
                 "TournamentSelection: tournament_size must not exceed "
-                f"population_size={population_size}, "
-                f"got {tournament_size}: an agent meets another one only once in a tournament"
+                f"population_size={self.population_size}, "
+                f"got {self.tournament_size}: an agent meets another one only once in a tournament"
             )
-        self.tournament_size = tournament_size
-        self.elitism = elitism
-        self.population_size = population_size
-        self.eval_loop = eval_loop
-        self.rand_seed = rand_seed
-        self.strategy = Tournament(size=tournament_size, elitism=elitism)
+        self.strategy = Tournament(size=self.tournament_size, elitism=self.elitism)
         self._calls = 0
 
     def plan(
@@ -113,6 +110,7 @@ class TournamentSelection:
 
 
 @final
+@dataclass(eq=False)
 class Mutations:
     """Changes one hyperparameter of an agent, or none.
 
@@ -132,38 +130,32 @@ class Mutations:
             of another kind of mutation above 0.
     """
 
-    def __init__(
-        self,
-        no_mutation: float = 0.2,
-        rl_hp: float = 0.8,
-        mutate_elite: bool = False,
-        rand_seed: int | None = None,
-        *,
-        architecture: float = 0,
-        new_layer_prob: float = 0,
-        parameters: float = 0,
-        activation: float = 0,
-    ) -> None:
-        for name, value in (
-            ("architecture", architecture),
-            ("new_layer_prob", new_layer_prob),
-            ("parameters", parameters),
-            ("activation", activation),
-        ):
-            if value != 0:
+    no_mutation: float = 0.2
+    rl_hp: float = 0.8
+    mutate_elite: bool = False
+    rand_seed: int | None = None
+    _: KW_ONLY
+    architecture: float = 0
+    new_layer_prob: float = 0
+    parameters: float = 0
+    activation: float = 0
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        for name in ("architecture", "new_layer_prob", "parameters", "activation"):
+            if (value := getattr(self, name)) != 0:
                 raise ConfigError(
                     f"Mutations: {name} must be 0, got {value!r}: all agents share one pretrained "
                     "model, so only hyperparameters mutate; raise rl_hp instead"
                 )
-        self.rl_hp = rl_hp
-        self.no_mutation = no_mutation
-        self.mutate_elite = mutate_elite
-        self.rand_seed = rand_seed
         strategy = Strategy(
-            no_mutation=no_mutation, rl_hp=rl_hp, mutate_elite=mutate_elite, step="factors"
+            no_mutation=self.no_mutation,
+            rl_hp=self.rl_hp,
+            mutate_elite=self.mutate_elite,
+            step="factors",
         )
         # AgileRL has one weight for all hyperparameters: 0 means that none mutates.
-        self.strategy = strategy if rl_hp else strategy.replace(choice=0.0)
+        self.strategy = strategy if self.rl_hp else strategy.replace(choice=0.0)
         self._calls = 0
 
     def explore(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 from evo_grpo.envs import single_turn
 from evo_grpo.envs.prompts import Messages
 from evo_grpo.envs.single_turn import RewardFn
-from evo_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
@@ -42,7 +40,7 @@ class ReasoningGym(single_turn.ReasoningGym):
         PromptTooLongError: A prompt leaves no room for a completion.
     """
 
-    def __init__(  # noqa: PLR0913 -- the signature of the reference pages
+    def __init__(
         self,
         train_dataset: object,
         test_dataset: object,
@@ -51,32 +49,17 @@ class ReasoningGym(single_turn.ReasoningGym):
         conversation_template: str | Messages,
         data_batch_size_per_gpu: int = 8,
         *,
-        validation_dataset: object = None,
-        reward_weights: Sequence[float] | Mapping[str, float] | None = None,
-        max_context_length: int | None = None,
-        seed: int = 0,
         accelerator: object = None,
-        name: str = "dataset",
-        max_output_tokens: int | None = None,
+        **others: Any,
     ) -> None:
-        if data_batch_size_per_gpu < 1:
-            raise ConfigError(
-                "data_batch_size_per_gpu: expected >= 1 prompt per step, got "
-                f"{data_batch_size_per_gpu!r}"
-            )
         super().__init__(
             train_dataset,
             test_dataset,
             tokenizer,
             reward_fn,
             conversation_template,
-            batch_size=data_batch_size_per_gpu * _processes(accelerator),
-            validation_dataset=validation_dataset,
-            reward_weights=reward_weights,
-            max_context_length=max_context_length,
-            seed=seed,
-            name=name,
-            max_output_tokens=max_output_tokens,
+            batch_size=data_batch_size_per_gpu * getattr(accelerator, "num_processes", 1),
+            **others,
         )
 
     @property
@@ -88,16 +71,6 @@ class ReasoningGym(single_turn.ReasoningGym):
     def action_space(self) -> TextSpace:
         """Completions."""
         return TextSpace(len(self.tokenizer), self.max_output_tokens)
-
-
-def _processes(accelerator: object) -> int:
-    if accelerator is None:
-        return 1
-    # Imported where it is needed: it loads torch, and prompts do without.
-    from evo_grpo.api.agilerl.checks import check_accelerator
-
-    check_accelerator(accelerator)
-    return int(getattr(accelerator, "num_processes"))  # noqa: B009 -- of a class that loads torch
 
 
 #: The name of earlier AgileRL versions.

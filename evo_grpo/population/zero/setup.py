@@ -68,11 +68,13 @@ def own_accelerator(stage: int, device: torch.device) -> Any:  # noqa: ANN401 --
 
 
 def stage_of(accelerator: Any) -> int | None:  # noqa: ANN401 -- whatever the user gives
-    """Return the ZeRO stage of the user's accelerator; None for one without DeepSpeed.
+    """Return the ZeRO stage of the user's accelerator; None without one or without DeepSpeed.
 
     Raises:
         ConfigError: The object is not an accelerator, or its settings are not supported.
     """
+    if accelerator is None:
+        return None
     from accelerate import Accelerator
     from accelerate.utils import DistributedType
 

@@ -1,7 +1,6 @@
 """AgileRL's arguments: positions, types, ranges, what they become, and what has no effect."""
 
 import json
-import math
 
 import numpy as np
 import pytest
@@ -16,8 +15,9 @@ from evo_grpo.agilerl import (
     CosineLRScheduleConfig,
     HyperparameterConfig,
     RLParameter,
+    VLLMConfig,
 )
-from evo_grpo.api.agilerl.arguments import ARGUMENTS, KEYWORDS, POSITIONS, Arguments, by_name
+from evo_grpo.api.agilerl.arguments import ARGUMENTS, KEYWORDS, Arguments, without_spaces
 from evo_grpo.errors import ConfigError, EngineUnavailable, ModelError
 from evo_grpo.settings.keywords import AGENT_KEYWORDS
 
@@ -41,13 +41,11 @@ class Box:
             {"max_output_tokens": 0},
             "max_output_tokens: expected an integer >= 1, or null",
         ),
-        ({"max_model_len": 0}, "max_model_len: expected an integer >= 2, or null, got 0"),
         (
             {"hf_generate_chunk_size": 0},
             "hf_generate_chunk_size: expected an integer >= 1, or null, got 0",
         ),
         ({"micro_batch_size_per_gpu": 0}, "micro_batch_size_per_gpu: .*got 0"),
-        ({"min_output_tokens": -1}, "min_output_tokens: expected an integer >= 0, got -1"),
         (
             {"min_output_tokens": 9, "max_output_tokens": 4},
             r"min_output_tokens: expected at most max_output_tokens \(4\), got 9",
@@ -56,39 +54,24 @@ class Box:
             {"max_output_tokens": 8, "max_model_len": 8},
             r"max_output_tokens: expected less than max_model_len \(8\)",
         ),
-        ({"repetition_penalty": math.inf}, "repetition_penalty: expected a finite number"),
-        ({"lr": 1e-40}, "lr: expected a number from 1e-30 to 1e.06, which float32"),
         (
             {"lora_config": LoraConfig(r=4, lora_alpha=0)},
             "lora.lora_alpha: expected a number > 0 .*",
         ),
-        ({"lora_config": {"r": 0}}, "lora.r: expected an integer from 1 to 65536, got 0"),
-        ({"top_k": 3.5}, "top_k: expected an integer"),
+        ({"lora_config": LoraConfig(r=0)}, "lora.r: expected an integer from 1 to 65536, got 0"),
         ({"lr": "1e-4"}, "lr: .*got the string '1e-4'; write it without quotes"),
         ({"clip_coef": (0.8,)}, "clip_coef: .*ratio bounds"),
         ({"seed": None}, "seed: expected an integer, got null"),
-        ({"seed": 1.5}, "seed: expected an integer, got 1.5"),
-        ({"index": -1}, "index: expected an integer >= 0"),
-        ({"lora_config": {"rank": 4}}, "lora_config: expected keywords of LoraConfig.*'rank'"),
-        ({"lora_config": 4}, "lora_config: expected a LoraConfig, or None, got 4"),
+        ({"lora_config": {"rank": 4}}, "lora_config.rank: unknown key"),
+        ({"lora_config": 4}, "lora_config: expected a mapping, got 4"),
+        ({"cosine_lr_schedule_config": 3}, "cosine_lr_schedule_config: expected a mapping, got 3"),
+        ({"hp_config": {"lr": 1}}, "hp_config.lr: expected a range"),
+        ({"tokenizer": "abc"}, "tokenizer: expected a transformers tokenizer, got str"),
         (
-            {"cosine_lr_schedule_config": {"epochs": 3}},
-            "cosine_lr_schedule_config: expected keywords of CosineLRScheduleConfig",
+            {"actor_network": torch.nn.Linear(2, 2)},
+            "actor_network: expected the name of a model or a transformers causal .* got Linear",
         ),
-        ({"hp_config": {"lr": 1}}, "hp_config: expected a HyperparameterConfig.*RLParameter"),
-        ({"tokenizer": "abc"}, "tokenizer: expected a transformers tokenizer.*got 'abc'"),
-        ({"actor_network": torch.nn.Linear(2, 2)}, "actor_network: expected a transformers causal"),
-        ({"model_config": [1]}, r"model_config: expected a mapping.*got \[1\]"),
-        ({"group_size": 4.0}, "group_size: expected an integer >= 2, got 4.0"),
-        ({"adv_clip_range": -1.0}, "adv_clip_range: expected a number > 0, or null"),
-        (
-            {"adv_filter_eps": -1.0, "filter_zero_adv": True},
-            "adv_filter_eps: expected a number >= 0",
-        ),
-        (
-            {"whiten_advantages": "yes"},
-            "whiten_advantages: expected true or false, got the string 'yes'",
-        ),
+        ({"pad_token_id": "<pad>"}, "pad_token_id: expected an integer >= 0, or None, got '<pad>'"),
         (
             {"device": "tpu"},
             "device: expected auto, cpu, mps, cuda or cuda:N, got the string 'tpu'",
@@ -119,13 +102,14 @@ def test_a_cuda_device_that_is_not_there_is_named(monkeypatch):
             "use_kl_advantage_shaping: has no effect with beta 0",
         ),
         ({"pad_token": "<pad>"}, "pad_token: has no effect without pad_token_id"),
+        ({"vllm_config": VLLMConfig()}, "vllm_config: has no effect without use_vllm=True"),
         ({"wrap": False}, "wrap: False has no effect"),
         ({"max_output_tokens": 1024}, "max_output_tokens: expected less than max_model_len"),
         ({"use_memory_efficient_params": False}, "use_memory_efficient_params: False has no"),
         ({"cast_logprobs_to_fp32": False}, "cast_logprobs_to_fp32: False has no effect"),
         ({"calc_position_embeddings": False}, "calc_position_embeddings: False has no"),
-        ({"use_liger_loss": True}, "use_liger_loss: falls back to the chunked log-probs"),
-        ({"clone": True}, "clone: has no effect in the constructor"),
+        ({"use_liger_loss": True}, "use_liger_loss: True has no effect: the chunked log-probs"),
+        ({"clone": True}, "clone: True has no effect: use agent.clone"),
         ({"adv_filter_eps": 0.1}, "adv_filter_eps: has no effect without filter_zero_adv"),
     ],
 )
@@ -146,16 +130,6 @@ def test_a_padding_token_that_is_not_the_one_of_the_id_warns():
         GRPO(1, "zz", "tiny-sums")
     eos = GRPO(model_name="tiny-sums").cohort.base.tokenizer.eos_token
     assert GRPO(1, eos, "tiny-sums").cohort.base.pad_id == 1
-
-
-def test_mappings_stand_for_configurations():
-    agent = GRPO(
-        actor_network=build_model(),
-        lora_config={"r": 2, "target_modules": "all-linear"},
-        cosine_lr_schedule_config={"num_epochs": 3},
-    )
-    assert agent.cohort.slots.lora_config(agent.state.adapter).r == 2
-    assert agent.settings.algorithm.lr_schedule == CosineLRScheduleConfig(num_epochs=3).schedule()
 
 
 def test_numbers_of_numpy_and_devices_of_torch_are_as_good(tmp_path):
@@ -201,34 +175,21 @@ def test_a_value_outside_its_own_range_is_refused_but_not_of_a_checkpoint(tmp_pa
 
 
 def test_positions_are_those_of_the_documented_signatures():
-    assert set(POSITIONS) | {"loss_type", "tokenizer"} == set(ARGUMENTS)
+    assert ARGUMENTS[-2:] == ("loss_type", "tokenizer")
     agent = GSPO(0, "<pad>", "tiny-sums", None, None, None, 4, 6)
     assert (agent.cohort.base.name, agent.index, agent.hparams.batch_size) == ("tiny-sums", 4, 6)
-    assert by_name((Box(), Box()), {"lr": 1.0}) == {"lr": 1.0}
-    assert by_name((), {"observation_space": 1, "action_space": 2}) == {}
+    assert without_spaces((Box(), Box()), {"lr": 1.0}) == ((), {"lr": 1.0})
+    assert without_spaces((), {"observation_space": 1, "action_space": 2}) == ((), {})
 
 
-@pytest.mark.parametrize(
-    ("args", "given", "message"),
-    [
-        (
-            (0, "<pad>", "tiny-sums"),
-            {"model_name": "x"},
-            "model_name: expected it once.*'x' by",
-        ),
-        ((0,), {"pad_token_id": 1}, "pad_token_id: expected it once, got 0 by position and 1"),
-        (("<eos>", 1), {}, "positional arguments: expected pad_token_id .* first, got '<eos>'"),
-        ((Box(), Box(), 3), {}, r"expected at most 2 \(observation_space, action_space\), got 3"),
-        ((Box(),), {}, "action_space: expected it beside observation_space"),
-        ((Box(), Box()), {"action_space": 1}, "action_space: expected it once"),
-        (tuple(range(99)), {}, "positional arguments: expected at most .*got 99"),
-        ((build_model,), {}, "positional arguments: expected pad_token_id"),
-        ((1.5,), {}, "positional arguments: expected pad_token_id"),
-    ],
-)
-def test_positional_arguments_that_do_not_fit_are_refused(args, given, message):
-    with pytest.raises(ConfigError, match=message):
-        make(*args, **given)
+def test_an_argument_that_is_given_twice_is_refused():
+    with pytest.raises(TypeError, match="multiple values for argument 'model_name'"):
+        make(0, "<pad>", "tiny-sums", model_name="x")
+
+
+def test_a_network_in_the_first_position_is_not_taken_for_a_space():
+    with pytest.raises(ConfigError, match="pad_token_id: expected an integer >= 0, or None, got L"):
+        make(build_model(), model_name="tiny-sums")
 
 
 class Wrapper:
@@ -246,32 +207,9 @@ def test_a_population_takes_its_wrapper_in_either_way():
     assert alone.mark is None
 
 
-@pytest.mark.parametrize(
-    ("args", "given", "message"),
-    [
-        ((2.5,), {}, "population: size: expected an integer >= 1, got 2.5"),
-        (
-            (2,),
-            {"wrapper_kwargs": {"mark": 1}},
-            "wrapper_kwargs: has no effect without",
-        ),
-        ((2,), {"wrapper_cls": 3}, "wrapper_cls: expected a class, or None, got 3"),
-        ((2,), {"wrapper_cls": Wrapper, "wrapper_kwargs": 3}, "wrapper_kwargs: expected a mapping"),
-        ((2,), {"index": 5}, "index: expected none for a population"),
-        ((2, Box(), Box(), Wrapper), {"wrapper_cls": Wrapper}, "wrapper_cls: expected it once"),
-    ],
-)
-def test_a_population_refuses_what_cannot_act(args, given, message):
-    with pytest.raises(ConfigError, match=message):
-        GRPO.population(*args, **given)
-
-
-def test_further_arguments_are_refused_by_name():
-    agent = make(actor_network=build_model())
-    with pytest.raises(ConfigError, match="get_action: expected no further arguments, got foo=1"):
-        agent.get_action([{"input_ids": torch.tensor([[3]])}], foo=1)
-    with pytest.raises(ConfigError, match=r"test: expected no further arguments, got 5, x=2"):
-        agent.test("sums", 1, 5, x=2)
+def test_a_population_has_a_whole_number_of_agents():
+    with pytest.raises(ConfigError, match=r"population: size: expected an integer >= 1, got 2.5"):
+        GRPO.population(2.5)
 
 
 @pytest.mark.parametrize("cls", [GRPO, GSPO, CISPO])
@@ -372,8 +310,7 @@ def test_one_row_at_a_time_has_an_older_spelling():
     [
         ({"use_vllm": True}, EngineUnavailable, "needs the package vllm, and this Python"),
         ({"accelerator": object()}, ConfigError, "accelerator: expected an accelerate.Accelerator"),
-        ({"vllm_config": 3}, ConfigError, "vllm_config: expected a VLLMConfig, or None, got 3"),
-        ({"critic_lr": 1}, ConfigError, "critic_lr: GRPO has no critic"),
+        ({"critic_lr": 1}, ConfigError, "unknown argument 'critic_lr'"),
         (
             {"group_sise": 4},
             ConfigError,
@@ -382,9 +319,9 @@ def test_one_row_at_a_time_has_an_older_spelling():
         ({"actor_network": None}, ConfigError, "exactly one of model_name= and actor_network="),
         ({"model_name": "tiny-sums"}, ConfigError, "exactly one of model_name= and actor_network="),
         (
-            {"model_config": {}},
+            {"model_config": {"a": 1}},
             ConfigError,
-            "model_config: .*model_name=.*actor_network=; configure",
+            "^model_config: expected only with the name of a model",
         ),
         ({"adv_norm": "std"}, ConfigError, "adv_norm: expected 'mean_std'"),
         ({"loss_type": "grop"}, ConfigError, "loss_type: .*'grpo'.* did you mean 'grpo'"),

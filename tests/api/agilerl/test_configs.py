@@ -1,7 +1,4 @@
-"""AgileRL's small configurations, and the names of the module, which load no torch."""
-
-import subprocess
-import sys
+"""AgileRL's small configurations, and the names of the module."""
 
 import numpy as np
 import pytest
@@ -21,24 +18,13 @@ NAMES = (
 
 
 def test_every_name_of_the_pages_is_there():
-    assert set(agilerl.__all__) == set(NAMES) == set(dir(agilerl))
+    assert set(agilerl.__all__) == set(NAMES)
     assert all(getattr(agilerl, name) is not None for name in NAMES)
-    with pytest.raises(AttributeError, match="no attribute 'PPO'; it has CISPO, GRPO"):
-        agilerl.PPO  # noqa: B018 -- looking it up is what is tested
-
-
-def test_importing_it_loads_no_torch():
-    code = (
-        "import sys, evo_grpo.agilerl as a; a.VLLMConfig(); a.CosineLRScheduleConfig(3); "
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_schedule_is_that_of_the_settings():
     config = CosineLRScheduleConfig(num_epochs=np.int64(8), warmup_proportion=0.25)
     assert config.schedule() == LRSchedule(steps=8, warmup_proportion=0.25)
-    assert type(config.num_epochs) is int
     factors = [config.factor(step) for step in range(9)]
     assert factors == [lr_factor(config.schedule(), step) for step in range(9)]
     assert factors[:2] == [0.5, 1.0]

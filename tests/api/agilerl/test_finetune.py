@@ -9,7 +9,6 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import PeftModel
-from rich.console import Console
 from text_agents import AGILERL, Count, Flaky, lora
 from text_agents import agilerl_agents as agents
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -29,7 +28,6 @@ from evo_grpo.agilerl import (
     finetune_llm_reasoning,
     save_llm_checkpoint,
 )
-from evo_grpo.api.agilerl.finetune.meter import Meter
 from evo_grpo.errors import CheckpointError, ConfigError, RunFailedError
 
 ASSETS = Path(evo_grpo.__file__).parent / "assets"
@@ -389,31 +387,17 @@ def test_save_elite_false_saves_nothing(sums, tmp_path):
 # --- what is shown
 
 
-def test_progress_is_a_line_per_evaluation_without_a_terminal(sums, capsys):
+def test_progress_is_that_of_a_run(sums, capsys):
     finetune_llm_reasoning(agents(2), sums, max_steps=48, evaluation_interval=1, eval_prompts=2)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["16/48", "32/48", "48/48"]
-    assert "completions  fitness" in lines[0]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()[:6] == "round "]
+    assert [line.split()[1] for line in lines] == ["1/3", "2/3", "3/3"]
+    assert "best " in lines[0]
     assert "(agent" in lines[0]
 
 
 def test_verbose_false_is_silent(sums, capfd):
     quick(sums, agents(1), max_steps=1)
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_terminal_gets_a_bar_that_stays_below_the_lines(tmp_path):
-    with (tmp_path / "screen").open("w+") as screen:
-        console = Console(file=screen, force_terminal=True, width=80)
-        with Meter(20, "completions", verbose=True, console=console) as meter:
-            meter.add(8)
-            meter.line("fitness 0.5")
-            meter.add(16)
-        screen.seek(0)
-        text = screen.read()
-    assert " 8/20 completions  fitness 0.5" in text
-    assert "20/20" in text
-    assert "━" in text
 
 
 def test_dropped_episodes_are_shown(capsys):
@@ -459,13 +443,13 @@ def test_an_evaluation_of_broken_episodes_says_why():
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"evaluation_intervall": 3}, ConfigError, "Did you mean 'evaluation_interval'"),
+        ({"evaluation_intervall": 3}, ConfigError, "did you mean 'evaluation_interval'"),
         ({"max_steps": 0}, ConfigError, "max_steps: expected an integer >= 1, or null, got 0"),
         ({"eval_prompts": True}, ConfigError, "eval_prompts: expected an integer"),
         (
             {"max_step": 9},
             ConfigError,
-            "reasoning: unknown argument 'max_step'. Did you mean 'max_s",
+            "^max_step: unknown key; did you mean 'max_steps'",
         ),
         (
             {"evaluation_interval": None},
@@ -484,7 +468,6 @@ def test_an_evaluation_of_broken_episodes_says_why():
             "checkpoint_path: expected a folder .*, a file; choose another path",
         ),
         ({"wb": True}, ConfigError, "wb"),
-        ({"accelerator": object()}, ConfigError, "accelerator: expected an accelerate.Accelerator"),
     ],
 )
 def test_settings_that_cannot_act_are_refused(sums, settings, error, message):
@@ -508,8 +491,6 @@ def test_what_is_no_population_is_refused(sums):
             quick(sums, pop)
     with pytest.raises(ConfigError, match="the same agent is in the list twice"):
         quick(sums, [agent, agent])
-    with pytest.raises(ConfigError, match="agent: expected GRPO, GSPO or CISPO, got str"):
-        save_llm_checkpoint("agent", "x")
 
 
 def test_the_environment_must_fit_the_function(sums):

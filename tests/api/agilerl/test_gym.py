@@ -43,13 +43,6 @@ def test_it_is_the_environment_of_evo_grpo(tokenizer):
     assert ours.task == theirs.task
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"accelerator": object()}, ConfigError, "accelerator: expected an accelerate.Accelerator"),
-        ({"data_batch_size_per_gpu": 0}, ConfigError, "data_batch_size_per_gpu: expected >= 1"),
-    ],
-)
-def test_what_it_cannot_do_is_named(tokenizer, settings, error, message):
-    with pytest.raises(error, match=message):
-        make(tokenizer, **settings)
+def test_a_step_has_at_least_one_prompt(tokenizer):
+    with pytest.raises(ConfigError, match="batch_size: expected >= 1 prompt per step, got 0"):
+        make(tokenizer, 0)

@@ -249,7 +249,7 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(damage, tmp_path):
 
 @pytest.mark.parametrize(
     ("returned", "what"),
-    [([1.0], "length 1"), ([float("nan")] * 16, "nan"), ([float("inf")] * 16, "inf")],
+    [([1.0], "got 1"), ([float("nan")] * 16, "nan"), ([float("inf")] * 16, "inf")],
 )
 def test_a_bad_reward_function_is_named(returned, what):
     def odd_reward(completions, prompts):
@@ -280,12 +280,6 @@ def test_a_bad_reward_function_is_named(returned, what):
         ({"eos_id": "a"}, "eos_id: expected an integer >= 0, or None, got 'a'; give a token id"),
         ({"eos_id": True}, "eos_id: expected an integer >= 0"),
         ({"pad_id": -1}, "pad_id: expected an integer >= 0, got -1"),
-        (
-            {"reward_fn": lambda completions: [1.0]},
-            "reward_fn: expected a function of two arguments, completions and prompts, got .*; "
-            r"define it as def reward_fn\(completions, prompts\)",
-        ),
-        ({"reward_fn": 3}, "reward_fn: expected a function of two arguments"),
     ],
 )
 def test_values_out_of_range_are_named(given, message):
@@ -328,10 +322,6 @@ def test_models_and_optimizers_that_cannot_train_are_refused():
         GRPO(model, model, threes)
     with pytest.raises(ConfigError, match="model: expected trainable weights"):
         GRPO(Tiny().requires_grad_(False), other, threes)
-    with pytest.raises(ConfigError, match=r"model: expected an nn.Module .*got str"):
-        GRPO("tiny", other, threes)
-    with pytest.raises(ConfigError, match="reward_fn: expected a function"):
-        GRPO(model, other, 3)
     with pytest.raises(ConfigError, match="optimizer: expected one over the model's parameters"):
         GRPO(model, other, threes, optimizer=torch.optim.SGD(Tiny().parameters(), lr=1.0))
     own = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -355,7 +345,7 @@ def test_prompts_are_a_matrix():
     for prompts in ([[0.5, 1.0]], torch.rand(2, 3), "12"):
         with pytest.raises(ShapeError, match="prompts: expected token ids as an int64 tensor"):
             trainer().train(prompts)
-    with pytest.raises(ShapeError, match=r"expected \(P, T\)"):
+    with pytest.raises(ShapeError, match=r"tensor \(P, T\) .* got \(3,\) torch.int64"):
         trainer().train(torch.tensor([1, 2, 3]))
     for name in ("n_epochs", "batch_size", "checkpoint_every"):
         with pytest.raises(ConfigError, match=f"{name}: expected an integer >= 1, got 0"):

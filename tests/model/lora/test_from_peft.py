@@ -49,7 +49,8 @@ def make(**given):
 
 @torch.no_grad()
 def logits(agent, role="actor"):
-    agent.use_adapter(role)
+    state = agent.state
+    agent.cohort.slots.activate(state.adapter if role == "actor" else state.reference)
     return agent.cohort.slots.peft(IDS).logits
 
 
@@ -223,5 +224,5 @@ def test_the_model_of_another_agent_is_not_taken_apart():
     agent = make()
     before = logits(agent)
     with pytest.raises(ConfigError, match="adapters of an agent"):
-        make(model=agent.evolvable_attributes()["actor"])
+        make(model=agent.cohort.slots.peft)
     assert torch.equal(logits(agent), before)

@@ -88,14 +88,13 @@ def test_one_slot_for_all_computes_what_a_slot_for_each_does(start):
         )
 
 
-def test_clones_and_copies_keep_the_reference_and_the_role_can_be_used(start):
+def test_clones_and_copies_keep_the_reference(start):
     agents = GRPO.population(size=2, adapter=str(start), **GIVEN)
     before = agents.cohort.slots.state("start")
     learn(agents)
     twin = agents[0].clone()
     assert agents.cohort.references.of(twin.state) == "start"
-    twin.use_adapter("reference")
-    twin.set_reference_policy(1)
+    agents.cohort.freeze_reference(twin.slot)
     assert agents.cohort.references.of(twin.state) == twin.state.reference
     assert agents.cohort.references.of(agents[0].state) == "start"
     after = agents.cohort.slots.state("start")
@@ -128,7 +127,7 @@ def test_agilerl_has_the_same_reference(start):
     assert agent.cohort.references.of(agent.state) == "start"
     (plain,) = agilerl.GRPO.population(1, model_name="tiny-sums", **given)
     assert plain.cohort.references.of(plain.state) is None
-    with pytest.raises(ConfigError, match="reference is the base with adapters off"):
+    with pytest.raises(ConfigError, match="or 'reference' of an agent with use_separate_reference"):
         plain.use_adapter("reference")
 
 

@@ -10,9 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from evo_grpo.api.agilerl.finetune.meter import Meter
-from evo_grpo.api.agilerl.finetune.settings import FinetuneSettings
-from evo_grpo.api.agilerl.finetune.training import Budget, split_by_base, train
+from evo_grpo.api.agilerl.finetune.training import Budget, FinetuneSettings, split_by_base, train
 from evo_grpo.api.population import Population
 from evo_grpo.envs.episodes.gym import MultiTurnGym
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
@@ -52,7 +50,7 @@ def finetune_llm_reasoning(
         ConfigError: For a wrong argument.
         RunFailedError: When no agent is left that can be ranked.
     """
-    chosen = FinetuneSettings.of("finetune_llm_reasoning", settings)
+    chosen = FinetuneSettings.of(settings)
     if (env is None) == (env_fn is None):
         raise ConfigError("env: expected exactly one of env= and env_fn=")
     prompts = env if env is not None else env_fn() if env_fn is not None else None
@@ -92,9 +90,7 @@ def finetune_llm_multiturn(
         ConfigError: For a wrong argument.
         RunFailedError: When every episode of a step was dropped, or no agent can be ranked.
     """
-    chosen = FinetuneSettings.of(
-        "finetune_llm_multiturn", settings, evaluation_interval=50, eval_prompts=32
-    )
+    chosen = FinetuneSettings.of({"evaluation_interval": 50, "eval_prompts": 32, **settings})
     if chosen.num_epochs is not None:
         raise ConfigError("num_epochs: episodes have no epochs; give max_steps instead")
     whole(1).check("max_turns", max_turns)
@@ -120,8 +116,6 @@ def save_llm_checkpoint(agent: Any, path: str | Path) -> None:  # noqa: ANN401 -
         agent: The agent.
         path: The folder.
     """
-    if not hasattr(agent, "save_checkpoint"):
-        raise ConfigError(f"agent: expected GRPO, GSPO or CISPO, got {type(agent).__name__}")
     agent.save_checkpoint(path)
 
 
@@ -141,23 +135,19 @@ def _finetune(
         )
     size = sum(len(team) for team in teams)
     counted = settings.max_steps or DEFAULT_MAX_STEPS
-    total, unit = (steps * len(teams), "steps") if steps else (counted, "completions")
     # Each base numbers its agents from 0; in the names of checkpoints they follow one another.
-    counts = [max(team.slots) + 1 for team in teams]
-    offsets = [sum(counts[:number]) for number in range(len(teams))]
-    first = all(team.cohort.team.rank == 0 for team in teams)  # it shows progress for all
-    with Meter(total, unit, verbose=settings.verbose and first) as meter:
-        for number, team in enumerate(teams):
-            completions = None if steps else math.ceil(counted * len(team) / size)
-            env = environment(team)
-            budget = Budget(completions, steps, settings.max_reward, meter)
-            try:
-                train(team, env, settings, budget, first=offsets[number])
-            finally:
-                if isinstance(env, MultiTurnGym):
-                    env.close()
-    wanted = settings.save_elite is not False and settings.elite_path is not None
-    if wanted and settings.elite_path is not None:
+    first = 0
+    for team in teams:
+        env = environment(team)
+        completions = None if steps else math.ceil(counted * len(team) / size)
+        count = max(team.slots) + 1
+        try:
+            train(team, env, settings, Budget(completions, steps, settings.max_reward), first=first)
+        finally:
+            if isinstance(env, MultiTurnGym):
+                env.close()
+        first += count
+    if settings.save_elite is not False and settings.elite_path is not None:
         best = max((agent for team in teams for agent in team), key=_last_fitness)
         save_llm_checkpoint(best, settings.elite_path)
     return pop

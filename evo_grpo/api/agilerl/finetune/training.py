@@ -1,19 +1,19 @@
-"""The loop behind the finetune functions: rounds of `round.play_round` until a budget is spent."""
+"""The keywords and the loop of the finetune functions: rounds until a budget is spent."""
 
-from __future__ import annotations
+# No annotations from __future__ here: see `evo_grpo.schema.group`.
 
 import math
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from evo_grpo.api import unapplied
 from evo_grpo.api.agilerl.evolution import Mutations, TournamentSelection
-from evo_grpo.api.agilerl.finetune.meter import Meter
-from evo_grpo.api.agilerl.finetune.settings import FinetuneSettings
 from evo_grpo.api.mutation_warnings import warn_of_inert_mutations
 from evo_grpo.api.population import Population
+from evo_grpo.api.train_call import shown_progress
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.none import NoExploration
@@ -25,7 +25,9 @@ from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.stats import Tally
 from evo_grpo.population.steps import RunWriter
 from evo_grpo.record.observer import Observer
-from evo_grpo.record.records import RoundRecord, SavedAgent
+from evo_grpo.record.records import SavedAgent
+from evo_grpo.schema.group import Group, setting
+from evo_grpo.schema.validation import check_folder
 from evo_grpo.settings import (
     EvolveConfig,
     FitnessConfig,
@@ -36,16 +38,104 @@ from evo_grpo.settings import (
 from evo_grpo.types import Score, Slot
 
 
+class FinetuneSettings(Group):
+    """Keywords of the finetune functions besides the population and the environment.
+
+    Attributes:
+        max_steps: Completions to sample in training, over the whole population, >= 1; the step
+            that reaches it is finished. An episode of three turns counts three.
+        num_epochs: Passes over the train rows, for prompts from a dataset. It takes precedence over
+            `max_steps`, as in AgileRL, with a warning.
+        evaluation_interval: GRPO steps of every agent between two evaluations, >= 1; the last
+            step is always followed by one.
+        evo_steps: GRPO steps between two evolutions; None evolves at every evaluation.
+        tournament: The selection; None keeps all agents.
+        mutation: The mutation of the hyperparameters in the agents' `hp_config`; None changes none.
+        max_reward: Stop at the evaluation where an agent's fitness reaches it.
+        prompts_per_step: P; None takes the environment's batch size.
+        eval_prompts: Validation prompts, or episode seeds, behind a fitness.
+        eval_samples: Completions, or episodes, of each.
+        checkpoint_interval: GRPO steps between two checkpoints of all agents, which are written
+            after the next evaluation.
+        checkpoint_path: Folder of the checkpoints: `step-000100/agent-00/...`.
+        save_elite: Whether to save the agent with the best last fitness at the end; None does so if
+            `elite_path` is given.
+        elite_path: Folder of that agent.
+        verbose: Show progress, as `Population.train` does with `progress=True`.
+        accelerator: The accelerator of the agents, which already use it.
+    """
+
+    max_steps: int | None = setting(None, ge=1)
+    num_epochs: int | None = setting(None, ge=1)
+    evaluation_interval: int = setting(10, ge=1)
+    evo_steps: int | None = setting(None, ge=1)
+    tournament: Any = None
+    mutation: Any = None
+    max_reward: float | None = None
+    prompts_per_step: int | None = setting(None, ge=1)
+    eval_prompts: int = setting(64, ge=1)
+    eval_samples: int = setting(1, ge=1)
+    checkpoint_interval: int | None = setting(None, ge=1)
+    checkpoint_path: Any = None
+    save_elite: bool | None = None
+    elite_path: Any = None
+    verbose: bool = True
+    accelerator: Any = None
+
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any]) -> Self:
+        """Check keywords.
+
+        Raises:
+            ConfigError: A name is unknown, a value is out of range, or a keyword needs another one.
+            CheckpointError: A folder to write to is a file.
+        """
+        settings = cls(**keywords)
+        settings._refuse_what_misses_another()
+        # Checked before hours of training.
+        for name in ("checkpoint_path", "elite_path"):
+            if getattr(settings, name) is not None:
+                check_folder(name, getattr(settings, name))
+        if settings.num_epochs is not None and settings.max_steps is not None:
+            warnings.warn(
+                f"max_steps={settings.max_steps}: has no effect beside "
+                f"num_epochs={settings.num_epochs}, which decides how long the training is, as in "
+                "AgileRL; leave one of them out",
+                UserWarning,
+                stacklevel=3,
+            )
+        return settings
+
+    @property
+    def evolves(self) -> bool:
+        """Whether agents are selected or mutated."""
+        return self.tournament is not None or self.mutation is not None
+
+    def _refuse_what_misses_another(self) -> None:
+        if self.evo_steps is not None and not self.evolves:
+            raise ConfigError(
+                f"evo_steps={self.evo_steps}: has no effect without tournament or mutation; pass "
+                "that too"
+            )
+        one, other = "checkpoint_interval", "checkpoint_path"
+        for name, missing in ((one, other), (other, one)):
+            if getattr(self, name) is not None and getattr(self, missing) is None:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}: has no effect without {missing}; pass that too"
+                )
+        if self.save_elite and self.elite_path is None:
+            raise ConfigError("save_elite=True: expected elite_path, the folder to save it in")
+
+
 class Budget:
     """A `Limit` on completions over all agents or on GRPO steps, and on fitness; None is none."""
 
     def __init__(
-        self, completions: int | None, steps: int | None, max_reward: float | None, meter: Meter
+        self, completions: int | None, steps: int | None, max_reward: float | None
     ) -> None:
         self.completions = completions
         self.steps = steps
         self.max_reward = max_reward
-        self.meter = meter
         self.sampled = 0
         self.taken = 0
         self.over = False
@@ -54,10 +144,9 @@ class Budget:
     def spent(self, tallies: Sequence[Tally]) -> bool:
         """See `Limit`."""
         now = sum(tally.completions for tally in tallies)
-        new, self._in_round = now - self._in_round, now
-        self.sampled += new
+        self.sampled += now - self._in_round
+        self._in_round = now
         self.taken += 1
-        self.meter.add(new if self.steps is None else 1)
         self.over = (self.completions is not None and self.sampled >= self.completions) or (
             self.steps is not None and self.taken >= self.steps
         )
@@ -164,24 +253,29 @@ def train(
         population.rounds[-1:] = [record] if population.rounds else []
         population.keep(next_slots(record))
     due = False
-    while not budget.over:
-        before = budget.taken
-        planned = _round_settings(population, env, settings, number, before)
-        due = planned.population.rounds > number + 1
-        record = play_round(
-            cohort,
-            env,
-            planned,
-            population.slots,
-            number,
-            writer=writer,
-            observer=Observer(),
-            limit=budget,
-        )
-        population.rounds.append(record)
-        population.keep(next_slots(record))
-        budget.meter.line(summary_line(record))
-        number += 1
+    size = sum(state.hparams.group_size for state in states)
+    steps = budget.steps or math.ceil((budget.completions or 1) / (size * prompts))
+    rounds = math.ceil(steps / settings.evaluation_interval)  # fewer, if completions are turns
+    title = f"{cohort.base.name} on {env.name}, {len(population)} agents, at most {rounds} rounds"
+    with shown_progress(settings.verbose, title, population.hp_config.names()) as progress:
+        observer = progress or Observer()
+        observer.started(None, number + rounds, number, None)
+        while not budget.over:
+            planned = _round_settings(population, env, settings, number, budget.taken)
+            due = planned.population.rounds > number + 1
+            record = play_round(
+                cohort,
+                env,
+                planned,
+                population.slots,
+                number,
+                writer=writer,
+                observer=observer,
+                limit=budget,
+            )
+            population.rounds.append(record)
+            population.keep(next_slots(record))
+            number += 1
     if due and record is not None:  # the budget ended where agents would have been selected
         unapplied.note(cohort, record)
 
@@ -216,26 +310,3 @@ def _round_settings(
         prompts_per_step=settings.prompts_per_step or env.batch_size,
         rows_per_step=None,
     )
-
-
-def summary_line(record: RoundRecord) -> str:
-    """Return a round in one line: fitness, the best agent, reward, dropped episodes, children."""
-    scores = {a.agent: a.score.mean for a in record.agents if a.score is not None}
-    best = max(scores, key=scores.__getitem__)
-    rewards = [a.metrics["reward"] for a in record.agents if math.isfinite(a.metrics["reward"])]
-    parts = [
-        f"fitness {sum(scores.values()) / len(scores):.3f}",
-        f"best {scores[best]:.3f} (agent {best})",
-        f"reward {sum(rewards) / max(1, len(rewards)):.3f}",
-    ]
-    failed = [str(a.agent) for a in record.agents if a.score is None]
-    dropped = sum(a.metrics.get("dropped", 0.0) for a in record.agents)
-    lives = {a.member for a in record.agents}
-    born = sum(member.id not in lives for member in record.members)
-    if failed:
-        parts.append(f"failed: agent {', '.join(failed)}")
-    if dropped:
-        parts.append(f"dropped {int(dropped)} episodes")
-    if born:
-        parts.append(f"{born} new members")
-    return "  ".join(parts)
