@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -60,11 +60,23 @@ class Problems(ConfigError):
 
     def below(self, *path: str | int) -> Problems:
         """Return the same problems with a path in front of theirs."""
-        return Problems(*(p._replace(path=(*path, *p.path)) for p in self.found))
+        return Problems(*below(self.found, *path))
 
     def of(self, source: str) -> Problems:
         """Return the same problems with a heading that names their source."""
         return Problems(*self.found, source=source)
+
+
+def below(found: Iterable[Problem], *path: str | int) -> Iterator[Problem]:
+    """Yield problems with a path in front of theirs."""
+    for problem in found:
+        yield problem._replace(path=(*path, *problem.path))
+
+
+def refuse(found: Iterable[Problem]) -> None:
+    """Raise the problems, if there are any."""
+    if problems := tuple(found):
+        raise Problems(*problems)
 
 
 def line(problem: Problem) -> str:

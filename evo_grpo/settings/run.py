@@ -124,9 +124,7 @@ class RunConfig(Group):
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
         found = [
-            *run_problems(
-                self.model, self.env, self.population, self.algorithm, self.evolve, self.engine
-            ),
+            *run_problems(self.model, self.env, self.population, self.algorithm, self.evolve),
             *agent_problems(
                 self.algorithm,
                 self.engine,
