@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -62,6 +62,11 @@ class Problems(ConfigError):
         """Return the same problems with a path in front of theirs."""
         return Problems(*below(self.found, *path))
 
+    @classmethod
+    def one(cls, text: str, *path: str | int) -> Problems:
+        """Return the error with one problem."""
+        return cls(Problem(path, text))
+
     def of(self, source: str) -> Problems:
         """Return the same problems with a heading that names their source."""
         return Problems(*self.found, source=source)
@@ -101,3 +106,10 @@ def nearest(name: str, choices: Iterable[str]) -> str | None:
 
     close = difflib.get_close_matches(name, list(choices), n=3)
     return next((c for c in close if sorted(c) == sorted(name)), close[0] if close else None)
+
+
+def unknown_name(name: str, known: Collection[str], setting: str) -> str:
+    """Return what is wrong with a name that a mapping of the settings does not have."""
+    near = nearest(name, known)
+    hint = f"did you mean {near!r}?" if near else "add it there, or name another one"
+    return f"expected one of {setting}: {', '.join(known) or 'none'}, got {name!r}; {hint}"

@@ -329,6 +329,5 @@ def _outside(
     """Yield initial hyperparameters outside of their range, or among no choices."""
     space = HyperparameterConfig(**ranges)
     for found in outside(algorithm.first_hparams(space), space):
-        where = dotted((*above, found.name))
-        text = f"expected {found.parameter.expected(where)}, got {found.shown}; {found.remedy}"
-        yield Problem(("algorithm", "clip_coef" if found.name in CLIPS else found.name), text)
+        name = "clip_coef" if found.name in CLIPS else found.name
+        yield Problem(("algorithm", name), found.told(dotted((*above, found.name))))

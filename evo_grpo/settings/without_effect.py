@@ -323,7 +323,7 @@ def _run(seen: Seen) -> Iterator[Finding]:
         (
             "evolve.fitness.final_samples",
             fitness.objectives and _is_given(fitness, "final_samples"),
-            "has no effect with evolve.fitness.objectives, which nothing compares; leave it out",
+            "has no effect with evolve.fitness.objectives, whose winner it never compares",
         ),
     )
 
