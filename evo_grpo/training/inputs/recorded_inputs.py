@@ -155,19 +155,13 @@ def flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 
 def _check_numbers_of_rounds(inputs: Inputs) -> None:
     """Raise ValueError unless settings and changes give valid numbers of rounds."""
-    if type(inputs.settings.get(ROUNDS)) is not int:
-        raise ValueError(
-            f"settings: expected an integer for {ROUNDS}, got {shown(inputs.settings.get(ROUNDS))}"
-        )
-    for number, one in enumerate(inputs.changes):
-        whole = ["round", *(["from", "to"] if one.get("name") == ROUNDS else [])]
-        if not {"name", "round", "from", "to"} <= set(one) or any(
-            type(one[name]) is not int for name in whole
-        ):
-            raise ValueError(
-                f"changes[{number}]: expected a name, a round, and what it was and became, got "
-                f"{shown(dict(one))}"
-            )
+    numbers = [inputs.settings.get(ROUNDS)]
+    for one in inputs.changes:
+        if not {"name", "round", "from", "to"} <= set(one):
+            raise ValueError(f"changes: expected name, round, from and to, got {shown(dict(one))}")
+        numbers += [one["round"], *((one["from"], one["to"]) if one["name"] == ROUNDS else ())]
+    if wrong := [number for number in numbers if type(number) is not int]:
+        raise ValueError(f"expected integers as numbers of rounds, got {shown(wrong[0])}")
 
 
 def _files(config: RunConfig) -> Iterator[tuple[str, Path | None]]:
