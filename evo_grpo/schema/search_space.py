@@ -378,16 +378,19 @@ def default_ranges(lr: float) -> dict[str, RLParameter]:
 def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
     """Return a range with the type of its hyperparameter; both ends are valid values."""
     if not is_mutable(name):
-        near, other = nearest(name, MUTABLE), other_name(name, MUTABLE)
-        near = _BY_OTHER_NAME.get(name.removeprefix(LORA).removeprefix(SCHEDULE), near)
+        if name.partition(".")[0] in _SHARED:
+            raise Problems.one(
+                "expected a hyperparameter of an agent; all agents share one base model, its "
+                "precision and quantization, the task and each pass: give the run one value"
+            )
+        known = name.removeprefix(LORA).removeprefix(SCHEDULE)
+        near, other = _BY_OTHER_NAME.get(known, nearest(name, MUTABLE)), other_name(name, MUTABLE)
         hint = f" Did you mean {near!r}?" if near else ""
         hint = f" Here it is {other}." if other in MUTABLE else hint
-        text = f"nothing of that name can mutate.{hint} Expected one of: {', '.join(MUTABLE)}, "
-        text += f"{REWARD_WEIGHT}<name of a reward function>"
-        if name.partition(".")[0] in _SHARED:
-            text = "expected a hyperparameter of an agent; all agents share one base model, its "
-            text += "precision and quantization, the task and each pass: give the run one value"
-        raise Problems.one(text)
+        raise Problems.one(
+            f"nothing of that name can mutate.{hint} Expected one of: {', '.join(MUTABLE)}, "
+            f"{REWARD_WEIGHT}<name of a reward function>"
+        )
     if not isinstance(given, RLParameter | Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
         ends = cast("list[object]", list(given)) if isinstance(given, list | tuple) else []
         if len(ends) != 2 or not all(map(is_number, ends)):

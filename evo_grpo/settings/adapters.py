@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from evo_grpo.schema.group import contradictions
 from evo_grpo.schema.hparams import LORA, Hparams, RankAlpha
@@ -12,20 +12,6 @@ from evo_grpo.schema.patterns import ALL, matches
 from evo_grpo.schema.problems import Path, Problem, below, dotted, nearest, unknown_name
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings.model import LoraSettings, ModelConfig
-
-
-class Patterns(Protocol):
-    """The settings of an adapter, here or of PEFT, that give some layers another rank or alpha."""
-
-    @property
-    def rank_pattern(self) -> Mapping[str, Any] | None:
-        """Ranks of some layers."""
-        ...
-
-    @property
-    def alpha_pattern(self) -> Mapping[str, Any] | None:
-        """Alphas of some layers."""
-        ...
 
 
 def adapter_problems(
@@ -90,7 +76,9 @@ def missing_layers(
 
 
 def pattern_problems(
-    space: HyperparameterConfig, lora: Patterns, above: Path
+    space: HyperparameterConfig,
+    lora: Any,  # noqa: ANN401 -- LoraSettings, or PEFT's LoraConfig
+    above: Path,
 ) -> Iterator[tuple[str, str]]:
     """Yield the settings that give some layers another rank or alpha, with a sentence."""
     for searching in searched(space)[:1]:
