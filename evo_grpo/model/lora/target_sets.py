@@ -86,7 +86,7 @@ class TargetSets:
 
     def _declared_as(self, name: str) -> str | Sequence[str]:
         if name not in self._declared:
-            text = unknown_name(name, self._declared, "lora.target_sets")
+            text = unknown_name(name, self._declared, "model.lora.target_sets")
             raise ConfigError(f"lora.target_modules: {text}")
         return self._declared[name]
 
