@@ -6,13 +6,13 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, cast
 
 from evo_grpo.envs.dataset_env import DatasetEnv
 from evo_grpo.envs.episodes.gym import MultiTurnGym
-from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
+from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.envs.task import SPLITS, RawTemplate, Task
 from evo_grpo.settings import EnvConfig
@@ -40,17 +40,15 @@ def environment_parts(env: object, seed: int) -> dict[str, str]:
     parts = {ENVIRONMENT: type(env).__name__}
     if isinstance(env, DatasetEnv):
         return parts | _of_task(env.task(seed))
+    names = ("batch_size", "seed", "max_turns", "max_output_tokens")
+    parts |= {f"env.{name}": repr(getattr(env, name)) for name in names if hasattr(env, name)}
     if isinstance(env, ReasoningGym):
-        return parts | _values(env, "batch_size", "seed") | _of_task(env.task)
+        return parts | _of_task(env.task)
     if isinstance(env, MultiTurnGym):
-        names = ("batch_size", "seed", "max_turns", "max_output_tokens")
-        return parts | _values(env, *names) | source_part("env.env_factory", env.factory)
+        return parts | source_part("env.env_factory", env.factory)
     if isinstance(env, TokenObservationWrapper):
-        values = _values(env, "max_turns", "max_output_tokens")
-        return parts | values | source_part("env.env", type(env.env))
-    if isinstance(env, MultiTurnEnv):
-        return parts | source_part("env.class", type(env))
-    return parts | _values(env, "batch_size", "seed") | source_part("env.class", type(env))
+        return parts | source_part("env.env", type(env.env))
+    return parts | source_part("env.class", type(env))
 
 
 def recorded_task(env: object, name: str) -> EnvConfig:
@@ -105,29 +103,22 @@ def reward_parts(rewards: Iterable[object]) -> dict[str, str]:
 
 def _of_task(task: Task) -> dict[str, str]:
     parts = {f"env.{split}": _digest(_stable(list(task.splits[split]))) for split in SPLITS}
-    if task.prompt is not None:
-        parts["env.prompt"] = repr(task.prompt)
-    if task.conversation is not None:
-        parts["env.conversation"] = _stable(task.conversation)
-    if task.prompts:
-        parts["env.prompts"] = _stable(task.prompts)
+    rows = (
+        *(("prompt", task.prompt, repr), ("conversation", task.conversation, _stable)),
+        *(("prompts", task.prompts or None, _stable), ("thinking", task.thinking, str)),
+    )
+    parts |= {f"env.{name}": write(value) for name, value, write in rows if value is not None}
     parts |= reward_parts(task.rewards)
-    if task.thinking is not None:
-        parts["env.thinking"] = str(task.thinking)
     parts["env.reward"] = ", ".join(reward.name for reward in task.rewards)
     parts["env.reward_weights"] = _stable([reward.weight for reward in task.rewards])
     return {**parts, "env.max_output_tokens": str(task.max_output_tokens)}
-
-
-def _values(env: object, *names: str) -> dict[str, str]:
-    return {f"env.{name}": repr(getattr(env, name)) for name in names if hasattr(env, name)}
 
 
 def _digest(text: str) -> str:
     return DIGEST + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _stable(value: Sequence[Any] | Mapping[str, Any]) -> str:
+def _stable(value: object) -> str:
     """Return values as text that is equal in another process."""
     return json.dumps(value, ensure_ascii=False, default=_text_of)
 

@@ -10,8 +10,9 @@ from evo_grpo.envs.data.tables import require_columns
 from evo_grpo.envs.prompts import SYSTEM, Template
 from evo_grpo.envs.task import DatasetRow, Split, Task
 from evo_grpo.errors import ConfigError, DataError
+from evo_grpo.schema.problems import unknown_name
 from evo_grpo.seeding import generator
-from evo_grpo.settings.prompting import unknown_prompt
+from evo_grpo.settings.prompting import PROMPTS
 
 if TYPE_CHECKING:
     from evo_grpo.settings.prompting import FewShot, PromptSettings
@@ -71,7 +72,7 @@ def named_template(
     if name is None:
         return prompting_template(template, given, examples)
     if name not in prompts:
-        raise ConfigError(unknown_prompt(name, list(prompts)))
+        raise ConfigError(unknown_name(name, prompts, PROMPTS))
     one, above = prompts[name], f"env.prompts.{name}"
     try:
         if one.prompt is not None:

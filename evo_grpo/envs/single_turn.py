@@ -35,10 +35,11 @@ from evo_grpo.envs.task import SPLITS, Split, Task
 from evo_grpo.envs.template_keywords import dropped_sentence, warn_of_ignored
 from evo_grpo.envs.thinking import COLUMN, check_tags, parted
 from evo_grpo.errors import ConfigError, RewardError
+from evo_grpo.schema.problems import unknown_name
 from evo_grpo.seeding import generator
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.settings.env import RewardCalls
-from evo_grpo.settings.prompting import PromptSettings, unknown_prompt
+from evo_grpo.settings.prompting import PROMPTS, PromptSettings
 from evo_grpo.settings.rewards import JudgeReward, ModelReward
 from evo_grpo.types import CompletionGroup, Prompt, Trajectory
 
@@ -265,7 +266,8 @@ class ReasoningGym:
             ConfigError: There is none of this name.
         """
         if name not in self._by_name:
-            raise ConfigError(f"prompt of an agent: {unknown_prompt(name, self.prompt_names)}")
+            text = unknown_name(name, self.prompt_names, PROMPTS)
+            raise ConfigError(f"prompt of an agent: {text}")
         rendered = self._by_name[name]
         if rendered is self._rendered:
             return list(prompts)

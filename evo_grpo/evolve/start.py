@@ -89,8 +89,7 @@ def start_problems(
             continue
         for one in outside(hparams, hp_config):
             if one not in known:
-                text = f"expected {one.parameter.expected()}, got {one.shown}; {one.remedy}"
-                yield Problem((index, one.name), text)
+                yield Problem((index, one.name), one.told())
 
 
 def with_first_choices(first: Hparams, hp_config: HyperparameterConfig) -> Hparams:

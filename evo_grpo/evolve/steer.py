@@ -10,7 +10,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.start import with_values
 from evo_grpo.schema.hparams import CLIP_ENDS, in_order
 from evo_grpo.schema.outside import outside
-from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.schema.problems import Problem, refuse
 from evo_grpo.types import Decision, Member, Mutation, Request, RequestOutcome, Slot
 
 if TYPE_CHECKING:
@@ -156,17 +156,8 @@ def _set(
     new = with_values(old, values, boundary.hp_config.names())
     before = set(outside(old, boundary.hp_config))
     beyond = [one for one in outside(new, boundary.hp_config) if one not in before]
-    if beyond:
-        raise Problems(
-            *(
-                Problem(
-                    (one.name,),
-                    f"expected {one.parameter.expected()}, got {one.shown}; "
-                    "what it may be is in evolve.hyperparameters",
-                )
-                for one in beyond
-            )
-        )
+    remedy = "what it may be is in evolve.hyperparameters"
+    refuse(Problem((one.name,), one.told(remedy=remedy)) for one in beyond)
     shown = ", ".join(f"{name} {_plain(value)}" for name, value in values.items())
     if new == old:
         raise ConfigError(

@@ -8,6 +8,7 @@ ranges, checkpoints, tables, docs and the JSON Schema.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Self, cast
 
 from pydantic import (
@@ -130,6 +131,18 @@ def setting(
             default_factory=factory, description=meaning, json_schema_extra=extra or None, **bounds
         )
     return Field(default=default, description=meaning, json_schema_extra=extra or None, **bounds)
+
+
+def contradictions(group: object, *rows: tuple[str, object, str, str]) -> Iterator[Problem]:
+    """Yield a problem for each row that applies, with its path below a group.
+
+    A row has the dotted key of a setting, whether its value is wrong, what is expected, and what a
+    user can do.
+    """
+    for key, wrong, expected, remedy in rows:
+        if wrong:
+            given = shown(attrgetter(key)(group))
+            yield Problem(tuple(key.split(".")), f"expected {expected}, got {given}; {remedy}")
 
 
 def computable(least: float, most: float = math.inf) -> AfterValidator:

@@ -86,6 +86,8 @@ _PATTERNS = {
     "memory": "a number with its unit, MB, MiB, GB or GiB, for instance 24GB",
     "name": "letters, digits, dots, dashes and underscores: it names the folder of the run",
 }
+_SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_LOW, _HIGH = ("gt", "ge"), ("lt", "le")
 _NUMERIC = frozenset(
     {
         "finite_number",
@@ -300,28 +302,16 @@ def _number_expected(kind: str, found: ErrorDetails, field: FieldInfo | None) ->
     parts = () if field is None else get_args(field.annotation) or (field.annotation,)
     integer = int in parts if parts else kind.startswith("int")
     noun = "an integer" if integer else "a finite number" if _not_finite(found) else "a number"
-    bounds = {} if field is None else _bounds(field)
-    if field is None:
-        context = found.get("ctx", {})
-        bounds = {key: context[key] for key in ("gt", "ge", "lt", "le") if key in context}
-    low = "gt" if "gt" in bounds else "ge" if "ge" in bounds else None
-    high = "lt" if "lt" in bounds else "le" if "le" in bounds else None
+    bounds = dict(found.get("ctx", {}))
+    for entry in () if field is None else field.metadata:
+        bounds |= {key: end for key in _SIGNS if (end := getattr(entry, key, None)) is not None}
+    low, high = (next((key for key in keys if key in bounds), "") for keys in (_LOW, _HIGH))
     end = ", or null" if type(None) in parts else ""
     if low and high:
         left, right = "(" if low == "gt" else "[", ")" if high == "lt" else "]"
         return f"{noun} in {left}{bounds[low]:g}, {bounds[high]:g}{right}{end}"
-    sign = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    limit = next((f" {sign[key]} {bounds[key]:g}" for key in (low, high) if key), "")
+    limit = f" {_SIGNS[low or high]} {bounds[low or high]:g}" if low or high else ""
     return f"{noun}{limit}{end}"
-
-
-def _bounds(field: FieldInfo) -> dict[str, float]:
-    return {
-        key: getattr(entry, key)
-        for entry in field.metadata
-        for key in ("gt", "ge", "lt", "le")
-        if getattr(entry, key, None) is not None
-    }
 
 
 def _not_finite(found: ErrorDetails) -> bool:

@@ -22,18 +22,13 @@ class Outside(NamedTuple):
     value: Value
     parameter: RLParameter
 
-    @property
-    def shown(self) -> str:
-        """The value as text."""
+    def told(self, where: str = "of its range", remedy: str | None = None) -> str:
+        """Return what is expected in its place, and what a user can do."""
         named = isinstance(self.value, str | bool)
-        return plain_choice(self.value) if named else f"{self.value:g}"
-
-    @property
-    def remedy(self) -> str:
-        """What a user can do."""
-        if self.parameter.choices is None:
-            return "move it, or widen the range"
-        return "take one of them, or add it to the choices"
+        shown = plain_choice(self.value) if named else f"{self.value:g}"
+        ranged = self.parameter.choices is None
+        usual = "move it, or widen the range" if ranged else "take one of them, or add it to them"
+        return f"expected {self.parameter.expected(where)}, got {shown}; {remedy or usual}"
 
 
 def outside(hparams: Hparams, hp_config: HyperparameterConfig) -> Iterator[Outside]:

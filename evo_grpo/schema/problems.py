@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -60,11 +60,28 @@ class Problems(ConfigError):
 
     def below(self, *path: str | int) -> Problems:
         """Return the same problems with a path in front of theirs."""
-        return Problems(*(p._replace(path=(*path, *p.path)) for p in self.found))
+        return Problems(*below(self.found, *path))
+
+    @classmethod
+    def one(cls, text: str, *path: str | int) -> Problems:
+        """Return the error with one problem."""
+        return cls(Problem(path, text))
 
     def of(self, source: str) -> Problems:
         """Return the same problems with a heading that names their source."""
         return Problems(*self.found, source=source)
+
+
+def below(found: Iterable[Problem], *path: str | int) -> Iterator[Problem]:
+    """Yield problems with a path in front of theirs."""
+    for problem in found:
+        yield problem._replace(path=(*path, *problem.path))
+
+
+def refuse(found: Iterable[Problem]) -> None:
+    """Raise the problems, if there are any."""
+    if problems := tuple(found):
+        raise Problems(*problems)
 
 
 def line(problem: Problem) -> str:
@@ -89,3 +106,10 @@ def nearest(name: str, choices: Iterable[str]) -> str | None:
 
     close = difflib.get_close_matches(name, list(choices), n=3)
     return next((c for c in close if sorted(c) == sorted(name)), close[0] if close else None)
+
+
+def unknown_name(name: str, known: Collection[str], setting: str) -> str:
+    """Return what is wrong with a name that a mapping of the settings does not have."""
+    near = nearest(name, known)
+    hint = f"did you mean {near!r}?" if near else "add it there, or name another one"
+    return f"expected one of {setting}: {', '.join(known) or 'none'}, got {name!r}; {hint}"

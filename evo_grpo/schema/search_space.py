@@ -34,7 +34,7 @@ from evo_grpo.schema.hparams import (
     type_of,
 )
 from evo_grpo.schema.messages import other_name, shown
-from evo_grpo.schema.problems import MOST_PROBLEMS, Problem, Problems, nearest
+from evo_grpo.schema.problems import MOST_PROBLEMS, Problem, Problems, nearest, refuse
 from evo_grpo.schema.shown import shown_value
 from evo_grpo.schema.validation import is_number
 
@@ -156,16 +156,14 @@ class RLParameter(Group):
         for end, called in (("min", "minimum"), ("max", "maximum")):
             if end not in self.model_fields_set:
                 text = f"missing; expected {called}, or choices in place of min and max"
-                raise Problems(Problem((end,), text))
+                raise Problems.one(text, end)
         if self.min > self.max:
             text = f"expected min <= max, got min {self.min:g} > max {self.max:g}; swap the two"
-            raise Problems(Problem((), text))
+            raise Problems.one(text)
         if self.start is not None and not self.min <= self.start[0] <= self.start[1] <= self.max:
-            text = (
-                f"expected a part of the range [{self.min:g}, {self.max:g}], got a start outside: "
-                f"[{self.start[0]:g}, {self.start[1]:g}]; move it, or widen the range"
-            )
-            raise Problems(Problem(("start",), text))
+            text = f"expected a part of the range [{self.min:g}, {self.max:g}], got a start "
+            text += f"outside: [{self.start[0]:g}, {self.start[1]:g}]; move it, or widen the range"
+            raise Problems.one(text, "start")
         return self
 
     def _check_choices(self, choices: Choices) -> None:
@@ -175,11 +173,11 @@ class RLParameter(Group):
         for name, end in ends.items():
             if name in self.model_fields_set and getattr(self, name) != end:
                 text = f"expected choices, or min and max, got both; remove {name} or choices"
-                raise Problems(Problem((name,), text))
+                raise Problems.one(text, name)
             object.__setattr__(self, name, end)
         if self.start is not None:
             text = "expected none beside choices, all of which the first population has; remove it"
-            raise Problems(Problem(("start",), text))
+            raise Problems.one(text, "start")
 
     def allows(self, value: float | str) -> bool:
         """Return whether a value is one of the choices, or in the range apart from rounding."""
@@ -316,8 +314,7 @@ class HyperparameterConfig:
         if low is not None and high is not None and low.min >= high.max:
             text = f"expected min below the max of clip_high, got {low.min:g} >= {high.max:g}"
             found.append(Problem(("clip_low",), text))
-        if found:
-            raise Problems(*found)
+        refuse(found)
         self.parameters = ranges
 
     def names(self) -> list[str]:
@@ -381,19 +378,19 @@ def default_ranges(lr: float) -> dict[str, RLParameter]:
 def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
     """Return a range with the type of its hyperparameter; both ends are valid values."""
     if not is_mutable(name):
-        near, other = nearest(name, MUTABLE), other_name(name, MUTABLE)
-        near = _BY_OTHER_NAME.get(name.removeprefix(LORA).removeprefix(SCHEDULE), near)
+        if name.partition(".")[0] in _SHARED:
+            raise Problems.one(
+                "expected a hyperparameter of an agent; all agents share one base model, its "
+                "precision and quantization, the task and each pass: give the run one value"
+            )
+        known = name.removeprefix(LORA).removeprefix(SCHEDULE)
+        near, other = _BY_OTHER_NAME.get(known, nearest(name, MUTABLE)), other_name(name, MUTABLE)
         hint = f" Did you mean {near!r}?" if near else ""
         hint = f" Here it is {other}." if other in MUTABLE else hint
-        text = f"nothing of that name can mutate.{hint} Expected one of: {', '.join(MUTABLE)}, "
-        text += f"{REWARD_WEIGHT}<name of a reward function>"
-        if name.partition(".")[0] in _SHARED:
-            text = (
-                "expected a hyperparameter of an agent; all agents share one base model, its "
-                "precision and quantization, the task and every forward pass: give the run one "
-                "value"
-            )
-        raise Problems(Problem((), text))
+        raise Problems.one(
+            f"nothing of that name can mutate.{hint} Expected one of: {', '.join(MUTABLE)}, "
+            f"{REWARD_WEIGHT}<name of a reward function>"
+        )
     if not isinstance(given, RLParameter | Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
         ends = cast("list[object]", list(given)) if isinstance(given, list | tuple) else []
         if len(ends) != 2 or not all(map(is_number, ends)):
@@ -405,7 +402,7 @@ def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
         if has_no_order(name):
             known = "true, false" if type_of(name) is bool else "..."
             text = f"expected {{choices: [{known}]}}, got {shown(given)}; name the possible values"
-        raise Problems(Problem((), text))
+        raise Problems.one(text)
     if wrong := tuple(wrong_keys(given, ())):
         raise Problems(*wrong)
     kind = type_of(name).__name__
@@ -414,11 +411,11 @@ def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
         return _typed_choices(name, parameter, parameter.choices)
     if has_no_order(name):
         text = "expected choices, a list of possible values, got min and max; it is no number"
-        raise Problems(Problem((), text))
+        raise Problems.one(text)
     # AgileRL's examples use "float" for integers, so only the reverse is an error.
     if parameter.dtype == "int" and kind == "float":
         text = f"expected 'float', which {name} is, got 'int'"
-        raise Problems(Problem(("dtype",), text))
+        raise Problems.one(text, "dtype")
     parameter = parameter.replace(dtype=kind)
     _check_ends(name, parameter)
     return parameter
@@ -426,24 +423,24 @@ def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
 
 def _typed_choices(name: str, parameter: RLParameter, choices: Choices) -> RLParameter:
     """Return choices with the type of their hyperparameter, after checking that each is valid."""
-    kind, path = type_of(name), ("choices",)
+    kind = type_of(name)
     if name in CLIPS:
         text = "expected min and max, since the two ends of the clip range move; remove choices"
-        raise Problems(Problem(path, text))
+        raise Problems.one(text, "choices")
     if has_no_order(name) and parameter.dtype is not None:
-        raise Problems(Problem(("dtype",), f"expected none, since {name} is no number; remove it"))
+        raise Problems.one(f"expected none, since {name} is no number; remove it", "dtype")
     fits = isinstance(choices[0], kind) if has_no_order(name) else bool(_numbers(choices))
     if not fits or (kind is int and not all(float(one).is_integer() for one in choices)):
         names = {str: "names", bool: "true and false", int: "integers", float: "numbers"}
         expected = names[kind]
         text = f"expected {expected}, which values of {name} are, got {shown(list(choices))}"
-        raise Problems(Problem(path, text))
+        raise Problems.one(text, "choices")
     typed = tuple(kind(one) for one in choices)
     for one in typed:
         try:
             Hparams().with_value(name, one)
         except Problems as problems:
-            raise Problems(*(Problem(path, p.text) for p in problems.found)) from None
+            raise Problems(*(Problem(("choices",), p.text) for p in problems.found)) from None
     return parameter.replace(choices=typed, dtype=None if has_no_order(name) else kind.__name__)
 
 
@@ -452,15 +449,15 @@ def _check_ends(name: str, parameter: RLParameter) -> None:
     integer = type_of(name) is int
     if integer and not (parameter.min.is_integer() and parameter.max.is_integer()):
         text = f"expected integers for min and max, got {parameter.min:g} and {parameter.max:g}"
-        raise Problems(Problem((), text))
+        raise Problems.one(text)
     if integer and not all(end.is_integer() for end in parameter.start or ()):
         text = f"expected two integers, got {list(parameter.start or ())}; {name} is one"
-        raise Problems(Problem(("start",), text))
+        raise Problems.one(text, "start")
     if name in CLIP_ENDS:
         return  # whether a bound is valid depends on the other one, which moves too
     for end, value in (("min", parameter.min), ("max", parameter.max)):
         if name == "clip_coef" and value == 0 and end == "min":
-            raise Problems(Problem((end,), "expected > 0, got 0"))
+            raise Problems.one("expected > 0, got 0", end)
         try:
             Hparams().with_value(name, type_of(name)(value))
         except Problems as problems:

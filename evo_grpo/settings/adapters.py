@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
+from evo_grpo.schema.group import contradictions
 from evo_grpo.schema.hparams import LORA, Hparams, RankAlpha
 from evo_grpo.schema.outside import outside
 from evo_grpo.schema.patterns import ALL, matches
-from evo_grpo.schema.problems import Path, Problem, nearest
+from evo_grpo.schema.problems import Path, Problem, below, dotted, nearest, unknown_name
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings.model import LoraSettings, ModelConfig
-
-
-class Patterns(Protocol):
-    """The settings of an adapter, here or of PEFT, that give some layers another rank or alpha."""
-
-    @property
-    def rank_pattern(self) -> Mapping[str, Any] | None:
-        """Ranks of some layers."""
-        ...
-
-    @property
-    def alpha_pattern(self) -> Mapping[str, Any] | None:
-        """Alphas of some layers."""
-        ...
 
 
 def adapter_problems(
@@ -48,31 +35,14 @@ def _set_problems(
     lora: LoraSettings, space: HyperparameterConfig, above: Path
 ) -> Iterator[Problem]:
     """Yield sets of layers that are searched and not declared, and layers that nobody has."""
-    names = lora.searched_sets(space)
+    names, at = lora.searched_sets(space), f"{LORA}target_modules"
     for name in names:
-        if text := unknown_set(name, list(lora.target_sets)):
-            yield Problem((*above, f"{LORA}target_modules", "choices"), text)
-    if names and lora.target_modules != ALL:
-        where = ".".join(map(str, (*above, f"{LORA}target_modules")))
-        text = (
-            f"expected none where {LORA}target_modules is searched, of which each agent has a set "
-            f"of target_sets, got {lora.target_modules}; leave it out, or remove {where}"
-        )
-        yield Problem(("model", "lora", "target_modules"), text)
-
-
-def unknown_set(name: str, known: Sequence[str]) -> str:
-    """Return what is wrong with the name of a set of layers; empty if it is declared."""
-    if name in known:
-        return ""
-    if not known:
-        return (
-            f"expected sets of layers by name, got {name!r}, but model.lora.target_sets has none; "
-            f"declare it there, for instance {{{name}: [q_proj, v_proj]}}"
-        )
-    near = nearest(name, known)
-    hint = f". Did you mean {near!r}?" if near else "; declare it there, or name another one"
-    return f"expected one of model.lora.target_sets: {', '.join(known)}, got {name!r}{hint}"
+        if name not in lora.target_sets:
+            text = unknown_name(name, lora.target_sets, "model.lora.target_sets")
+            yield Problem((*above, at, "choices"), text)
+    given, remedy = names and lora.target_modules != ALL, f"remove it, or {dotted((*above, at))}"
+    row = ("target_modules", given, f"none where {at} is searched", remedy)
+    yield from below(contradictions(lora, row), "model", "lora")
 
 
 def missing_layers(
@@ -106,18 +76,16 @@ def missing_layers(
 
 
 def pattern_problems(
-    space: HyperparameterConfig, lora: Patterns, above: Path
+    space: HyperparameterConfig,
+    lora: Any,  # noqa: ANN401 -- LoraSettings, or PEFT's LoraConfig
+    above: Path,
 ) -> Iterator[tuple[str, str]]:
     """Yield the settings that give some layers another rank or alpha, with a sentence."""
     for searching in searched(space)[:1]:
-        where = ".".join(map(str, (*above, searching)))
         for name in ("rank_pattern", "alpha_pattern"):
             if found := dict(getattr(lora, name) or {}):
-                text = (
-                    f"expected none where {searching} is searched, since all layers of an agent "
-                    f"have one rank and alpha, got {found}; leave it out, or remove {where}"
-                )
-                yield name, text
+                text = f"expected none where {searching} is searched, got {found}; remove it, or"
+                yield name, f"{text} {dotted((*above, searching))}"
 
 
 def begins_outside(
@@ -129,9 +97,7 @@ def begins_outside(
     """
     for found in outside(Hparams().with_scale(space.names(), adapter), space):
         if found.name.startswith(LORA):
-            where = ".".join(map(str, (*above, found.name)))
-            text = f"expected {found.parameter.expected(where)}, got {found.shown}; {found.remedy}"
-            yield found.name.removeprefix(LORA), text
+            yield found.name.removeprefix(LORA), found.told(dotted((*above, found.name)))
 
 
 def too_wide(space: HyperparameterConfig, layer: str, width: int) -> str:

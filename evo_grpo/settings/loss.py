@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self, cast
 
 from pydantic import BeforeValidator, model_validator
 
-from evo_grpo.schema.group import Group, computable, same_as, setting
+from evo_grpo.schema.group import Group, computable, contradictions, same_as, setting
 from evo_grpo.schema.hparams import (
     ClipCoef,
     Factor,
@@ -17,7 +17,7 @@ from evo_grpo.schema.hparams import (
     Weight,
     clip_bounds,
 )
-from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.schema.problems import Problem, refuse
 from evo_grpo.schema.validation import LEAST, MOST
 
 SamplerCorrection = Literal[
@@ -101,15 +101,11 @@ class LossConfig(LossFields):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        found = list(level_problems(self.loss_type, self.importance_sampling_level))
-        if self.loss_type == "dr_grpo" and self.max_completion_length is None:
-            text = (
-                "expected an integer >= 1 with loss_type='dr_grpo', got null; give the most tokens "
-                "of a completion, by which dr_grpo divides"
-            )
-            found.append(Problem(("max_completion_length",), text))
-        if found:
-            raise Problems(*found)
+        missing = self.loss_type == "dr_grpo" and self.max_completion_length is None
+        expected = "an integer >= 1 with loss_type='dr_grpo'"
+        row = ("max_completion_length", missing, expected, "give the most tokens of a completion")
+        found = contradictions(self, row)
+        refuse([*level_problems(self.loss_type, self.importance_sampling_level), *found])
         return self
 
     def of_agent(self, hparams: Hparams) -> Self:

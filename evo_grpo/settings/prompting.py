@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Self, cast
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from evo_grpo.schema.group import Group, PlainMapping, plain, recorded, setting
-from evo_grpo.schema.problems import Problem, Problems, nearest
+from evo_grpo.schema.problems import Problem, Problems, unknown_name
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.schema.validation import is_whole
 from evo_grpo.settings.rewards import Message
@@ -95,18 +95,12 @@ class NamedPrompt(Group):
     @model_validator(mode="after")
     def _one_template(self) -> Self:
         if self.prompt is not None and self.conversation is not None:
-            text = "expected prompt, a raw template, or conversation, messages, got both"
-            raise Problems(Problem((), f"{text}; remove one"))
+            raise Problems.one("expected prompt or conversation, got both; remove one")
         return self
 
 
-def unknown_prompt(name: str, known: Sequence[str]) -> str:
-    """Return the message for a prompt that is not among the names of `env.prompts`."""
-    if not known:
-        return f"expected a prompt by name, got {name!r}, but env.prompts has none; add it there"
-    near = nearest(name, known)
-    hint = f". Did you mean {near!r}?" if near else "; add it there, or name another one"
-    return f"expected one of env.prompts: {', '.join(known)}, got {name!r}{hint}"
+PROMPTS = "env.prompts"
+"""The setting that has the prompts by name."""
 
 
 def prompt_problems(space: HyperparameterConfig, known: Sequence[str]) -> Iterator[Problem]:
@@ -114,7 +108,7 @@ def prompt_problems(space: HyperparameterConfig, known: Sequence[str]) -> Iterat
     searched = space["prompt"].choices or () if "prompt" in space.names() else ()
     for one in searched:
         if one not in known:
-            yield Problem(("prompt", "choices"), unknown_prompt(str(one), known))
+            yield Problem(("prompt", "choices"), unknown_name(str(one), known, PROMPTS))
 
 
 _MISSING = frozenset(

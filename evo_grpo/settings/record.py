@@ -6,8 +6,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, model_validator
 
-from evo_grpo.schema.group import Group, setting
-from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.schema.group import Group, contradictions, setting
+from evo_grpo.schema.problems import below, refuse
 from evo_grpo.settings.storage import check_storage, is_url
 from evo_grpo.settings.trackers import TrackerConfig, Trackers, problems_of
 
@@ -54,11 +54,9 @@ class RecordConfig(Group):
 
     @model_validator(mode="after")
     def _trials_to_keep(self) -> Self:
-        if self.storage is not None and not self.optuna:
-            text = "expected null with optuna: false, which records no trials; remove one of them"
-            raise Problems(Problem(("storage",), text))
-        if found := list(problems_of(self.trackers)):
-            raise Problems(*(p._replace(path=("trackers", *p.path)) for p in found))
+        useless = self.storage is not None and not self.optuna
+        row = ("storage", useless, "null with optuna: false, which records no trials", "remove it")
+        refuse([*contradictions(self, row), *below(problems_of(self.trackers), "trackers")])
         return self
 
     @property

@@ -3,15 +3,15 @@
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, cast
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, model_validator
 
-from evo_grpo.schema.group import Group, PlainMapping, setting
+from evo_grpo.schema.group import Group, PlainMapping, contradictions, setting
 from evo_grpo.schema.messages import shown
-from evo_grpo.schema.problems import Path, Problem, Problems, nearest
+from evo_grpo.schema.problems import Path, Problem, Problems, nearest, refuse
 from evo_grpo.schema.validation import unwritable
 from evo_grpo.settings.given import Given, is_function
 
@@ -43,11 +43,10 @@ def _variable(value: object) -> object:
     """Refuse what names no environment variable, without showing it: it may be the key."""
     if value is None or (isinstance(value, str) and _VARIABLE.fullmatch(value)):
         return value
-    text = (
+    raise Problems.one(
         "expected the name of an environment variable, such as OPENAI_API_KEY, got something else, "
-        "which is not shown here, since it may be the key; put the key into a variable and name it"
+        "which is not shown, since it may be the key; put the key into a variable and name it"
     )
-    raise Problems(Problem((), text))
 
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -104,20 +103,18 @@ class ModelReward(Group):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        found: list[Problem] = []
-        if self.conversation is not None:
-            found += [
-                Problem((name,), "expected null beside conversation; remove one of them")
-                for name in ("text", "text_pair")
-                if getattr(self, name) is not None
-            ]
-        texts = [self.text or "{completion}", self.text_pair or ""]
-        parts = [message.content for message in self.conversation or ()] or texts
-        if not any("{completion" in part for part in parts):
-            where = "text" if self.conversation is None else "conversation"
-            found.append(Problem((where,), "expected {completion} in it, which is to be scored"))
-        if found:
-            raise Problems(*found)
+        messages, other = self.conversation or (), self.conversation is not None
+        parts = [message.content for message in messages] or [self.text or "{completion}"]
+        scored = any(
+            "{completion" in part for part in (*parts, "" if other else self.text_pair or "")
+        )
+        where, both = "conversation" if other else "text", "null beside conversation"
+        rows = [
+            (name, other and getattr(self, name) is not None, both, "remove one of them")
+            for name in ("text", "text_pair")
+        ]
+        scores = (where, not scored, "{completion} in it", "add what is to be scored")
+        refuse(contradictions(self, *rows, scores))
         return self
 
 
@@ -184,34 +181,25 @@ class JudgeReward(Group):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        found = list(_wrong_url(self.url))
-        texts = self.prompt + (self.system or "")
-        if "{completion" not in texts:
-            found.append(
-                Problem(("prompt",), "expected {completion} in it, which the judge is to score")
-            )
-        if self.score == "tag" and f"<{self.tag}>" not in texts:
-            text = (
-                f"expected it to ask for <{self.tag}>, from which the score is read, for instance: "
-                f"End with your score from {self.range[0]:g} to {self.range[1]:g} as "
-                f"<{self.tag}>number</{self.tag}>"
-            )
-            found.append(Problem(("prompt",), text))
-        if len(self.answers) < 2 or not all(0 <= score <= 1 for score in self.answers.values()):
-            text = f"expected at least two answers with scores from 0 to 1, got {self.answers}"
-            found.append(Problem(("answers",), text))
-        elif wrong := [text for answer in self.answers if (text := unwritable(answer))]:
-            found.append(Problem(("answers",), f"expected {wrong[0]} in its answers"))
-        elif len({answer.strip().casefold() for answer in self.answers}) < len(self.answers):
-            text = f"expected answers that differ in more than case, got {self.answers}"
-            found.append(Problem(("answers",), text))
-        if found:
-            raise Problems(*found)
+        texts, tag, (low, high) = self.prompt + (self.system or ""), f"<{self.tag}>", self.range
+        end = f"add: End with your score from {low:g} to {high:g} as {tag}number</{self.tag}>"
+        answers, wrong = self.answers, [text for one in self.answers if (text := unwritable(one))]
+        few = len(answers) < 2 or not all(0 <= score <= 1 for score in answers.values())
+        alike = len({answer.strip().casefold() for answer in answers}) < len(answers)
+        rows = contradictions(
+            self,
+            ("prompt", "{completion" not in texts, "{completion} in it", "add what is judged"),
+            ("prompt", self.score == "tag" and tag not in texts, f"it to ask for {tag}", end),
+            ("answers", few, "at least two answers with scores from 0 to 1", "add or change them"),
+            ("answers", wrong, f"{' and '.join(wrong)} in its answers", "change them"),
+            ("answers", alike, "answers that differ in more than case", "remove one"),
+        )
+        refuse([*_wrong_url(self.url), *rows])
         return self
 
 
-def _wrong_url(url: str) -> list[Problem]:
-    """Return the problem of the base URL of an API; a secret in it would be recorded."""
+def _wrong_url(url: str) -> Iterator[Problem]:
+    """Yield the problem of the base URL of an API; a secret in it would be recorded."""
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -219,14 +207,10 @@ def _wrong_url(url: str) -> list[Problem]:
     except ValueError:  # a port that is no number
         good, secret = False, "@" in url
     if secret:
-        text = (
-            "expected a URL without user, password or query, which would be written to the run "
-            "folder; put the key into an environment variable and name it in key_variable"
-        )
-        return [Problem(("url",), text)]
-    if not good:
-        return [Problem(("url",), f"expected https://HOST/v1 or http://HOST:PORT/v1, got {url!r}")]
-    return []
+        text = "expected a URL without user, password or query, which would be recorded; name the "
+        yield Problem(("url",), f"{text}environment variable with the key in key_variable")
+    elif not good:
+        yield Problem(("url",), f"expected https://HOST/v1 or http://HOST:PORT/v1, got {url!r}")
 
 
 KINDS: Mapping[str, type[ModelReward] | type[JudgeReward]] = {
@@ -260,13 +244,13 @@ _EXPECTED = (
 
 def _reward(item: object, path: Path) -> Reward:
     if isinstance(item, str) and (expected := unwritable(item)):
-        raise Problems(Problem(path, f"expected {expected}, got {shown(item)}"))
+        raise Problems.one(f"expected {expected}, got {shown(item)}", *path)
     if isinstance(item, Given | ModelReward | JudgeReward) or (isinstance(item, str) and item):
         return item
     if is_function(item):
         return Given(item)
     if not isinstance(item, Mapping):
-        raise Problems(Problem(path, f"expected {_EXPECTED}, got {shown(item)}"))
+        raise Problems.one(f"expected {_EXPECTED}, got {shown(item)}", *path)
     given: dict[str, Any] = {
         str(key): value for key, value in cast("Mapping[object, object]", item).items()
     }
@@ -275,7 +259,7 @@ def _reward(item: object, path: Path) -> Reward:
         near = nearest(kind, KINDS) if isinstance(kind, str) else None
         text = f"expected one of {', '.join(map(repr, KINDS))}, got {shown(kind)}"
         hint = f"; did you mean {near!r}?" if near else ""
-        raise Problems(Problem((*path, "kind"), f"{text}{hint}"))
+        raise Problems.one(f"{text}{hint}", *path, "kind")
     try:
         return KINDS[kind](**given)
     except Problems as problems:

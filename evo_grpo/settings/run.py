@@ -12,7 +12,7 @@ from evo_grpo.evolve.kinds import OwnStrategy
 from evo_grpo.evolve.start import Start, with_values
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.schema.hparams import REWARD_WEIGHT, Hparams
-from evo_grpo.schema.problems import Problems
+from evo_grpo.schema.problems import refuse
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
 from evo_grpo.settings.cross_checks import agent_problems, doubtful_settings, run_problems
@@ -65,10 +65,7 @@ class AgentSettings(Group):
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
-        ranges = self.hyperparameters
-        found = list(agent_problems(self.algorithm, self.engine, ranges, self.model))
-        if found:
-            raise Problems(*found)
+        refuse(agent_problems(self.algorithm, self.engine, self.hyperparameters, self.model))
         return self
 
     def search_space(self) -> HyperparameterConfig:
@@ -123,21 +120,16 @@ class RunConfig(Group):
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
-        found = [
-            *run_problems(
-                self.model, self.env, self.population, self.algorithm, self.evolve, self.engine
-            ),
-            *agent_problems(
-                self.algorithm,
-                self.engine,
-                self.evolve.hyperparameters,
-                self.model,
-                own_lora=False,
-                above=("evolve", "hyperparameters"),
-            ),
-        ]
-        if found:
-            raise Problems(*found)
+        groups = (self.model, self.env, self.population, self.algorithm, self.evolve)
+        of_agents = agent_problems(
+            self.algorithm,
+            self.engine,
+            self.evolve.hyperparameters,
+            self.model,
+            own_lora=False,
+            above=("evolve", "hyperparameters"),
+        )
+        refuse([*run_problems(*groups), *of_agents])
         return self
 
     def search_space(self) -> HyperparameterConfig:
@@ -265,31 +257,24 @@ def doubts_of_run(config: RunConfig) -> list[str]:
     return [
         *doubts_of_agents(config.agents(), config.population.init),
         *doubtful_settings(config.population, config.algorithm, config.evolve, config.engine),
-        *_unsearched_prompts(config),
-        *_unsearched_sets(config),
+        *_unsearched(config),
     ]
 
 
-def _unsearched_prompts(config: RunConfig) -> Iterator[str]:
-    """Yield a sentence if only the first of several prompts is used."""
-    names = list(config.env.prompts or ())
-    if len(names) > 1 and "prompt" not in config.search_space().names():
-        yield (
-            f"env.prompts has {len(names)} prompts, and all agents have the first, {names[0]!r}: "
-            f"search them with evolve.hyperparameters.prompt: {{choices: [{', '.join(names)}]}}, "
-            "or leave the others out"
-        )
-
-
-def _unsearched_sets(config: RunConfig) -> Iterator[str]:
-    """Yield a sentence if no agent has any of the sets of layers."""
-    lora = config.model.lora
-    if lora.target_sets and not lora.searched_sets(config.search_space()):
-        yield (
-            f"model.lora.target_sets has {', '.join(lora.target_sets)}, and nothing searches them: "
-            "write evolve.hyperparameters.lora.target_modules: {choices: "
-            f"[{', '.join(lora.target_sets)}]}}, or leave them out"
-        )
+def _unsearched(config: RunConfig) -> Iterator[str]:
+    """Yield a sentence if only the first of several prompts is used, or no set of layers."""
+    searched, prompts = config.search_space().names(), list(config.env.prompts or ())
+    sets, several = list(config.model.lora.target_sets), prompts if len(prompts) > 1 else []
+    for place, names, key, used in (
+        ("env.prompts", several, "prompt", "the first"),
+        ("model.lora.target_sets", sets, "lora.target_modules", "none"),
+    ):
+        if names and key not in searched:
+            listed = ", ".join(names)
+            yield (
+                f"{place} has {listed}, of which all agents have {used}: search them with "
+                f"evolve.hyperparameters.{key}: {{choices: [{listed}]}}, or leave them out"
+            )
 
 
 def doubts_of_agents(settings: AgentSettings, init: Start = "same") -> list[str]:
@@ -338,6 +323,6 @@ def check_comparable(config: RunConfig) -> None:
     """
     if config.population.size < 2:
         raise ConfigError(
-            f"population.size: expected at least 2 agents to compare with the same number without "
-            f"evolution, got {config.population.size}; raise it, or run without --compare"
+            "population.size: expected at least 2 agents to compare with those without evolution, "
+            f"got {config.population.size}; raise it, or run without --compare"
         )

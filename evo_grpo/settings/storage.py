@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl
 
 from evo_grpo.errors import EngineUnavailable
 from evo_grpo.schema.messages import shown
-from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.schema.problems import Problems
 
 FILE = "sqlite"
 """The value for a SQLite file in the run folder."""
@@ -40,7 +40,7 @@ def check_storage(value: object) -> object:
         return value
     if isinstance(value, str):
         if _has_password(value):
-            raise _problem(
+            raise Problems.one(
                 "expected a URL without a password, which would be written to logs and run "
                 "folders; leave it out, and set PGPASSWORD in the environment, or use ~/.pgpass"
             )
@@ -49,11 +49,11 @@ def check_storage(value: object) -> object:
         if _SERVER.fullmatch(value):
             return value
         if (other := _OTHER_DRIVERS.match(value)) and other[0] != "postgresql+psycopg://":
-            raise _problem(
+            raise Problems.one(
                 f"expected postgresql+psycopg://, the driver that comes with the extra postgres, "
                 f"got {other[0]}"
             )
-    raise _problem(f"expected {EXPECTED}, got {_masked(value)}")
+    raise Problems.one(f"expected {EXPECTED}, got {_masked(value)}")
 
 
 def is_url(storage: str | None) -> bool:
@@ -92,7 +92,3 @@ def _masked(value: object) -> str:
     if scheme is None:
         return "another string (not shown, for it may hold a password)"
     return f"another URL that begins with {scheme[0]}"
-
-
-def _problem(text: str) -> Problems:
-    return Problems(Problem((), text))

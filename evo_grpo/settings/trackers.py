@@ -88,14 +88,11 @@ class TrackerConfig(Group):
         for name in ("project", "name", "folder", "online", "server"):
             if getattr(self, name) not in (None, False) and name not in takes:
                 text = f"{self.kind} takes {', '.join(takes)} alone; remove it"
-                raise Problems(Problem((name,), text))
+                raise Problems.one(text, name)
         if self.server is not None and _CREDENTIALS.search(self.server):
-            text = (
-                "expected a URL without user and password, which would be written to logs and run "
-                "folders; give them in the environment, as MLFLOW_TRACKING_USERNAME and "
-                "MLFLOW_TRACKING_PASSWORD"
-            )
-            raise Problems(Problem(("server",), text))
+            text = "expected a URL without user and password, which would be recorded; set "
+            text += "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment"
+            raise Problems.one(text, "server")
         return self
 
 

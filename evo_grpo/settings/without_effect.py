@@ -8,17 +8,12 @@ hyperparameters assigned in Python, may change that later.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from evo_grpo.evolve.explore.mutate import Mutations
-from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
-from evo_grpo.evolve.explore.optuna import OptunaExploration
-from evo_grpo.evolve.explore.resample import Resample
 from evo_grpo.evolve.explore.schedule import ROUND, ScheduleExploration
-from evo_grpo.evolve.select.halving import HalvingSelection
-from evo_grpo.evolve.select.none import NoSelection
+from evo_grpo.schema.group import Group
 from evo_grpo.schema.hparams import LossType
 from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig
 from evo_grpo.schema.shown import shown_value
@@ -32,7 +27,18 @@ if TYPE_CHECKING:
 
 CLIPPED: tuple[LossType, ...] = ("grpo", "gspo", "bnpo", "dr_grpo", "dapo", "luspo")
 """The losses with a clipped surrogate; only they use `delta` and the lower clip bound."""
+OF_ONE_LOSS = ("sapo_temperature_pos", "sapo_temperature_neg", "vespo_positive", "vespo_negative")
+"""Settings of the one loss with which their name begins."""
 RANGES = "hyperparameters"
+RATIO_IS_ONE = (
+    "with update_epochs 1 and all rows of a step in one batch the probability ratio is exactly 1; "
+    "set update_epochs to 2, or a batch_size below the rows of a step"
+)
+NOTHING_DRAWN = (
+    "has no effect: population.init draws nothing; set that to latin_hypercube, or leave start out"
+)
+Row = tuple[str, object, str]
+"""Path of a setting, whether it has no effect, and the rest of the sentence."""
 
 
 class WithoutEffect(UserWarning):
@@ -91,7 +97,7 @@ class Seen:
 
     def is_set(self, name: str) -> bool:
         """Whether a setting of the algorithm differs from its default."""
-        return getattr(self.algorithm, name) != type(self.algorithm).model_fields[name].default
+        return _is_given(self.algorithm, name)
 
     def mutates(self, name: str) -> bool:
         """Whether a hyperparameter has a range."""
@@ -161,285 +167,171 @@ class Seen:
         return rows * self.population.size / min(places[: self.population.rounds])
 
 
+def _is_given(group: Group, name: str) -> bool:
+    """Return whether a setting differs from its default."""
+    return getattr(group, name) != type(group).model_fields[name].default
+
+
+def _that_apply(*rows: Row) -> Iterator[Finding]:
+    return (Finding(path, why) for path, applies, why in rows if applies)
+
+
 def _clip(seen: Seen, name: str) -> str | None:
     """Return why a clip range has no effect; None if it has one."""
-    if set(seen.losses) <= {"sapo", "vespo"}:
-        return f"with loss_type {' or '.join(seen.losses)}, which does not clip; leave it out"
-    (_, low), (high, _) = seen.clip
-    if name == "clip_low" and set(seen.losses) <= {"cispo", "sapo", "vespo"}:
-        return "with loss_type cispo, which uses only the upper bound; leave it out"
+    losses, (_, low), (high, _) = set(seen.losses), *seen.clip
+    named = f"cannot act: with loss_type {' or '.join(seen.losses)}, which"
+    if losses <= {"sapo", "vespo"}:
+        return f"{named} does not clip; leave it out"
+    if name == "clip_low" and losses <= {"cispo", "sapo", "vespo"}:
+        return f"{named} uses at most the upper bound; leave it out"
     if seen.ratio_is_one and low <= 1 <= high:
-        return (
-            "with update_epochs 1 and all rows of a step in one batch the probability ratio is "
-            "exactly 1; set update_epochs to 2, or a batch_size below the rows of a step"
-        )
+        return f"cannot act: {RATIO_IS_ONE}"
     return None
 
 
-def _clip_coef(seen: Seen) -> Iterator[Finding]:
+def _clip_range(seen: Seen) -> Iterator[Finding]:
     why = _clip(seen, "clip_coef")
-    if why is not None and seen.is_set("clip_coef"):
-        yield Finding("clip_coef", f"cannot act: {why}")
+    yield from _that_apply(("clip_coef", why and seen.is_set("clip_coef"), why or ""))
     for name in CLIPS:
         why = _clip(seen, name)
-        if why is not None and seen.mutates(name):
-            yield Finding(f"{RANGES}.{name}", f"cannot act: {why}")
+        yield from _that_apply((f"{RANGES}.{name}", why and seen.mutates(name), why or ""))
 
 
-def _ratio_level(seen: Seen) -> str | None:
-    own = seen.algorithm
-    kl_reads_it = own.kl_bias_correction and seen.has_kl and False in seen.kl_shaping
-    if set(seen.losses) == {"vespo"} and not kl_reads_it:
-        return "has no effect with loss_type vespo, which weights whole rows; leave it out"
-    return None
-
-
-def _delta(seen: Seen) -> str | None:
-    delta, least = seen.algorithm.delta, seen.clip[1][0]
-    if not set(seen.losses) & set(CLIPPED):
-        named = " or ".join(seen.losses)
-        return f"has no effect with loss_type {named}, which has no unclipped ratio"
-    if seen.ratio_is_one and seen.clip[0][1] <= 1:
-        return (
-            "has no effect with update_epochs 1 and all rows of a step in one batch, where the "
-            "probability ratio is exactly 1; set update_epochs to 2, or leave it out"
-        )
-    if delta is not None and delta < least:
-        return (
-            f"{delta:g} lies below the upper clip bound {least:g}: positive advantages are clipped "
-            f"at {delta:g} and negative ones at {least:g}; choose one above it"
-        )
-    return None
-
-
-def _other_loss(own: LossType) -> Callable[[Seen], str | None]:
-    def why(seen: Seen) -> str | None:
-        if own in seen.losses:
-            return None
-        named = " or ".join(seen.losses)
-        return f"has no effect with loss_type {named}; it is a setting of {own}"
-
-    return why
-
-
-def _kl_bias_correction(seen: Seen) -> str | None:
-    if False not in seen.kl_shaping and seen.has_kl:
-        return "has no effect with kl_shaping, which replaces the penalty; leave it out"
-    return _without_kl(seen)
-
-
-def _without_kl(seen: Seen) -> str | None:
-    return None if seen.has_kl else "has no effect with beta 0, which computes no KL; give a beta"
-
-
-def _without_filter(seen: Seen) -> str | None:
-    return None if seen.algorithm.filter_zero_adv else "has no effect without filter_zero_adv"
-
-
-def _without_buffer(seen: Seen) -> str | None:
-    if seen.algorithm.overlong_buffer is not None:
-        return None
-    return "has no effect without overlong_buffer; give that, or leave it out"
-
-
-def _too_few_tokens(seen: Seen) -> str | None:
-    tokens = seen.algorithm.dynamic_sampling_tokens
-    longest = seen.algorithm.shortest_output(seen.ranges)
-    if tokens is None or longest is None or tokens >= longest * seen.bounds("group_size")[0]:
-        return None
-    return (
-        f"{tokens} has no effect: a group may take {longest} tokens, max_output_tokens, for each "
-        "of its group_size completions; raise it, or leave it out"
+def algorithm_rows(seen: Seen) -> tuple[Row, ...]:
+    """Return settings of the algorithm with when and why they have no effect if they are given."""
+    own, losses = seen.algorithm, set(seen.losses)
+    other_loss = f"has no effect with loss_type {' or '.join(seen.losses)}; leave it out"
+    level_of_kl = own.kl_bias_correction and seen.has_kl and False in seen.kl_shaping
+    delta, least = own.delta or math.inf, seen.clip[1][0]
+    no_kl, no_beta = not seen.has_kl, "has no effect with beta 0, which computes no KL; give a beta"
+    exact, no_cap = seen.engine.rollout_settings.shares_base, own.sampler_correction == "none"
+    engine = f"has no effect with rollout {seen.engine.rollout}, whose log-probs are the trainer's"
+    tokens, longest = own.dynamic_sampling_tokens, own.shortest_output(seen.ranges) or 0
+    few = (tokens or math.inf) < longest * seen.bounds("group_size")[0]
+    group = f"{tokens} has no effect: each completion of a group may take {longest}; raise it"
+    below = (
+        f"{delta:g} lies below the upper clip bound {least:g}: positive advantages are clipped at "
+        f"{delta:g} and negative ones at {least:g}; choose one above it"
     )
-
-
-def _exact_sampler(seen: Seen) -> str | None:
-    if not seen.engine.rollout_settings.shares_base:
-        return None
+    shaped = "has no effect with kl_shaping, which replaces the penalty; leave it out"
     return (
-        f"has no effect with rollout {seen.engine.rollout}, whose log-probs are the trainer's; "
-        "leave it out"
+        ("importance_sampling_level", losses == {"vespo"} and not level_of_kl, other_loss),
+        ("delta", not losses & {*CLIPPED}, other_loss),
+        ("delta", seen.ratio_is_one and seen.clip[0][1] <= 1, f"has no effect {RATIO_IS_ONE}"),
+        ("delta", delta < least, below),
+        *((name, name.partition("_")[0] not in losses, other_loss) for name in OF_ONE_LOSS),
+        ("kl_bias_correction", no_kl, no_beta),
+        ("kl_bias_correction", False not in seen.kl_shaping, shaped),
+        ("kl_shaping", no_kl, no_beta),
+        ("separate_reference", no_kl, no_beta),
+        ("sampler_correction", exact, engine),
+        ("sampler_ratio_cap", exact, engine),
+        ("sampler_ratio_cap", no_cap, "has no effect with sampler_correction none; leave it out"),
+        ("adv_filter_eps", not own.filter_zero_adv, "has no effect without filter_zero_adv"),
+        ("overlong_penalty", own.overlong_buffer is None, "has no effect without overlong_buffer"),
+        ("dynamic_sampling_tokens", few, group),
     )
-
-
-def _ratio_cap(seen: Seen) -> str | None:
-    if seen.algorithm.sampler_correction == "none":
-        return "has no effect with sampler_correction none; leave it out"
-    return _exact_sampler(seen)
-
-
-ALGORITHM: Mapping[str, Callable[[Seen], str | None]] = {
-    "importance_sampling_level": _ratio_level,
-    "delta": _delta,
-    "kl_bias_correction": _kl_bias_correction,
-    "sapo_temperature_pos": _other_loss("sapo"),
-    "sapo_temperature_neg": _other_loss("sapo"),
-    "vespo_positive": _other_loss("vespo"),
-    "vespo_negative": _other_loss("vespo"),
-    "sampler_correction": _exact_sampler,
-    "sampler_ratio_cap": _ratio_cap,
-    "adv_filter_eps": _without_filter,
-    "overlong_penalty": _without_buffer,
-    "dynamic_sampling_tokens": _too_few_tokens,
-    "kl_shaping": _without_kl,
-    "separate_reference": _without_kl,
-}
-"""Setting of the algorithm -> function that returns why it has no effect, or None."""
 
 
 def _algorithm(seen: Seen) -> Iterator[Finding]:
-    for name, why in ALGORITHM.items():
-        if seen.is_set(name) and (text := why(seen)) is not None:
-            yield Finding(name, text)
-
-
-def _kl_shaping(seen: Seen) -> Iterator[Finding]:
-    if seen.mutates("kl_shaping") and (why := _without_kl(seen)) is not None:
-        yield Finding(f"{RANGES}.kl_shaping", why)
-
-
-def _batch_size(seen: Seen) -> Iterator[Finding]:
-    if seen.is_set("batch_size") and (least := seen.bounds("batch_size")[0]) > seen.most_rows:
-        yield Finding(
-            "batch_size",
-            f"has no effect: it is {least:g}, and a step of an agent has at most "
-            f"{seen.most_rows:g} rows, which one optimizer step then takes; lower it, or leave it "
-            "out",
-        )
+    found = [one for one in _that_apply(*algorithm_rows(seen)) if seen.is_set(one.path)]
+    yield from {one.path: one for one in reversed(found)}.values()  # the first reason of each
+    beta = "has no effect with beta 0, which computes no KL; give a beta"
+    least, most = seen.bounds("batch_size")[0], seen.most_rows
+    rows = f"has no effect: it is {least:g}, and a step of an agent has at most {most:g} rows"
+    yield from _that_apply(
+        (f"{RANGES}.kl_shaping", seen.mutates("kl_shaping") and not seen.has_kl, beta),
+        ("batch_size", seen.is_set("batch_size") and least > most, f"{rows}; lower it"),
+    )
 
 
 def _still(seen: Seen) -> Iterator[Finding]:
     for name in seen.ranges.names():
-        parameter = seen.ranges[name]
-        least, most = parameter.min, parameter.max
-        if parameter.choices is not None:
-            if len(parameter.choices) == 1:
-                only = shown_value(parameter.choices[0])
-                yield Finding(f"{RANGES}.{name}", f"never moves: its only choice is {only}")
-        elif least == most:
-            yield Finding(f"{RANGES}.{name}", f"never moves: min and max are both {least:g}")
+        least, most, choices = (getattr(seen.ranges[name], e) for e in ("min", "max", "choices"))
+        only = shown_value(choices[0]) if choices else f"{least:g}"
+        still = len(choices) == 1 if choices else least == most
+        which = "its only choice is" if choices else "min and max are both"
+        yield from _that_apply((f"{RANGES}.{name}", still, f"never moves: {which} {only}"))
 
 
 def _engine(seen: Seen) -> Iterator[Finding]:
     engine = seen.engine
-    for name, own in engine.engines.items():
-        if name != engine.rollout and own != type(own)():
-            yield Finding(
-                f"engine.{name}",
-                f"has no effect with engine.rollout {engine.rollout}; set that to {name}, or leave "
-                f"engine.{name} out",
-            )
-    for name, why in engine.rollout_settings.ignores.items():
-        if getattr(engine, name) != type(engine).model_fields[name].default:
-            yield Finding(
-                f"engine.{name}", f"has no effect with engine.rollout {engine.rollout}, {why}"
-            )
-    if engine.offload_adapters and engine.device in ("cpu", "mps"):
-        yield Finding(
+    with_rollout = f"has no effect with engine.rollout {engine.rollout}"
+    of_host = f"has no effect with engine.device {engine.device}, whose memory is the host's"
+    yield from _that_apply(
+        *(
+            (f"engine.{name}", own != type(own)(), f"{with_rollout}; set that to {name}")
+            for name, own in engine.engines.items()
+            if name != engine.rollout
+        ),
+        *(
+            (f"engine.{name}", _is_given(engine, name), f"{with_rollout}, {why}")
+            for name, why in engine.rollout_settings.ignores.items()
+        ),
+        (
             "engine.offload_adapters",
-            f"has no effect with engine.device {engine.device}, whose memory is the host's; leave "
-            "it out",
-        )
+            engine.offload_adapters and engine.device in ("cpu", "mps"),
+            f"{of_host}; leave it out",
+        ),
+    )
 
 
-def _exploration(seen: Seen) -> Iterator[Finding]:
-    if seen.evolve is None or not isinstance(seen.evolve.selection, NoSelection | HalvingSelection):
-        return
-    kind = seen.evolve.exploration.kind
-    if _copies_only(seen.evolve):
-        yield Finding(
-            f"evolve.exploration {kind}",
-            f"has no effect: it changes only copies, and selection {seen.evolve.selection.kind} "
-            "copies no agent; choose another exploration or selection",
-        )
-
-
-def _schedule(seen: Seen) -> Iterator[Finding]:
-    if seen.evolve is None or seen.population is None:
-        return
-    exploration, rounds = seen.evolve.exploration, seen.population.rounds
-    last = exploration.rounds[-1][ROUND] if isinstance(exploration, ScheduleExploration) else 0
-    if last > rounds:
-        yield Finding(
-            "evolve.exploration.rounds",
-            f"has an entry without effect: round {last} is never played, since population.rounds "
-            f"is {rounds}; raise that, or leave the entry out",
-        )
-
-
-def _copies_only(evolve: EvolveConfig) -> bool:
-    exploration = evolve.exploration
-    if isinstance(exploration, Mutations):
-        return exploration.copies_only
-    return isinstance(exploration, LowerLROnCopy | Resample | OptunaExploration)
-
-
-def _inherit_optimizer(seen: Seen) -> Iterator[Finding]:
+def _run(seen: Seen) -> Iterator[Finding]:
+    """Yield settings of a run without effect; nothing if only those of its agents are known."""
     population, evolve = seen.population, seen.evolve
-    if population is None or evolve is None or evolve.inherit_optimizer:
+    if population is None or evolve is None:
         return
+    fitness, exploration, init = evolve.fitness, evolve.exploration, population.init
+    only_copies = getattr(exploration, "copies_only", False)
+    last = exploration.rounds[-1][ROUND] if isinstance(exploration, ScheduleExploration) else 0
     # The archive may restore the best agent, which is a copy too, with any selection.
-    if isinstance(evolve.selection, NoSelection | HalvingSelection) and not evolve.keeps_archive:
-        yield Finding(
-            "evolve.inherit_optimizer",
-            f"has no effect: selection {evolve.selection.kind} copies no agent, and without "
-            "evolve.archive none is restored; leave it out",
-        )
-
-
-def _start(seen: Seen) -> Iterator[Finding]:
-    init = None if seen.population is None else seen.population.init
-    if init is None or isinstance(init, dict) or init in ("latin_hypercube", "sample"):
-        return
-    for name in seen.ranges.names():
-        if seen.ranges[name].start is not None:
-            yield Finding(
-                f"{RANGES}.{name}.start",
-                "has no effect: population.init draws nothing; set that to latin_hypercube or "
-                "sample, or leave start out",
-            )
-
-
-def _greedy(seen: Seen) -> Iterator[Finding]:
-    fitness = None if seen.evolve is None else seen.evolve.fitness
-    if fitness is None or fitness.temperature:
-        return
-    fields = type(fitness).model_fields
-    for name in ("samples", "test_samples", "final_samples"):
-        if getattr(fitness, name) > 1 and getattr(fitness, name) != fields[name].default:
-            yield Finding(
+    copies = getattr(evolve.selection, "copies", True)
+    inherits = evolve.inherit_optimizer or copies or evolve.keeps_archive
+    nobody = f"selection {evolve.selection.kind} copies no agent"
+    greedy = "has no effect with evolve.fitness.temperature 0, which samples one completion"
+    drawn = isinstance(init, dict) or init in ("latin_hypercube", "sample")
+    yield from _that_apply(
+        (
+            f"evolve.exploration {exploration.kind}",
+            only_copies and not copies,
+            f"has no effect: it changes only copies, and {nobody}; choose another one of both",
+        ),
+        (
+            "evolve.exploration.rounds",
+            last > population.rounds,
+            f"has an entry for round {last} without effect: population.rounds is "
+            f"{population.rounds}; raise that, or leave it out",
+        ),
+        ("evolve.inherit_optimizer", not inherits, f"has no effect: {nobody}; leave it out"),
+        *(
+            (f"{RANGES}.{name}.start", not drawn and seen.ranges[name].start, NOTHING_DRAWN)
+            for name in seen.ranges.names()
+        ),
+        *(
+            (
                 f"evolve.fitness.{name}",
-                "has no effect with evolve.fitness.temperature 0, where all completions of a "
-                "prompt are equal and one is sampled; leave it out, or give a temperature",
+                not fitness.temperature and getattr(fitness, name) > 1 and _is_given(fitness, name),
+                f"{greedy}; leave it out, or give a temperature",
             )
-    if fitness.racing:
-        yield Finding(
+            for name in ("samples", "test_samples", "final_samples")
+        ),
+        (
             "evolve.fitness.racing",
-            "has no effect with evolve.fitness.temperature 0, where a second evaluation gives the "
-            "same answers; leave it out, or give a temperature",
-        )
-
-
-def _final_samples(seen: Seen) -> Iterator[Finding]:
-    fitness = None if seen.evolve is None else seen.evolve.fitness
-    if fitness is None or not fitness.objectives:
-        return
-    if fitness.final_samples != type(fitness).model_fields["final_samples"].default:
-        yield Finding(
+            fitness.racing and not fitness.temperature,
+            f"{greedy}; leave it out, or give a temperature",
+        ),
+        (
             "evolve.fitness.final_samples",
-            "has no effect with evolve.fitness.objectives, whose winner is an agent of the front "
-            "without a final comparison; leave it out",
-        )
-
-
-TABLE: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
-    *(_clip_coef, _algorithm, _kl_shaping, _batch_size, _still, _engine),
-    *(_exploration, _schedule, _inherit_optimizer, _start, _greedy),
-    _final_samples,
-)
-"""All checks; those about a run find nothing if only the agents' settings are known."""
+            fitness.objectives and _is_given(fitness, "final_samples"),
+            "has no effect with evolve.fitness.objectives, whose winner it never compares",
+        ),
+    )
 
 
 def without_effect(seen: Seen) -> list[Finding]:
     """Return all settings that were given and have no effect."""
-    return [finding for row in TABLE for finding in row(seen)]
+    return [
+        finding
+        for found in (_clip_range, _algorithm, _still, _engine, _run)
+        for finding in found(seen)
+    ]

@@ -288,7 +288,7 @@ BAD_YAML = {
     ),
     "tournament of one": (
         MINIMAL + "population: {size: 1}",
-        "population.size: expected at least 2 agents for a tournament, got 1",
+        "population.size: expected at least 2 agents for selection tournament, got 1",
     ),
     "no model": ("env: sums", "model: missing"),
     "no env": ("model: tiny-sums", "env: missing"),

@@ -76,13 +76,13 @@ def test_another_setting_is_named_by_every_rank(places, name):
 
 def test_other_data_and_another_reward_are_named_by_every_rank(places):
     (places[1] / "my_reward.py").write_text(REWARD + "# another\n")
-    text = run(places, "the file of env.reward: my_reward:score on rank 1 is another one than on")
+    text = run(places, "rank 1 has the file of env.reward: my_reward:score '")
     assert "env.train" not in text
     (places[1] / "train.jsonl").write_text(ROWS + ROWS)
-    text = run(places, "the file of env.train on rank 1 is another one than on rank 0 (sha256 ")
+    text = run(places, "rank 1 has the file of env.train '")
     assert "env.reward" in text
     (places[1] / "train.jsonl").unlink()
-    run(places, "the file of env.train on rank 1 is not there")
+    run(places, "rank 1 has the file of env.train 'missing' where rank 0 has '")
 
 
 def test_another_base_is_named_by_every_rank(places):
@@ -114,7 +114,7 @@ def test_a_command_and_a_number_of_rounds_of_its_own_are_named(places):
     apart = [evo("resume", "run"), evo("run", "population.yaml", "--out", "other")]
     for commands, says in (
         (asked, "rank 1 has rounds 6 where rank 0 has 5"),
-        (apart, "rank 1 was asked to run where rank 0 was asked to resume"),
+        (apart, "rank 1 has the call 'run' where rank 0 has 'resume'"),
     ):
         processes = start(2, "-c", _one_of(commands), places=places, env=env)
         for out, said, code in finish(processes, SECONDS):
@@ -128,7 +128,7 @@ def test_a_resume_with_other_data_is_refused_and_leaves_the_folder_as_it_was(pla
     assert finish(first)[0][2] == 0
     kept = (places[0] / "run" / "population.yaml").read_bytes()
     (places[1] / "train.jsonl").write_text(ROWS + ROWS)
-    says = "the file of env.train on rank 1 is another one than on rank 0"
+    says = "rank 1 has the file of env.train '"
     refused(places, "resume", "run", "--rounds", 5, says=says)
     assert (places[0] / "run" / "population.yaml").read_bytes() == kept
     assert (places[0] / "run" / "summary.json").is_file()

@@ -76,7 +76,7 @@ def test_an_agent_trains_and_is_judged_under_its_own_prompt(tmp_path):
 
 def test_without_a_search_all_agents_have_the_first_prompt(tmp_path):
     nothing = {"evolve__hyperparameters": LR}
-    with pytest.warns(UserWarning, match="all agents have the first, 'plain': search them with"):
+    with pytest.warns(UserWarning, match="of which all agents have the first: search them with"):
         several = run(named(**nothing), out=tmp_path / "several")
     one = run(named(**nothing, env=SUMS), out=tmp_path / "one")
     assert outcome(several) == outcome(one)
@@ -161,7 +161,7 @@ def test_a_population_from_python_searches_prompts(tmp_path):
         rows, exact, prompt="{question}", prompts={"a": {}, "b": {"prompt": "0{question}"}}
     )
     population = two_agents("a", "b")
-    with pytest.raises(ConfigError, match=r"prompt\.choices: expected a prompt by name, got 'a'"):
+    with pytest.raises(ConfigError, match=r"choices: expected one of env\.prompts: none, got 'a'"):
         population.train("sums", **SHORT)
     population.train(env, **SHORT, out=tmp_path / "run")
     (record,) = read_rounds(tmp_path / "run")
@@ -252,12 +252,12 @@ def test_prompts_of_one_row_are_the_same_row_under_each_name(tokenizer):
             {"evolve__hyperparameters": {"prompt": {"choices": ["plain", "swaped"]}}},
             ConfigError,
             "evolve.hyperparameters.prompt.choices: expected one of env.prompts: plain, swapped, "
-            "zero, got 'swaped'. Did you mean 'swapped'?",
+            "zero, got 'swaped'; did you mean 'swapped'?",
         ),
         (
             {"env": SUMS},
             ConfigError,
-            "prompt.choices: expected a prompt by name, got 'plain', but env.prompts has none",
+            "prompt.choices: expected one of env.prompts: none, got 'plain'; add it there",
         ),
         (
             {"evolve__hyperparameters": {"prompt": {"min": 0, "max": 1}}},
@@ -309,7 +309,7 @@ def test_prompts_of_one_row_are_the_same_row_under_each_name(tokenizer):
                 }
             },
             ConfigError,
-            "env.prompts.a: expected prompt, a raw template, or conversation, messages, got both",
+            "env.prompts.a: expected prompt or conversation, got both; remove one",
         ),
     ],
 )

@@ -23,8 +23,6 @@ from evo_grpo.record.config import read_config, read_settings
 from evo_grpo.record.schedule import read_schedule
 from evo_grpo.record.steering import state_of
 from evo_grpo.record.view import view_of
-from evo_grpo.training.inputs.differences import check_whole
-from evo_grpo.training.inputs.recorded_inputs import read_inputs_of
 
 #: Ten lines that stand for 10**9 values.
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -45,7 +43,6 @@ READERS = {
     "steer": state_of,
     "dashboard": StudyCopy,
     "study": study_of,
-    "a resume's comparison": lambda run: check_whole(run, read_inputs_of(run)),
 }
 
 

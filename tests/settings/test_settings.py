@@ -365,8 +365,8 @@ def test_a_start_of_each_agent_survives_the_file():
     [
         (
             ["population.size=1"],
-            "population.size: expected at least 2 agents for a tournament, got 1; raise it, or set "
-            "evolve.selection.kind: none",
+            "population.size: expected at least 2 agents for selection tournament, got 1; raise "
+            "it, or set evolve.selection.kind: none",
         ),
         (
             ["population.size=3", "evolve.selection.size=5"],
@@ -461,19 +461,19 @@ def test_a_start_of_each_agent_survives_the_file():
         ),
         (
             ["env=dataset", "env.reward=m:f"],
-            "env.train: missing; env.kind dataset needs a CSV, JSON, JSONL or Parquet file",
+            "env.train: expected rows for kind dataset, got null; name a CSV, JSON, JSONL or",
         ),
         (
             ["env=dataset", "env.train=a.csv"],
-            "env.reward: missing; env.kind dataset needs a reward function",
+            "env.reward: expected a reward function for kind dataset, got null; for instance",
         ),
         (
             ["env.prompt=x", "env.conversation=[{role: user, content: x}]"],
-            "env.conversation: expected prompt or conversation, got both",
+            "env.conversation: expected null beside prompt, got a list ([Message(role='user'",
         ),
         (
             ["env.reward=m:f", "env.reward_weights=[1, 2]"],
-            "env.reward_weights: expected one weight per function of env.reward (1), got 2",
+            "env.reward_weights: expected one weight per function of env.reward (1), got a list",
         ),
         (
             ["algorithm.max_output_tokens=4", "algorithm.min_output_tokens=5"],
@@ -683,7 +683,10 @@ def test_the_shipped_file_spells_out_what_newcomers_change():
     ("engine", "message"),
     [
         ({"zero": 1}, r"engine\.zero: expected 2 or 3, got 1"),
-        ({"zero": 3, "base": "sharded"}, r"engine\.base: expected replicated with zero 3, .*null"),
+        (
+            {"zero": 3, "base": "sharded"},
+            r"engine\.base: expected replicated with zero 3, .*sharded.*null",
+        ),
         (
             {"zero": 2, "shards": 2},
             r"engine\.shards: expected null or 1 with zero 2, .*leave it out",

@@ -242,7 +242,7 @@ AT = "evolve.hyperparameters"
         (
             {WARMUP: {"min": 0.1, "max": 0.4}},
             {},
-            f"algorithm.lr_schedule: missing; {AT}.{WARMUP} is searched",
+            f"algorithm.lr_schedule: expected a schedule where {AT}.{WARMUP} is searched",
         ),
         (
             {WARMUP: {"min": 0.1, "max": 0.4}},

@@ -298,8 +298,8 @@ AT = "evolve.hyperparameters.lora.r"
         ),
         (
             {"model__lora": {**LORA, "rank_pattern": {"q_proj": 4}}},
-            "model.lora.rank_pattern: expected none where lora.r is searched, since all layers of "
-            "an agent have one rank and alpha, got {'q_proj': 4}; leave it out, or remove evolve",
+            "model.lora.rank_pattern: expected none where lora.r is searched, got {'q_proj': 4}; "
+            "remove it, or evolve.hyperparameters.lora.r",
         ),
         (
             {"model__lora": {**LORA, "alpha_pattern": {"q_proj": 4.0}}},

@@ -2,7 +2,7 @@
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 from evo_grpo.evolve.explore.protocol import Candidate, Changes
 from evo_grpo.evolve.explore.step import lower_lr
@@ -23,6 +23,7 @@ class LowerLROnCopy(Group):
     should lower them. The lr stays inside its range; if lr has no range, it has no lower bound.
     """
 
+    copies_only: ClassVar[bool] = True
     kind: Literal["on_copy"] = setting(
         "on_copy", "A copy lowers the lr; survivors keep their values."
     )

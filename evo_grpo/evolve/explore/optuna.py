@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, final
 
 from pydantic import AfterValidator
 
@@ -61,6 +61,7 @@ class OptunaExploration(Group):
     phase.
     """
 
+    copies_only: ClassVar[bool] = True
     kind: Literal["optuna"] = setting("optuna", "A sampler of Optuna proposes values for copies.")
     sampler: Annotated[str, AfterValidator(_known)] = setting(
         "TPESampler", "A class of `optuna.samplers`."

@@ -2,7 +2,7 @@
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-from typing import TYPE_CHECKING, Literal, cast, final
+from typing import TYPE_CHECKING, ClassVar, Literal, cast, final
 
 from evo_grpo.evolve.explore.protocol import Candidate, Changes
 from evo_grpo.evolve.explore.step import parts, put, step
@@ -26,6 +26,7 @@ class Resample(Group):
     moves to the next one and a name stays. Survivors keep their values.
     """
 
+    copies_only: ClassVar[bool] = True
     kind: Literal["resample"] = setting(
         "resample", "A copy draws or moves each of its hyperparameters."
     )

@@ -121,5 +121,4 @@ class ScheduleExploration(Group):
                 continue
             for one in outside(hparams, hp_config):
                 if one.name in values:
-                    text = f"expected {one.parameter.expected()}, got {one.shown}; {one.remedy}"
-                    yield Problem((*here, one.name), text)
+                    yield Problem((*here, one.name), one.told())

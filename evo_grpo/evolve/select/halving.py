@@ -3,7 +3,7 @@
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.evolve.select.rank import best, rank
@@ -23,6 +23,7 @@ class HalvingSelection(Group):
     which explorations leave unchanged.
     """
 
+    copies: ClassVar[bool] = False
     kind: Literal["halving"] = setting(
         "halving", "The best agents continue, as many as there are places; none is copied."
     )

@@ -3,7 +3,7 @@
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.evolve.select.rank import best
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 class NoSelection(Group):
     """All agents survive and none is copied; with fewer places, the worst agents leave."""
 
+    copies: ClassVar[bool] = False
     kind: Literal["none"] = setting("none", "All agents survive and none is copied.")
 
     def plan(

@@ -13,7 +13,8 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.configs import linear_modules, matched_modules
 from evo_grpo.model.lora.targets import check_targets, settle_targets
 from evo_grpo.schema.patterns import ALL
-from evo_grpo.settings.adapters import missing_layers, unknown_set
+from evo_grpo.schema.problems import unknown_name
+from evo_grpo.settings.adapters import missing_layers
 
 
 @final
@@ -84,7 +85,8 @@ class TargetSets:
                 )
 
     def _declared_as(self, name: str) -> str | Sequence[str]:
-        if text := unknown_set(name, list(self._declared)):
+        if name not in self._declared:
+            text = unknown_name(name, self._declared, "model.lora.target_sets")
             raise ConfigError(f"lora.target_modules: {text}")
         return self._declared[name]
 

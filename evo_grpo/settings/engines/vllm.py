@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BeforeValidator
 
-from evo_grpo.schema.group import PlainMapping, setting
+from evo_grpo.schema.group import PlainMapping, contradictions, setting
 from evo_grpo.schema.problems import Problem
 from evo_grpo.settings.engines.declaration import RolloutSettings
 from evo_grpo.settings.engines.memory import Device, EngineLoad, Part
@@ -156,21 +156,16 @@ class VLLMSettings(RolloutSettings):
                 if name in type(self).model_fields:
                     text = f"use engine.vllm.{name} instead"
                 yield Problem(("options", name), text)
-        if self.sleep_level and device == "cpu":
-            text = f"expected 0 with engine.device: cpu, which cannot sleep, got {self.sleep_level}"
-            yield Problem(("sleep_level",), text)
-        if self.devices is not None and len(self.devices) < self.tensor_parallel_size:
-            text = (
-                f"expected at least tensor_parallel_size ({self.tensor_parallel_size}) devices, "
-                f"got {len(self.devices)}"
-            )
-            yield Problem(("devices",), text)
+        size, awake = self.tensor_parallel_size, self.sleep_level and device == "cpu"
         rank = 0 if lora is None else max([lora.r, *lora.rank_pattern.values()])
-        if self.max_lora_rank is not None and self.max_lora_rank < rank:
-            text = (
-                f"expected at least {rank}, the largest rank of an agent, got {self.max_lora_rank}"
-            )
-            yield Problem(("max_lora_rank",), text)
+        few, low = len(self.devices or range(size)) < size, (self.max_lora_rank or rank) < rank
+        devices = f"at least tensor_parallel_size ({size}) devices"
+        yield from contradictions(
+            self,
+            ("sleep_level", awake, "0 with engine.device: cpu", "leave it out"),
+            ("devices", few, devices, "name more of them"),
+            ("max_lora_rank", low, f"at least {rank}, the largest rank of an agent", "raise it"),
+        )
 
     def missing(self) -> Iterator[str]:
         """Yield a warning if vLLM, or the Python that runs it, is missing."""

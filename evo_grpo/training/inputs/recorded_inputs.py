@@ -25,7 +25,7 @@ from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.places import find
 from evo_grpo.population.ranks.team import Team
 from evo_grpo.record.digests import sha256_of
-from evo_grpo.record.files import reading, unseal
+from evo_grpo.record.files import reading, to_line, unseal
 from evo_grpo.record.names import INPUTS
 from evo_grpo.record.plain import read_plain
 from evo_grpo.schema.validated import validated
@@ -65,8 +65,7 @@ class Inputs:
             modules of rewards, environments and strategies, and the modules from which these import
             them; None if the file was not found.
         software: Versions of Python and of the packages, the processor, and the number of threads.
-        changes: Changes since the start of the run, each with the round from which it applies;
-            `filled_in` marks a setting that the recording version of evo-grpo did not have.
+        changes: Changes since the start of the run, each with the round from which it applies.
         format: Version of this record.
         places: Path of each file of the user when the run began, for messages alone: it may come
             from a stranger.
@@ -156,19 +155,13 @@ def flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 
 def _check_numbers_of_rounds(inputs: Inputs) -> None:
     """Raise ValueError unless settings and changes give valid numbers of rounds."""
-    if type(inputs.settings.get(ROUNDS)) is not int:
-        raise ValueError(
-            f"settings: expected an integer for {ROUNDS}, got {shown(inputs.settings.get(ROUNDS))}"
-        )
-    for number, one in enumerate(inputs.changes):
-        whole = ["round", *(["from", "to"] if one.get("name") == ROUNDS else [])]
-        if not {"name", "round", "from", "to"} <= set(one) or any(
-            type(one[name]) is not int for name in whole
-        ):
-            raise ValueError(
-                f"changes[{number}]: expected a name, a round, and what it was and became, got "
-                f"{shown(dict(one))}"
-            )
+    numbers = [inputs.settings.get(ROUNDS)]
+    for one in inputs.changes:
+        if not {"name", "round", "from", "to"} <= set(one):
+            raise ValueError(f"changes: expected name, round, from and to, got {shown(dict(one))}")
+        numbers += [one["round"], *((one["from"], one["to"]) if one["name"] == ROUNDS else ())]
+    if wrong := [number for number in numbers if type(number) is not int]:
+        raise ValueError(f"expected integers as numbers of rounds, got {shown(wrong[0])}")
 
 
 def _files(config: RunConfig) -> Iterator[tuple[str, Path | None]]:
@@ -233,6 +226,19 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what differs between two mappings: name, value before, value after; None for none."""
+    for name in {**before, **after}:
+        both = name in before and name in after
+        if not both or _canonical(before[name]) != _canonical(after[name]):
+            yield name, before.get(name), after.get(name)
+
+
+def _canonical(value: object) -> str:
+    """Return a value as JSON, which distinguishes `true`, 1 and 1.0."""
+    return to_line(value, sort_keys=True)
+
+
 def check_same_run(
     team: Team, call: str, given: Mapping[str, Any], config: RunConfig | None = None
 ) -> None:
@@ -245,7 +251,8 @@ def check_same_run(
         ConfigError: Raised on all ranks; it names a rank and what differs.
     """
     if team.size > 1:
-        _check_ranks(team.gather({"": call, **given, **_compared_settings(config)}))
+        settings = {} if config is None else _compared(config)
+        _check_ranks(team.gather({"the call": call, **given, **settings}))
 
 
 def check_same_files(team: Team, config: RunConfig) -> None:
@@ -254,58 +261,34 @@ def check_same_files(team: Team, config: RunConfig) -> None:
         _check_ranks(team.gather(_compared_files(inputs_of(config))))
 
 
-def _compared_settings(config: RunConfig | None) -> Mapping[str, Any]:
-    if config is None:
-        return {}
+def _compared(config: RunConfig) -> Mapping[str, Any]:
     now = inputs_of(config)
-    settings = dict(now.settings)
-    device = settings["engine.device"]
-    if isinstance(device, str):  # each rank may take another device
-        settings["engine.device"] = device.partition(":")[0]
+    settings = {name: value for name, value in now.settings.items() if name not in _OF_MACHINE}
+    # Each rank may take another device.
+    settings["engine.device"] = str(settings["engine.device"]).partition(":")[0]
     for name in ("model.name", "model.adapter"):
         place = settings.get(name)
         if isinstance(place, str) and Path(place).exists():  # the content is compared once loaded
             settings[name] = "a path"
-    compared = {name: value for name, value in settings.items() if name not in _OF_MACHINE}
-    return {**compared, **_compared_files(now)}
+    return {**settings, **_compared_files(now)}
 
 
 def _compared_files(now: Inputs) -> Mapping[str, Any]:
     """Return the digests of the files that a run reads, and the version, by name in errors."""
-    found = {f"the file of {name}": digest for name, digest in now.files.items()}
+    found = {f"the file of {name}": digest or "missing" for name, digest in now.files.items()}
     return {**found, "the version of evo-grpo": now.software["evo-grpo"]}
 
 
 def _check_ranks(parts: Sequence[Mapping[str, Any]]) -> None:
     unlike = [
-        text for rank, given in enumerate(parts) for text in _differences(rank, given, parts[0])
+        f"rank {rank} has {name} {shown(mine)} where rank 0 has {shown(theirs)}"
+        for rank, given in enumerate(parts)
+        for name, theirs, mine in changed(parts[0], given)
     ]
     if unlike:
-        more = len(unlike) - _MOST
-        listed = "; ".join(unlike[:_MOST]) + (f"; and {more} more" if more > 0 else "")
+        more = f"; and {len(unlike) - _MOST} more" if len(unlike) > _MOST else ""
         raise ConfigError(
-            f"ranks: expected the same run on all {len(parts)}, got others: {listed}. Start all "
-            "ranks with the same settings, data and code"
+            f"ranks: expected the same run on all {len(parts)}, got others: "
+            f"{'; '.join(unlike[:_MOST])}{more}. Start all ranks with the same settings, data and "
+            "code"
         )
-
-
-def _differences(rank: int, given: Mapping[str, Any], first: Mapping[str, Any]) -> Iterator[str]:
-    for name in (*first, *(name for name in given if name not in first)):
-        mine, theirs = given.get(name), first.get(name)
-        if mine == theirs and type(mine) is type(theirs):
-            continue
-        if not name:
-            yield f"rank {rank} was asked to {mine} where rank 0 was asked to {theirs}"
-            return  # other differences follow from the different commands
-        if name.startswith("the file"):
-            yield f"{name} on rank {rank} is {_unlike(mine, theirs)}"
-        else:
-            yield f"rank {rank} has {name} {shown(mine)} where rank 0 has {shown(theirs)}"
-
-
-def _unlike(mine: str | None, theirs: str | None) -> str:
-    if mine is None:
-        return "not there"
-    if theirs is None:
-        return "there, and on rank 0 it is not"
-    return f"another one than on rank 0 (sha256 {mine[:12]} and {theirs[:12]})"

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from evo_grpo.errors import ConfigError, EvoGrpoError
 from evo_grpo.schema.hparams import LORA
 from evo_grpo.settings import RunConfig
+from evo_grpo.settings.cross_checks import LEAST_PARTS
 from evo_grpo.settings.engine import DECODE_ROWS
-from evo_grpo.settings.engine_checks import LEAST_PARTS
 from evo_grpo.training.sizing.gpus import Gpu
 from evo_grpo.training.sizing.memory import Device, MemoryPlan, total
 from evo_grpo.training.sizing.model_size import ModelSize

@@ -84,8 +84,8 @@ def test_bad_entries_are_named_before_anything_trains(rounds, expected):
 
 
 def test_an_entry_after_the_last_round_is_warned_of():
-    found = [text for text in warnings(configured([{"round": 9, "lr": 1e-3}])) if "round 9" in text]
+    found = [text for text in warnings(configured([{"round": 9, "lr": 1e-3}])) if "rounds" in text]
     assert found == [
-        "evolve.exploration.rounds has an entry without effect: round 9 is never played, since "
-        "population.rounds is 6; raise that, or leave the entry out"
+        "evolve.exploration.rounds has an entry for round 9 without effect: population.rounds is "
+        "6; raise that, or leave it out"
     ]

@@ -25,7 +25,7 @@ def config(*, lora=None, **engine):
         ({"vllm": {"sleep_level": 2}, "device": "cpu"}, "vllm.sleep_level: expected 0 with engine"),
         (
             {"vllm": {"devices": [1], "tensor_parallel_size": 2}},
-            r"vllm.devices: expected at least tensor_parallel_size \(2\) devices, got 1",
+            r"vllm.devices: expected at least tensor_parallel_size \(2\) devices, got a list",
         ),
         (
             {"vllm": {"options": {"seed": 1}}},
