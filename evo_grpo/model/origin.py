@@ -13,7 +13,6 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
@@ -125,16 +124,6 @@ def global_hook() -> str | None:
         hooks: dict[int, object] = getattr(torch_modules, name, None) or {}
         if any(not _observes(hook) for hook in hooks.values()):
             return name[1:].removesuffix("s").replace("_", " ")
-    return None
-
-
-def replaced_product() -> str | None:
-    """Return a replaced function of torch that the layers call, or None."""
-    functional: Any = torch.nn.functional
-    names = ("linear", "silu", "gelu", "embedding", "softmax", "scaled_dot_product_attention")
-    for name in names:
-        if not from_libraries(getattr(functional, name)):
-            return f"torch.nn.functional.{name}"
     return None
 
 
