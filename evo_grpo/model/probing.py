@@ -103,25 +103,20 @@ def watch_linear_inputs(
         for name, module in model.named_modules()
         if id(module) in inside and isinstance(module, nn.Linear | Conv1D)
     }
-    seen = _Inputs(len(ids))
-    hidden = seen.during(watched, lambda: run(ids))
-    kinds = {name: _kind(seen.shapes.get(name, []), ids) for name in watched}
+    hidden, seen = _inputs(watched, run, ids)
+    kinds = {name: _kind([tuple(x.shape) for x in xs], ids) for name, xs in seen.items()}
     doubtful = {name: watched[name] for name, kind in kinds.items() if kind == "flat"}
-    if doubtful:
-        # Flat rows may lie in any order. With the rows swapped, the inputs must be swapped.
-        before, after = _Inputs(len(ids), keep=True), _Inputs(len(ids), keep=True)
-        before.during(doubtful, lambda: run(ids))
-        after.during(doubtful, lambda: run(ids.flip(0)))
-        for name in doubtful:
-            pairs = zip(before.values[name], after.values[name], strict=False)
-            same = len(before.values[name]) == len(after.values[name]) and all(
-                one.shape == other.shape
-                and relative_error(by_rows(one, len(ids)).flip(0), by_rows(other, len(ids)))
-                <= tolerance(one)
-                for one, other in pairs
-            )
-            if not same:
-                kinds[name] = "tokens in an order of their own"
+    # Flat rows may lie in any order. With the rows swapped, the inputs must be swapped.
+    swapped = _inputs(doubtful, run, ids.flip(0))[1] if doubtful else {}
+    for name, others in swapped.items():
+        same = len(seen[name]) == len(others) and all(
+            one.shape == other.shape
+            and relative_error(by_rows(one, len(ids)).flip(0), by_rows(other, len(ids)))
+            <= tolerance(one)
+            for one, other in zip(seen[name], others, strict=True)
+        )
+        if not same:
+            kinds[name] = "tokens in an order of their own"
     return hidden, kinds
 
 
@@ -130,37 +125,30 @@ def by_rows(x: Tensor, rows: int) -> Tensor:
     return x.reshape(rows, -1, x.shape[-1])
 
 
-class _Inputs:
-    """Record the shapes, and optionally the values, of the inputs of some modules."""
+def _inputs(
+    modules: Mapping[str, nn.Module], run: Callable[[Tensor], Tensor], ids: Tensor
+) -> tuple[Tensor, dict[str, list[Tensor]]]:
+    """Return the hidden states of rows, and the inputs of modules.
 
-    def __init__(self, rows: int, *, keep: bool = False) -> None:
-        self.rows = rows
-        self.keep = keep
-        self.shapes: dict[str, list[tuple[int, ...]]] = {}
-        self.values: dict[str, list[Tensor]] = {}
+    Those by rows are without memory, and a number stands for a call of another kind: some classes
+    named Linear return a tuple (a router) or multiply in groups.
+    """
+    seen: dict[str, list[Tensor]] = {name: [] for name in modules}
 
-    def during(self, modules: Mapping[str, nn.Module], run: Callable[[], Tensor]) -> Tensor:
-        hooks = [
-            module.register_forward_hook(partial(self._note, name))
-            for name, module in modules.items()
-        ]
-        try:
-            return run()
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _note(self, name: str, module: nn.Module, args: tuple[Any, ...], result: object) -> None:
+    def note(name: str, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:  # noqa: ANN401 -- of any layer
         x = args[0] if args else None
-        shapes = self.shapes.setdefault(name, [])
-        # Some classes named Linear return a tuple (a router) or multiply in groups.
-        if not isinstance(x, Tensor) or not isinstance(result, Tensor):
-            shapes.append(())
-            return
-        features = getattr(module, "out_features", result.shape[-1])
-        shapes.append(tuple(x.shape) if result.shape == (*x.shape[:-1], features) else ())
-        if self.keep:
-            self.values.setdefault(name, []).append(x.detach().clone())
+        known = isinstance(x, Tensor) and isinstance(result, Tensor)
+        features = getattr(module, "out_features", result.shape[-1]) if known else None
+        known = known and result.shape == (*x.shape[:-1], features)
+        x = x.detach() if known else torch.zeros(())
+        seen[name].append(x.to("meta") if x.ndim > 1 and len(x) == len(ids) else x.clone())
+
+    hooks = [m.register_forward_hook(partial(note, name)) for name, m in modules.items()]
+    try:
+        return run(ids), seen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _kind(shapes: list[tuple[int, ...]], ids: Tensor) -> str:
