@@ -136,7 +136,7 @@ def _inputs(
     seen: dict[str, list[Tensor]] = {name: [] for name in modules}
 
     def note(name: str, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:  # noqa: ANN401 -- of any layer
-        x = args[0] if args else None
+        x: Any = args[0] if args else None
         known = isinstance(x, Tensor) and isinstance(result, Tensor)
         features = getattr(module, "out_features", result.shape[-1]) if known else None
         known = known and result.shape == (*x.shape[:-1], features)
