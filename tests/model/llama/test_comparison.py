@@ -5,10 +5,10 @@ import pytest
 import tiny
 import torch
 from altered_llamas import BEFORE, BUILDS, CACHE_ALONE, code_of
+from transformers.activations import ACT2FN
 
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.llama.choice import departures_of, find_departures
-from evo_grpo.model.llama.comparison import find_difference
+from evo_grpo.model.llama.choice import departures_of, find_departures, find_difference
 from evo_grpo.model.llama.weights import LlamaWeights
 
 #: What the joined layers compute too, or what is outside of them.
@@ -95,6 +95,10 @@ def another_gelu(model):
     model.model.layers[0].mlp.act_fn = torch.nn.GELU()
 
 
+def activation_of_another_family(model):
+    model.model.layers[0].mlp.act_fn = ACT2FN["gelu_pytorch_tanh"]
+
+
 def plain_norm(model):
     norm = model.model.layers[0].pre_feedforward_layernorm
     kind = type(norm)
@@ -117,6 +121,7 @@ def another_window(model):
         ("granite", another_embedding, "what comes before layer 0 differs by "),
         ("olmo3", norms_in_another_place, "layers.1 is a "),
         ("gemma3", another_gelu, "layers.0.mlp.act_fn is a "),
+        ("qwen3", activation_of_another_family, "layer 0 differs by "),
         ("gemma3", plain_norm, "layers.0.pre_feedforward_layernorm is a "),
         ("olmo3", another_window, "one of its layers has a window of 5, not 6"),
     ],
