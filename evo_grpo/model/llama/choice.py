@@ -167,29 +167,31 @@ def _inspect(base: SharedBase) -> tuple[list[str], list[object]]:
     # These are called, not read.
     called = AdaptedLinear, code[family.name + "RotaryEmbedding"]
     kinds.add(AdaptedLinear)
+    like = nn.Parameter, base.dtype, base.device
     modules: list[nn.Module] = [trunk]
     for module in modules:
-        own = vars(module)
-        adapted = type(module) is AdaptedLinear
-        modules += [module.base_layer] if adapted else own["_modules"].values()
-        if what := _departure(module, kinds, trunk.config, base.head.weight):
+        own, kind = vars(module), type(module)
+        children: dict[str, nn.Module] = own["_modules"]
+        modules += [children["base_layer"]] if kind is AdaptedLinear else children.values()
+        if what := _departure(module, kinds, trunk.config, like):
             name = next(name for name, one in base.model.named_modules() if one is module)
             found.append(f"{name} {what}")
-        if type(module) not in called:
-            values.append(type(module))
-            values += [weight is None for weight in own["_parameters"].values()]
+        if kind not in called:
+            values += [kind, *(weight is None for weight in own["_parameters"].values())]
+        if kind not in called and kind is not nn.Linear:  # its weight says all
             values += [v for k, v in own.items() if k not in _STATE and isinstance(v, _VALUES)]
-    for layer, kind in () if found else zip(layers_of(base), description.layers, strict=False):
+    for layer, of in () if found else zip(layers_of(base), description.layers, strict=False):
         # A row within the window, as that of the comparison, does not show another one.
-        window = getattr(layer.self_attn, "sliding_window", kind.window)
-        if window != kind.window:
-            found.append(f"one of its layers has a window of {window}, not {kind.window}")
+        window = getattr(layer.self_attn, "sliding_window", of.window)
+        if window != of.window:
+            found.append(f"one of its layers has a window of {window}, not {of.window}")
     return found, values
 
 
 def _departure(
-    module: nn.Module, kinds: set[type[nn.Module]], config: object, head: Tensor
+    module: nn.Module, kinds: set[type[nn.Module]], config: object, weights: tuple[object, ...]
 ) -> str | None:
+    """Return how a module differs; `weights` has the class, dtype and device of weights."""
     if type(module) not in kinds:
         return f"is a {_name(module)}, which is not of the library"
     if (what := tampered(module)) is not None:
@@ -198,11 +200,7 @@ def _departure(
     if own.get("config", config) is not config:
         return "has a configuration of its own"
     for name, weight in own["_parameters"].items():
-        if weight is not None and (
-            type(weight) is not nn.Parameter
-            or weight.dtype != head.dtype
-            or weight.device != head.device
-        ):
+        if weight is not None and (type(weight), weight.dtype, weight.device) != weights:
             return f"has a {name} of another kind than the head"
     return None
 
