@@ -10,44 +10,30 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
+_turn = threading.RLock()
+"""Held by the thread that loads or waits to load: no further one begins to compute."""
 _change = threading.Condition()
 _computing = Counter[int]()
 """Threads within `beside_no_load`, and how deep."""
-_waiting = 0
-"""Threads that wait to load: no further one begins to compute."""
-_loads: list[int] = []
-"""The thread that loads, once for each load within another."""
 
 
 @contextmanager
 def loading() -> Generator[None]:
     """Load alone: wait for other loads and for what computes, and let what comes wait."""
-    global _waiting
     me = threading.get_ident()
-    with _change:
-        _waiting += 1
-        try:
-            _change.wait_for(lambda: not ({*_loads, *_computing} - {me}))
-            _loads.append(me)
-        finally:
-            _waiting -= 1
-            _change.notify_all()
-    try:
-        yield
-    finally:
+    with _turn:
         with _change:
-            _loads.pop()
-            _change.notify_all()
+            _change.wait_for(lambda: not (_computing.keys() - {me}))
+        yield
 
 
 @contextmanager
 def beside_no_load() -> Generator[None]:
     """Compute while no other thread loads; several threads may compute at once."""
     me = threading.get_ident()
-    with _change:
-        _change.wait_for(lambda: me in {*_loads, *_computing} or not (_loads or _waiting))
+    with nullcontext() if me in _computing else _turn, _change:
         _computing[me] += 1
     try:
         yield

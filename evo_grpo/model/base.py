@@ -20,7 +20,7 @@ from evo_grpo.errors import ConfigError, ModelError, ShapeError
 from evo_grpo.model.loading import from_pretrained, merge_dtype_keywords, pick_device, pick_dtype
 from evo_grpo.model.logprobs import linear_logprobs, module_logprobs
 from evo_grpo.model.origin import is_plain_linear
-from evo_grpo.model.probing import COLUMNS, LATE, check_forward, probe_ids
+from evo_grpo.model.probing import check_forward, columns_of_probe, probe_ids
 from evo_grpo.model.quantized import (
     Quantization,
     is_quantized,
@@ -416,10 +416,10 @@ class SharedBase:
         )
 
     def _check_forward(self) -> dict[str, str]:
-        columns = min(COLUMNS, self.context_length or COLUMNS)
+        columns = columns_of_probe(self.model, self.context_length)
         ids = probe_ids(self.vocabulary, columns=columns, avoid=(self.pad_id, *self.eos_ids))
         parts = self.name, self.model, self.trunk, self.hidden, self.logits
-        return check_forward(*parts, ids.to(self.device), self.context_length or LATE)
+        return check_forward(*parts, ids.to(self.device))
 
     def _check_ids(self) -> None:
         """Raise ModelError if an end or padding id is outside of the vocabulary."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
@@ -27,12 +26,6 @@ _OBSERVERS = (
     ("transformers.utils.output_capturing", "output_capturing_hook"),
     ("transformers.modeling_utils", "make_inputs_require_grads"),
     ("torch.utils.module_tracker", ""),
-)
-_GLOBAL_HOOKS = (
-    "_global_forward_hooks",
-    "_global_forward_pre_hooks",
-    "_global_backward_hooks",
-    "_global_backward_pre_hooks",
 )
 
 
@@ -79,13 +72,10 @@ def class_from_libraries(kind: type) -> bool:
 def foreign_functions(namespace: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of a module's functions that do not belong to torch or transformers."""
     for name, value in namespace.items():
-        if name.startswith("__"):
-            # The module's own code calls no function of that name: torch.compile stores functions
-            # there that it compiled for another model of the process.
-            continue
-        if value is dataclass:
-            continue  # of Python, and called when a module is imported
-        if isinstance(value, FunctionType) and not from_libraries(value):
+        # torch.compile stores what it compiled for another model of the process under names with
+        # two underscores; `dataclass` is called when a module is imported.
+        own = isinstance(value, FunctionType) and not name.startswith("__")
+        if own and value is not dataclass and not from_libraries(value):
             yield name
 
 
@@ -97,17 +87,8 @@ def tampered(module: nn.Module) -> str | None:
     own = vars(module)
     if not own.keys().isdisjoint(_SHADOWS):
         return "has a forward of its own"
-    if (
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-    ):
-        for name in _HOOKS:
-            for hook in own[name].values():
-                if not _observes(hook):
-                    return f"has a {name[1:].removesuffix('s').replace('_', ' ')}"
-    return None
+    hook = _hook(own)
+    return None if hook is None else f"has a {hook}"
 
 
 def is_plain_linear(module: nn.Module) -> bool:
@@ -121,20 +102,14 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 def global_hook() -> str | None:
     """Return the kind of a hook on all modules of the process, or None without one."""
-    for name in _GLOBAL_HOOKS:
-        hooks: dict[int, object] = getattr(torch_modules, name, None) or {}
-        if any(not _observes(hook) for hook in hooks.values()):
-            return name[1:].removesuffix("s").replace("_", " ")
-    return None
+    return _hook(vars(torch_modules), "_global")
 
 
-def replaced_product() -> str | None:
-    """Return a replaced function of torch that the layers call, or None."""
-    functional: Any = torch.nn.functional
-    names = ("linear", "silu", "gelu", "embedding", "softmax", "scaled_dot_product_attention")
-    for name in names:
-        if not from_libraries(getattr(functional, name)):
-            return f"torch.nn.functional.{name}"
+def _hook(holder: Mapping[str, Any], prefix: str = "") -> str | None:
+    for name in _HOOKS:
+        hooks = holder[prefix + name]
+        if hooks and not all(map(_observes, hooks.values())):
+            return f"{prefix}{name}"[1:].removesuffix("s").replace("_", " ")
     return None
 
 

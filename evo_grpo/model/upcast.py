@@ -8,8 +8,9 @@ restored when it is left, so that one more layer has to fit into memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,25 +27,42 @@ def in_float32(trunk: nn.Module) -> Generator[None]:
     Embeddings look up in their own dtype, since a table may be larger than any layer; only their
     output is converted. Afterwards the weights are the same tensors in the same memory.
     """
-    widened = _Widened()
+    kept: list[list[tuple[Tensor, Tensor]]] = []
     hooks: list[Any] = []
+
+    def enter(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, whole: bool
+    ) -> tuple[Any, Any]:
+        # Stored before it is filled, so that it is restored if memory runs out in the middle.
+        kept.append([])
+        for tensor in (*module.parameters(recurse=whole), *module.buffers(recurse=whole)):
+            if tensor.dtype in HALF:  # a shared layer may be converted already
+                own = tensor.data
+                tensor.data = own.float()
+                kept[-1].append((tensor, own))
+        return _widen(args), _widen(kwargs)
+
+    def leave(*_: object) -> None:
+        for tensor, own in kept.pop():
+            tensor.data = own
+
     with torch.no_grad():
         try:
             for module, whole in _units(trunk):
                 if isinstance(module, nn.Embedding):
-                    hooks.append(module.register_forward_hook(_widen_result))
+                    hooks.append(module.register_forward_hook(lambda *call: _widen(call[-1])))
                     continue
+                begin = partial(enter, whole=whole)
                 hooks += [
-                    module.register_forward_pre_hook(
-                        widened.entering(whole=whole), with_kwargs=True, prepend=True
-                    ),
-                    module.register_forward_hook(widened.leaving),
+                    module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
+                    module.register_forward_hook(leave),
                 ]
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-            widened.put_back_all()
+            while kept:  # after an exception, the exit hooks of the modules have not run
+                leave()
 
 
 def _units(trunk: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
@@ -60,44 +78,6 @@ def _units(trunk: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
         else:
             yield from _units(module)
     yield trunk, False
-
-
-class _Widened:
-    """Weights that are in float32 at present, and their original tensors."""
-
-    def __init__(self) -> None:
-        self.kept: list[list[tuple[Tensor, Tensor]]] = []
-
-    def entering(self, *, whole: bool) -> Callable[..., tuple[Any, Any]]:
-        def enter(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[Any, Any]:
-            kept: list[tuple[Tensor, Tensor]] = []
-            # Stored before it is filled, so that it is restored if memory runs out in the middle.
-            self.kept.append(kept)
-            for tensors in (module.parameters(recurse=whole), module.buffers(recurse=whole)):
-                for tensor in tensors:
-                    # A shared layer may be converted already.
-                    if tensor.dtype in HALF:
-                        own = tensor.data
-                        tensor.data = own.float()
-                        kept.append((tensor, own))
-            return _widen(args), _widen(kwargs)
-
-        return enter
-
-    def leaving(self, *_: object) -> None:
-        for tensor, own in self.kept.pop():
-            tensor.data = own
-
-    def put_back_all(self) -> None:
-        # After an exception, the exit hooks of the modules have not run.
-        while self.kept:
-            self.leaving()
-
-
-def _widen_result(_: nn.Module, __: tuple[Any, ...], result: Any) -> Any:  # noqa: ANN401 -- of any embedding
-    return _widen(result)
 
 
 def _widen(given: Any) -> Any:  # noqa: ANN401 -- what layers hand each other

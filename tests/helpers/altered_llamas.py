@@ -186,7 +186,8 @@ def dropout_in_one_mlp(model, patch):
 
 
 def bias_in_one_layer(model, patch):
-    model.model.layers[0].mlp.up_proj.bias = nn.Parameter(tiny.noise((48,), 5))
+    up = model.model.layers[0].mlp.up_proj
+    getattr(up, "base_layer", up).bias = nn.Parameter(tiny.noise((48,), 5), requires_grad=False)
 
 
 def temperature_by_layer(model, patch):
@@ -270,6 +271,7 @@ AFTER = {
         forward_of_one_instance,
         temperature_by_layer,
         scaling_of_one_attention,
+        bias_in_one_layer,
         replaced_norm,
         replaced_weight,
     )

@@ -1,58 +1,129 @@
-"""The choice between the joined layers of the Llama family and a base's own modules."""
+"""The choice between the joined layers of the Llama family and a base's own modules.
+
+The joined layers use a model's weights and compute the same as the `families` of transformers. A
+model of such a type may compute something else: it may have another norm or activation, another
+`scaling`, a hook, a patched attention, or code from a hub folder. Before each generation and each
+learn pass, since a hook may be registered at any time, the classes of its modules, their hooks and
+the origin of their code are inspected. The numbers are compared once for the values that the
+modules have: one row goes through the modules, and each layer is compared with the joined layer on
+the same input, since a difference in one layer may vanish in the sum of all. The row is long, since
+a difference may appear at late positions only. Small models use a longer one and compare the
+gradient too.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
+from importlib import import_module
+from types import NoneType
+from typing import Any
 
+import torch
+from peft.tuners.lora import Linear as AdaptedLinear
 from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import masking_utils
+from transformers.activations import ACT2FN
+from transformers.integrations import sdpa_attention
 
 from evo_grpo.errors import ModelError
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.llama.comparison import find_difference
-from evo_grpo.model.llama.departures import Departure, find_departure
-from evo_grpo.model.llama.weights import is_llama_family
-from evo_grpo.model.origin import tampered
+from evo_grpo.model.forward.chunks import make_chunks
+from evo_grpo.model.forward.fused import population_forward
+from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.llama.attention import Attention
+from evo_grpo.model.llama.families import LayerKind, describe
+from evo_grpo.model.llama.kernels import Span, linear
+from evo_grpo.model.llama.train import attention_of, normalized, normalized_heads, run_layer
+from evo_grpo.model.llama.weights import (
+    JoinedLayer,
+    JoinedLinear,
+    LlamaWeights,
+    is_llama_family,
+    layers_of,
+)
+from evo_grpo.model.origin import (
+    class_from_libraries,
+    foreign_functions,
+    from_libraries,
+    global_hook,
+    tampered,
+)
+from evo_grpo.model.out_of_memory import is_out_of_memory
+from evo_grpo.model.probing import (
+    CANNOT_RUN,
+    own_generator,
+    probe_ids,
+    relative_error,
+    tolerance,
+)
+from evo_grpo.model.upcast import HALF, in_float32
 
 _log = logging.getLogger(__name__)
 _DIFFERENCE, _SAID, _WHOLE = "llama difference", "llama departures", "hooks of the whole"
+#: Classes of modules besides those that the code of a family defines.
+_KINDS = (
+    nn.Linear,
+    nn.Embedding,
+    nn.ModuleList,
+    type(ACT2FN["silu"]),
+    type(ACT2FN["gelu_pytorch_tanh"]),
+)
+#: Attributes that say how a module is used, and the types of those that it computes with.
+_STATE = frozenset({*vars(nn.Module()), "gradient_checkpointing"})
+_VALUES = (int, float, str, NoneType)
+#: Minimum and maximum tokens of the row, and tokens times weights of the layers in between.
+_LEAST, _MOST, _PRODUCTS = 24, 160, 1 << 26
+#: Number of weights in the layers up to which a model also compares the gradient of each layer.
+_SMALL = 1 << 24
+#: Lower bound of a layer's update, as a share of its input, for relative errors: below it, the
+#: rounding of the sum dominates.
+_SHARE = 1e-2
+#: One row without adapters.
+_ALONE = RowLayout((None,), (1,))
 
 
 def takes_fast_path(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> bool:
     """Return whether the joined layers compute what a base's own modules compute.
 
-    This is checked before each generation and each learn pass, since hooks may be registered at any
-    time; the numbers are compared once. If the answer is no, the reason is logged once. A hook on
-    the whole model, which the population forward does not call, raises ModelError.
+    If not, the reason is logged once. A hook on the whole model, which the population forward does
+    not call, raises ModelError.
     """
     _refuse_hook_on_the_whole(base)
     if not base.specialized or not is_llama_family(base):
         return False
-    found = departure_of(base, adapted)
-    if found is None:
+    found = departures_of(base, adapted)
+    if not found:
         return True
     said: set[str] = base.derived.setdefault(_SAID, set())
-    if found.what not in said:
-        said.add(found.what)
+    if found[0] not in said:
+        said.add(found[0])
         _log.warning(
             "model %r (%s): computed by its own modules, not by the faster layers of the Llama "
             "family: %s",
             base.name,
             type(base.model).__name__,
-            found.what,
+            found[0],
         )
     return False
 
 
-def departure_of(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> Departure | None:
-    """Return how a base of the family differs from its type, in code or numbers, or None."""
-    found = find_departure(base)
-    if found is not None:
-        return found
-    if _DIFFERENCE not in base.derived:
-        base.derived[_DIFFERENCE] = find_difference(base, adapted)
-    difference: str | None = base.derived[_DIFFERENCE]
-    return None if difference is None else Departure(difference, masks=True)
+def departures_of(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> tuple[str, ...]:
+    """Return how a base of the family differs from its type, in code or numbers, as clauses."""
+    found, values = _inspect(base)
+    if found:
+        return tuple(found)
+    kept: tuple[list[object], str | None] | None = base.derived.get(_DIFFERENCE)
+    if kept is None or kept[0] != values:
+        kept = base.derived[_DIFFERENCE] = values, find_difference(base, adapted)
+    return () if kept[1] is None else (kept[1],)
+
+
+def find_departures(base: SharedBase) -> tuple[str, ...]:
+    """Return how a base of the family differs from its type in code, without running it."""
+    return tuple(_inspect(base)[0])
 
 
 def _refuse_hook_on_the_whole(base: SharedBase) -> None:
@@ -69,3 +140,241 @@ def _refuse_hook_on_the_whole(base: SharedBase) -> None:
             f"below run apart; put it on model.{base.model.base_model_prefix} or on the head, or "
             "remove it"
         )
+
+
+def _inspect(base: SharedBase) -> tuple[list[str], list[object]]:
+    """Return how a base of the family differs in code, and the values that its modules use.
+
+    This takes two milliseconds.
+    """
+    trunk, config = base.trunk, base.model.config
+    description = describe(config)
+    assert description is not None, "the base is of no family"
+    family = description.family
+    code = vars(import_module(f"transformers.models.{family.module}.modeling_{family.module}"))
+    names = ("DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding", family.trunk)
+    parts: list[type[nn.Module]] = [code[family.name + name] for name in names]
+    if family.embedding:
+        parts.append(code[family.name + family.embedding])
+    kinds = {*_KINDS, *parts}
+    found = list(_of_code(code, kinds, getattr(trunk.config, "_attn_implementation", None)))
+    if type(trunk) is not code[family.name + family.trunk]:
+        return [f"model is a {_name(trunk)}, which is not of the library", *found], []
+    if trunk.config is not config and trunk.config != config:
+        found.append("model.config is not the configuration of the whole model")
+    own_embedding = base.model.get_input_embeddings() is trunk.embed_tokens
+    values: list[object] = [description, own_embedding, getattr(config, "is_causal", True)]
+    # These are called, not read.
+    called = AdaptedLinear, code[family.name + "RotaryEmbedding"]
+    kinds.add(AdaptedLinear)
+    like = nn.Parameter, base.dtype, base.device
+    modules: list[nn.Module] = [trunk]
+    for module in modules:
+        own, kind = vars(module), type(module)
+        children: dict[str, nn.Module] = own["_modules"]
+        modules += [children["base_layer"]] if kind is AdaptedLinear else children.values()
+        if what := _departure(module, kinds, trunk.config, like):
+            name = next(name for name, one in base.model.named_modules() if one is module)
+            found.append(f"{name} {what}")
+        if kind not in called:
+            values += [kind, *(weight is None for weight in own["_parameters"].values())]
+        if kind not in called and kind is not nn.Linear:  # its weight says all
+            values += [v for k, v in own.items() if k not in _STATE and isinstance(v, _VALUES)]
+    for layer, of in () if found else zip(layers_of(base), description.layers, strict=False):
+        # A row within the window, as that of the comparison, does not show another one.
+        window = getattr(layer.self_attn, "sliding_window", of.window)
+        if window != of.window:
+            found.append(f"one of its layers has a window of {window}, not {of.window}")
+    return found, values
+
+
+def _departure(
+    module: nn.Module, kinds: set[type[nn.Module]], config: object, weights: tuple[object, ...]
+) -> str | None:
+    """Return how a module differs; `weights` has the class, dtype and device of weights."""
+    if type(module) not in kinds:
+        return f"is a {_name(module)}, which is not of the library"
+    if (what := tampered(module)) is not None:
+        return what
+    own = vars(module)
+    if own.get("config", config) is not config:
+        return "has a configuration of its own"
+    for name, weight in own["_parameters"].items():
+        if weight is not None and (type(weight), weight.dtype, weight.device) != weights:
+            return f"has a {name} of another kind than the head"
+    return None
+
+
+def _name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _of_code(
+    code: Mapping[str, Any], kinds: set[type[nn.Module]], attention: str | None
+) -> Iterator[str]:
+    """Yield classes and functions of torch and transformers that were replaced."""
+    for kind in kinds:
+        if not class_from_libraries(kind):
+            yield f"{kind.__module__}.{kind.__qualname__} runs other code"
+    for namespace in (code, *map(vars, (masking_utils, sdpa_attention, nn.functional))):
+        for name in foreign_functions(namespace):
+            yield f"{namespace['__name__']}.{name} is replaced"
+    chosen = attention or "eager"
+    eager = code["eager_attention_forward"] if chosen == "eager" else None
+    for what, function in (
+        ("attention", code["ALL_ATTENTION_FUNCTIONS"].get(chosen, eager)),
+        ("mask of the attention", masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(chosen)),
+    ):
+        if function is None or not from_libraries(function):
+            yield f"the {what} {chosen!r} is not transformers' own"
+    if name := global_hook():
+        yield f"there is a {name}"
+
+
+class _Difference(Exception):
+    """Raised with a clause that describes the difference."""
+
+
+def find_difference(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> str | None:
+    """Return how a model differs from the joined layers, or None if they agree.
+
+    Call this for a base without departures (see `find_departures`). The comparison bypasses the
+    adapters. A device without memory for one row raises its own error.
+    """
+    size = sum(p.numel() for layer in layers_of(base) for p in layer.parameters())
+    columns = max(_LEAST, min(_MOST, _PRODUCTS // max(1, size)))
+    columns = max(2, min(columns, base.context_length or columns))
+    with (
+        # Compare the model in evaluation mode, whatever the state at the call.
+        torch.inference_mode(False),
+        torch.autocast(base.device.type, enabled=False),
+        own_generator(base.device),
+        population_forward(dict(adapted), _ALONE, frozen=True),
+    ):
+        special = (base.pad_id, *base.eos_ids)
+        ids = probe_ids(base.vocabulary, 1, columns, special).to(base.device)
+        try:
+            weights = LlamaWeights(base, adapted)
+            if base.dtype in HALF:
+                # Rounding in half precision hides small differences.
+                try:
+                    with in_float32(base.trunk):
+                        return _compare(weights, ids, gradient=False)
+                except CANNOT_RUN as problem:
+                    # Some attention kernels support only half precision.
+                    if is_out_of_memory(problem):
+                        raise
+            _compare(weights, ids, gradient=size <= _SMALL)
+        except _Difference as difference:
+            return str(difference)
+        except CANNOT_RUN as problem:
+            if is_out_of_memory(problem):
+                raise
+            return f"one of the two does not run: {type(problem).__name__}: {problem}"[:300]
+    return None
+
+
+def _compare(weights: LlamaWeights, ids: Tensor, *, gradient: bool) -> None:
+    """Run the modules on ids (1, T); raise `_Difference` for the first layer that differs.
+
+    With `gradient`, the gradient of each layer's input is compared too.
+    """
+    base, norm, layers = weights.base, weights.norm, layers_of(weights.base)
+    attentions: dict[LayerKind, Attention] = {}
+    #: The input of the first layer, and the output of each layer and of the last norm.
+    passed = [weights.embedded(ids)]
+
+    def of_layer(
+        number: int,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,  # noqa: ANN401 -- a tensor, or a tuple in older releases
+    ) -> None:
+        if number != len(passed) - 1:
+            raise _Difference(f"layer {number} runs when {len(passed) - 1} layers have run")
+        rest = dict(kwargs)
+        given: Tensor = args[0] if args else rest.pop("hidden_states")
+        _same(given, passed[-1], f"what comes before layer {number}")
+        theirs = _states(output)
+        _compare_update(
+            _joined(weights, attentions, number, module, given), theirs, given, f"layer {number}"
+        )
+        if gradient:
+            with torch.enable_grad():
+                x = given.detach().requires_grad_()
+                own = _states(module.forward(x, *args[1:], **rest))
+                ours = _joined(weights, attentions, number, module, x)
+            along = torch.arange(own.numel(), device=own.device).sin().view_as(own)
+            mine, own = (torch.autograd.grad(y, x, along.to(y.dtype))[0] for y in (ours, own))
+            _compare_update(mine, own, along, f"the gradient of layer {number}")
+        passed.append(theirs)
+
+    def of_norm(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        del module
+        _same(normalized(norm, args[0]), output, "its last norm")
+        passed.append(output)
+
+    # Before the weights are restored to half precision.
+    hooks: list[Any] = [
+        layer.register_forward_hook(partial(of_layer, number), prepend=True, with_kwargs=True)
+        for number, layer in enumerate(layers)
+    ]
+    hooks.append(norm.module.register_forward_hook(of_norm, prepend=True))
+    try:
+        hidden = base.hidden(ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(passed) != len(layers) + 2:
+        raise _Difference(f"it runs {len(passed) - 2} of {len(layers)} layers")
+    _same(hidden, passed[-1], "what follows its last norm")
+
+
+def _states(output: Any) -> Tensor:  # noqa: ANN401 -- a tensor, or a tuple in older releases
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def _joined(
+    weights: LlamaWeights,
+    attentions: dict[LayerKind, Attention],
+    number: int,
+    module: nn.Module,
+    x: Tensor,
+) -> Tensor:
+    """Run a layer as the joined one, x (1, T, H)."""
+    described = weights.description
+    kind = described.layers[number]
+    # A copy of one layer: in half precision its weights have been widened for now.
+    layer = JoinedLayer.join(module, described.family, {}, in_place=False)
+    if kind not in attentions:
+        columns = x.shape[1]
+        chunks = make_chunks((1,), columns, 0, x.device)
+        spans = (Span(0, 1, columns, chunks, *weights.rotary(columns, x[0], kind.table)),)
+        attentions[kind] = attention_of(described, kind, spans, None, x[0])
+    run = attentions[kind]
+    return run_layer(described, layer, x[0], run, _product, normalized, normalized_heads)[None]
+
+
+def _product(base: JoinedLinear, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    return linear(x, residual, base.weight, base.bias)
+
+
+def _same(ours: Tensor, theirs: Tensor, what: str) -> None:
+    error, allowed = relative_error(ours, theirs), tolerance(theirs)
+    if error > allowed:
+        raise _Difference(f"{what} differs by {error:.2g} of its size")
+
+
+def _compare_update(ours: Tensor, theirs: Tensor, before: Tensor, what: str) -> None:
+    """Compare the difference between output and input of a layer."""
+    given = before.detach()
+    added = theirs.detach() - given
+    size = torch.maximum(_size(added), _SHARE * _size(given))
+    error = float((_size(ours.detach() - theirs.detach()) / size.clamp_min(1e-9)).max())
+    if not error <= tolerance(theirs):
+        raise _Difference(f"{what} differs by {error:.2g} of what it adds")
+
+
+def _size(values: Tensor) -> Tensor:
+    return values.float().pow(2).mean(-1).sqrt()

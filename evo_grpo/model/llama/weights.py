@@ -272,7 +272,7 @@ def _join(modules: list[nn.Module], names: Mapping[int, str], in_place: bool) ->
         return JoinedLinear(own, sizes, linears[0].weight, linears[0].bias)
     weight = _side_by_side([linear.weight for linear in linears], in_place)
     bias = None
-    if linears[0].bias is not None:
+    if any(linear.bias is not None for linear in linears):
         bias = _side_by_side([linear.bias for linear in linears], in_place)
     return JoinedLinear(own, sizes, weight, bias)
 

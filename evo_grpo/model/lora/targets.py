@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from peft import LoraConfig
 from peft.tuners import tuners_utils
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from evo_grpo.errors import ConfigError, ModelError
 from evo_grpo.model.base import SharedBase
@@ -26,8 +25,6 @@ from evo_grpo.schema.patterns import ALL
 
 #: Key under which a base caches the modules of all-linear.
 _SETTLED = "all_linear"
-#: Weights with more than two dimensions that mix positions, and weights that accept adapters.
-_NO_EXPERTS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.Embedding, Conv1D)
 
 
 def settle_targets(base: SharedBase, config: LoraConfig) -> LoraConfig:
@@ -158,61 +155,14 @@ def _leaves(names: Collection[str]) -> list[str]:
 
 
 def expert_modules(base: SharedBase) -> frozenset[str]:
-    """Return the names of modules in the decoder layers that hold weights of experts themselves.
-
-    Experts are recognised by the class name, or by a router: a weight of the same layer with one
-    row per matrix of a stack. The router distinguishes experts from stacks with one matrix per head
-    of a recurrence. Layers that no token reaches, such as those of an image tower, are skipped.
-    """
+    """Return the names of modules that hold the weights of experts themselves, by their class."""
+    inside = {id(module) for module in base.trunk.modules()}
     return frozenset(
         name
-        for modules in _layers(base).values()
-        for name, module in modules.items()
-        if not isinstance(module, _NO_EXPERTS)
-        and (_says_so(module) or _is_routed(module, modules.values()))
+        for name, module in base.model.named_modules()
+        if id(module) in inside
+        and "expert" in type(module).__name__.lower()
+        and not isinstance(module, nn.Linear)
+        # One matrix is enough: DBRX concatenates the experts of a layer along the rows.
+        and any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
     )
-
-
-def _layers(base: SharedBase) -> dict[str, dict[str, nn.Module]]:
-    """Return the modules of each layer that tokens reach, by name."""
-    inside = {id(module) for module in base.trunk.modules()}
-    kinds = base.linear_inputs
-    reached = {_layer_of(name) for name, kind in kinds.items() if kind != "unseen"}
-    unseen = {_layer_of(name) for name in kinds} - reached
-    layers: dict[str, dict[str, nn.Module]] = {}
-    for name, module in base.model.named_modules():
-        layer = _layer_of(name)
-        if layer and layer not in unseen and id(module) in inside:
-            layers.setdefault(layer, {})[name] = module
-    return layers
-
-
-def _layer_of(name: str) -> str:
-    """Return the part of a module's name up to its place in the list of layers, or nothing."""
-    parts = name.split(".")
-    place = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
-    return "" if place is None else ".".join(parts[: place + 1])
-
-
-def _says_so(module: nn.Module) -> bool:
-    # One matrix is enough: DBRX concatenates the experts of a layer along the rows.
-    return "expert" in type(module).__name__.lower() and any(s[1:] for s in _shapes(module))
-
-
-def _is_routed(module: nn.Module, layer: Collection[nn.Module]) -> bool:
-    experts = {shape[0] for shape in _shapes(module) if len(shape) > 2} - {1}
-    return bool(experts) and any(
-        rows in experts for other in layer if other is not module for rows in _rows(other)
-    )
-
-
-def _rows(module: nn.Module) -> Iterator[int]:
-    """Yield the number of outputs of each matrix of a module; packed ones have another shape."""
-    if isinstance(module, nn.Linear):
-        yield module.out_features
-        return
-    yield from (shape[0] for shape in _shapes(module) if len(shape) == 2)
-
-
-def _shapes(module: nn.Module) -> list[tuple[int, ...]]:
-    return [tuple(parameter.shape) for parameter in module.parameters(recurse=False)]

@@ -8,7 +8,7 @@ import warnings
 from evo_grpo.errors import ConfigError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.digest import base_digest, tokenizer_digest
-from evo_grpo.model.llama.choice import departure_of, takes_fast_path
+from evo_grpo.model.llama.choice import departures_of, takes_fast_path
 from evo_grpo.model.llama.weights import is_llama_family
 from evo_grpo.model.lora.files import AdapterCopy
 from evo_grpo.population.ranks.team import Team
@@ -55,12 +55,12 @@ def agree_on_path(team: Team, base: SharedBase, *, native: bool) -> None:
     # The probe compares rounded numbers, so its result may differ between machines.
     answers = team.gather(takes_fast_path(base, {}))
     if not native and base.specialized and is_llama_family(base):
-        departure = departure_of(base, {})
-        if departure is not None and team.rank == 0:
+        departures = departures_of(base, {})
+        if departures and team.rank == 0:
             kind = base.model.config.model_type
             warnings.warn(
                 f"engine.rollout: the engine samples from model {base.name!r} as an ordinary "
-                f"{kind} model, which it is not ({departure.what}): what is sampled is not what "
+                f"{kind} model, which it is not ({departures[0]}): what is sampled is not what "
                 "trains; set engine.rollout: native",
                 UserWarning,
                 stacklevel=2,

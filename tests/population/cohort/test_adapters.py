@@ -17,7 +17,7 @@ from tiny_cohort import (
 )
 
 from evo_grpo.learn.rows import AgentBatch
-from evo_grpo.model.llama.choice import departure_of
+from evo_grpo.model.llama.choice import departures_of
 from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.population.cohort.spares import put_into_archive
@@ -215,7 +215,7 @@ def test_agents_of_unequal_layers_learn_in_one_batch_as_each_alone(family):
         for mine, its in zip(after, weights(alone, slot), strict=True):
             torch.testing.assert_close(mine, its, atol=3e-4, rtol=1e-3)
     if family == "llama":
-        assert departure_of(cohort.base, cohort.slots.layers) is None
+        assert not departures_of(cohort.base, cohort.slots.layers)
 
 
 def test_agents_of_unequal_layers_generate_in_one_batch_as_each_alone():
@@ -225,7 +225,7 @@ def test_agents_of_unequal_layers_generate_in_one_batch_as_each_alone():
         tiny.stir(cohort.slots, f"actor_{slot}", slot + 1, scale=2.0)
     prompts = [Prompt(i, "", (3 + i, 7, 5)) for i in range(3)]
     together = cohort.generate([0, 1, 2], prompts, stream=("sample", 0))
-    assert departure_of(cohort.base, cohort.slots.layers) is None
+    assert not departures_of(cohort.base, cohort.slots.layers)
     cohort.base.specialized = False
     for slot in range(3):
         (own,) = cohort.generate([slot], prompts, stream=("sample", 0))

@@ -13,7 +13,7 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import RowLayout, population_forward
 from evo_grpo.model.llama import decode
 from evo_grpo.model.llama.cache import FixedCache
-from evo_grpo.model.llama.choice import departure_of
+from evo_grpo.model.llama.choice import departures_of
 from evo_grpo.model.llama.weights import is_llama_family
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native import loop
@@ -130,7 +130,7 @@ class TestAgainstTransformers:
         build, changes = (MODELS if specialized else GREEDY)[model]
         slots = tiny.population(build(**changes), (4, 2))
         if specialized:
-            assert departure_of(slots.base, slots.layers) is None
+            assert not departures_of(slots.base, slots.layers)
         requests = requests_for(slots, samples=2, temperature=0.0)
         out = engine_of(slots, specialized=specialized).rollout(requests)
         for request, groups in zip(requests, out, strict=True):
@@ -175,7 +175,7 @@ class TestAgainstTransformers:
             monkeypatch.setattr(decode, "cache_for", lambda device, *layers: FixedCache(*layers))
         monkeypatch.setattr(loop, "_LEAVE_SHARE", 0.1)
         out = engine_of(slots).rollout(requests)
-        assert departure_of(slots.base, slots.layers) is None
+        assert not departures_of(slots.base, slots.layers)
         assert [ids_of(groups) for groups in out] == [ids_of(groups) for groups in expected]
         assert_logprobs(slots, requests, out, atol=1e-5)
 
@@ -320,7 +320,7 @@ class TestCompany:
         monkeypatch.setattr(loop, "_LEAVE_SHARE", share)
         out = engine_of(eight).rollout(requests)
         # A cache that is wrong differs from the modules, which would then take its place.
-        assert departure_of(eight.base, eight.layers) is None
+        assert not departures_of(eight.base, eight.layers)
         assert [ids_of(groups) for groups in out] == expected
         assert_logprobs(eight, requests, out, known=scored)
 
