@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.model.lora.files import CONFIG
-from evo_grpo.schema.patterns import check_patterns, module_patterns, why_no_pattern
+from evo_grpo.schema.patterns import module_patterns, why_no_pattern
 from evo_grpo.schema.validated import validated
 from evo_grpo.schema.validation import (
     LEAST,
@@ -250,7 +250,6 @@ def adapted_modules(model: nn.Module, config: LoraConfig) -> set[str]:
 
 def matched_modules(model: nn.Module, config: LoraConfig) -> set[str]:
     """Return the full names of all modules that `target_modules` match, linear or not."""
-    check_ends(model, config)
     return {name for name in own_modules(model) if check_target_module_exists(config, name)}
 
 
@@ -273,11 +272,6 @@ def _linear(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in own_modules(model).items()
         if isinstance(module, nn.Linear | Conv1D | BaseTunerLayer)
     }
-
-
-def check_ends(model: nn.Module, config: LoraConfig) -> None:
-    """Raise ConfigError for an invalid regular expression, or one that PEFT would match forever."""
-    check_patterns(module_patterns(config), own_modules(model), type(model).__name__)
 
 
 def own_modules(model: nn.Module) -> dict[str, nn.Module]:

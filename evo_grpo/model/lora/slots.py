@@ -26,7 +26,6 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import INPUT_KIND, lora_layers
 from evo_grpo.model.lora.configs import (
     adapted_modules,
-    check_ends,
     check_lora_config,
     differences,
     module_of,
@@ -122,7 +121,6 @@ class AdapterSlots:
         return settle_targets(self.base, settings)
 
     def _add_by_peft(self, name: str, settings: LoraConfig) -> None:
-        check_ends(self.base.model, settings)
         check_targets(self.base, adapted_modules(self.base.model, settings))
         asked = copy.deepcopy(settings)  # PEFT writes found modules to it
         # PEFT draws the initial A from the global generator: fork it, so no other draw moves.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from evo_grpo.errors import ConfigError, ModelError
 from evo_grpo.model.files import config_file, gguf_config, read_config
-from evo_grpo.schema.patterns import check_patterns, ending, matches, module_patterns
+from evo_grpo.schema.patterns import ending, matches
 from evo_grpo.settings import LoraSettings
 from evo_grpo.settings.engines.memory import Shape
 from evo_grpo.sources import resolve
@@ -116,7 +116,6 @@ def adapted_layers(size: ModelSize, lora: LoraSettings) -> dict[str, tuple[int, 
     """Return the layers with an adapter, and their inputs and outputs; see `lora_parameters`."""
     if not size.linears:
         return {}
-    check_patterns(module_patterns(lora), size.linears, size.name)
     excluded = lora.exclude_modules
     chosen = {
         layer: ends

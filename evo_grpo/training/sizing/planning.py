@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.schema.patterns import check_patterns, module_patterns
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.adapters import above_width, missing_layers, too_wide
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
@@ -163,8 +162,6 @@ def check_adapters_fit(config: RunConfig, size: ModelSize) -> None:
     """
     lora = config.model.lora
     for name, targets in lora.target_sets.items() if size.linears else ():
-        own = lora.replace(target_modules=targets)
-        check_patterns(module_patterns(own), size.linears, size.name)
         if text := missing_layers(targets, size.linears, size.name, lora.exclude_modules or ()):
             raise ConfigError(f"model.lora.target_sets.{name}: {text}")
     layers = adapted_layers(size, config.largest_lora)
