@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -176,11 +177,13 @@ class Runs:
         path = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         environment.pop("PYTEST_CURRENT_TEST", None)
+        # A file: the server would wait for somebody to read a full pipe.
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- as long as the server
         self._server = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
             env=environment,
         )
@@ -190,7 +193,7 @@ class Runs:
         self._server.stdin.close()
         self._server.wait(30)
         self._server.stdout.close()
-        self._server.stderr.close()
+        self._errors.close()
 
     def ask(
         self, do, folder, settings, *, at=None, after=None, rounds=None, steer=False, to=None,
@@ -215,11 +218,16 @@ class Runs:
         self._server.stdin.flush()
         line = self._server.stdout.readline()
         if not line:
-            raise AssertionError(f"the server of runs died: {self._server.stderr.read()[-2000:]}")
+            raise AssertionError(f"the server of runs died: {self._said()}")
         told = json.loads(line)
         if told["status"] not in (0, -signal.SIGKILL):
-            raise AssertionError(f"{do} {folder} failed; see standard error of the server")
+            raise AssertionError(f"{do} {folder} failed: {self._said()}")
         return told["status"] != 0, told["touches"]
+
+    def _said(self):
+        """The end of what the server wrote to standard error."""
+        self._errors.seek(0)
+        return self._errors.read()[-2000:]
 
 
 if __name__ == "__main__":
