@@ -178,7 +178,7 @@ class Runs:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         environment.pop("PYTEST_CURRENT_TEST", None)
         # A file: the server would wait for somebody to read a full pipe.
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- as long as the server
+        self._errors = tempfile.TemporaryFile("w+")
         self._server = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
