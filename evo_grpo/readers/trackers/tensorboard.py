@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from importlib import import_module
+from pathlib import Path
 from typing import Any, final
 
 from evo_grpo.readers.trackers.base import Settings, TrackerReader
@@ -68,8 +69,11 @@ class Writer(TrackerReader):
     def _write(self, owner: str, step: int, values: list[Any]) -> None:
         writer = self._writers.get(owner)
         if writer is None:
-            folder = f"{self._folder}/{owner}"
-            writer = self._writers[owner] = self._writer.EventFileWriter(folder)
+            folder = Path(self._folder, owner)
+            # Files are read in the order of their names, which begin with the second.
+            while any(folder.glob(f"*.tfevents.{int(time.time()):010d}.*")):
+                time.sleep(0.05)
+            writer = self._writers[owner] = self._writer.EventFileWriter(str(folder))
             if self._purge is not None:
                 start = self._events.SessionLog(status=self._events.SessionLog.START)
                 writer.add_event(self._event(self._purge, session_log=start))

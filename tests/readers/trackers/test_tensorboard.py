@@ -1,9 +1,15 @@
 """TensorBoard, read back by TensorBoard itself."""
 
+import os
+import shutil
+from types import SimpleNamespace
+
 import pytest
 from tracker_contract import TrackerContract
 from tracker_files import accumulated, read_tensorboard
 from tracker_packages import need
+
+from evo_grpo import follow
 
 need("tensorboard")
 
@@ -24,6 +30,22 @@ class TestTensorBoard(TrackerContract):
         assert "| model.name | tiny-sums |" in settings.tensor_proto.string_val[0].decode()
         lives = accumulated(folder / "agent-01").Tensors("lineage")
         assert lives[0].tensor_proto.string_val[0].decode().startswith("member 1")
+
+    def test_what_goes_on_within_a_second_comes_after(self, made, tmp_path, monkeypatch):
+        whole, run = tmp_path / "whole", tmp_path / "run"
+        for copy in (whole, run):
+            shutil.copytree(made, copy, ignore=shutil.ignore_patterns("trackers", "readers"))
+        for path in (run / "metrics/round-0001.jsonl", run / "summary.json"):
+            path.unlink()
+        lines = (run / "rounds.jsonl").read_text().splitlines(keepends=True)
+        (run / "rounds.jsonl").write_text(lines[0])
+        # Names of event files have the second and the process, and are read in alphabetical order.
+        system = "tensorboard.summary.writer.event_file_writer.os"
+        for process in (2, 1):
+            monkeypatch.setattr(system, SimpleNamespace(path=os.path, getpid=lambda n=process: n))
+            follow(run, [self.kind])
+            shutil.copytree(whole, run, dirs_exist_ok=True)
+        assert self.read(run) == self.read(made)
 
     @pytest.mark.slow
     def test_a_folder_of_its_own_has_a_folder_per_run(self, tmp_path):
