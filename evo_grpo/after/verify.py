@@ -52,7 +52,7 @@ from evo_grpo.record.run_dir import refuse_lost_lines
 from evo_grpo.record.summary import read_summary, read_summary_of
 from evo_grpo.record.wording import count
 from evo_grpo.settings import RunConfig
-from evo_grpo.training.inputs.differences import changed_settings, may_change
+from evo_grpo.training.inputs.differences import changed_settings, check_whole, may_change
 from evo_grpo.training.inputs.recorded_inputs import ROUNDS as PLANNED
 from evo_grpo.training.inputs.recorded_inputs import Inputs, read_inputs_of, settings_of
 
@@ -184,6 +184,7 @@ def _check_settings(records: _Records, found: Findings) -> None:
     folder, inputs = records.folder, records.inputs
     if inputs is None or config_text(folder).startswith(RECORDED_IN_PYTHON):
         return
+    found.read(lambda: check_whole(folder, inputs))
     changed = {name for name, _, _ in changed_settings(inputs, settings_of(records.config))}
     if inputs.changes_of_rounds(len(records.rounds)):  # stopped before it wrote population.yaml
         changed.discard(PLANNED)

@@ -31,7 +31,7 @@ from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import AgentState
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig
-from evo_grpo.schema.validation import check_folder, whole
+from evo_grpo.schema.validation import check_folder, flag, whole
 from evo_grpo.settings import AgentSettings, PopulationConfig
 from evo_grpo.settings.keywords import POPULATION_KEYWORDS
 from evo_grpo.training.assemble import Objects, build_agents
@@ -250,6 +250,8 @@ class Agent(AgentSignature, ABC):
             ConfigError: `path` is not a path.
         """
         folder = check_folder("save_checkpoint: path", path)
+        for name, value in (("lora_only", lora_only), ("save_optimizer", save_optimizer)):
+            flag().check(f"save_checkpoint: {name}", value)
         save_agent(
             self.cohort, self.slot, folder, lora_only=lora_only, save_optimizer=save_optimizer
         )

@@ -40,14 +40,16 @@ class Saved(Group):
         rounds: Records of their rounds.
     """
 
-    format: Literal[4] = 4
+    format: Literal[4]
     agents: list[Annotated[int, Field(ge=0, lt=MOST_SLOTS)]] = Field(min_length=1)
     rounds: list[Any]
 
 
 def write(folder: Path, agents: Sequence[Slot], rounds: Sequence[RoundRecord]) -> None:
     """Write population.json."""
-    saved = Saved(agents=list(map(int, agents)), rounds=[to_json(record) for record in rounds])
+    saved = Saved(
+        format=4, agents=list(map(int, agents)), rounds=[to_json(record) for record in rounds]
+    )
     atomic_write(folder / POPULATION, to_line(dict(saved)) + "\n")
 
 

@@ -65,6 +65,11 @@ def _to_prompt(
                 "pass input_ids, or build the agent with the name of a model"
             )
         return Prompt(index, item, tuple(tokenizer(item, verbose=False)["input_ids"]))
+    if not isinstance(item, Mapping) or "input_ids" not in item:  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
+        raise ShapeError(
+            f"get_action: observation {index} must be a Prompt, a string, or a mapping with "
+            f"input_ids, got {type(item)}"
+        )
     table = torch.as_tensor(item["input_ids"])
     if table.ndim not in (1, 2) or (table.ndim == 2 and len(table) != 1):
         raise ShapeError(

@@ -111,7 +111,12 @@ def objective_problems(evolve: EvolveConfig, *, own: bool = False) -> Iterator[P
         evolve,
         ("selection.kind", one_goal, "pareto or module:Class with objectives", "take pareto"),
         ("fitness.reward", reward, "null unless 'fitness' is the first objective", "remove it"),
-        ("fitness.racing", fitness.racing, "0 with objectives", "raise evolve.fitness.samples"),
+        (
+            "fitness.racing",
+            fitness.racing,
+            "0 with objectives",
+            "remove it, raise fitness.samples",
+        ),
         ("fitness.window", fitness.window > 1, "1 with objectives", "remove it"),
         ("exploration.kind", optuna, "a kind for several goals", "use mutate or resample"),
     )

@@ -389,6 +389,11 @@ def test_a_number_of_rounds_that_no_extension_recorded_is_damage(request, which,
     assert "got others for population.rounds" in the_damage(folder)
 
 
+def test_settings_that_lost_a_part_are_damage_also_where_it_had_its_default(stopped):
+    edit(stopped, "  optuna: true\n", "")
+    assert "got none of record.optuna" in the_damage(stopped)
+
+
 def test_a_torn_line_is_mended_before_the_end_alone(stopped, finished):
     for folder in (stopped, finished):
         with (folder / "rounds.jsonl").open("a") as file:

@@ -207,6 +207,27 @@ def fewer_layers(model, patch):
     model.config.num_hidden_layers = 1
 
 
+def pruned_layers(model, patch):
+    """The configuration still says how many there were."""
+    model.model.layers = model.model.layers[:-1]
+
+
+def scaling_as_a_tensor(model, patch):
+    for layer in model.model.layers:
+        layer.self_attn.scaling = torch.tensor(3.0 * layer.self_attn.scaling)
+
+
+def replaced_product_of_attention(model, patch):
+    """By what is no function of Python, whose code could be looked at."""
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def thrice(real, *given, **more):
+        return 3 * real(*given, **more)
+
+    name = "torch.nn.functional.scaled_dot_product_attention"
+    patch.setattr(name, functools.partial(thrice, real))
+
+
 def clamped_linear(model, patch):
     class Clamped(nn.Linear):
         def forward(self, x):
@@ -256,6 +277,8 @@ BEFORE = {
         bias_in_one_layer,
         temperature_by_layer,
         fewer_layers,
+        pruned_layers,
+        scaling_as_a_tensor,
         clamped_linear,
     )
 }
@@ -274,6 +297,7 @@ AFTER = {
         bias_in_one_layer,
         replaced_norm,
         replaced_weight,
+        replaced_product_of_attention,
     )
 }
 

@@ -19,7 +19,7 @@ from evo_grpo.model.loading import merge_dtype_keywords
 from evo_grpo.population.zero.setup import stage_of
 from evo_grpo.schema.problems import Path, Problem, Problems
 from evo_grpo.schema.search_space import HyperparameterConfig
-from evo_grpo.schema.validation import is_number, whole
+from evo_grpo.schema.validation import flag, is_number, shown, whole
 from evo_grpo.settings import AgentSettings, LoraSettings
 from evo_grpo.settings.keywords import AGENT_KEYWORDS, unknown_keyword
 from evo_grpo.settings.run import without_effect_of_agents
@@ -41,6 +41,13 @@ _NO_EFFECT = {
     "clone": "use agent.clone()",
 }
 """Arguments of which only the default acts, and why."""
+
+_OBJECTS = {
+    "lora_config": LoraConfig,
+    "vllm_config": VLLMConfig,
+    "cosine_lr_schedule_config": CosineLRScheduleConfig,
+}
+"""Arguments that are objects, whose keywords have other names and defaults elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +195,12 @@ class Arguments:
                 f"actor_network={type(self.actor_network).__name__}"
             )
         whole(0, "any id of the vocabulary does").or_none().check("pad_token_id", self.pad_token_id)
+        whole(0).check("index", self.index)
+        for name in ("use_vllm", "reduce_memory_peak"):
+            flag().check(name, getattr(self, name))
+        for name, expected in _OBJECTS.items():
+            if not isinstance(value := getattr(self, name), expected | None):
+                raise ConfigError(f"{name}: expected a {expected.__name__}, got {shown(value)}")
         stage = stage_of(self.accelerator)
         try:
             settings, objects = separated(self._keywords(stage), kind)

@@ -14,7 +14,7 @@ gradient too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from types import NoneType
@@ -74,6 +74,8 @@ _KINDS = (
 #: Attributes that say how a module is used, and the types of those that it computes with.
 _STATE = frozenset({*vars(nn.Module()), "gradient_checkpointing"})
 _VALUES = (int, float, str, NoneType)
+#: Functions that the modules call; those of them in C are found by name alone.
+_FUNCTIONS = ("linear", "silu", "gelu", "embedding", "softmax", "scaled_dot_product_attention")
 #: Minimum and maximum tokens of the row, and tokens times weights of the layers in between.
 _LEAST, _MOST, _PRODUCTS = 24, 160, 1 << 26
 #: Number of weights in the layers up to which a model also compares the gradient of each layer.
@@ -179,13 +181,23 @@ def _inspect(base: SharedBase) -> tuple[list[str], list[object]]:
         if kind not in called:
             values += [kind, *(weight is None for weight in own["_parameters"].values())]
         if kind not in called and kind is not nn.Linear:  # its weight says all
-            values += [v for k, v in own.items() if k not in _STATE and isinstance(v, _VALUES)]
-    for layer, of in () if found else zip(layers_of(base), description.layers, strict=False):
-        # A row within the window, as that of the comparison, does not show another one.
-        window = getattr(layer.self_attn, "sliding_window", of.window)
-        if window != of.window:
-            found.append(f"one of its layers has a window of {window}, not {of.window}")
+            rest = {k: v for k, v in own.items() if k not in _STATE}
+            values += [v for v in rest.values() if isinstance(v, _VALUES) or callable(v)]
+    if not found:
+        found += _of_layers(layers_of(base), description.layers)
     return found, values
+
+
+def _of_layers(layers: Sequence[nn.Module], described: Sequence[LayerKind]) -> Iterator[str]:
+    """Yield how layers differ from the configuration where the comparison does not show it."""
+    if len(layers) != len(described):
+        yield f"it has {len(layers)} layers, and {len(described)} by its configuration"
+    for layer, of in zip(layers, described, strict=False):
+        # The comparison's row may be within both windows.
+        attention: Any = layer.self_attn
+        window = getattr(attention, "sliding_window", of.window)
+        if window != of.window:
+            yield f"one of its layers has a window of {window}, not {of.window}"
 
 
 def _departure(
@@ -199,6 +211,8 @@ def _departure(
     own = vars(module)
     if own.get("config", config) is not config:
         return "has a configuration of its own"
+    if tensors := [name for name in own.keys() - _STATE if torch.is_tensor(own[name])]:
+        return f"has a tensor {tensors[0]}, which may change in place"
     for name, weight in own["_parameters"].items():
         if weight is not None and (type(weight), weight.dtype, weight.device) != weights:
             return f"has a {name} of another kind than the head"
@@ -216,7 +230,7 @@ def _of_code(
     for kind in kinds:
         if not class_from_libraries(kind):
             yield f"{kind.__module__}.{kind.__qualname__} runs other code"
-    for namespace in (code, *map(vars, (masking_utils, sdpa_attention, nn.functional))):
+    for namespace in (code, *map(vars, (masking_utils, sdpa_attention))):
         for name in foreign_functions(namespace):
             yield f"{namespace['__name__']}.{name} is replaced"
     chosen = attention or "eager"
@@ -227,6 +241,9 @@ def _of_code(
     ):
         if function is None or not from_libraries(function):
             yield f"the {what} {chosen!r} is not transformers' own"
+    for name in _FUNCTIONS:
+        if not from_libraries(getattr(nn.functional, name)):
+            yield f"torch.nn.functional.{name} is replaced"
     if name := global_hook():
         yield f"there is a {name}"
 

@@ -161,9 +161,9 @@ def read_config(folder: Path) -> LoraConfig:
                     f"{setting}: expected a regular expression, got {shown(pattern)} ({why})"
                 )
         config = read.as_config()
-    except (OSError, ValueError, RecursionError) as error:
-        why = "it cannot be read" if isinstance(error, OSError) else "not a LoRA configuration"
-        raise CheckpointError(f"checkpoint {file}: {why}: {error}") from error
+    # A disk that refuses to read is no damage: it raises its OSError.
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"checkpoint {file}: not a LoRA configuration: {error}") from error
     for name in _LEFT_OUT:
         if name not in _FIELDS and given.get(name):
             setattr(config, name, given[name])

@@ -12,6 +12,7 @@ from uuid import uuid4
 from evo_grpo.envs.describing import DIGEST, ENVIRONMENT
 from evo_grpo.errors import CheckpointError, ConfigError, RunDirError
 from evo_grpo.places import as_option
+from evo_grpo.record.config import read_settings
 from evo_grpo.record.files import seal
 from evo_grpo.record.names import CONFIG, INPUTS
 from evo_grpo.record.run_dir import RunDir
@@ -134,6 +135,7 @@ def compare_inputs(
             f"version, with {', '.join(gone)}; finish it with evo-grpo "
             f"{then.software.get('evo-grpo')}, which began it, or start another run"
         )
+    check_whole(folder.path, then)
     now, found = _differences(then, config, objects)
     wrong = [
         one
@@ -148,6 +150,12 @@ def compare_inputs(
     changes = [
         {"round": len(played), "name": one.name, "from": one.before, "to": one.after}
         for one in found
+    ]
+    known = {*then.settings, *(one.name for one in found)}
+    changes += [  # by a newer version, at their defaults
+        {"round": len(played), "name": name, "from": None, "to": value}
+        for name, value in now.settings.items()
+        if name not in known
     ]
     ended = any(record.is_end for record in played[-1:])
     if rounds is not None and ended and all(one.name != ROUNDS for one in found):
@@ -180,6 +188,7 @@ def check_inputs(
         CheckpointError: The record is missing or damaged.
     """
     then = read_inputs_of(folder)
+    check_whole(folder, then)
     now, found = _differences(then, config, objects)
     wrong = [one for one in found if not _is_harmless(one, then, now)]
     _refuse(folder, then, wrong, allow, command if objects is None else None)
@@ -206,6 +215,18 @@ def changed_settings(then: Inputs, now: Mapping[str, Any]) -> list[tuple[str, An
     version's default.
     """
     return list(changed(_filled_in(then.settings) or then.settings, now))
+
+
+def check_whole(folder: Path, then: Inputs) -> None:
+    """Refuse a population.yaml that lacks a setting, which would silently take its default."""
+    left = dict(flat(read_settings(folder)))
+    # A setting of a newer version was never written to population.yaml.
+    later = {one["name"] for one in then.changes if one["from"] is None}
+    if missing := [name for name in then.settings if name not in {*left, *later}]:
+        raise ConfigError(
+            f"{folder / CONFIG}: expected every setting of the run, got none of "
+            f"{', '.join(missing[:3])}{' and others' * (len(missing) > 3)}; put the file back"
+        )
 
 
 def may_change(name: str) -> bool:

@@ -62,9 +62,9 @@ class Box:
         ({"lr": "1e-4"}, "lr: .*got the string '1e-4'; write it without quotes"),
         ({"clip_coef": (0.8,)}, "clip_coef: .*ratio bounds"),
         ({"seed": None}, "seed: expected an integer, got null"),
-        ({"lora_config": {"rank": 4}}, "lora_config.rank: unknown key"),
-        ({"lora_config": 4}, "lora_config: expected a mapping, got 4"),
-        ({"cosine_lr_schedule_config": 3}, "cosine_lr_schedule_config: expected a mapping, got 3"),
+        ({"lora_config": {"rank": 4}}, "lora_config: expected a LoraConfig, got"),
+        ({"lora_config": 4}, "lora_config: expected a LoraConfig, got 4"),
+        ({"cosine_lr_schedule_config": 3}, "cosine_lr_schedule_config: expected a CosineLRScheduleConfig, got 3"),
         ({"hp_config": {"lr": 1}}, "hp_config.lr: expected a range"),
         ({"tokenizer": "abc"}, "tokenizer: expected a transformers tokenizer, got str"),
         (
