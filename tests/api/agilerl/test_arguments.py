@@ -64,7 +64,10 @@ class Box:
         ({"seed": None}, "seed: expected an integer, got null"),
         ({"lora_config": {"rank": 4}}, "lora_config: expected a LoraConfig, got"),
         ({"lora_config": 4}, "lora_config: expected a LoraConfig, got 4"),
-        ({"cosine_lr_schedule_config": 3}, "cosine_lr_schedule_config: expected a CosineLRScheduleConfig, got 3"),
+        (
+            {"cosine_lr_schedule_config": 3},
+            "cosine_lr_schedule_config: expected a CosineLRScheduleConfig, got 3",
+        ),
         ({"hp_config": {"lr": 1}}, "hp_config.lr: expected a range"),
         ({"tokenizer": "abc"}, "tokenizer: expected a transformers tokenizer, got str"),
         (
