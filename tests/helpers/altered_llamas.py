@@ -212,11 +212,6 @@ def pruned_layers(model, patch):
     model.model.layers = model.model.layers[:-1]
 
 
-def scaling_as_a_tensor(model, patch):
-    for layer in model.model.layers:
-        layer.self_attn.scaling = torch.tensor(3.0 * layer.self_attn.scaling)
-
-
 def replaced_product_of_attention(model, patch):
     """By what is no function of Python, whose code could be looked at."""
     real = torch.nn.functional.scaled_dot_product_attention
@@ -278,7 +273,6 @@ BEFORE = {
         temperature_by_layer,
         fewer_layers,
         pruned_layers,
-        scaling_as_a_tensor,
         clamped_linear,
     )
 }

@@ -55,6 +55,18 @@ def test_code_of_a_hub_folder(build, tmp_path, monkeypatch):
     assert_exact(errors(hub_folder(build, tmp_path / f"own_{build}")), "hub")
 
 
+def test_a_value_that_may_change_in_place_is_no_number(monkeypatch):
+    def as_tensors(model, patch):
+        for layer in model.model.layers:
+            layer.self_attn.scaling = torch.tensor(layer.self_attn.scaling)
+
+    slots = altered("llama", as_tensors, monkeypatch)
+    assert not errors(slots).fast
+    for layer in slots.base.model.model.layers:
+        layer.self_attn.scaling.mul_(3)
+    assert errors(slots).sampled < NATS
+
+
 @models
 @pytest.mark.parametrize("name", AFTER)
 def test_a_model_that_is_altered_under_its_agents(build, name, monkeypatch):
