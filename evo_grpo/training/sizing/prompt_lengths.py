@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -26,6 +28,8 @@ MOST_ADDED = 1_000_000
 """Most characters that a chat template may add to the messages."""
 MOST_MEMORY = 100 * 2**20
 """Bytes that a chat template may take while it is rendered."""
+MOST_SECONDS = 5
+"""Seconds that a chat template may take for one prompt."""
 _NO_LIMIT = 2**62
 
 
@@ -160,10 +164,10 @@ class FileTokenizer:
     def apply_chat_template(
         self, messages: list[dict[str, Any]], *, tokenize: bool, **keywords: Any
     ) -> str:
-        """Return the text of messages; a template that needs too much memory is a ValueError."""
+        """Return the text of messages; a template that needs too much is a ValueError."""
         del tokenize
         try:
-            with _bounded_memory():
+            with _bounded_memory(), _bounded_time():
                 text = rendered_chat(
                     str(self.chat_template), messages, {**self._special, **keywords}
                 )
@@ -194,6 +198,25 @@ def _bounded_memory() -> Generator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@contextmanager
+def _bounded_time() -> Generator[None]:
+    """Raise ValueError where the block takes `MOST_SECONDS`; only the main thread gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(*_: object) -> None:
+        raise ValueError(f"it takes more than {MOST_SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @cache

@@ -125,6 +125,10 @@ def test_messages_that_the_chat_template_leaves_out_are_told_by_check_and_run(mo
     [
         ("{% if 1 %}" * 5000 + "{% endif %}" * 5000, "it is nested too deep"),
         ("{{ 'a' * 10**9 }}", "roles user: it needs more than 104,857,600 bytes of memory"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "roles user: it takes more than 5 s",
+        ),
         ("{{ 'a' * 2 * 10**6 }}", "it adds 1,9.*; expected at most 1,000,000"),
     ],
 )
