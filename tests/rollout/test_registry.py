@@ -133,7 +133,7 @@ def test_check_reads_the_declaration_of_a_new_engine(with_toy):
     refused = with_toy("check", device="mps")
     assert "engine.toy: expected no Mac, got one" in refused.stderr
     zero = with_toy("check", zero=2)
-    assert "engine.rollout: expected native with zero 2, got toy" in zero.stderr
+    assert "engine.rollout: expected native with zero 2, got the string 'toy'" in zero.stderr
 
 
 @pytest.mark.slow
