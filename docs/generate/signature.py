@@ -18,7 +18,7 @@ from evo_grpo.settings.run import AgentSettings, RunConfig
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "evo_grpo" / "api" / "signature.py"
 
-# What Python takes beside the schema's own type.
+# What Python takes beside the schema's own type, by keyword, or by path where two have one name.
 WIDER = {
     "model": ("str | ModelConfig | Any", "None"),
     "lora": ("LoraSettings | LoraConfig | Mapping[str, Any]", "LoraSettings()"),
@@ -37,7 +37,8 @@ WIDER = {
     "vllm": ("VLLMSettings | Mapping[str, Any]", "VLLMSettings()"),
     "trackers": ("Sequence[TrackerConfig | Mapping[str, Any] | str]", "()"),
     "fitness": ("FitnessConfig | Mapping[str, Any]", "FitnessConfig()"),
-    "stop": ("StopConfig | Mapping[str, Any]", "StopConfig()"),
+    "algorithm.stop": ("Sequence[str | int] | str | int", "()"),
+    "population.stop": ("StopConfig | Mapping[str, Any]", "StopConfig()"),
 }
 TOKENIZER = "A transformers tokenizer, instead of the model's own."
 
@@ -72,8 +73,9 @@ def type_text(annotation: object) -> str:
 def parameter(name: str, root: type[Group], path: tuple[str | int, ...]) -> tuple[str, str]:
     """Return a parameter as source, and its line in the docstring."""
     field = field_of(root, path)
-    if name in WIDER:
-        kind, default = WIDER[name]
+    wider = WIDER.get(name) or WIDER.get(".".join(map(str, path)))
+    if wider is not None:
+        kind, default = wider
     else:
         kind = type_text(field.annotation)
         value = field.get_default(call_default_factory=True)

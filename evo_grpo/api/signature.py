@@ -71,6 +71,7 @@ class AgentSignature(ABC):
         prompts_per_step: int | None = None,
         max_output_tokens: int | None = None,
         min_output_tokens: int = 0,
+        stop: Sequence[str | int] | str | int = (),
         max_model_len: int | None = None,
         adv_norm: Literal["mean_std", "mean_only", "batch_std"] = "mean_std",
         whiten_advantages: bool = False,
@@ -173,7 +174,11 @@ class AgentSignature(ABC):
             prompts_per_step: Prompts, or episode seeds, of a GRPO step, the same for all agents;
                 null takes the number of the environment, which is 4 for a named task.
             max_output_tokens: Longest completion in tokens; null takes that of the task, or 32.
-            min_output_tokens: Tokens before which the end token cannot be sampled.
+            min_output_tokens: Tokens before which no end token, and no token of `stop`, can be
+                sampled; strings of `stop` that are complete before do not count.
+            stop: Strings, or ids of tokens, that end a completion beside the end token, for
+                instance `</answer>`. The text of the completion ends before the string; the tokens
+                that spell it are trained.
             max_model_len: Most tokens of prompt plus completion; null takes the model's context.
             adv_norm: Scale of the advantages, which are rewards minus the mean of their group.
                 `mean_std` divides them by the standard deviation of the group, `batch_std` by that
@@ -310,6 +315,7 @@ class AgentSignature(ABC):
         prompts_per_step: int | None = None,
         max_output_tokens: int | None = None,
         min_output_tokens: int = 0,
+        stop: Sequence[str | int] | str | int = (),
         max_model_len: int | None = None,
         adv_norm: Literal["mean_std", "mean_only", "batch_std"] = "mean_std",
         whiten_advantages: bool = False,

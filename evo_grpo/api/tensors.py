@@ -13,6 +13,7 @@ from evo_grpo.envs.episodes.multi_turn import Observation as Turn
 from evo_grpo.errors import ShapeError
 from evo_grpo.learn.objective.advantages import Scale, group_advantages, zero_variance_fraction
 from evo_grpo.learn.rows import Row
+from evo_grpo.model.ends import Ends
 from evo_grpo.types import CompletionGroup, Prompt
 
 Observation = Prompt | Mapping[str, Any] | str
@@ -84,16 +85,16 @@ def _to_prompt(
 
 
 def close_turns_with(
-    observations: Observation | Sequence[Observation], end_ids: Sequence[int], pad_id: int
+    observations: Observation | Sequence[Observation], ends: Ends, pad_id: int
 ) -> None:
-    """Pass the end and padding ids of completions to the episodes of the observations.
+    """Pass where completions end, and their padding, to the episodes of the observations.
 
     Other observations are ignored.
     """
     single = isinstance(observations, Prompt | Mapping | str)
     for turn in [observations] if single else observations:
         if isinstance(turn, Turn):
-            turn.episode.answered_by(end_ids, pad_id)
+            turn.episode.answered_by(ends, pad_id)
 
 
 def to_tensors(groups: Sequence[CompletionGroup], pad_id: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -120,6 +120,21 @@ def from_pretrained(
     return model, tokenizer
 
 
+def load_tokenizer(source: Source, *, trust_remote_code: bool = False) -> Any:  # noqa: ANN401 -- of any class
+    """Load the tokenizer of a model, without its weights.
+
+    Raises:
+        ModelError: The model has none, or its files are damaged.
+    """
+    from transformers import AutoTokenizer
+
+    given: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if source.gguf_file:
+        given["gguf_file"] = source.gguf_file
+    with one_sentence(source, ": its tokenizer"), quiet():
+        return cast("Any", AutoTokenizer).from_pretrained(source.path, **given)
+
+
 @contextmanager
 def one_sentence(source: Source, what: str = "") -> Generator[None]:
     """Raise ModelError in place of what transformers raises for the files of a model.

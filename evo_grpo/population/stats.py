@@ -27,12 +27,17 @@ class Tally:
         tokens: Tokens sampled.
         completions: Completions sampled, one per turn of an episode.
         samples: Trajectories of the first start of the latest step, with their rewards.
+        rewards: The value of each reward function for each of them, without its weight; None where
+            it abstained.
     """
 
     metrics: list[Mapping[str, float]] = field(default_factory=list[Mapping[str, float]])
     tokens: int = 0
     completions: int = 0
     samples: list[tuple[Trajectory, float]] = field(default_factory=list[tuple[Trajectory, float]])
+    rewards: list[Mapping[str, float | None]] = field(
+        default_factory=list[Mapping[str, float | None]]
+    )
 
     @property
     def step_rewards(self) -> tuple[float | None, ...]:
@@ -137,6 +142,7 @@ def completion_rows(round: int, tallies: Mapping[Slot, Tally], count: int) -> li
             "answer": trajectory.answer,
             "completion": trajectory.text,
             "reward": float(reward),
+            "rewards": dict(values),
             "tokens": trajectory.sampled,
             "ended": trajectory.ended,
             "turns": trajectory.turns,
@@ -144,5 +150,7 @@ def completion_rows(round: int, tallies: Mapping[Slot, Tally], count: int) -> li
             "error": trajectory.error,
         }
         for slot, tally in tallies.items()
-        for trajectory, reward in tally.samples[:count]
+        for (trajectory, reward), values in zip(
+            tally.samples[:count], tally.rewards[:count], strict=True
+        )
     ]

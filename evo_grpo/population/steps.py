@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from evo_grpo.envs.protocol import Environment, StartT
-from evo_grpo.envs.rewards.weights import weights_of
+from evo_grpo.envs.rewards.weights import values_by_name, weights_of
 from evo_grpo.learn.objective.advantages import group_advantages
 from evo_grpo.learn.rows import AgentBatch, rows_from_trajectories
 from evo_grpo.population.checkpoints.write import Snapshot
@@ -257,6 +257,7 @@ def training(  # noqa: PLR0913 -- a step meets all parts of a run
         tally.completions += experience.completions
         first_group = experience.trajectories[:size]
         tally.samples = list(zip(first_group, totals[:size].tolist(), strict=True))
+        tally.rewards = values_by_name(env, experience.rewards[:size])
     return max(rollout.starts for rollout in rollouts)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from evo_grpo.errors import ModelError, PromptTooLongError, ShapeError
-from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.seeding import derive
@@ -141,13 +140,6 @@ class RolloutEngine:
 
     def close(self) -> None:
         """Free all resources; the engine cannot be used again. Closing twice is allowed."""
-
-
-def decoded(base: SharedBase, ids: Sequence[Sequence[int]]) -> list[str]:
-    """Return the text of completions without special tokens; empty strings without tokenizer."""
-    if base.tokenizer is None:
-        return [""] * len(ids)
-    return base.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
 EngineFactory = Callable[[AdapterSlots, AgentSettings], RolloutEngine]

@@ -31,7 +31,6 @@ _ACTS: Mapping[str, tuple[object, str]] = {
     "suppress_tokens": (None, "never samples some tokens"),
     "begin_suppress_tokens": (None, "never begins with some tokens"),
     "watermarking_config": (None, "favours some tokens as a watermark"),
-    "stop_strings": (None, "stops at some strings"),
 }
 #: The same for options that act only with `do_sample`.
 _SAMPLES: Mapping[str, tuple[object, str]] = {
@@ -115,3 +114,7 @@ def _set_otherwise(config: Any, algorithm: AlgorithmConfig, *, mutates: bool) ->
                 f"ends after {least} tokens at the earliest ({name}; min_output_tokens is "
                 f"{algorithm.min_output_tokens})"
             )
+    strings: Any = getattr(config, "stop_strings", None) or []
+    wanted = [strings] if isinstance(strings, str) else list(strings)
+    if missing := [one for one in wanted if one not in algorithm.stop]:
+        yield f"stops at {missing!r} (stop_strings; set algorithm.stop)"

@@ -2,7 +2,9 @@
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
+
+from pydantic import BeforeValidator
 
 from evo_grpo.schema.group import Group, computable, setting
 from evo_grpo.schema.hparams import (
@@ -27,6 +29,22 @@ DEFAULT_PROMPTS = 4
 """Prompts, or episode seeds, of a step in an environment that is named in a configuration."""
 DEFAULT_OUTPUT_TOKENS = 32
 """Longest completion in tokens if neither the settings nor the environment give one."""
+
+
+_LONGEST_STOP = 256
+
+
+def _stops(value: object) -> object:
+    """Accept a list of strings and token ids, or one of them."""
+    items = list(cast("list[object]", value)) if isinstance(value, list | tuple) else [value]
+    for item in items:
+        usable = 0 < len(item) <= _LONGEST_STOP if isinstance(item, str) else type(item) is int
+        if not usable or (isinstance(item, int) and item < 0):
+            raise ValueError(
+                f"a list of strings of 1 to {_LONGEST_STOP} characters or token ids, such as "
+                '["</answer>"]'
+            )
+    return items
 
 
 class LRSchedule(Group):
@@ -68,7 +86,16 @@ class AlgorithmConfig(LossFields, AgentFields):
         None, "Longest completion in tokens; null takes that of the task, or 32.", ge=1
     )
     min_output_tokens: int = setting(
-        0, "Tokens before which the end token cannot be sampled.", ge=0
+        0,
+        "Tokens before which no end token, and no token of `stop`, can be sampled; strings of "
+        "`stop` that are complete before do not count.",
+        ge=0,
+    )
+    stop: Annotated[list[str | int], BeforeValidator(_stops)] = setting(
+        factory=list[str | int],
+        meaning="Strings, or ids of tokens, that end a completion beside the end token, for "
+        "instance `</answer>`. The text of the completion ends before the string; the tokens that "
+        "spell it are trained.",
     )
     max_model_len: int | None = setting(
         None, "Most tokens of prompt plus completion; null takes the model's context.", ge=2

@@ -1,4 +1,4 @@
-"""Settings as flat keywords: each has the last part of its YAML path, which is unique."""
+"""Settings as flat keywords: each has the last part of its YAML path, unique within a call."""
 
 from __future__ import annotations
 

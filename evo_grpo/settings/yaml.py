@@ -18,6 +18,7 @@ from evo_grpo.settings.run import RunConfig
 REMOVED: dict[tuple[str, ...], tuple[object, str]] = {
     ("evolve", "recombine"): ("none", "since it helped nowhere"),
     ("evolve", "svd_noise"): (0, "since it helped nowhere"),
+    ("engine", "vllm", "stop_sequences"): ([], "and algorithm.stop serves every engine"),
     ("engine", "vllm", "process"): ("child", "and vLLM always runs in a separate process"),
 }
 """Settings of earlier versions, whose run folders have them -> the value that stands for what is

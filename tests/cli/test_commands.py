@@ -119,7 +119,7 @@ def test_version_and_help():
     assert evo("--version").stdout.startswith("evo-grpo 0.")
     commands = re.findall(r"^│ ([a-z]+)  ", evo("--help").stdout, re.MULTILINE)
     assert commands == [
-        *("init", "check", "schema", "fetch", "doctor", "run", "resume", "steer"),
+        *("init", "check", "try", "schema", "fetch", "doctor", "run", "resume", "steer"),
         *("leaderboard", "lineage", "report", "compare", "verify", "follow", "dashboard"),
         *("export", "recipe", "replay", "sample", "evaluate"),
     ]

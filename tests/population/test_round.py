@@ -400,8 +400,14 @@ def test_a_tally_averages_sums_and_takes_maxima():
 
 def test_completions_are_kept_up_to_the_count():
     done = experience(1, 2, 3).trajectories
-    tally = Tally(samples=list(zip(done, [0.0, 1.0, 0.5], strict=True)))
+    values = [
+        {"exact": 0.0, "form": None},
+        {"exact": 0.5, "form": 0.5},
+        {"exact": 0.5, "form": 0.0},
+    ]
+    tally = Tally(samples=list(zip(done, [0.0, 1.0, 0.5], strict=True)), rewards=values)
     rows = completion_rows(4, {3: tally, 5: Tally()}, 2)
+    assert [r["rewards"] for r in rows] == values[:2]
     assert [(r["round"], r["agent"], r["reward"], r["tokens"]) for r in rows] == [
         (4, 3, 0.0, 1),
         (4, 3, 1.0, 2),

@@ -181,7 +181,10 @@ def test_a_setting_that_does_the_same_is_no_difference():
 
 
 def test_strings_that_end_a_completion_are_named():
-    assert "stops at some strings (stop_strings)" in told({"stop_strings": ["</s>"]})[0][0]
+    assert (
+        "stops at ['</s>'] (stop_strings; set algorithm.stop)"
+        in told({"stop_strings": ["</s>"]})[0][0]
+    )
 
 
 def test_an_agent_is_told_once_and_records_the_policy_it_differentiates():

@@ -53,6 +53,7 @@ AGENT = {
     "prompts_per_step": 3,
     "max_output_tokens": 9,
     "min_output_tokens": 2,
+    "stop": ["</a>", 5],
     "max_model_len": 40,
     "adv_norm": "batch_std",
     "whiten_advantages": True,
@@ -155,7 +156,7 @@ def test_every_setting_has_a_value_here_that_is_not_its_default():
         assert agent_settings(given, kind="grpo") != default
 
 
-def test_the_last_part_of_every_path_is_unique():
+def test_the_last_part_of_every_path_is_unique_in_a_call():
     groups = {
         name: field.annotation
         for name, field in RunConfig.model_fields.items()
@@ -165,7 +166,8 @@ def test_the_last_part_of_every_path_is_unique():
     own = {"model": "name", "algorithm": "kind"}
     names = [n for g, c in groups.items() for n in c.model_fields if n != own.get(g)]
     names += ["model", "seed", "name"]
-    assert sorted(names) == sorted(set(names))
+    # The constructors have the strings that end a completion, `train` the rules that end a run.
+    assert sorted(names) == sorted([*set(names), "stop"])
     given = {*AGENT_KEYWORDS, *POPULATION_KEYWORDS, *TRAIN_KEYWORDS}
     assert given == set(names), "every setting of a run file but those of env is a keyword"
 
@@ -220,6 +222,7 @@ ARRIVES = {
     "prompts_per_step": lambda a: a.settings.algorithm.prompts_per_step,
     "max_output_tokens": lambda a: a.cohort.sampling(a.hparams).max_output_tokens,
     "min_output_tokens": lambda a: a.cohort.sampling(a.hparams).min_output_tokens,
+    "stop": lambda a: [*a.cohort.engine.ends.strings, *(a.cohort.engine.ends.ids & {5})],
     "max_model_len": lambda a: a.cohort.context_length,
     "adv_norm": lambda a: {"batch": "batch_std"}[a.settings.algorithm.adv_scale(a.hparams)],
     **{

@@ -36,6 +36,8 @@ class Use:
         temperature: The temperature of the run's evaluations.
         pushed: The repository on the Hub, None if the export is not pushed.
         hidden: Number of the user's rows in the template that "..." stands for.
+        stop: Strings that end an answer beside its end token.
+        stop_ids: Tokens that do.
     """
 
     base: BaseModel
@@ -46,6 +48,8 @@ class Use:
     temperature: float
     pushed: str | None = None
     hidden: int = 0
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -75,6 +79,7 @@ class Use:
             pass
         said = own.max_output_tokens or _setting(config, "algorithm", "max_output_tokens")
         temperature = _setting(config, "evolve", "fitness", "temperature")
+        stop: Any = _setting(config, "algorithm", "stop") or ()
         return cls(
             base,
             contents,
@@ -84,6 +89,8 @@ class Use:
             temperature if isinstance(temperature, int | float) else 1.0,
             pushed,
             hidden,
+            tuple(one for one in stop if isinstance(one, str)),
+            tuple(one for one in stop if isinstance(one, int)),
         )
 
     @property

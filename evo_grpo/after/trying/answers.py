@@ -17,6 +17,8 @@ from evo_grpo.after.trying.policy import (
     check_temperature,
     config_of,
     loaded,
+    played_out,
+    start_of,
 )
 from evo_grpo.envs.asking import Asking, asking
 from evo_grpo.envs.prompts import Template
@@ -207,10 +209,8 @@ def _answer_row(
     env = policy.env
     assert env is not None, "rows are asked of an environment"
     name = policy.cohort.agents[policy.slot].hparams.prompt
-    starts = starts_under(env, name, [_start(env, split, number)])
-    play = policy.cohort.begin(env, [starts] * len(who), sampler.group_sizes)
-    while (ask := play.ask()) is not None:
-        play.tell(sampler.sample(ask))
+    starts = starts_under(env, name, [start_of(env, split, number)])
+    play = played_out(policy.cohort.begin(env, [starts] * len(who), sampler.group_sizes), sampler)
     found: list[Sampled] = []
     for name, experience in zip(who, play.experiences(), strict=True):
         given = experience.trajectories
@@ -230,18 +230,6 @@ def _how(env: EnvConfig, seed: int, prompt: str | None, *, raw: bool) -> Asking:
     except EvoGrpoError:  # a raw prompt does not need the task
         tokens = DEFAULT_OUTPUT_TOKENS
     return Asking(Template.of("{prompt}"), tokens, {})
-
-
-def _start(env: Any, split: Split, number: int) -> Any:  # noqa: ANN401 -- of any environment
-    """Return a row of a task of one turn, or the seed of an episode."""
-    splits = getattr(getattr(env, "task", None), "splits", None)
-    count = None if splits is None else len(splits[split])
-    if number < 0 or (count is not None and number >= count):
-        expected = ">= 0" if count is None else f"from 0 to {count - 1}, of {count} in {split}"
-        raise ConfigError(f"row: expected a number {expected}, got {number}")
-    if count is None:
-        return env.prompts(split, number + 1)[number]
-    return env.row(split, number)
 
 
 def _row(text: str, columns: Sequence[str]) -> dict[str, Any]:

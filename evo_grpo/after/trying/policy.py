@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evo_grpo.envs.protocol import Environment
+from evo_grpo.envs.protocol import Environment, Play
 from evo_grpo.envs.resolve import environment_of
-from evo_grpo.envs.task import Task
-from evo_grpo.errors import CheckpointError, RunDirError, RunFailedError
+from evo_grpo.envs.task import Split, Task
+from evo_grpo.errors import CheckpointError, ConfigError, RunDirError, RunFailedError
 from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
 from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.record.choice import ChosenAgent
 from evo_grpo.record.config import read_config
 from evo_grpo.record.digests import check_digests
@@ -197,3 +198,22 @@ def adapter_of(choice: ChosenAgent) -> Path:
     refuse_foreign_files(folder)
     check_digests(folder, files, "the run recorded")
     return folder / "actor"
+
+
+def played_out(play: Play, sampler: PopulationSampler) -> Play:
+    """Return a play after its last turn."""
+    while (ask := play.ask()) is not None:
+        play.tell(sampler.sample(ask))
+    return play
+
+
+def start_of(env: Any, split: Split, number: int) -> Any:  # noqa: ANN401 -- of any environment
+    """Return a row of a task of one turn, or the seed of an episode."""
+    splits = getattr(getattr(env, "task", None), "splits", None)
+    count = None if splits is None else len(splits[split])
+    if number < 0 or (count is not None and number >= count):
+        expected = ">= 0" if count is None else f"from 0 to {count - 1}, of {count} in {split}"
+        raise ConfigError(f"row: expected a number {expected}, got {number}")
+    if count is None:
+        return env.prompts(split, number + 1)[number]
+    return env.row(split, number)

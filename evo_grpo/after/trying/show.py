@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from evo_grpo.after.trying.answers import Sampled
     from evo_grpo.after.trying.evaluation import Judged
+    from evo_grpo.after.trying.first_step import Tried
     from evo_grpo.types import Score
 
 
@@ -32,6 +33,26 @@ def show_sampled(console: Console, sampled: Sequence[Sampled]) -> None:
             for place, line in enumerate(lines):
                 say(console, f"{'    ' if place else '  - '}{line}", wrap=True)
     console.print()
+
+
+def show_tried(console: Console, tried: Tried) -> None:
+    """Print prompts, answers and rewards of the model before training, and what follows of them."""
+    for prompt in tried.prompts:
+        say(console, f"prompt of {count(prompt.tokens, 'token')}, as the model gets it:", "dim")
+        for line in prompt.prompt.split("\n"):
+            say(console, f"> {line}", "bold", wrap=True)
+        for answer in prompt.answers:
+            first, *rest = (answer.text or answer.error).split("\n")
+            values = ", ".join(f"{name} {number(x, 2)}" for name, x in answer.rewards.items())
+            total = "" if len(answer.rewards) < 2 else f", sum {number(answer.reward, 2)}"
+            cut = "" if answer.ended else " ... (cut off)"
+            lines = [first, *rest]
+            lines[-1] += f"{cut}  [{values}{total}]"
+            for place, line in enumerate(lines):
+                say(console, f"{'    ' if place else '  - '}{line}", wrap=True)
+        console.print()
+    for line in tried.sentences():
+        say(console, line, wrap=True)
 
 
 def show_judged(console: Console, judged: Judged) -> None:

@@ -119,7 +119,10 @@ class AgileRLAgent(Agent, ABC):
         values = {name: getattr(Arguments, name, None) for name in ARGUMENTS}
         for name, ours in KEYWORDS.items():
             values[name] = hparams.get(ours, _value_at(settings, AGENT_KEYWORDS[ours]))
-        schedule, vllm = settings.algorithm.lr_schedule, VLLMConfig.of(settings.engine)
+        schedule, vllm = (
+            settings.algorithm.lr_schedule,
+            VLLMConfig.of(settings.engine, settings.algorithm.stop),
+        )
         values.update(
             model_config=values["model_config"] or None,
             hp_config=cohort.hp_config or None,

@@ -339,6 +339,7 @@ _NAMES.update(
     dtype="model_config",
     trust_remote_code="model_config",
     vllm="vllm_config",
+    stop="vllm_config.stop_sequences",
     max_decode_rows="vllm_config.max_num_seqs",
 )
 _NAMES_OF_VLLM = {ours: name for name, ours in VLLM_NAMES.items()} | {"sleep_level": "sleep_mode"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Self
 
@@ -59,7 +60,7 @@ class VLLMConfig:
     max_lora_rank: int = 16
     max_loras: int = 1
     _: KW_ONLY
-    stop_sequences: list[str] | None = None
+    stop_sequences: list[str | int] | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     kv_cache_memory_bytes: int | None = None
@@ -75,7 +76,7 @@ class VLLMConfig:
             )
 
     def keywords(self) -> dict[str, Any]:
-        """Return the keywords of `evo_grpo`: `vllm`, and `max_decode_rows` if it is set."""
+        """Return the keywords of `evo_grpo`: `vllm`, `stop`, and `max_decode_rows` if it is set."""
         vllm: dict[str, Any] = {
             ours: getattr(self, name)
             for name, ours in VLLM_NAMES.items()
@@ -83,14 +84,19 @@ class VLLMConfig:
         }
         vllm["sleep_level"] = self.sleep_mode_level if self.sleep_mode else 0
         vllm["dtype"] = self.dtype or "auto"
-        vllm["stop_sequences"] = self.stop_sequences or []
+        keywords = {"vllm": vllm, "stop": self.stop_sequences or []}
         if self.max_num_seqs == _UNSAID["max_num_seqs"]:
-            return {"vllm": vllm}
-        return {"vllm": vllm, "max_decode_rows": self.max_num_seqs}
+            return keywords
+        return {**keywords, "max_decode_rows": self.max_num_seqs}
 
     @classmethod
-    def of(cls, engine: EngineConfig) -> Self | None:
-        """Return the settings of vLLM under AgileRL's names; None if vLLM is not selected."""
+    def of(cls, engine: EngineConfig, stop: Sequence[str | int] = ()) -> Self | None:
+        """Return the settings of vLLM under AgileRL's names; None if vLLM is not selected.
+
+        Args:
+            engine: The settings of the engine.
+            stop: `algorithm.stop`.
+        """
         vllm = engine.rollout_settings
         if not isinstance(vllm, VLLMSettings):
             return None
@@ -100,7 +106,7 @@ class VLLMConfig:
             sleep_mode=vllm.sleep_level > 0,
             sleep_mode_level=vllm.sleep_level or 1,
             dtype=None if vllm.dtype == "auto" else vllm.dtype,
-            stop_sequences=vllm.stop_sequences or None,
+            stop_sequences=list(stop) or None,
             max_num_seqs=_UNSAID["max_num_seqs"]
             if engine.max_decode_rows is None
             else engine.max_decode_rows,

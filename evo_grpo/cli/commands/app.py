@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -77,6 +77,9 @@ Run = Annotated[
     typer.Argument(
         metavar="RUN", help="A run folder, such as runs/one-1.", autocompletion=complete_run
     ),
+]
+Split = Annotated[
+    Literal["train", "validation", "test"], typer.Option("--split", help="Split of the rows.")
 ]
 AsDocument = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Settings = Annotated[

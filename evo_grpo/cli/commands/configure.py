@@ -1,4 +1,4 @@
-"""Commands before a run: init, check, schema, fetch, doctor."""
+"""Commands before a run: init, check, try, schema, fetch, doctor."""
 
 from __future__ import annotations
 
@@ -9,8 +9,17 @@ from typing import Annotated
 
 import typer
 
-from evo_grpo.cli.commands.app import AsDocument, Debug, File, Settings, app, refuse_folder
-from evo_grpo.cli.output import say, write, write_file
+from evo_grpo.cli.commands.app import (
+    AsDocument,
+    Code,
+    Debug,
+    File,
+    Settings,
+    Split,
+    app,
+    refuse_folder,
+)
+from evo_grpo.cli.output import say, warn, write, write_file
 from evo_grpo.errors import ConfigError, ModelError
 from evo_grpo.places import expanded
 
@@ -97,6 +106,66 @@ def check(
             if plan.fit is not None
             else f"--gpu {gpu}: the memory of the run is unknown: {plan.base.note}"
         )
+
+
+@app.command("try", rich_help_panel=PANEL)
+def try_(  # noqa: PLR0913 -- each is an option of the command
+    file: File,
+    settings: Settings = None,
+    rows: Annotated[
+        str | None,
+        typer.Option("--rows", metavar="N,N", help="Rows of the task (from 0), such as 3,17."),
+    ] = None,
+    split: Split = "train",
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            "--samples", metavar="N", min=1, help="Answers to each prompt; default: group_size."
+        ),
+    ] = None,
+    answer: Annotated[
+        str | None,
+        typer.Option("--answer", metavar="TEXT", help="Score this answer, without a model."),
+    ] = None,
+    as_json: AsDocument = False,
+    code: Code = None,
+    debug: Debug = False,
+) -> None:
+    """Sample the model before training, and show prompts, answers and the value of each reward.
+
+    Exits with 1 if no group of answers has different rewards, so that a run would learn nothing.
+    """
+    from evo_grpo import settings as config
+    from evo_grpo.places import looking_in
+    from evo_grpo.readers.terminal.console import standard_output, warnings_to
+    from evo_grpo.record.code import beside
+
+    numbers = _numbers(rows)
+    refuse_folder(file)
+    loaded = config.load(file, settings or ())
+    with looking_in(beside(file)), warnings_to(warn):
+        say(f"loading {loaded.model.name} ...", err=True)
+        from evo_grpo.after.trying.first_step import try_config
+        from evo_grpo.after.trying.show import show_tried
+        from evo_grpo.record.files import to_line
+
+        tried = try_config(
+            loaded, rows=numbers, split=split, samples=samples, answer=answer, code=code
+        )
+    if as_json:
+        write(to_line(tried.to_json(), indent=1) + "\n")
+    else:
+        show_tried(standard_output(), tried)
+    if answer is None and not tried.signal:
+        raise typer.Exit(1)
+
+
+def _numbers(text: str | None) -> list[int]:
+    """Return the numbers of `--rows 3,17`."""
+    parts = [] if text is None else text.split(",")
+    if wrong := [part for part in parts if not (part.isascii() and part.strip().isdigit())]:
+        raise typer.BadParameter(f"--rows: expected numbers such as 3,17, got {wrong[0]!r}")
+    return [int(part) for part in parts]
 
 
 @app.command(rich_help_panel=PANEL)

@@ -21,6 +21,7 @@ from evo_grpo.cli.commands.app import (
     Round,
     Run,
     Settings,
+    Split,
     app,
     from_zero,
     refuse_folder,
@@ -46,9 +47,7 @@ def sample(  # noqa: PLR0913 -- each is an option of the command
         list[int] | None,
         typer.Option("--row", metavar="N", help="A row of the task (from 0). May be repeated."),
     ] = None,
-    split: Annotated[
-        Literal["train", "validation", "test"], typer.Option("--split", help="Split of the rows.")
-    ] = "validation",
+    split: Split = "validation",
     agent: Agent = None,
     member: Member = None,
     round: Round = None,

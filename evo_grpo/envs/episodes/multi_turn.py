@@ -18,6 +18,8 @@ from evo_grpo.types import Completion, Prompt, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
+    from evo_grpo.model.ends import Ends
+
 
 class Observation(dict[str, Any]):
     """An argument of `agent.get_action`: `input_ids`, `attention_mask` and `text`.
@@ -120,6 +122,7 @@ class TokenObservationWrapper:
         self.pad_id = pad_id
         own: Any = tokenizer.eos_token_id  # typed as for any token; may be None
         self.end_ids = frozenset(end_ids) | (frozenset() if own is None else {own})
+        self._ends: Ends | None = None
         self.max_output_tokens = max_output_tokens
         self.max_model_len: int | None = None
         self._own_limit: int | None = None
@@ -144,9 +147,10 @@ class TokenObservationWrapper:
             )
         self.max_model_len = min(max_context_length, self._own_limit or max_context_length)
 
-    def answered_by(self, end_ids: Collection[int], pad_id: int) -> None:
-        """Set the tokens that end and pad the completions of the agent that answers."""
-        self.end_ids |= frozenset(end_ids)
+    def answered_by(self, ends: Ends, pad_id: int) -> None:
+        """Set where the completions of the agent that answers end, and what pads them."""
+        self.end_ids |= ends.ids
+        self._ends = ends
         if self.pad_id is None:
             self.pad_id = pad_id
 
@@ -207,8 +211,11 @@ class TokenObservationWrapper:
                 f"behind them, got {len(ids)} ids that "
                 f"{'add none' if ids[:start] == self.token_ids else 'begin otherwise'}"
             )
-        text = str(self.tokenizer.decode(new, skip_special_tokens=True))
-        ended = new[-1] in self.end_ids
+        if self._ends is None:
+            text, ended = str(self.tokenizer.decode(new, skip_special_tokens=True)), False
+        else:
+            ((text, ended),) = self._ends.texts([new])
+        ended = ended or new[-1] in self.end_ids
         reward, info = self.take_turn(Completion(tuple(new), text, None, ended))
         terminated = self.end == "terminated"
         truncated = bool(self.end) and not terminated

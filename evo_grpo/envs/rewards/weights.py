@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,15 @@ from evo_grpo.settings.evolve import FitnessReward
 def reward_names(env: Environment[Any]) -> tuple[str, ...]:
     """Return the names of an environment's reward functions; none if it does not name them."""
     return tuple(getattr(env, "reward_names", ()))
+
+
+def values_by_name(env: Environment[Any], rewards: Floats) -> list[dict[str, float | None]]:
+    """Return each row of rewards (B, K) by the names of the functions; None for NaN."""
+    names = reward_names(env) or [f"reward {n}" for n in range(1, rewards.shape[1] + 1)]
+    return [
+        {name: None if math.isnan(value) else value for name, value in zip(names, row, strict=True)}
+        for row in rewards.tolist()
+    ]
 
 
 def weights_of(env: Environment[Any], own: Mapping[str, float]) -> Floats:

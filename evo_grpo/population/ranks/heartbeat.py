@@ -20,7 +20,7 @@ from evo_grpo.schema.validation import shown
 
 VARIABLE = "EVO_GRPO_RANK_TIMEOUT"
 """Environment variable with the seconds of silence after which a rank counts as lost."""
-SECONDS = 300.0
+SECONDS = 900.0
 """Default limit, long enough for a C function that holds the GIL and so prevents signs."""
 _EVERY = 1.0
 _RANKS_A_SECOND = 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from evo_grpo.printable import shorten
 from evo_grpo.readers.report.page.build import Table
@@ -71,12 +71,26 @@ def _completion(row: Mapping[str, Any]) -> dict[str, Any]:
         "round": row.get("round", 0) + 1,
         "agent": row.get("agent"),
         "reward": None if reward == -math.inf else reward,
+        "rewards": _values(row.get("rewards")),
         "tokens": row.get("tokens"),
         "end": row.get("error") or ("" if row.get("ended") else "cut"),
         "prompt": shorten(str(row.get("prompt", "")), CHARACTERS),
         "answer": shorten(str(row.get("answer", "")), CHARACTERS),
         "completion": shorten(str(row.get("completion", "")), CHARACTERS),
     }
+
+
+def _values(rewards: object) -> dict[str, float | None]:
+    """Return the value of each reward function, of several; earlier runs lack them."""
+    known = cast("dict[str, Any]", rewards) if isinstance(rewards, dict) else {}
+    return (
+        {
+            shorten(name, 40): float(value) if isinstance(value, int | float) else None
+            for name, value in known.items()
+        }
+        if len(known) > 1
+        else {}
+    )
 
 
 def _title(name: str) -> str:

@@ -8,7 +8,7 @@ sliding window outside of the Llama family, are decoded one prompt length at a t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import final
 
@@ -18,15 +18,15 @@ from torch import Tensor
 
 from evo_grpo.model.alone import beside_no_load
 from evo_grpo.model.base import SharedBase
+from evo_grpo.model.ends import Ends
 from evo_grpo.model.forward.fused import FusedForward, RowLayout, population_forward
 from evo_grpo.model.forward.sending import send
 from evo_grpo.model.llama.choice import takes_fast_path
 from evo_grpo.model.llama.cuda.choice import open_decoder
-from evo_grpo.model.llama.cuda.decode import KernelDecoder
 from evo_grpo.model.llama.weights import LlamaWeights
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.model.out_of_memory import free_cached, halved, is_out_of_memory
-from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest, decoded
+from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
 from evo_grpo.rollout.native.ability import Ability, ability_of, decoder_layers, window_of
 from evo_grpo.rollout.native.compiled import CompiledStep
 from evo_grpo.rollout.native.decoder import (
@@ -70,6 +70,7 @@ class NativeEngine(RolloutEngine):
         longest = settings.algorithm.max_model_len
         self.slots = slots
         self.base: SharedBase = slots.base
+        self.ends = Ends(slots.base, settings.algorithm)
         self.max_rows = self._wanted_rows = settings.engine.decode_rows
         self.max_prompts = settings.engine.max_decode_prompts
         # Processes that compute together cannot repeat a call that ran out of memory.
@@ -221,13 +222,13 @@ class NativeEngine(RolloutEngine):
                 fused,
                 decoder,
                 queue,
+                ends=self.ends,
                 context=self._context,
                 graphs=self._graphs if self._specialized and not equal else None,
                 compiled=self._compiled,
-                kernels=isinstance(decoder, KernelDecoder),
             )
             output = loop.run()
-        return self._groups(requests, output)
+        return self._groups(requests, output, loop.stops.lengths)
 
     def _decoder(self, fused: FusedForward, columns: int, *, equal: bool) -> Decoder:
         if equal:
@@ -250,15 +251,18 @@ class NativeEngine(RolloutEngine):
         self,
         requests: Sequence[RolloutRequest],
         output: Output,
+        stopped: Mapping[int, int],
     ) -> list[list[CompletionGroup]]:
-        eos = set(self.base.eos_ids)
+        """Return the groups of all requests; `stopped` has the lengths of rows at stop strings."""
         tokens = output.tokens.t().cpu()
-        counts = (tokens >= 0).sum(1).tolist()
+        counts: list[int] = (tokens >= 0).sum(1).tolist()
+        for row, length in stopped.items():  # more may be drawn in the block that has the string
+            counts[row] = length
         ids = [row[:n] for row, n in zip(tokens.tolist(), counts, strict=True)]
         values = [row[:n] for row, n in zip(output.logprobs.t().tolist(), counts, strict=True)]
         done = (
-            Completion(tuple(i), text, tuple(v), ended=bool(i) and i[-1] in eos)
-            for i, text, v in zip(ids, decoded(self.base, ids), values, strict=True)
+            Completion(tuple(i), text, tuple(v), ended=ended)
+            for i, v, (text, ended) in zip(ids, values, self.ends.texts(ids), strict=True)
         )
         return [
             [CompletionGroup(r.agent, p, tuple(islice(done, r.samples))) for p in r.prompts]

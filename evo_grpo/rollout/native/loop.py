@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from evo_grpo.model.base import SharedBase
+from evo_grpo.model.ends import Ends
 from evo_grpo.model.forward.fused import FusedForward
 from evo_grpo.model.forward.sending import send
 from evo_grpo.model.llama.cache import Refill
+from evo_grpo.model.llama.cuda.decode import KernelDecoder
 from evo_grpo.rollout.native.batch import Batch
 from evo_grpo.rollout.native.compiled import CompiledStep
 from evo_grpo.rollout.native.decoder import Decoder, RefillDecoder
@@ -25,6 +27,7 @@ from evo_grpo.rollout.native.graphs import StepGraphs
 from evo_grpo.rollout.native.output import Output, StopConditions
 from evo_grpo.rollout.native.queue import Prompts, RowQueue
 from evo_grpo.rollout.native.rows import Rows, prompt_mask
+from evo_grpo.rollout.native.stops import StopStrings
 from evo_grpo.settings.engines.native import SPARE_COLUMNS
 
 #: Share of the rows at which finished rows are removed; copying the cache costs about one step.
@@ -49,10 +52,10 @@ class DecodeLoop:
         fused: The active population forward.
         decoder: With an empty cache; a `RefillDecoder` if not all rows are decoded at once.
         queue: The rows.
+        ends: Where completions end.
         context: Most tokens of prompt plus completion.
         graphs: Holds steps as CUDA graphs; None for plain steps.
         compiled: Compiles steps that read and write the same memory; None for plain steps.
-        kernels: Whether tokens are drawn by the kernels of `llama.cuda` where they serve it.
     """
 
     def __init__(
@@ -62,10 +65,10 @@ class DecodeLoop:
         decoder: Decoder,
         queue: RowQueue,
         *,
+        ends: Ends,
         context: int,
         graphs: StepGraphs | None = None,
         compiled: CompiledStep | None = None,
-        kernels: bool = False,
     ) -> None:
         self.base = base
         self.fused = fused
@@ -75,10 +78,11 @@ class DecodeLoop:
         self._last = context - 1
         self._graphs, self._compiled = graphs, compiled
         device = queue.rows.origin.device
-        self._ends = StopConditions(queue.rows.sampling, base.eos_ids, base.vocabulary, device)
+        self._ends = StopConditions(queue.rows.sampling, ends.ids, base.vocabulary, device)
+        self.stops, self._watched = StopStrings(ends, len(queue.rows.origin)), bool(ends.strings)
         self._block = block_of(device)
         self._alike = queue.places is None
-        self._kernels = kernels
+        self._kernels = isinstance(decoder, KernelDecoder)
         self._columns = queue.columns + queue.steps + (0 if self._alike else SPARE_COLUMNS)
         #: Columns of the cache that are used, and most tokens that a row has left to draw.
         self._used = self._left = 0
@@ -87,8 +91,14 @@ class DecodeLoop:
         """Decode all rows."""
         queue = self.queue
         self._begin()
-        while self._left or queue.waiting:
-            if not self._alike or self._ends.possible(queue.steps - self._left):
+        while True:
+            if self._watched:
+                # A row that joined has its first token beside those of a block.
+                self.stops.look(self.batch, self.output, self._block + 1)
+            if not self._left and not queue.waiting:
+                break
+            possible = self._watched or self._ends.possible(queue.steps - self._left)
+            if not self._alike or possible:
                 rows = len(self.batch.finished)
                 ended = int(self.batch.finished.sum())  # waits for the device
                 if ended == rows and not queue.waiting:

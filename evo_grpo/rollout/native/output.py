@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -42,10 +42,10 @@ class StopConditions:
     """
 
     def __init__(
-        self, sampling: RowSampling, eos: Sequence[int], vocabulary: int, device: torch.device
+        self, sampling: RowSampling, end_ids: Iterable[int], vocabulary: int, device: torch.device
     ) -> None:
         self.tokens = torch.zeros(vocabulary, dtype=torch.bool, device=device)
-        self.tokens[list(eos)] = True
+        self.tokens[list(end_ids)] = True
         self._least, self._shortest = sampling.least, sampling.shortest
 
     def possible(self, drawn: int) -> bool:

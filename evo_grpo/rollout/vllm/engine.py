@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, final
 
 from evo_grpo.errors import ConfigError
+from evo_grpo.model.ends import Ends
 from evo_grpo.model.lora.slots import AdapterSlots
-from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest, decoded
+from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.rollout.vllm.adapters import Published, PublishedAdapters, rank_of
 from evo_grpo.rollout.vllm.links import Child
@@ -62,6 +63,7 @@ class VLLMEngine(RolloutEngine):
     ) -> None:
         self.slots = slots
         self.base = slots.base
+        self.ends = Ends(slots.base, settings.algorithm)
         self._settings = settings
         self._vllm = settings.engine.vllm
         lengths = [settings.algorithm.max_model_len, slots.base.context_length]
@@ -129,8 +131,9 @@ class VLLMEngine(RolloutEngine):
             context=self._context,
             rank=self._rank,
         )
-        if self._vllm.stop_sequences:
+        if self.ends.strings:
             keywords["tokenizer"] = tokenizer_folder(self.base, self._scratch)
+            keywords["skip_tokenizer_init"] = False
         self._link = self._opened()
         trained = [name for name in self.slots.names if self.slots.is_trainable(name)]
         prompt = Prompt(0, "", (self.base.pad_id,))
@@ -167,7 +170,7 @@ class VLLMEngine(RolloutEngine):
                 lengths.append(len(prompt.token_ids))
                 limits.append(min(request.sampling.max_output_tokens, room))
             seeds.extend(request.row_keys())
-            sampling = sampling_keywords(request.sampling, self.base.eos_ids, self._vllm)
+            sampling = sampling_keywords(request.sampling, self.ends, self._vllm)
             asked.append(
                 {
                     "adapter": adapter and [str(adapter.folder), adapter.id, str(adapter.folder)],
@@ -186,16 +189,15 @@ class VLLMEngine(RolloutEngine):
         tokens, values = answer["tokens"].tolist(), answer["logprobs"].tolist()
         ends = list(accumulate(answer["lengths"], initial=0))
         rows = [(tuple(tokens[a:b]), tuple(values[a:b])) for a, b in pairwise(ends)]
-        texts = decoded(self.base, [ids for ids, _ in rows])
+        texts = self.ends.texts([ids for ids, _ in rows])
         done = iter(zip(rows, texts, answer["stopped"], strict=True))
-        eos = set(self.base.eos_ids)
 
         def completion(part: _Part) -> Completion:
-            (ids, own), text, stopped = next(done)
+            (ids, own), (text, ended), stopped = next(done)
             logprobs = own if part.exact or any(map(math.isnan, own)) else None
             if not part.finite:
                 logprobs = (math.nan,) * len(ids)
-            return Completion(ids, text, logprobs, bool(stopped or eos & set(ids[-1:])))
+            return Completion(ids, text, logprobs, bool(stopped or ended))
 
         for part in parts:
             agent, samples = part.request.agent, range(part.request.samples)
@@ -240,9 +242,7 @@ def means_policy(sampling: Sampling, vocabulary: int, settings: VLLMSettings) ->
     )
 
 
-def sampling_keywords(
-    sampling: Sampling, eos_ids: Sequence[int], settings: VLLMSettings
-) -> dict[str, Any]:
+def sampling_keywords(sampling: Sampling, ends: Ends, settings: VLLMSettings) -> dict[str, Any]:
     """Return the keywords of `vllm.SamplingParams` that all rows of an agent share."""
     keywords: dict[str, Any] = {
         "n": 1,
@@ -253,15 +253,15 @@ def sampling_keywords(
         "presence_penalty": settings.presence_penalty,
         "frequency_penalty": settings.frequency_penalty,
         "min_tokens": sampling.min_output_tokens,
-        "stop_token_ids": list(eos_ids),
-        "detokenize": bool(settings.stop_sequences),
+        "stop_token_ids": sorted(ends.ids),
+        "detokenize": bool(ends.strings),
         # Always, because values that are not finite appear here.
         "logprobs": 0,
     }
     if sampling.top_k > 0:
         keywords["top_k"] = sampling.top_k
-    if settings.stop_sequences:
-        keywords["stop"] = settings.stop_sequences
+    if ends.strings:
+        keywords["stop"] = list(ends.strings)
     return keywords
 
 

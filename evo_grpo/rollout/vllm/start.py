@@ -118,16 +118,8 @@ def base_folder(base: SharedBase, settings: AgentSettings, scratch: Path) -> str
 
 
 def tokenizer_folder(base: SharedBase, scratch: Path) -> str:
-    """Write the trainer's tokenizer to `scratch`, for `stop_sequences`; return the folder.
-
-    Raises:
-        ConfigError: The base has no tokenizer.
-    """
-    if base.tokenizer is None:
-        raise ConfigError(
-            "engine.vllm.stop_sequences: expected a base with a tokenizer, got one without; pass a "
-            "tokenizer, or leave stop_sequences out"
-        )
+    """Write the trainer's tokenizer to `scratch`, for stop strings; return the folder."""
+    assert base.tokenizer is not None, "Ends refuses strings without a tokenizer"
     folder = scratch / "tokenizer"
     base.tokenizer.save_pretrained(str(folder))
     return str(folder)
@@ -183,8 +175,7 @@ def llm_keywords(
         **own.options,
         "model": folder,
         "trust_remote_code": settings.model is not None and settings.model.trust_remote_code,
-        # Only strings that end a completion need a tokenizer.
-        "skip_tokenizer_init": not own.stop_sequences,
+        "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "seed": 0,
         "max_model_len": context,

@@ -36,16 +36,6 @@ _SEQUENCES = 16
 _LOWERS = "engine.vllm.sleep_level, engine.vllm.gpu_memory_utilization"
 
 
-def _strings(value: object) -> object:
-    """Accept a list of strings, or one string."""
-    items = [value] if isinstance(value, str) else value
-    if isinstance(items, list | tuple) and all(
-        isinstance(item, str) and item for item in cast("list[object]", items)
-    ):
-        return list(cast("list[str]", items))
-    raise ValueError('a list of strings such as ["</answer>"]')
-
-
 def _devices(value: object) -> object:
     items = list(cast("list[object]", value)) if isinstance(value, list | tuple) else []
     if value is None or (items and all(type(item) is int and item >= 0 for item in items)):
@@ -114,9 +104,6 @@ class VLLMSettings(RolloutSettings):
         0,
         "Memory that vLLM frees while agents learn. 0: none. 1: keys and values, and the base "
         "moves to the memory of the CPU. 2: also the base, which is loaded again. Needs a GPU.",
-    )
-    stop_sequences: Annotated[list[str], BeforeValidator(_strings)] = setting(
-        factory=list[str], meaning="Strings that end a completion, for instance `</answer>`."
     )
     presence_penalty: float = setting(
         0.0, "Subtracted from the logits of tokens that were already sampled.", ge=-2, le=2

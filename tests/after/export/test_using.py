@@ -104,6 +104,17 @@ def test_the_code_for_transformers_and_peft_runs_as_printed(finished, tmp_path):
 
 
 @pytest.mark.slow
+def test_the_code_stops_where_the_run_does(tmp_path):
+    played = run(
+        small(algorithm__stop=["1", "7", 3], population__rounds=1), out=tmp_path / "sums-1"
+    )
+    export(played, tmp_path / "out")
+    code, vllm = blocks(tmp_path / "out")
+    assert "stop=['1', '7'], stop_token_ids=[3])" in vllm
+    answers = [ran(code, tmp_path / "out") for _ in range(3)]
+    assert not any(digit in answer for answer in answers for digit in "17")
+
+
 def test_moved_elsewhere_it_is_loaded_still(finished, tmp_path):
     export(finished, tmp_path / "best")
     (tmp_path / "best").rename(tmp_path / "moved")

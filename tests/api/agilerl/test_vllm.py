@@ -46,7 +46,6 @@ ACTS = {
     "kv_cache_dtype": ("fp8", "kv_cache_dtype", "fp8"),
     "max_lora_rank": (64, "max_lora_rank", 64),
     "max_loras": (3, "max_loras", 3),
-    "stop_sequences": (["</a>"], "stop_sequences", ["</a>"]),
     "presence_penalty": (0.5, "presence_penalty", 0.5),
     "frequency_penalty": (0.25, "frequency_penalty", 0.25),
     "kv_cache_memory_bytes": (5, "kv_cache_memory_bytes", 5),
@@ -84,10 +83,17 @@ def test_a_field_acts_where_ours_does(name):
 
 
 def test_every_field_acts_or_is_said_not_to():
-    elsewhere = {"max_num_seqs", "sleep_mode", "sleep_mode_level"}
+    elsewhere = {"max_num_seqs", "sleep_mode", "sleep_mode_level", "stop_sequences"}
     assert set(ACTS) | elsewhere == {field.name for field in fields(VLLMConfig)}
     assert engine_of(VLLMConfig(max_num_seqs=64)).max_decode_rows == 64
     assert VLLMConfig.of(engine_of(VLLMConfig(max_num_seqs=64))).max_num_seqs == 64
+    given = {"model_name": "tiny-sums", "use_vllm": True}
+    settings, _ = Arguments.of(
+        (), {**given, "vllm_config": VLLMConfig(stop_sequences=["</a>"])}
+    ).translated("grpo")
+    assert settings.algorithm.stop == ["</a>"]
+    of = VLLMConfig.of(settings.engine, settings.algorithm.stop)
+    assert of == VLLMConfig(stop_sequences=["</a>"])
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -124,7 +130,7 @@ def test_what_has_no_effect_warns(config, arguments, said):
         ),
         ({"max_loras": 0}, r"^vllm_config.max_loras: expected an integer >= 1, or null, got"),
         ({"vllm_model_name_or_path": ""}, r"^vllm_config.vllm_model_name_or_path: expected"),
-        ({"stop_sequences": 3}, r"^vllm_config.stop_sequences: expected a list of strings"),
+        ({"stop_sequences": 0.5}, r"^vllm_config.stop_sequences: expected a list of strings"),
     ],
 )
 def test_a_wrong_value_has_the_name_it_was_given_by(config, said):

@@ -2,6 +2,7 @@
 
 import io
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -41,7 +42,10 @@ def config(*, lora=None, **engine):
         ),
         ({"vllm": {"devices": [-1]}}, r"vllm.devices: expected null, or a list of device numbers"),
         ({"vllm": {"devices": []}}, r"vllm.devices: expected null, or a list of device numbers"),
-        ({"vllm": {"stop_sequences": [""]}}, r"vllm.stop_sequences: expected a list of strings"),
+        (
+            {"vllm": {"stop_sequences": ["a"]}},
+            r"vllm.stop_sequences: .* it was removed, and algorithm.stop serves every engine",
+        ),
         ({"vllm": {"gpu_memory_utilization": 1.5}}, "vllm.gpu_memory_utilization: expected"),
         ({"vllm": {"sleep_level": 3}}, "vllm.sleep_level: expected"),
         ({"vllm": {"pyton": "x"}}, "engine.vllm.pyton: .*did you mean 'python'"),
@@ -67,10 +71,6 @@ def test_contradictions_have_the_names_of_keywords_in_python():
 
     with pytest.raises(ConfigError, match=r"^vllm.sleep_level: expected 0 with engine.device"):
         GRPO(model="tiny-sums", device="cpu", vllm={"sleep_level": 1})
-
-
-def test_one_string_is_a_list_of_one():
-    assert config(vllm={"stop_sequences": "</a>"}).engine.vllm.stop_sequences == ["</a>"]
 
 
 def test_what_has_no_effect_is_said():
@@ -137,7 +137,6 @@ PLAIN = {"temperature": 0.7, "max_output_tokens": 4}
         ({"temperature": 0.009}, {}, False),
         ({}, {"presence_penalty": 0.1}, False),
         ({}, {"frequency_penalty": -0.1}, False),
-        ({}, {"stop_sequences": ["a"]}, True),
     ],
 )
 def test_when_vllms_logprobs_are_the_policys(sampling, vllm, told):
@@ -146,8 +145,9 @@ def test_when_vllms_logprobs_are_the_policys(sampling, vllm, told):
 
 def test_sampling_in_vllms_words():
     sampling = Sampling(0.7, 0.9, 5, 0.1, 1.2, 8, 3)
-    settings = VLLMSettings(stop_sequences=["a"], presence_penalty=0.5, frequency_penalty=0.25)
-    assert sampling_keywords(sampling, (1, 7), settings) == {
+    settings = VLLMSettings(presence_penalty=0.5, frequency_penalty=0.25)
+    ends = SimpleNamespace(ids=frozenset((7, 1)), strings=("a",))
+    assert sampling_keywords(sampling, ends, settings) == {
         "n": 1,
         "temperature": 0.7,
         "top_p": 0.9,
@@ -162,7 +162,8 @@ def test_sampling_in_vllms_words():
         "detokenize": True,
         "logprobs": 0,
     }
-    plain = sampling_keywords(Sampling(temperature=0.001), (1,), VLLMSettings())
+    plain_ends = SimpleNamespace(ids=frozenset((1,)), strings=())
+    plain = sampling_keywords(Sampling(temperature=0.001), plain_ends, VLLMSettings())
     assert plain["temperature"] == 0
     assert plain["detokenize"] is False
     assert not plain.keys() & {"top_k", "stop"}

@@ -160,8 +160,10 @@
     const shown = (row) => {
       const box = element("div", "completion", "");
       const meta = element("div", "meta", "");
-      const reward = row.reward === null ? "none" : row.reward.toPrecision(3).replace(/\.?0+$/, "");
-      meta.append(element("b", "", `reward ${reward}`), element("span", "", `agent ${row.agent}`),
+      const short = (value) => (value === null ? "none" : value.toPrecision(3).replace(/\.?0+$/, ""));
+      meta.append(element("b", "", `reward ${short(row.reward)}`),
+        ...Object.entries(row.rewards).map(([name, value]) => element("span", "", `${name} ${short(value)}`)),
+        element("span", "", `agent ${row.agent}`),
         element("span", "", `round ${row.round}`), element("span", "", `${row.tokens} tokens`));
       if (row.end) meta.append(element("span", "", row.end));
       box.append(meta, element("pre", "answer", row.completion));

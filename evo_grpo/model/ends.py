@@ -1,0 +1,136 @@
+"""Where completions end: end tokens, and the strings and tokens of `algorithm.stop`.
+
+A stop string ends a completion with the first token after which the text of the completion has it.
+The text ends before the string; the tokens that spell it belong to the completion. Strings are
+looked for in text, because one string has many spellings in tokens.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, final
+
+from evo_grpo.errors import ConfigError
+from evo_grpo.schema.validation import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from evo_grpo.model.base import SharedBase
+    from evo_grpo.settings.algorithm import AlgorithmConfig
+
+_MARGIN = 16
+"""Characters decoded before the longest stop string. The first ones of a text that is decoded from
+its middle may differ: a space in front is dropped, a character lacks its first bytes."""
+
+
+@final
+class Ends:
+    """Where the completions of a base end.
+
+    Args:
+        base: The base.
+        algorithm: Has `stop` and `min_output_tokens`.
+
+    Attributes:
+        ids: All tokens that end a completion.
+        strings: The stop strings.
+
+    Raises:
+        ConfigError: `algorithm.stop` has a token that the model lacks, a string that no text of a
+            completion can have, or strings for a base without a tokenizer.
+    """
+
+    def __init__(self, base: SharedBase, algorithm: AlgorithmConfig) -> None:
+        self._tokenizer: Any = base.tokenizer
+        self._own = tuple(one for one in algorithm.stop if isinstance(one, int))
+        self.ids = frozenset((*base.eos_ids, *self._own))
+        self.strings = tuple(one for one in algorithm.stop if isinstance(one, str))
+        self._least = algorithm.min_output_tokens
+        for number, one in enumerate(algorithm.stop):
+            if problem := self._problem(one, base.vocabulary):
+                raise ConfigError(f"algorithm.stop[{number}]: {problem}")
+
+    def _problem(self, stop: str | int, vocabulary: int) -> str:
+        if isinstance(stop, int):
+            return (
+                f"expected a token below {vocabulary}, the number of the model's tokens, got {stop}"
+                if stop >= vocabulary
+                else ""
+            )
+        if self._tokenizer is None:
+            return f"expected a base with a tokenizer for the string {shown(stop)}, got one without"
+        special = next((t for t in self._special if t in stop), None)
+        if special is not None:
+            id = self._tokenizer.convert_tokens_to_ids(special)
+            return (
+                f"expected a string of the text, got {shown(stop)}: {special} is a special token, "
+                f"which the text of a completion does not show; give its id {id} instead"
+            )
+        return ""
+
+    @cached_property
+    def _special(self) -> frozenset[str]:
+        added = self._tokenizer.added_tokens_decoder.values()
+        return frozenset(
+            {*self._tokenizer.all_special_tokens, *(t.content for t in added if t.special)} - {""}
+        )
+
+    def texts(self, rows: Sequence[Sequence[int]]) -> list[tuple[str, bool]]:
+        """Return the text of each completion, and whether an end token or stop string ended it.
+
+        The text has no special tokens and ends before a stop; it is empty without a tokenizer.
+        """
+        stopped = [row[:-1] if row and row[-1] in self._own else row for row in rows]
+        texts = self._decoded(stopped)
+        found: list[tuple[str, bool]] = []
+        for row, text in zip(rows, texts, strict=True):
+            place = self._place(row, text)
+            ended = place >= 0 or (bool(row) and row[-1] in self.ids)
+            found.append((text if place < 0 else text[:place], ended))
+        return found
+
+    def stops(self, row: Sequence[int]) -> bool:
+        """Return whether the text of a row has a stop string, which its last token may complete."""
+        if len(row) <= self._least or not self._may_complete(row[-1]):
+            return False
+        # The end of the text alone, as long as the text of the whole row is not needed.
+        count, most = 8, max(map(len, self.strings)) + _MARGIN
+        while count < len(row):
+            (text,) = self._decoded([row[-count:]])
+            if len(text) >= most:
+                if not any(stop in text for stop in self.strings):
+                    return False
+                break
+            count *= 2
+        return self._place(row, self._decoded([row])[0]) >= 0
+
+    def _place(self, row: Sequence[int], text: str) -> int:
+        """Return where the first stop string of a row's text begins; -1 if there is none.
+
+        A string that is complete before a completion may end does not count.
+        """
+        if not any(stop in text for stop in self.strings):
+            return -1
+        early = len(self._decoded([row[: self._least]])[0]) if self._least else 0
+        places = (text.find(one, max(0, early - len(one) + 1)) for one in self.strings)
+        return min((place for place in places if place >= 0), default=-1)
+
+    def _may_complete(self, token: int) -> bool:
+        """Return whether a token has the last character of a stop string, or a part of it."""
+        known = self._completing.get(token)
+        if known is None:
+            # Twice, since a space in front of a text is not shown by every tokenizer.
+            (text,) = self._decoded([[token, token]])
+            known = "\ufffd" in text or any(stop[-1] in text for stop in self.strings)
+            self._completing[token] = known
+        return known
+
+    @cached_property
+    def _completing(self) -> dict[int, bool]:
+        return {}
+
+    def _decoded(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        if self._tokenizer is None:
+            return [""] * len(rows)
+        return self._tokenizer.batch_decode(rows, skip_special_tokens=True)
