@@ -1,5 +1,5 @@
 """GRPO on any `nn.Module` under its documented path; the code is in `evo_grpo.api.whole_model`."""
 
-from evo_grpo.api.whole_model.grpo import GRPO, StepMetrics, metrics_figure
+from evo_grpo.api.whole_model.grpo import GRPO, StepMetrics
 
-__all__ = ["GRPO", "StepMetrics", "metrics_figure"]
+__all__ = ["GRPO", "StepMetrics"]

@@ -16,6 +16,7 @@ average. The metric `kl` is mean_t(lp - ref).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,28 +28,47 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from evo_grpo.api.whole_model.validation import (
-    RULES,
-    call_model,
-    call_reward_fn,
-    check_finite,
-    check_models,
-    check_prompts,
-    make_optimizer,
-)
-from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.errors import CheckpointError, ConfigError, RewardError, RunFailedError, ShapeError
 from evo_grpo.learn.objective.advantages import group_advantages
 from evo_grpo.learn.objective.ratios import kl_term
-from evo_grpo.readers.report.figures.axes import graph_objects
+from evo_grpo.learn.objective.reward_arrays import as_floats
 from evo_grpo.rollout.draws import key_tensor, uniform
 from evo_grpo.rollout.sampling import RowSampling, Sampling, sample_tokens
-from evo_grpo.schema.validation import check_all, check_folder, whole
+from evo_grpo.schema.validation import (
+    LEAST,
+    MOST,
+    Rule,
+    above_zero,
+    check_all,
+    check_folder,
+    computable,
+    not_negative,
+    number,
+    whole,
+)
 from evo_grpo.seeding import derive
 
 RewardFn = Callable[[Tensor, Tensor], Sequence[float]]
 
 ROLLING = 20
 """Steps that `rolling_reward` averages over."""
+
+RULES: dict[str, Rule] = {
+    "group_size": whole(2, "a group of one has no advantage"),
+    "kl_coef": not_negative(),
+    "learning_rate": above_zero().or_none(),
+    "max_new_tokens": whole(1),
+    "max_grad_norm": number(lambda v: v > 0, "a number > 0", "math.inf never clips"),
+    "temperature": computable(LEAST, MOST),
+    "advantage_clip": above_zero().or_none(),
+    "level": Rule(lambda v: v in ("sequence", "token"), '"sequence" or "token"'),
+    "eos_id": whole(0, "give a token id, or None for a fixed length").or_none(),
+    "pad_id": whole(0, "give a token id"),
+    "seed": whole(),
+    "n_epochs": whole(1),
+    "batch_size": whole(1).or_none(),
+    "checkpoint_every": whole(1).or_none(),
+}
 
 
 @dataclass(frozen=True)
@@ -121,7 +141,26 @@ class GRPO:
         seed: int = 0,
     ) -> None:
         check_all(RULES, locals())
-        check_models(model, ref_model)
+        weights = {id(p) for p in model.parameters()}
+        if any(id(p) in weights for p in ref_model.parameters()):
+            raise ConfigError(
+                "ref_model: expected a separate frozen model, got one that shares weights with "
+                "model; pass copy.deepcopy(model)"
+            )
+        if optimizer is None:
+            rate = 1e-4 if learning_rate is None else learning_rate
+            optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+        elif learning_rate is not None:
+            raise ConfigError(
+                f"learning_rate={learning_rate!r}: has no effect with optimizer=, which has its "
+                "own; remove it"
+            )
+        trained = {id(p) for p in model.parameters() if p.requires_grad}
+        if not any(id(p) in trained for group in optimizer.param_groups for p in group["params"]):
+            raise ConfigError(
+                "optimizer: expected one over trainable weights of the model, got one that holds "
+                "none of them; build it with model.requires_grad_(True).parameters()"
+            )
         self.model = model
         self.ref_model = ref_model.requires_grad_(False).eval()
         self.reward_fn = reward_fn
@@ -134,7 +173,7 @@ class GRPO:
         self.pad_id = pad_id
         self.seed = seed
         self.sampling = Sampling(temperature=temperature, max_output_tokens=max_new_tokens)
-        self.optimizer = make_optimizer(model, optimizer, learning_rate)
+        self.optimizer = optimizer
         self.history: list[StepMetrics] = []
 
     def train(
@@ -167,19 +206,14 @@ class GRPO:
             RewardError: The reward function does not return one finite number per completion.
             RunFailedError: The loss or the gradient is not finite.
         """
-        for name, value in (
-            ("n_epochs", n_epochs),
-            ("batch_size", 1 if batch_size is None else batch_size),
-            ("checkpoint_every", 1 if checkpoint_every is None else checkpoint_every),
-        ):
-            whole(1).check(name, value)
+        check_all(RULES, locals())
         if checkpoint_every is not None and checkpoint_dir is None:
             raise ConfigError(
                 f"checkpoint_every={checkpoint_every}: has no effect without checkpoint_dir; pass "
                 "it too"
             )
         every = checkpoint_every or 100
-        check_prompts(prompts)
+        _check_prompts(prompts)
         size = batch_size or len(prompts)
         for _ in range(n_epochs):
             for start in range(0, len(prompts), size):
@@ -199,12 +233,12 @@ class GRPO:
 
     def step(self, prompts: Tensor) -> StepMetrics:
         """Take one step on prompts (P, T): sample groups, score them, update; see `train`."""
-        check_prompts(prompts)
-        number = len(self.history)
+        _check_prompts(prompts)
+        step = len(self.history)
         device = next(self.model.parameters()).device
         rows = prompts.to(device).repeat_interleave(self.group_size, dim=0)
-        completions, mask = self._sample(rows, number)
-        rewards = call_reward_fn(self.reward_fn, completions, rows)
+        completions, mask = self._sample(rows, step)
+        rewards = self._rewards(completions, rows)
         advantages = group_advantages(rewards, self.group_size, scale="group")
         if self.advantage_clip is not None:
             advantages = advantages.clip(-self.advantage_clip, self.advantage_clip)
@@ -221,16 +255,20 @@ class GRPO:
         k3 = kl_term(logprobs, reference, mask, self.kl_coef)
         penalty = 0.0 if k3 is None else self.kl_coef * k3.sum() / valid.sum()
         loss = policy_loss + penalty
-        check_finite(number, "loss", loss.item())
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
-        check_finite(number, "gradient", norm.item())
+        if not (math.isfinite(loss.item()) and math.isfinite(norm.item())):
+            raise RunFailedError(
+                f"step {step}: expected a finite loss and gradient, got {loss.item()} and "
+                f"{norm.item()}: logits of model or ref_model are not finite. The update was "
+                "skipped; lower learning_rate, or load() an earlier checkpoint"
+            )
         self.optimizer.step()
         recent = [m.average_reward for m in self.history[-(ROLLING - 1) :]]
         average = float(rewards.mean())
         metrics = StepMetrics(
-            step=number,
+            step=step,
             average_reward=average,
             rolling_reward=float(np.mean([*recent, average])),
             policy_loss=policy_loss.item(),
@@ -310,6 +348,18 @@ class GRPO:
         self.history = history
         self.optimizer.state.clear()
 
+    def _rewards(self, completions: Tensor, prompts: Tensor) -> np.ndarray:
+        """Return the float64 rewards (B,) of completions (B, C)."""
+        name = f"reward_fn {getattr(self.reward_fn, '__name__', self.reward_fn)!r}"
+        returned = self.reward_fn(completions, prompts)
+        rewards = as_floats(returned, name).reshape(-1)
+        if len(rewards) != len(completions) or not np.isfinite(rewards).all():
+            raise RewardError(
+                f"{name}: expected {len(completions)} finite numbers, one per completion, got "
+                f"{len(rewards)}: {returned!r:.60}"
+            )
+        return rewards
+
     @torch.no_grad()
     def _sample(self, prompts: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """Return completions (B, C) int64 and their mask (B, C) bool, true up to the end token."""
@@ -321,7 +371,7 @@ class GRPO:
         masks: list[Tensor] = []
         rows: RowSampling | None = None
         for step in range(steps):
-            logits = call_model(self.model, ids)[:, -1].float()
+            logits = _logits(self.model, ids)[:, -1].float()
             if rows is None:
                 rows = RowSampling.build([self.sampling], [count], logits.shape[-1], logits.device)
             tokens, _ = sample_tokens(logits.clone(), uniform(keys, step, 1)[0], rows)
@@ -338,32 +388,32 @@ class GRPO:
         After the end token, a model may forbid the padding with a logit of -inf.
         """
         start = ids.shape[1] - mask.shape[1]
-        logits = call_model(model, ids)[:, start - 1 : -1].float() / self.sampling.temperature
+        logits = _logits(model, ids)[:, start - 1 : -1].float() / self.sampling.temperature
         found = torch.log_softmax(logits, -1).gather(-1, ids[:, start:, None])[..., 0]
         return torch.where(mask, found, 0.0)
 
 
-def metrics_figure(history: Sequence[StepMetrics]) -> Any:  # noqa: ANN401 -- a plotly Figure, an extra
-    """Plot each metric over steps, in six panels.
+def _check_prompts(prompts: object) -> None:
+    """Require a matrix of token ids."""
+    got = prompts
+    if isinstance(prompts, Tensor):
+        if prompts.ndim == 2 and prompts.numel() and not prompts.is_floating_point():
+            return
+        got = f"{tuple(prompts.shape)} {prompts.dtype}"
+    raise ShapeError(
+        "prompts: expected token ids as an int64 tensor (P, T) with P, T >= 1, got "
+        f"{got!s:.80}; make one with torch.tensor([[1, 2, 3]])"
+    )
 
-    Args:
-        history: `trainer.history`.
 
-    Returns:
-        A plotly Figure.
-
-    Raises:
-        EngineUnavailable: plotly is not installed; it comes with the `report` extra.
-    """
-    figure = graph_objects("metrics_figure").Figure()
-    names = [name for name in StepMetrics.__dataclass_fields__ if name != "step"]
-    titles = [name.replace("_", " ") for name in names]
-    figure.set_subplots(rows=2, cols=3, subplot_titles=titles)
-    steps = [m.step for m in history]
-    for place, name in enumerate(names):
-        values = [getattr(m, name) for m in history]
-        trace = {"type": "scatter", "x": steps, "y": values, "line": {"color": "#4053d3"}}
-        figure.add_trace(trace, row=place // 3 + 1, col=place % 3 + 1)
-    figure.update_xaxes(title_text="step")
-    figure.update_layout(showlegend=False, template="plotly_white", height=560, width=1080)
-    return figure
+def _logits(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return the logits (B, T, V) of a model, from a tensor or an output with `.logits`."""
+    output: Any = model(ids)
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != ids.shape:
+        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ShapeError(
+            f"model {type(model).__name__}: expected logits (B, T, V) = {(*ids.shape, 'V')}, or an "
+            f"output with .logits, got {got}; wrap the model so that forward(ids) returns them"
+        )
+    return logits
