@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.describing import recorded_task
@@ -65,6 +66,21 @@ def in_groups(
             "or observer=evo_grpo.Tracker(...)"
         )
     return population, EvolveConfig(**evolve), record, own
+
+
+def check_out(out: Path, cohort: Cohort, played: int) -> None:
+    """Raise ConfigError if a call after `played` rounds cannot write a run folder."""
+    if cohort.team.size > 1:
+        raise ConfigError(
+            f"out: expected one process, got {cohort.team.size} that train together; omit out, or "
+            "use evo_grpo.run(config), which records a run of several processes"
+        )
+    if played:
+        raise ConfigError(
+            f"out={str(out)!r}: expected a population without rounds, got one that has played "
+            f"{played}; give out= at the first call, or omit it. A run that is in a folder "
+            "continues with Population.resume(folder, env)"
+        )
 
 
 def going_on(
