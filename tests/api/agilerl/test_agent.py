@@ -373,8 +373,9 @@ def test_register_network_group_takes_the_one_there_is(shared):
     with only_the_middle_one(shared) as agent:
         before = own(agent)
         agent.register_network_group(SimpleNamespace(eval_network="actor"))
-        with pytest.raises(ConfigError, match="'critic'"):
-            agent.register_network_group("critic")
+        for other in ("critic", None):
+            with pytest.raises(ConfigError, match=f"expected 'actor', .* got {other!r}"):
+                agent.register_network_group(other)
         assert_same_image(before, own(agent))
 
 

@@ -19,6 +19,7 @@ from evo_grpo.agilerl import (
 )
 from evo_grpo.api.agilerl.arguments import ARGUMENTS, KEYWORDS, Arguments, without_spaces
 from evo_grpo.errors import ConfigError, EngineUnavailable, ModelError
+from evo_grpo.settings import WithoutEffect
 from evo_grpo.settings.keywords import AGENT_KEYWORDS
 
 LORA = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -208,6 +209,19 @@ def test_a_population_takes_its_wrapper_in_either_way():
     given = {"actor_network": build_model(), "lora_config": LORA}
     (alone,) = GRPO.population(1, wrapper_cls=Wrapper, **given)
     assert alone.mark is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"wrapper_kwargs": {"mark": 7}}, "wrapper_kwargs: has no effect without wrapper_cls"),
+        ({"index": 4}, "index: 4 has no effect: the agents of a population have 0 to size - 1"),
+    ],
+)
+def test_what_cannot_act_in_a_population_warns(given, message):
+    with pytest.warns(WithoutEffect, match=message):
+        agents = GRPO.population(2, actor_network=build_model(), lora_config=LORA, **given)
+    assert [agent.index for agent in agents] == [0, 1]
 
 
 def test_a_population_has_a_whole_number_of_agents():
