@@ -87,7 +87,7 @@ def displays(view: RunView) -> dict[str, str]:
         "terminal": printed(lambda console: show_ending(console, view)),
         "tree": printed(lambda console: console.print(family_tree(view))) if view.rounds else "",
         "notebook": plain_text(as_html(view, "a run")),
-        "dashboard": html.unescape(study_note(Path("run"), "", view)),
+        "dashboard": html.unescape(study_note(Path("run"), view)),
         "json": finished_event(view),
         "markdown": leaderboard_markdown(
             list(from_records(view.rounds, view.summary).columns), view.leaderboard

@@ -14,22 +14,18 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, final
 
 from evo_grpo.errors import EngineUnavailable
-from evo_grpo.readers.database import study_of
 from evo_grpo.readers.report.figures.lineage import plot_lineage
 from evo_grpo.record import columns
 from evo_grpo.record.config import read_config
 from evo_grpo.record.folder import expect_run
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import START, RoundDone, RunFinished, entries
-from evo_grpo.record.names import JOURNAL
 from evo_grpo.record.study import open_study
-from evo_grpo.record.view import RunView
+from evo_grpo.record.view import RunView, view_of
 from evo_grpo.record.wording import measured_on
 from evo_grpo.schema.shown import shown_value
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from evo_grpo.record.records import AgentRecord, RoundRecord
 
 FIGURE = "lineage"
@@ -52,27 +48,29 @@ class StudyCopy:
     """
 
     def __init__(self, run: str | Path) -> None:
-        check_dashboard()
+        try:
+            # Untyped: type checkers may not have the package.
+            self._pages: Any = import_module("optuna_dashboard")
+        except ImportError as error:
+            raise EngineUnavailable(
+                f"dashboard: optuna_dashboard cannot be imported here ({error}); "
+                'pip install "evo-grpo[dashboard]"'
+            ) from error
         from optuna.storages import InMemoryStorage
 
-        self._folder = folder = expect_run(run)
-        self._config = read_config(folder)
+        self._folder = expect_run(run)
+        self._config = read_config(self._folder)
         self.storage = InMemoryStorage()
-        # Untyped: type checkers may not have the package.
-        self._pages: Any = import_module("optuna_dashboard")
         self._begin()
         self.update()
 
     def _begin(self) -> None:
         """Make the study, before any entry of the log is read."""
         self._cursor = START
-        self._rounds: list[RoundRecord] = []
-        self._summary: Mapping[str, Any] | None = None
-        config = self._config
-        self._study = open_study(
-            self.storage, self._folder.resolve().name, further=config.evolve.fitness.further
-        )
-        self._lineage = Lineage(self._study, config.search_space())
+        self._last: RoundRecord | None = None
+        further = self._config.evolve.fitness.further
+        self._study = open_study(self.storage, self._folder.resolve().name, further=further)
+        self._lineage = Lineage(self._study, self._config.search_space())
         self._show()
 
     def update(self) -> None:
@@ -84,25 +82,18 @@ class StudyCopy:
             self._study.get_trials(deepcopy=False)
         except KeyError:  # the storage has no such study
             self._begin()
-        before = (len(self._rounds), self._summary)
+        before = self._cursor
         for self._cursor, entry in entries(self._folder, self._cursor):  # noqa: B020 -- it moves on
             if isinstance(entry, RoundDone):
                 self._add(entry.record)
-                self._summary = None
-            elif isinstance(entry, RunFinished) and self._rounds:
-                self._lineage.record_mean(entry.summary, self._rounds[-1])
-                self._summary = entry.summary
-        if (len(self._rounds), self._summary) != before:
+            elif isinstance(entry, RunFinished) and self._last is not None:
+                self._lineage.record_mean(entry.summary, self._last)
+        if self._cursor != before:
             self._show()
 
     def _show(self) -> None:
         """Write the note of the study and the family tree."""
-        view = RunView(
-            self._study.study_name,
-            self._rounds,
-            summary=self._summary,
-            config=self._config.model_dump(),
-        )
+        view = view_of(self._folder)
         if view.rounds:
             # A panel of the dashboard sets the height, and has room below.
             tree = plot_lineage(view).update_layout(
@@ -113,8 +104,7 @@ class StudyCopy:
             )
             self._pages.save_plotly_graph_object(self._study, tree, graph_object_id=FIGURE)
         # After the figure, so that whoever reads the winner's name finds the whole tree.
-        note = study_note(self._folder, _original(self._folder), view)
-        self._pages.save_note(self._study, note)
+        self._pages.save_note(self._study, study_note(self._folder, view))
 
     def _add(self, record: RoundRecord) -> None:
         by_agent = {agent.agent: agent for agent in record.agents}
@@ -127,30 +117,7 @@ class StudyCopy:
                 _trial_id=trial._trial_id,  # pyright: ignore[reportPrivateUsage] -- as it uses it
             )
             self._pages.save_note(noted, note)
-        self._rounds[record.round :] = [record]  # the log repeats a round whose plan changed
-
-
-def check_dashboard() -> None:
-    """Check that the packages of the dashboard are installed.
-
-    Raises:
-        EngineUnavailable: One is missing; the error has the command that installs it.
-    """
-    from importlib.util import find_spec
-
-    missing = [name for name in ("optuna_dashboard", "plotly") if find_spec(name) is None]
-    if missing:
-        raise EngineUnavailable(
-            f"dashboard: {' and '.join(missing)} cannot be imported here; "
-            'pip install "evo-grpo[dashboard]"'
-        )
-
-
-def _original(folder: Path) -> str:
-    found = study_of(folder)
-    if found is not None:
-        return f"{found[1]} ({found[0]})"
-    return str(folder / JOURNAL) if (folder / JOURNAL).is_file() else ""
+        self._last = record
 
 
 def trial_note(agent: AgentRecord, record: RoundRecord) -> str:
@@ -174,12 +141,8 @@ def trial_note(agent: AgentRecord, record: RoundRecord) -> str:
     return "\n".join([*lines, *(f"- {_plain(sentence)}" for sentence in decided)])
 
 
-def study_note(folder: Path, original: str, view: RunView) -> str:
-    """Return the note of the study: the run, its story, and that this is a copy.
-
-    `original` is the place of the study itself, empty where there is none.
-    """
-    kept = f" The study itself is in {_code(original)}." if original else ""
+def study_note(folder: Path, view: RunView) -> str:
+    """Return the note of the study: the run, its story, and that this is a copy."""
     heading = list[str]()
     if (config := view.settings) is not None:
         population = config.population
@@ -189,14 +152,11 @@ def study_note(folder: Path, original: str, view: RunView) -> str:
             f"{population.steps_per_round} steps, seed {config.seed}",
             "",
         ]
-    return "\n".join(
-        [
-            *heading,
-            *(_plain(one.text) + "\n" for one in view.story),
-            f"A copy of the run in {_code(str(folder))}, made from its records and kept up to date "
-            f"with them. Changes that you make here are lost when this dashboard ends.{kept}",
-        ]
+    ending = (
+        f"A copy of the run in {_code(str(folder))}, made from its records and kept up to date "
+        "with them. Changes that you make here are lost when this dashboard ends."
     )
+    return "\n".join([*heading, *(_plain(one.text) + "\n" for one in view.story), ending])
 
 
 def _plain(text: str) -> str:
