@@ -319,27 +319,22 @@ class GRPO:
             CheckpointError: The folder is not a checkpoint, or one of another model.
         """
         folder = Path(path)
-        file = folder / "model.safetensors"
-        if not file.is_file():
-            raise CheckpointError(
-                f"checkpoint {folder}: expected model.safetensors, found none; give a folder that "
-                "save() wrote"
-            )
         # Read and compare everything first: load_state_dict copies what fits before it raises.
         try:
-            state = load_file(file)
+            state = load_file(folder / "model.safetensors")
             lines = (folder / "history.jsonl").read_text().splitlines()
             history = [StepMetrics(**json.loads(line)) for line in lines if line]
         except (SafetensorError, OSError, ValueError, TypeError) as error:
             raise CheckpointError(
-                f"checkpoint {folder}: model.safetensors or history.jsonl is missing or damaged: "
-                f"{error}"
+                f"checkpoint {folder}: expected model.safetensors and history.jsonl as save() "
+                f"wrote them: {error}; give another folder"
             ) from error
-        live = {k: v.shape for k, v in self.model.state_dict().items()}
-        if {k: v.shape for k, v in state.items()} != live:
-            unlike = sorted(
-                k for k in {*live, *state} if k not in state or live.get(k) != state[k].shape
-            )
+        live = self.model.state_dict()
+        if unlike := sorted(
+            k
+            for k in {*live, *state}
+            if k not in live or k not in state or live[k].shape != state[k].shape
+        ):
             raise CheckpointError(
                 f"checkpoint {folder}: expected the weights of this model, got those of another "
                 f"model: {unlike[:3]} differ; build the model that was saved"

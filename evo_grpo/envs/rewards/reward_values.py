@@ -84,9 +84,9 @@ def as_number(name: str, value: object, batch: CompletionBatch, position: int) -
         return math.nan
     kind, expected = RewardError, "a finite number"
     try:
-        # A numeric string is a mistake.
-        if not isinstance(value, str | bytes):
-            number = float(cast("float", _plain(value)))
+        plain = _plain(value)
+        if not isinstance(plain, str | bytes):  # a numeric string is a mistake
+            number = float(cast("float", plain))
             if -LARGEST <= number <= LARGEST:  # NaN is not
                 return number
             kind = UnusableRewardError
