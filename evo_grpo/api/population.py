@@ -14,7 +14,6 @@ from peft import LoraConfig
 from evo_grpo.api import unapplied
 from evo_grpo.api.by_keyword import TRAIN_FIELDS, by_keyword
 from evo_grpo.api.keywords import TrainKeywords
-from evo_grpo.api.mutation_warnings import warn_of_inert_mutations
 from evo_grpo.api.saved import ARCHIVE, load, write
 from evo_grpo.api.tensors import check_generated
 from evo_grpo.api.train_call import (
@@ -25,6 +24,7 @@ from evo_grpo.api.train_call import (
     recorded_config,
     shown_progress,
     unnamed_objects,
+    warn_of_inert_mutations,
 )
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.evolve.explore.mutate import Mutations

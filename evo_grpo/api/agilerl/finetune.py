@@ -14,9 +14,8 @@ from typing import Any, Self, TypeVar, cast
 
 from evo_grpo.api import unapplied
 from evo_grpo.api.agilerl.evolution import Mutations, TournamentSelection
-from evo_grpo.api.mutation_warnings import warn_of_inert_mutations
 from evo_grpo.api.population import Population
-from evo_grpo.api.train_call import shown_progress
+from evo_grpo.api.train_call import shown_progress, warn_of_inert_mutations
 from evo_grpo.envs.episodes.gym import MultiTurnGym
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
 from evo_grpo.envs.protocol import Environment

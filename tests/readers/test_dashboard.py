@@ -19,7 +19,7 @@ from evo_grpo import resume, run
 from evo_grpo.after.verify import verify
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import RunNotFoundError
-from evo_grpo.readers.dashboard.copy import StudyCopy, trial_note
+from evo_grpo.readers.dashboard import StudyCopy, trial_note
 from evo_grpo.readers.report.figures.lineage import plot_lineage
 from evo_grpo.record.folder import read_rounds
 
