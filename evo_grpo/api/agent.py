@@ -61,6 +61,9 @@ class Agent(ABC):
     def __init__(self, **settings: Unpack[AgentKeywords]) -> None:
         """Build one agent over a new base; see `population` for several agents over one base.
 
+        Args:
+            **settings: See the page of all keywords, docs/reference.md, or `help` of this method.
+
         Raises:
             ConfigError: An unknown name, a value of a wrong type or out of range, or values that
                 contradict each other.
