@@ -59,8 +59,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("after.export",),
     ("after",),
     ("api",),
-    ("api.agilerl", "api.whole_model"),
-    # The documented paths of these two.
+    ("api.agilerl",),
     ("agilerl", "quickstart"),
     ("cli",),
     ("__init__",),

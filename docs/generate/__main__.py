@@ -28,8 +28,7 @@ FILES: dict[str, Callable[[], str]] = {
     "docs/configuration.md": configuration.page,
     "docs/dependencies.md": packages.page,
     "docs/reference.md": reference.page,
-    "evo_grpo/api/signature.py": lambda: signature.formatted(signature.agents_page()),
-    "evo_grpo/api/train_signature.py": lambda: signature.formatted(signature.train_page()),
+    "evo_grpo/api/keywords.py": signature.page,
     "population.schema.json": lambda: json.dumps(json_schema(), indent=1) + "\n",
     # The file at the root is a copy of the template that `evo-grpo init` writes.
     "population.yaml": template,

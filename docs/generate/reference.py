@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from signature import TOKENIZER, field_of, parameter
+from collections.abc import Mapping
 
-from evo_grpo.schema.group import Group
+from pydantic.fields import FieldInfo
+from signature import parameter
+
+from evo_grpo.api.by_keyword import AGENT_FIELDS, POPULATION_FIELDS, TRAIN_FIELDS
 from evo_grpo.schema.hparams import MUTABLE
-from evo_grpo.settings import AgentSettings, RunConfig
+from evo_grpo.schema.problems import Path
 from evo_grpo.settings.keywords import AGENT_KEYWORDS, POPULATION_KEYWORDS, TRAIN_KEYWORDS
 
 INTRO = """# Reference: the classes
@@ -25,11 +28,11 @@ For AgileRL's names, positions, defaults and extra parameters, use
 
 def page() -> str:
     """Return the whole page."""
-    parts = [INTRO, *_table("GRPO(...)", AgentSettings, AGENT_KEYWORDS)]
-    parts += _table(
-        "GRPO.population(...)", RunConfig, POPULATION_KEYWORDS, "It also takes all keywords above."
-    )
-    parts += _table("Population.train(env, ...)", RunConfig, TRAIN_KEYWORDS, TRAIN)
+    own = {name: field for name, field in POPULATION_FIELDS.items() if name not in AGENT_FIELDS}
+    parts = [INTRO, *_table("GRPO(...)", AGENT_FIELDS, AGENT_KEYWORDS)]
+    also = "It also takes all keywords above."
+    parts += _table("GRPO.population(...)", own, POPULATION_KEYWORDS, also)
+    parts += _table("Population.train(env, ...)", TRAIN_FIELDS, TRAIN_KEYWORDS, TRAIN)
     return "\n".join([*parts, ""])
 
 
@@ -37,19 +40,17 @@ TRAIN = "It also takes `out` (a run folder for records), `force`, `observer` and
 
 
 def _table(
-    title: str, root: type[Group], keywords: dict[str, tuple[str | int, ...]], note: str = ""
+    title: str, fields: Mapping[str, FieldInfo], paths: Mapping[str, Path], note: str = ""
 ) -> list[str]:
     lines = [f"## `{title}`", "", *([note, ""] if note else [])]
     lines += ["| name | type and default | meaning |", "|---|---|---|"]
-    for name, path in keywords.items():
-        shown = parameter(name, root, path)[0].rstrip(",").partition(": ")[2]
-        where = ".".join(map(str, path))
+    for name, field in fields.items():
+        where = ".".join(map(str, paths.get(name, ())))
         where = "evolve.hyperparameters" if name == "hyperparameters" else where
-        # GitHub and Python-Markdown disagree about an escaped pipe in code.
-        shown = shown.replace(" | ", " or ").replace("MappingProxyType({})", "{}")
-        meaning = (field_of(root, path).description or "").replace("|", "\\|")
         mutates = "; may mutate" if name in MUTABLE else ""
-        lines.append(f"| `{name}` | `{shown}` | {meaning} (`{where}`{mutates}) |")
-        if name == "model":
-            lines.append(f"| `tokenizer` | `Any = None` | {TOKENIZER} |")
+        place = f" (`{where}`{mutates})" if where else ""
+        # GitHub and Python-Markdown disagree about an escaped pipe in code.
+        shown = " = ".join(parameter(name, field)).replace(" | ", " or ")
+        meaning = (field.description or "").replace("|", "\\|")
+        lines.append(f"| `{name}` | `{shown}` | {meaning}{place} |")
     return [*lines, ""]

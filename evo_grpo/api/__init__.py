@@ -1,4 +1,4 @@
 """The Python interface: GRPO, GSPO, CISPO and Population, handles on a cohort; `run`, `resume`.
 
-`agilerl` wraps them under AgileRL's names; `whole_model` is GRPO on any `nn.Module`.
+`agilerl` wraps them under AgileRL's names.
 """

@@ -5,15 +5,16 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self, final
+from typing import Any, ClassVar, Self, Unpack, final
 
 import numpy as np
 from torch import Tensor
 
+from evo_grpo.api.by_keyword import AGENT_FIELDS, POPULATION_FIELDS, by_keyword
+from evo_grpo.api.keywords import AgentKeywords, PopulationKeywords
 from evo_grpo.api.objects import checked_start, separated, warn_of_settings
 from evo_grpo.api.population import HANDLES, Population, tested
 from evo_grpo.api.saved import load_one
-from evo_grpo.api.signature import AgentSignature
 from evo_grpo.api.tensors import (
     Observation,
     close_turns_with,
@@ -38,7 +39,7 @@ from evo_grpo.settings.keywords import POPULATION_KEYWORDS
 from evo_grpo.training.assemble import Objects, build_agents
 
 
-class Agent(AgentSignature, ABC):
+class Agent(ABC):
     """One agent: a LoRA adapter, an optimizer and hyperparameters over a base model.
 
     Agents of one population share the base.
@@ -57,20 +58,34 @@ class Agent(AgentSignature, ABC):
     index: int
     training: bool
 
-    def _create(self, given: dict[str, Any]) -> None:
-        settings, objects = separated(given, self.kind)
-        warn_of_settings(settings)
-        self._build(settings, objects)
+    @by_keyword(AGENT_FIELDS, AgentKeywords)
+    def __init__(self, **settings: Unpack[AgentKeywords]) -> None:
+        """Build one agent over a new base; see `population` for several agents over one base.
+
+        Args:
+            **settings: See the page of all keywords, docs/reference.md, or `help` of this method.
+
+        Raises:
+            ConfigError: An unknown name, a value of a wrong type or out of range, or values that
+                contradict each other.
+            ModelError: The base cannot be loaded.
+        """
+        made, objects = separated(settings, self.kind)
+        warn_of_settings(made)
+        self._build(made, objects)
 
     @classmethod
-    def _create_population(cls, given: dict[str, Any]) -> Population[Any]:
+    @by_keyword(POPULATION_FIELDS, PopulationKeywords)
+    def population(cls, **settings: Unpack[PopulationKeywords]) -> Population[Any]:
+        """Build agents over one shared base; returns a sequence of them."""
+        given: dict[str, Any] = {**settings}
         own = {name: given.pop(name) for name in POPULATION_KEYWORDS}
         whole(1, "it counts agents").check("size", own["size"])
         population = PopulationConfig(**own)
-        settings, objects = separated(given, cls.kind)
-        init = checked_start(population, settings, objects)  # before a model is loaded
-        warn_of_settings(settings, init)
-        agents = cls._build_several(settings, objects, size=population.size, init=init)
+        made, objects = separated(given, cls.kind)
+        init = checked_start(population, made, objects)  # before a model is loaded
+        warn_of_settings(made, init)
+        agents = cls._build_several(made, objects, size=population.size, init=init)
         return Population(agents[0].cohort, agents)
 
     def _build(self, settings: AgentSettings, objects: Objects, *, index: int = 0) -> None:

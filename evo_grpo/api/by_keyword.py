@@ -1,41 +1,102 @@
-"""A decorator with helpful errors for unknown keywords and positional arguments."""
+"""A decorator for methods whose keywords are settings: defaults, help and helpful errors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Mapping
 from functools import wraps
-from inspect import Parameter, signature
-from typing import ParamSpec, TypeVar
+from inspect import Parameter, cleandoc, signature
+from typing import Any, TypeVar, get_args
+
+from pydantic.fields import FieldInfo
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.settings.keywords import unknown_keyword
+from evo_grpo.schema.group import Group
+from evo_grpo.schema.problems import Path
+from evo_grpo.settings import AgentSettings, RunConfig
+from evo_grpo.settings.keywords import (
+    AGENT_KEYWORDS,
+    POPULATION_KEYWORDS,
+    TRAIN_KEYWORDS,
+    unknown_keyword,
+)
 
-P = ParamSpec("P")
-R = TypeVar("R")
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
-def by_keyword(function: Callable[P, R]) -> Callable[P, R]:
-    """Raise ConfigError with a suggestion for unknown keywords and surplus positional arguments.
+def _declared(root: type[Group], path: Path) -> FieldInfo:
+    """Return the declaration at a path."""
+    group: Any = root
+    for part in path[:-1]:
+        annotation = group.model_fields[part].annotation
+        kinds = (annotation, *get_args(annotation))
+        group = next(a for a in kinds if isinstance(a, type) and issubclass(a, Group))
+    return group.model_fields[path[-1]]
 
-    The signature of the function stays the same.
+
+_agent = {name: _declared(AgentSettings, path) for name, path in AGENT_KEYWORDS.items()}
+AGENT_FIELDS = {
+    "model": FieldInfo(default=None, description=_agent.pop("model").description),
+    "tokenizer": FieldInfo(
+        default=None, description="A transformers tokenizer, instead of the model's own."
+    ),
+    **_agent,
+}
+"""The declaration of each keyword of the constructors."""
+POPULATION_FIELDS = {
+    **{name: _declared(RunConfig, path) for name, path in POPULATION_KEYWORDS.items()},
+    **AGENT_FIELDS,
+}
+"""The declaration of each keyword of `population`."""
+TRAIN_FIELDS = {name: _declared(RunConfig, path) for name, path in TRAIN_KEYWORDS.items()}
+"""The declaration of each keyword of `Population.train` that is a setting."""
+
+
+def by_keyword(fields: Mapping[str, FieldInfo], typed: type) -> Callable[[MethodT], MethodT]:
+    """Return a decorator for a method whose `**settings` are of the type `typed`.
+
+    The method gets every setting, those that were left out with the defaults in `fields`. Its
+    signature and its docstring, which `help` shows, have them all. Unknown keywords and surplus
+    positional arguments raise ConfigError, the first with a suggestion.
     """
-    parameters = signature(function).parameters
-    most = sum(p.kind is not Parameter.KEYWORD_ONLY for p in parameters.values())
-    names = {name: None for name in parameters if name not in ("self", "cls")}
 
-    @wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        own = function.__name__
-        call = type(args[0]).__name__ if own == "__init__" else own
-        if len(args) > most:
-            raise ConfigError(
-                f"{call}: expected at most {most - 1} arguments by position, got {len(args) - 1} "
-                "by position; give the others by name. For the positions of AgileRL, import it "
-                "from evo_grpo.agilerl"
+    def decorate(method: MethodT) -> MethodT:
+        shown = signature(method)
+        *own, _ = shown.parameters.values()
+        most = sum(p.kind is not Parameter.KEYWORD_ONLY for p in own)
+        settings = [
+            Parameter(
+                name,
+                Parameter.KEYWORD_ONLY,
+                default=field.get_default(call_default_factory=True),
+                annotation=typed.__annotations__[name].__forward_arg__,
             )
-        for given in kwargs:
-            if given not in names:
-                raise unknown_keyword(call, given, names)
-        return function(*args, **kwargs)
+            for name, field in fields.items()
+        ]
+        shown = shown.replace(parameters=[*own[:most], *settings, *own[most:]])
+        names = dict.fromkeys(list(shown.parameters)[1:])
 
-    return checked
+        @wraps(method)
+        def checked(*args: Any, **given: Any) -> Any:  # noqa: ANN401 -- what the method returns
+            call = type(args[0]).__name__ if method.__name__ == "__init__" else method.__name__
+            if len(args) > most:
+                raise ConfigError(
+                    f"{call}: expected at most {most - 1} arguments by position, got "
+                    f"{len(args) - 1} by position; give the others by name. For the positions of "
+                    "AgileRL, import it from evo_grpo.agilerl"
+                )
+            for name in given:
+                if name not in names:
+                    raise unknown_keyword(call, name, names)
+            left_out = [name for name in fields if name not in given]
+            defaults = {n: fields[n].get_default(call_default_factory=True) for n in left_out}
+            return method(*args, **defaults, **given)
+
+        vars(checked)["__signature__"] = shown
+        lines = [f"{name}: {field.description}" for name, field in fields.items()]
+        fold = textwrap.TextWrapper(92, initial_indent=" " * 4, subsequent_indent=" " * 8)
+        told = map(fold.fill, lines)
+        checked.__doc__ = "\n".join([cleandoc(method.__doc__ or ""), "", "Settings:", *told])
+        return checked  # pyright: ignore[reportReturnType] -- it takes what the method takes
+
+    return decorate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from peft import LoraConfig
@@ -29,7 +30,7 @@ from evo_grpo.training.start_adapter import lora_config
 _NAMED_MODEL_ONLY = ("config", "trust_remote_code", "adapter")
 
 
-def separated(given: dict[str, Any], kind: str) -> tuple[AgentSettings, Objects]:
+def separated(given: Mapping[str, Any], kind: str) -> tuple[AgentSettings, Objects]:
     """Separate the keywords of a constructor into settings and Python objects.
 
     Args:
@@ -39,7 +40,7 @@ def separated(given: dict[str, Any], kind: str) -> tuple[AgentSettings, Objects]
     Raises:
         ConfigError: An object has a wrong type, or a setting is invalid.
     """
-    own = dict(given)
+    own: dict[str, Any] = {**given}
     tokenizer, model, lora = own.pop("tokenizer", None), own.get("model"), own.get("lora")
     if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
         raise _problem(
@@ -104,9 +105,9 @@ def checked_start(population: PopulationConfig, settings: AgentSettings, objects
 def warn_of_settings(settings: AgentSettings, init: Start = "same") -> None:
     """Warn about each setting that was given and has no effect, or is doubtful."""
     for finding in without_effect_of_agents(settings, init):
-        warnings.warn(str(finding), WithoutEffect, stacklevel=5)
+        warnings.warn(str(finding), WithoutEffect, stacklevel=4)
     for doubt in doubts_of_agents(settings, init):
-        warnings.warn(doubt, DoubtfulSetting, stacklevel=5)
+        warnings.warn(doubt, DoubtfulSetting, stacklevel=4)
 
 
 def _check_module(model: object, given: dict[str, Any]) -> None:

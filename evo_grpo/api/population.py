@@ -7,25 +7,26 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, final, overload
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, Unpack, final, overload
 
 from peft import LoraConfig
 
 from evo_grpo.api import unapplied
-from evo_grpo.api.mutation_warnings import warn_of_inert_mutations
+from evo_grpo.api.by_keyword import TRAIN_FIELDS, by_keyword
+from evo_grpo.api.keywords import TrainKeywords
 from evo_grpo.api.saved import ARCHIVE, load, write
 from evo_grpo.api.tensors import check_generated
 from evo_grpo.api.train_call import (
+    check_out,
     given_objects,
     going_on,
     in_groups,
     recorded_config,
     shown_progress,
     unnamed_objects,
+    warn_of_inert_mutations,
 )
-from evo_grpo.api.train_signature import PopulationSignature
 from evo_grpo.envs.protocol import Environment
-from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.generation import check_plan, next_generation
@@ -34,7 +35,6 @@ from evo_grpo.learn.rows import AgentBatch
 from evo_grpo.places import looking_in
 from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.population.cohort.cohort import Cohort
-from evo_grpo.population.cohort.state import AgentState
 from evo_grpo.population.cohort.whole_rounds import LastWholeRound
 from evo_grpo.population.evaluate import Evaluation, evaluate
 from evo_grpo.population.round import apply, next_slots
@@ -81,7 +81,7 @@ AgentT = TypeVar("AgentT", bound=AgentHandle)
 
 
 @final
-class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
+class Population(Sequence[AgentT], Generic[AgentT]):
     """N agents over one base.
 
     Args:
@@ -140,11 +140,48 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         """The hyperparameters that may mutate, with their ranges."""
         return self.cohort.hp_config
 
+    @by_keyword(TRAIN_FIELDS, TrainKeywords)
+    def train(
+        self,
+        env: Any,  # noqa: ANN401 -- a name, settings or an environment
+        *,
+        out: str | Path | None = None,
+        force: bool = False,
+        observer: Observer | None = None,
+        progress: bool | None = None,
+        **settings: Unpack[TrainKeywords],
+    ) -> list[RoundRecord]:
+        """Train and evolve the agents for some rounds; another call continues after the last round.
+
+        A call does not select after its last round. The next call makes that selection before its
+        first round, with its own settings and the fitness of that round, so that several calls give
+        the same result as one. If agents were changed in between (weights, moments, hyperparameters
+        or their number), it warns and does not select. A call of `apply` replaces the selection.
+
+        Args:
+            env: The name of a task such as "sums", the settings of a task as under `env` in YAML,
+                or an environment.
+            out: Run folder for records and checkpoints; None keeps only the records, in memory.
+            force: Replace an existing run in `out`.
+            observer: An `Observer`, called while the population trains.
+            progress: Show progress and the result: None in a terminal or a notebook, True also in a
+                pipe or a file, False nowhere.
+            **settings: See the page of all keywords, docs/reference.md, or `help` of this method.
+
+        Returns:
+            The records of these rounds.
+
+        Raises:
+            ConfigError: An argument is invalid, or `out` is given after the first call.
+            RunFailedError: No agent is left that can be ranked.
+        """
+        given = {"env": env, "out": out, "force": force, "observer": observer, "progress": progress}
+        return self._train({**given, **settings})
+
     def _train(self, given: dict[str, Any]) -> list[RoundRecord]:
         # Include agents that have left: the others have taken over their completions.
         size = len(self.rounds[0].agents) if self.rounds else len(self)
-        if given["observer"] is not None:
-            check_observer(given["observer"])
+        check_observer(given["observer"] or Observer())
         out = None if given["out"] is None else Path(given["out"])
         population, evolve, record, own = in_groups(given, size=size, played=len(self.rounds))
         env = environment_for(self.cohort, given["env"])
@@ -158,7 +195,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         explorer = settings.explorer if given["exploration"] != Mutations() else None
         warn_of_inert_mutations(self.cohort, self.slots, explorer, prompts, population, evolve)
         if out is not None:
-            self._check_out(out)
+            check_out(out, self.cohort, len(self.rounds))
         task = getattr(env, "task", None)
         warn_of_shortages(task, prompts, evolve.fitness, tests=out is not None)
         objects = given_objects(self.cohort, given, own)
@@ -166,13 +203,15 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         self.make_up(inherit_optimizer=evolve.inherit_optimizer)
         whole, slots = LastWholeRound(self.cohort), tuple(self.slots)
         prepared = Prepared(self.cohort, env, settings, slots, whole.keep, parts)
-        title = self._title(env, population)
+        title = (
+            f"{self.cohort.base.name} on {env.name}, {len(self)} agents, "
+            f"{population.rounds} rounds of {population.steps_per_round} steps"
+        )
         with (
             shown_progress(given["progress"], title, self.hp_config.names()) as progress,
             self._put_back_if_interrupted(whole, population.rounds, out),
         ):
-            watchers = progress, given["observer"]
-            observer = ObserverList(tuple(one for one in watchers if one is not None))
+            observer = ObserverList((progress or Observer(), given["observer"] or Observer()))
             if out is not None:
                 slots = self._record(out, given, own, prepared, observer)
             else:
@@ -214,20 +253,6 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         self.rounds[-1] = record or replace(last, went_on=bool(last.stopped), plan=None)
         return None if record is None else self.keep(next_slots(record))
 
-    def _check_out(self, out: Path) -> None:
-        """Raise ConfigError if this call cannot write a run folder."""
-        if self.cohort.team.size > 1:
-            raise ConfigError(
-                f"out: expected one process, got {self.cohort.team.size} that train together; omit "
-                "out, or use evo_grpo.run(config), which records a run of several processes"
-            )
-        if self.rounds:
-            raise ConfigError(
-                f"out={str(out)!r}: expected a population without rounds, got one that has played "
-                f"{len(self.rounds)}; give out= at the first call, or omit it. A run that is in a "
-                "folder continues with Population.resume(folder, env)"
-            )
-
     def _record(
         self,
         out: Path,
@@ -254,12 +279,6 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
             self.rounds = read_rounds(folder.path)
             self.summary = read_summary(folder.path)
         return slots
-
-    def _title(self, env: Environment[Any], population: PopulationConfig) -> str:
-        return (
-            f"{self.cohort.base.name} on {env.name}, {len(self)} agents, "
-            f"{population.rounds} rounds of {population.steps_per_round} steps"
-        )
 
     @classmethod
     def resume(  # noqa: PLR0913 -- all but the first have defaults
@@ -321,7 +340,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
             looking_in(code_folder(code), is_code=True),
             shown_progress(progress, "", ()) as shown,
         ):
-            both = ObserverList(tuple(o for o in (shown, observer) if o is not None))
+            both = ObserverList((shown or Observer(), observer or Observer()))
             prepared, slots = resume_from_python(
                 folder, given, rounds=rounds, allow=allow, observer=both
             )
@@ -370,9 +389,8 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
             CheckpointError: A file of the folder is missing or damaged.
         """
         slots, rounds, kind, cohort = load(Path(path), device, trust_remote_code=trust_remote_code)
-        population = Population(
-            cohort, [HANDLES[kind].on(cohort, s, i) for i, s in enumerate(slots)]
-        )
+        agents = [HANDLES[kind].on(cohort, slot, i) for i, slot in enumerate(slots)]
+        population = Population(cohort, agents)
         population.rounds = rounds
         if rounds:
             unapplied.note(cohort, rounds[-1])
@@ -385,7 +403,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
 
     def histories(self) -> list[list[Score]]:
         """Return the scores of each agent, latest last."""
-        return [self._state(position).history for position in range(len(self))]
+        return [self.cohort.agents[slot].history for slot in self.slots]
 
     def apply(self, plan: Sequence[Offspring]) -> None:
         """Carry out a plan: copy parents over children, and remove the agents that leave.
@@ -395,7 +413,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         Args:
             plan: The agents of the next round, with positions in this population.
         """
-        states = [self._state(position) for position in range(len(self))]
+        states = [self.cohort.agents[slot] for slot in self.slots]
         check_plan("plan", plan, len(states), len(states))
         generation = next_generation(
             plan,
@@ -431,7 +449,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         slot = self.slots[position]
         self.cohort.set_hparams(slot, hparams)
         if changes:
-            parent, mutation = self._state(position).member.id, Mutation("mutate", dict(changes))
+            parent, mutation = self.cohort.agents[slot].member.id, Mutation("mutate", dict(changes))
             born = len(self.rounds)
             member = Member(self.cohort.next_member, slot, parent, born, mutation)
             self.cohort.set_member(slot, member)
@@ -464,9 +482,6 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
             if batch.rows:
                 check_generated(batch.rows)
         return self.cohort.learn(batches, stream=("learn", self.cohort.next_call()))
-
-    def _state(self, position: int) -> AgentState:
-        return self.cohort.agents[self.slots[position]]
 
 
 def tested(cohort: Cohort, env: object, slots: Sequence[Slot], loop: int) -> list[Evaluation]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from evo_grpo.envs.episodes.multi_turn import Observation as Turn
 from evo_grpo.errors import ShapeError
 from evo_grpo.learn.objective.advantages import Scale, group_advantages, zero_variance_fraction
+from evo_grpo.learn.objective.reward_arrays import as_floats
 from evo_grpo.learn.rows import Row
 from evo_grpo.model.ends import Ends
 from evo_grpo.types import CompletionGroup, Prompt
@@ -142,9 +143,7 @@ def to_batch(
         RewardError: A reward is infinite or beyond 1e15.
     """
     ids, masks, rewards = experiences
-    if isinstance(rewards, Tensor):
-        rewards = rewards.detach().cpu()
-    values = np.asarray(rewards, dtype=np.float64).reshape(-1)
+    values = as_floats(rewards, "learn: rewards").reshape(-1)
     parts: list[object] = [*ids, *masks]
     if not all(isinstance(part, Tensor) and part.ndim == 2 for part in parts):
         raise ShapeError(

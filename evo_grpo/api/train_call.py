@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.describing import recorded_task
 from evo_grpo.envs.resolve import named_task
 from evo_grpo.errors import ConfigError
+from evo_grpo.evolve.explore.mutate import Mutations
+from evo_grpo.evolve.explore.protocol import Explorer
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.start import described_start
 from evo_grpo.population.cohort.adapters import rank_alpha
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.schema.group import Group
+from evo_grpo.schema.search_space import warn_if_nothing_mutates
 from evo_grpo.settings import (
     EvolveConfig,
     ModelConfig,
@@ -23,7 +28,8 @@ from evo_grpo.settings import (
     RunConfig,
 )
 from evo_grpo.settings.keywords import TRAIN_KEYWORDS
-from evo_grpo.settings.run import settled
+from evo_grpo.settings.run import settled, without_effect_of_agents
+from evo_grpo.settings.without_effect import Seen, WithoutEffect, without_effect
 from evo_grpo.training.assemble import Objects, Prepared
 from evo_grpo.training.from_python import STRATEGIES, FromPython
 from evo_grpo.training.strategies import from_object
@@ -67,6 +73,21 @@ def in_groups(
     return population, EvolveConfig(**evolve), record, own
 
 
+def check_out(out: Path, cohort: Cohort, played: int) -> None:
+    """Raise ConfigError if a call after `played` rounds cannot write a run folder."""
+    if cohort.team.size > 1:
+        raise ConfigError(
+            f"out: expected one process, got {cohort.team.size} that train together; omit out, or "
+            "use evo_grpo.run(config), which records a run of several processes"
+        )
+    if played:
+        raise ConfigError(
+            f"out={str(out)!r}: expected a population without rounds, got one that has played "
+            f"{played}; give out= at the first call, or omit it. A run that is in a folder "
+            "continues with Population.resume(folder, env)"
+        )
+
+
 def going_on(
     population: PopulationConfig,
     evolve: EvolveConfig,
@@ -96,6 +117,36 @@ def going_on(
     if len(set(played)) > 1 and population.sizes is None and selects:
         population = population.replace(sizes=played)
     return settled(population, evolve, cohort.settings.algorithm, cohort.hp_config)
+
+
+def warn_of_inert_mutations(
+    cohort: Cohort,
+    slots: Sequence[int],
+    explorer: Explorer | None,
+    prompts: int,
+    population: PopulationConfig | None = None,
+    evolve: EvolveConfig | None = None,
+) -> None:
+    """Warn about settings without an effect in a call of `train`, if the constructor has not.
+
+    `explorer` is None if the caller gave none; `prompts` is P, the prompts of a GRPO step.
+    """
+    settings, hp_config = cohort.settings, cohort.hp_config
+    seen = Seen(
+        settings.algorithm,
+        hp_config,
+        settings.engine,
+        [cohort.agents[slot].hparams for slot in slots],
+        prompts=prompts,
+        population=population,
+        evolve=evolve,
+        own_exploration=explorer is not None and not hasattr(explorer, "kind"),
+    )
+    for finding in without_effect(seen):
+        if finding not in without_effect_of_agents(settings):
+            warnings.warn(str(finding), WithoutEffect, stacklevel=3)
+    if isinstance(explorer, Mutations):
+        warn_if_nothing_mutates(explorer.rl_hp, hp_config.mutating())
 
 
 def recorded_config(prepared: Prepared, name: str, env: object) -> RunConfig:

@@ -17,10 +17,11 @@ from tiny_cohort import (
     weights,
 )
 
-from evo_grpo import CISPO, GRPO, GSPO, HyperparameterConfig, RLParameter
+from evo_grpo import CISPO, GRPO, GSPO, HyperparameterConfig, Population, RLParameter
+from evo_grpo.api.keywords import PopulationKeywords, TrainKeywords
 from evo_grpo.errors import CheckpointError, ConfigError, ModelError, RewardError, ShapeError
 from evo_grpo.settings import AgentSettings
-from evo_grpo.settings.keywords import AGENT_KEYWORDS, POPULATION_KEYWORDS
+from evo_grpo.settings.keywords import AGENT_KEYWORDS, POPULATION_KEYWORDS, TRAIN_KEYWORDS
 from evo_grpo.types import Prompt, Score
 
 LORA = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -305,6 +306,11 @@ def test_the_signature_shows_every_setting_with_its_default(cls):
     several = inspect.signature(cls.population).parameters
     assert set(several) == {*AGENT_KEYWORDS, *POPULATION_KEYWORDS, "tokenizer"}
     assert (several["size"].default, several["init"].default) == (8, "latin_hypercube")
+    assert set(PopulationKeywords.__annotations__) == set(several)
+    assert "\n    temperature: Sampling temperature in training" in cls.population.__doc__
+    train = inspect.signature(Population.train).parameters
+    own = {"self", "env", "out", "force", "observer", "progress"}
+    assert set(train) - own == set(TRAIN_KEYWORDS) == set(TrainKeywords.__annotations__)
 
 
 def test_the_shortest_call_has_the_defaults_of_yaml():

@@ -18,7 +18,7 @@ from evo_grpo.after.export.card import card
 from evo_grpo.after.export.contents import BaseModel, Contents
 from evo_grpo.after.export.snippet import Use
 from evo_grpo.cli import events
-from evo_grpo.readers.dashboard.copy import study_note
+from evo_grpo.readers.dashboard import study_note
 from evo_grpo.readers.report.notebook import as_html
 from evo_grpo.readers.terminal.ending import show_ending
 from evo_grpo.readers.terminal.result import family_tree, leaderboard_markdown
@@ -87,7 +87,7 @@ def displays(view: RunView) -> dict[str, str]:
         "terminal": printed(lambda console: show_ending(console, view)),
         "tree": printed(lambda console: console.print(family_tree(view))) if view.rounds else "",
         "notebook": plain_text(as_html(view, "a run")),
-        "dashboard": html.unescape(study_note(Path("run"), "", view)),
+        "dashboard": html.unescape(study_note(Path("run"), view)),
         "json": finished_event(view),
         "markdown": leaderboard_markdown(
             list(from_records(view.rounds, view.summary).columns), view.leaderboard

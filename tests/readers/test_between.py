@@ -11,7 +11,7 @@ from rich.console import Console
 from small_run import small
 
 from evo_grpo import history, run
-from evo_grpo.readers.dashboard.copy import trial_note
+from evo_grpo.readers.dashboard import trial_note
 from evo_grpo.readers.report.figures.fitness import plot_fitness
 from evo_grpo.readers.report.figures.lineage import plot_lineage
 from evo_grpo.readers.report.figures.schedules import plot_improvement

@@ -1,16 +1,14 @@
 """One schema, two doors: what YAML and Python give arrives as the same settings, where it acts."""
 
-import inspect
 import json
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
-from pydantic_core import PydanticUndefined
 from vllm_doubles import doubled
 
-from evo_grpo import GRPO, Population
+from evo_grpo import GRPO
 from evo_grpo.api.objects import separated
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.select.none import NoSelection
@@ -347,22 +345,6 @@ def test_strategies_arrive_as_the_objects_that_plan():
     config = from_dict(MINIMAL | {"evolve": {"selection": "none", "exploration": "none"}})
     settings = round_settings(config.population, config.evolve, config.record, 4, 8)
     assert (settings.selector, settings.explorer) == (NoSelection(), NoExploration())
-
-
-def test_every_keyword_is_in_the_signature_with_its_default():
-    shown = inspect.signature(GRPO).parameters
-    assert set(shown) == {*AGENT_KEYWORDS, "tokenizer"}
-    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in shown.values())
-    population = inspect.signature(GRPO.population).parameters
-    assert set(population) == {*shown, *POPULATION_KEYWORDS}
-    train = inspect.signature(Population.train).parameters
-    assert set(TRAIN_KEYWORDS) < set(train)
-    for name, parameter in shown.items():
-        if name in AgentFields.model_fields:
-            # The default lr follows the model.
-            default = None if name == "lr" else AgentFields.model_fields[name].default
-            assert parameter.default == default
-    assert not [n for n, p in shown.items() if p.default is PydanticUndefined]
 
 
 def test_every_name_is_in_the_documentation_and_the_schema():

@@ -25,6 +25,7 @@ from evo_grpo.population.zero.setup import stage_of
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.validation import whole
 from evo_grpo.settings.keywords import AGENT_KEYWORDS
+from evo_grpo.settings.without_effect import WithoutEffect
 from evo_grpo.types import Slot
 
 POLICY, OPTIMIZER = "actor", "optimizer"
@@ -74,6 +75,13 @@ class AgileRLAgent(Agent, ABC):
         args, named = without_spaces(args, kwargs, then=_WRAPPER)
         wrapper, settings = (named.pop(name, None) for name in _WRAPPER)
         arguments = Arguments.of(args, named)
+        if wrapper is None and settings is not None:
+            _warn_without_effect("wrapper_kwargs: has no effect without wrapper_cls; leave it out")
+        if arguments.index:
+            _warn_without_effect(
+                f"index: {arguments.index} has no effect: the agents of a population have 0 to "
+                "size - 1; leave it out"
+            )
         agents = cls._build_several(*arguments.translated(cls.kind), size=int(size), init="same")
         _warn_of_other_padding(agents[0].cohort.base)
         if wrapper is None:
@@ -262,7 +270,8 @@ class AgileRLAgent(Agent, ABC):
         Raises:
             ConfigError: It names another optimizer.
         """
-        _check_name("reinit_optimizers: optimizer", optimizer, OPTIMIZER)
+        if optimizer is not None:
+            _check_name("reinit_optimizers: optimizer", optimizer, OPTIMIZER)
         self.state.optimizer = self.cohort.fresh_optimizer(self.slot, self.hparams)
 
     @staticmethod
@@ -354,6 +363,10 @@ class CISPO(AgileRLAgent):
     kind = "cispo"
 
 
+def _warn_without_effect(text: str) -> None:
+    warnings.warn(text, WithoutEffect, stacklevel=3)
+
+
 def _warn_of_other_padding(base: SharedBase) -> None:
     pad_id, pad_token = base.padding or (0, None)
     if pad_token is None or base.tokenizer is None:
@@ -371,7 +384,7 @@ def _warn_of_other_padding(base: SharedBase) -> None:
 def _check_name(what: str, given: object, only: str) -> None:
     """Check that an object, or its `name`, names the only one that an agent has."""
     name = getattr(given, "name", given)
-    if name not in (None, only):
+    if name != only:
         raise ConfigError(f"{what}: expected {only!r}, the only one, got {name!r}")
 
 

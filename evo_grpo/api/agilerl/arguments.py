@@ -54,64 +54,25 @@ _OBJECTS = {
 class Arguments:
     """The arguments of AgileRL's constructors, in the order of its documented signature.
 
+    `KEYWORDS` has the keyword of `evo_grpo.GRPO` for most of them, which docs/reference.md
+    describes; `_NO_EFFECT` those of which only the default acts.
+
     Attributes:
         pad_token_id: Token id for padding, which may be the end token: masks come from lengths.
         pad_token: The padding token as a string; set on a tokenizer without one.
-        model_name: Embedded name, `smollm2`, folder, .gguf file or hub id.
-        actor_network: A transformers model that is adapted in place, instead of a name; or a
+        actor_network: A transformers model that is adapted in place, instead of `model_name`; or a
             PeftModel, which is dismantled (pass a copy.deepcopy to keep it).
         model_config: Keywords for `from_pretrained`; only with `model_name`.
         hp_config: Ranges of the hyperparameters that mutate; None switches mutation off.
         index: Number of the agent in its population.
-        batch_size: Completions per optimizer step; None takes all.
-        beta: Weight of the KL divergence from the reference.
-        lr: Learning rate of AdamW.
-        clip_coef: Clip range of the probability ratio: c for [1 - c, 1 + c], or the bounds
-            themselves.
-        max_grad_norm: Gradient norm above which a step is scaled down; None never scales.
-        update_epochs: Passes over the rows of a step.
-        group_size: Completions per prompt.
-        temperature: Sampling temperature in training.
-        repetition_penalty: Divides the logits of tokens seen before.
-        top_p: Nucleus mass kept when sampling.
-        top_k: Likeliest tokens kept when sampling; 0 keeps all.
-        min_p: Least probability kept, relative to the likeliest token.
-        use_memory_efficient_params: Always in force here: the base exists once, frozen; False
-            warns.
-        calc_position_embeddings: Always in force: positions come from lengths; False warns.
-        micro_batch_size_per_gpu: Rows per forward and backward pass; None packs rows by tokens.
-        max_output_tokens: Longest completion; None takes the environment's hint, else 32.
-        min_output_tokens: The end token cannot come before this many tokens.
-        max_model_len: Longest prompt plus completion, capped by the model's own context.
-        hf_generate_chunk_size: Prompts decoded at once, to bound the cache's memory.
         lora_config: peft.LoraConfig; None: r=16, alpha=32, all linear layers.
-        cosine_lr_schedule_config: Warm-up and cosine over GRPO steps; None keeps lr.
         accelerator: An accelerate.Accelerator with DeepSpeed at ZeRO stage 2 or 3, whose processes
             train each agent together. Another one has no effect in one process and is refused in
             several.
-        device: cpu, cuda, cuda:N, mps or auto.
-        wrap: Nothing is wrapped without an accelerator; False warns.
-        clone: No effect in the constructor, True warns; use agent.clone().
         use_vllm: Generate with vLLM, one engine for all agents; see docs/engines.md.
         vllm_config: Settings of vLLM; no effect without `use_vllm`.
-        seed: Root of every random stream; any integer of up to 20 digits.
-        gradient_checkpointing: Recompute activations in the backward pass.
-        torch_compiler: torch.compile mode for the base's layers that carry no adapter.
-        use_liger_loss: Warns and falls back to the chunked log-probs built in.
-        use_kl_advantage_shaping: KL per token moves the advantages, instead of a penalty.
-        adv_norm: `mean_std` divides by the group's std, `mean_only` only centres.
-        use_separate_reference_adapter: Use a frozen adapter for the KL term; False uses the adapter
-            that agents start from, or the base.
-        whiten_advantages: Whiten advantages over the agent's valid tokens.
-        adv_clip_range: Clamp advantages to [-x, x], after everything else.
-        filter_zero_adv: Drop completions with |advantage| <= adv_filter_eps.
-        adv_filter_eps: Threshold of `filter_zero_adv`, which it needs.
         reduce_memory_peak: One row per forward and backward pass.
         use_fused_linear_logprobs: Always in force here, in both directions: no (B, T, V) tensor.
-        cast_logprobs_to_fp32: Always in force here; False warns.
-        loss_type: grpo, gspo, cispo, bnpo, dr_grpo, dapo, luspo, sapo or vespo; None is the loss of
-            the class.
-        tokenizer: The tokenizer; None loads that of `model_name`, or uses the environment's.
     """
 
     pad_token_id: int | None = None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from evo_grpo.errors import ConfigError, ShapeError
+from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.mutate import Mutations as Strategy
 from evo_grpo.evolve.explore.protocol import Candidate, Changes
 from evo_grpo.evolve.select.protocol import Offspring
@@ -34,7 +34,7 @@ class TournamentSelection:
     Args:
         tournament_size: Agents per tournament, 1 to population_size; 1 draws parents at random.
         elitism: Whether the best agent always keeps its place.
-        population_size: Agents in the population, at least 2.
+        population_size: Agents in the population, at least 2; only bounds `tournament_size`.
         eval_loop: Number of a member's latest scores that are averaged, 1 to 100.
         rand_seed: Seed of the draws of `select`; None is 0. `plan` gets a generator instead.
 
@@ -74,16 +74,8 @@ class TournamentSelection:
         """Plan the next round from each member's latest `eval_loop` scores; see `Selector`.
 
         Raises:
-            ShapeError: When there is not one history per agent.
             RunFailedError: When every agent has failed.
         """
-        if len(histories) != self.population_size:
-            raise ShapeError(
-                "TournamentSelection: expected one history for each of "
-                f"population_size={self.population_size} "
-                f"agents, got {len(histories)}; make the selection with "
-                f"population_size={len(histories)}"
-            )
         return self.strategy.plan(self._window(histories), places, rng)
 
     def select(self, population: Population[Any]) -> tuple[Any, Population[Any]]:

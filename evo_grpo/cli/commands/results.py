@@ -230,6 +230,6 @@ def dashboard(
     debug: Debug = False,
 ) -> None:
     """Open optuna-dashboard on a run, with its family tree and a note for each trial."""
-    from evo_grpo.readers.dashboard.serve import serve
+    from evo_grpo.readers.dashboard import serve
 
     serve(folder, port, say=lambda text: say(f"{folder}: {text}"))

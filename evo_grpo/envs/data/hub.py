@@ -8,13 +8,12 @@ commit of the revision, because the package waits for minutes for a Hub that doe
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.data.bounded import MAX_GIGABYTES
-from evo_grpo.envs.messages import listed, nearest
 from evo_grpo.errors import DataError, EngineUnavailable
 from evo_grpo.places import find
 from evo_grpo.settings.hub import HubDataset
@@ -73,7 +72,7 @@ def read_hub(
         return _ROWS[key]
     where = f"{name}: the dataset {dataset.path!r}"
     rows = _rows(wanted, _commit(wanted, where), where, gigabytes)
-    if _is_pinned(wanted):
+    if _COMMIT.fullmatch(wanted.revision or ""):
         _ROWS[key] = rows
     return rows
 
@@ -88,30 +87,21 @@ def pinned(env: EnvConfig) -> dict[str, HubDataset]:
     for name in _SPLITS:
         dataset = hub_dataset(getattr(env, name))
         if dataset is not None:
-            wanted = _with_split(dataset, name)
             where = f"env.{name}: the dataset {dataset.path!r}"
-            found[name] = wanted.replace(revision=_commit(wanted, where))
+            found[name] = _with_split(dataset, name).replace(revision=_commit(dataset, where))
     return found
 
 
 def _with_split(dataset: HubDataset, name: str) -> HubDataset:
     own = name.rpartition(".")[2]
-    split = dataset.split or (own if own in _SPLITS else "train")
-    return dataset.replace(split=split)
-
-
-def _is_pinned(dataset: HubDataset) -> bool:
-    return dataset.revision is not None and _COMMIT.fullmatch(dataset.revision) is not None
+    return dataset.replace(split=dataset.split or (own if own in _SPLITS else "train"))
 
 
 def _commit(dataset: HubDataset, where: str) -> str | None:
     """Return the commit of a revision; without network (HF_HUB_OFFLINE), the revision itself."""
-    packages(where)
-    # Imported here: an extra, and slow to load for runs that read files.
+    # Imported here: slow to load for runs that read files.
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
         HFValidationError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -122,24 +112,18 @@ def _commit(dataset: HubDataset, where: str) -> str | None:
     page = f"{constants.ENDPOINT}/datasets/{dataset.path}"
     try:
         info = HfApi().dataset_info(dataset.path, revision=dataset.revision, timeout=TIMEOUT)
-    except GatedRepoError:
-        raise DataError(
-            f"{where} is gated: expected access to it; ask for it at {page}, and log in with "
-            "hf auth login, or give a token in HF_TOKEN"
-        ) from None
-    except RepositoryNotFoundError:
-        raise DataError(
-            f"{where}: expected one that is on the Hub, got no such name; correct it, give the "
-            "path of a file, or, if it is private, log in with hf auth login"
-        ) from None
     except RevisionNotFoundError:
         raise DataError(
             f"{where}: expected a branch, tag or commit of it as revision, got "
             f"{dataset.revision!r}; see {page}"
         ) from None
-    except HFValidationError as error:
-        raise DataError(f"{where}: expected a name such as owner/name: {error}") from None
-    except (HfHubHTTPError, OSError, *_transport_errors()) as error:
+    except (RepositoryNotFoundError, HFValidationError) as error:  # the first if it is gated too
+        raise DataError(
+            f"{where}: expected one of the Hub that you may read, got {type(error).__name__}; "
+            f"correct the name owner/name, give the path of a file, or ask for access at {page} "
+            "and log in with hf auth login, or give a token in HF_TOKEN"
+        ) from None
+    except Exception as error:  # its client has changed the library of its requests
         why = hub_words(str(error)) or type(error).__name__
         raise DataError(
             f"{where}: expected an answer of {constants.ENDPOINT} within {TIMEOUT:g} s, got none "
@@ -149,77 +133,35 @@ def _commit(dataset: HubDataset, where: str) -> str | None:
     return info.sha
 
 
-def _transport_errors() -> tuple[type[Exception], ...]:
-    """Return the base class of errors of a connection, in the HTTP package of huggingface_hub."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    bases = [base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"]
-    return tuple(base for base in bases if issubclass(base, Exception))
-
-
-def packages(where: str) -> Any:  # noqa: ANN401 -- a module
-    """Return the package `datasets`.
-
-    Raises:
-        EngineUnavailable: It is not installed.
-    """
+def _rows(
+    dataset: HubDataset, commit: str | None, where: str, gigabytes: float
+) -> list[dict[str, Any]]:
     try:
         import datasets
+        from datasets.exceptions import DatasetsError
+        from pyarrow import ArrowException
     except ImportError as error:
         raise EngineUnavailable(
             f'{where}: reading it needs the package datasets: pip install "evo-grpo[data]"'
         ) from error
-    return datasets
-
-
-def _rows(
-    dataset: HubDataset, commit: str | None, where: str, gigabytes: float
-) -> list[dict[str, Any]]:
-    datasets = packages(where)
-    from pyarrow import ArrowException
-
-    split = str(dataset.split)
-    failures = (
-        datasets.exceptions.DatasetsError,
-        ArrowException,
-        ValueError,
-        OSError,
-        RuntimeError,
-    )
+    where = f"{where}, split {dataset.split!r}"
+    failures = DatasetsError, ArrowException, ValueError, OSError, RuntimeError
     with _silent(datasets):
         try:
-            builder = datasets.load_dataset_builder(
-                dataset.path, name=dataset.name, revision=commit
+            data: Any = datasets.load_dataset(
+                dataset.path, dataset.name, split=dataset.split, revision=commit
             )
-            builder.download_and_prepare()
+            columns = dataset.columns or {name: name for name in data.column_names}
+            read = data.select_columns(list(dict.fromkeys(columns.values())))
         except failures as error:
             raise DataError(
-                f"{where} cannot be read: {hub_words(' '.join(str(error).split()), 400)}"
+                f"{where}: expected a name, split and columns that can be read: "
+                f"{hub_words(' '.join(str(error).split()), 400)}"
             ) from None
-        known: Mapping[str, Any] = builder.info.splits or {}
-        base = re.split(r"[\[+]", split)[0].strip()
-        if base not in known:
-            raise DataError(
-                f"{where}: expected one of its splits as split, {listed(known)}, got {base!r}."
-                f"{nearest(base, known)}"
-            )
-        try:
-            data = builder.as_dataset(split=split)
-        except failures as error:
-            raise DataError(f"{where}: split {split!r}: {hub_words(str(error))}") from None
-        columns = dataset.columns or {name: name for name in data.column_names}
-        for theirs in columns.values():
-            if theirs not in data.column_names:
-                raise DataError(
-                    f"{where}: expected one of its columns in columns, "
-                    f"{listed(data.column_names)}, got {theirs!r}."
-                    f"{nearest(theirs, data.column_names)}"
-                )
-        read = data.select_columns(list(dict.fromkeys(columns.values())))
         if read.data.nbytes > gigabytes * 1e9:
             raise DataError(
-                f"{where}, split {split!r}: expected rows of at most {gigabytes:g} GB, got "
-                f"{read.data.nbytes / 1e9:.1f}; read a part, such as {base}[:10000], or raise "
+                f"{where}: expected rows of at most {gigabytes:g} GB, got "
+                f"{read.data.nbytes / 1e9:.1f}; read a part, such as train[:10000], or raise "
                 "env.max_data_gb"
             )
         return [{ours: row[theirs] for ours, theirs in columns.items()} for row in read]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +31,6 @@ NO_NONE = "give it a value, or drop the row"
 #: The escape of a lone surrogate, the only way for one into a file in UTF-8.
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
-_field_limit = threading.Lock()
 
 
 def read_rows(source: object, name: str = "dataset", gigabytes: float = MAX_GIGABYTES) -> list[Row]:
@@ -231,7 +228,9 @@ def _read_csv(file: BoundedFile) -> _Read:
     delimiter = "\t" if file.path.suffix.lower() == ".tsv" else ","
     rows: list[Any] = []
     lines: list[int] = []
-    with file.open(newline="") as text, _fields_up_to(file.left):
+    # The limit of fields, of the whole process, is 131,072 characters; the file has its own.
+    csv.field_size_limit(max(csv.field_size_limit(), file.left))
+    with file.open(newline="") as text:
         reader = csv.DictReader(text, delimiter=delimiter, restkey=None, restval=None)
         try:
             columns = list(reader.fieldnames or ())
@@ -280,24 +279,6 @@ def _check_once(columns: Iterable[str], where: str) -> None:
                 f'{where}: expected each column once, got "{column}" twice; rename one of the two'
             )
         seen.add(column)
-
-
-@contextmanager
-def _fields_up_to(characters: int) -> Generator[None]:
-    """Let the csv module read fields longer than its limit of 131,072 characters.
-
-    The limit belongs to the whole process and is restored at the end. The lock keeps two threads
-    from restoring it in the wrong order.
-    """
-    import csv
-
-    with _field_limit:
-        before = csv.field_size_limit()
-        csv.field_size_limit(max(before, characters))
-        try:
-            yield
-        finally:
-            csv.field_size_limit(before)
 
 
 def _read_jsonl(file: BoundedFile) -> _Read:

@@ -48,35 +48,29 @@ def as_list(name: str, value: object, batch: CompletionBatch) -> list[Any]:
     Raises:
         RewardError: It is no sequence, or of another length.
     """
-    count = len(batch.completions)
-    plain = _plain_list(value)
-    if plain is None:
+    count, plain = len(batch.completions), None
+    try:
+        values = _plain(value)
+        if isinstance(values, Sequence) and not isinstance(values, str | bytes):
+            plain = list(cast("Sequence[Any]", values))
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # its methods may raise anything; the error below names it
+        pass
+    if plain is None or len(plain) != count:
+        got = _described(value) if plain is None else len(plain)
+        hint = "; does it return its list?" if value is None else ""
         raise RewardError(
-            f"reward function {name!r}: expected a list of {count} numbers, got "
-            f"{_described(value)} for "
-            f"{batch.all_places()}{'; does it return its list?' if value is None else ''}"
-        )
-    if len(plain) != count:
-        raise RewardError(
-            f"reward function {name!r}: expected {count} rewards, one per completion, got "
-            f"{len(plain)} for "
-            f"{batch.all_places()}; return None for a completion that is not scored"
+            f"reward function {name!r}: expected a list of {count} rewards, one per completion "
+            f"(None for one that is not scored), got {got} for {batch.all_places()}{hint}"
         )
     return plain
 
 
-def _plain_list(value: object) -> list[Any] | None:
-    """Return a value as a list, or None if it is no sequence or its methods raise."""
-    try:
-        tolist = getattr(value, "tolist", None)  # of numpy, torch, pandas
-        plain: object = tolist() if callable(tolist) else value
-        if isinstance(plain, str | bytes) or not isinstance(plain, Sequence):
-            return None
-        return list(cast("Sequence[Any]", plain))
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # the caller raises an error that names the function
-        return None
+def _plain(value: object) -> object:
+    """Return an array, a tensor or their numbers as Python's lists and numbers."""
+    tolist = getattr(value, "tolist", None)
+    return tolist() if callable(tolist) else value
 
 
 def as_number(name: str, value: object, batch: CompletionBatch, position: int) -> float:
@@ -90,9 +84,9 @@ def as_number(name: str, value: object, batch: CompletionBatch, position: int) -
         return math.nan
     kind, expected = RewardError, "a finite number"
     try:
-        # A numeric string is a mistake; numpy deprecates float() of an array with one element.
-        if not isinstance(value, str | bytes) and not getattr(value, "ndim", 0):
-            number = float(cast("float", value))
+        plain = _plain(value)
+        if not isinstance(plain, str | bytes):  # a numeric string is a mistake
+            number = float(cast("float", plain))
             if -LARGEST <= number <= LARGEST:  # NaN is not
                 return number
             kind = UnusableRewardError

@@ -124,8 +124,8 @@ def to_numpy(
             return _checked(values, name), lambda result: result
         # Half precision is too coarse for the sums.
         kept = dtype if dtype.kind == "f" else np.dtype(np.float64)
-        return _checked(_numbers(values, name), name), lambda result: _narrowed(result, kept)
-    return _checked(_numbers(values, name), name), lambda result: result.tolist()
+        return _checked(as_floats(values, name), name), lambda result: _narrowed(result, kept)
+    return _checked(as_floats(values, name), name), lambda result: result.tolist()
 
 
 def _from_torch(tensor: torch.Tensor) -> tuple[Floats, Callable[[Floats], object]]:
@@ -159,9 +159,11 @@ def _refuse_wider(result: Floats, most: float, dtype: object) -> None:
         )
 
 
-def _numbers(values: object, name: str) -> Floats:
+def as_floats(values: object, name: str) -> npt.NDArray[np.float64]:
+    """Return numbers in lists, an array or a tensor as float64; None becomes NaN."""
+    tolist = getattr(values, "tolist", None)  # of a tensor, also on a device or in half precision
     try:
-        return np.asarray(values, dtype=np.float64)  # None becomes NaN
+        return np.asarray(tolist() if callable(tolist) else values, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise ShapeError(
             f"{name}: expected numbers, or None to abstain, in rows of equal length, got "

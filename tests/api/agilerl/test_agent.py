@@ -123,13 +123,6 @@ def test_evolvable_attributes_are_the_policy_and_its_optimizer(shared):
         assert_same_image(before, own(agent))
 
 
-def test_get_action_samples_groups(shared):
-    with only_the_middle_one(shared) as agent:
-        before = own(agent)
-        assert [len(group) for group in agent.get_action(OBS)[0]] == [4]
-        assert_same_image(before, own(agent))
-
-
 def test_get_action_dim_is_the_size_of_a_space(shared):
     with only_the_middle_one(shared) as agent:
         assert agent.get_action_dim(SimpleNamespace(n=5)) == (5,)
@@ -373,8 +366,9 @@ def test_register_network_group_takes_the_one_there_is(shared):
     with only_the_middle_one(shared) as agent:
         before = own(agent)
         agent.register_network_group(SimpleNamespace(eval_network="actor"))
-        with pytest.raises(ConfigError, match="'critic'"):
-            agent.register_network_group("critic")
+        for other in ("critic", None):
+            with pytest.raises(ConfigError, match=f"expected 'actor', .* got {other!r}"):
+                agent.register_network_group(other)
         assert_same_image(before, own(agent))
 
 

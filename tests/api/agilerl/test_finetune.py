@@ -14,7 +14,7 @@ from text_agents import agilerl_agents as agents
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evo_grpo
-from evo_grpo import Population, agilerl
+from evo_grpo import agilerl
 from evo_grpo.agilerl import (
     GRPO,
     GSPO,
@@ -533,8 +533,3 @@ def test_a_run_whose_episodes_all_break_fails_and_closes_its_environments():
 
     with counting(), pytest.raises(RunFailedError, match=r"Never.*OSError: gone"):
         quick(Never, agents(1), max_steps=1)
-
-
-def test_a_population_is_returned_as_it_came():
-    population = agents(2)
-    assert isinstance(quick(lambda: Count(1), population, max_steps=1), Population)

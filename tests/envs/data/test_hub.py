@@ -123,18 +123,18 @@ for name, train in json.loads(sys.argv[1]).items():
 print(json.dumps(found))
 """
 REFUSED = {
-    "missing": ("nobody/nothing", "'nobody/nothing': expected one that is on the Hub"),
-    "gated": ("openai/gated", "is gated: expected access to it; ask for it at http://127.0.0.1"),
+    "missing": ("nobody/nothing", "'nobody/nothing': expected one of the Hub that you may read"),
+    "gated": ("openai/gated", "got GatedRepoError; correct the name owner/name, "),
     "hanging": ("openai/slow", "within 1 s, got none"),
     "revision": ({"path": "openai/gsm8k", "revision": "v9"}, "as revision, got 'v9'"),
     "name": ({"path": "openai/gsm8k", "name": "mian"}, "'mian' not found. Available"),
     "split": (
         {"path": "openai/gsm8k", "split": "vali"},
-        "expected one of its splits as split, test, train, got 'vali'",
+        "split 'vali': expected a name, split and columns that can be read: Unknown split",
     ),
     "column": (
         {"path": "openai/gsm8k", "columns": ["question", "anwser"]},
-        "columns, answer, question, got 'anwser'. Did you mean \"answer\"?",
+        "columns that can be read: Column name ['anwser'] not in the dataset",
     ),
 }
 

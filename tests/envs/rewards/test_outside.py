@@ -459,7 +459,7 @@ def test_a_batch_function_that_raises_fails_every_completion():
 
 
 def test_a_wrong_count_always_stops():
-    with pytest.raises(RewardError, match="expected 3 rewards"):
+    with pytest.raises(RewardError, match="expected a list of 3 rewards"):
         score_batch(as_rewards(lambda completions: [1.0]), batch_of(), SET_ASIDE)
 
 

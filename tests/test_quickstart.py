@@ -1,8 +1,6 @@
 """GRPO on a plain `nn.Module`, as the quickstart page shows it."""
 
 import copy
-import importlib.util
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,12 +11,11 @@ from torch import nn
 from evo_grpo.errors import (
     CheckpointError,
     ConfigError,
-    EngineUnavailable,
     RewardError,
     RunFailedError,
     ShapeError,
 )
-from evo_grpo.quickstart import GRPO, StepMetrics, metrics_figure
+from evo_grpo.quickstart import GRPO
 
 VOCABULARY = 8
 PROMPTS = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -302,7 +299,9 @@ def test_logits_that_are_no_numbers_end_training_before_the_update():
     model = Broken(lambda logits: logits * float("nan"))
     made = GRPO(model, Tiny(), threes)
     before = copy.deepcopy(made.model)
-    with pytest.raises(RunFailedError, match="step 0: expected a finite loss, got nan"):
+    with pytest.raises(
+        RunFailedError, match="step 0: expected a finite loss and gradient, got nan"
+    ):
         made.train(PROMPTS)
     assert same(made.model, before)
     assert made.history == []
@@ -320,9 +319,9 @@ def test_models_and_optimizers_that_cannot_train_are_refused():
     model, other = Tiny(), Tiny()
     with pytest.raises(ConfigError, match=r"ref_model: .*pass copy.deepcopy\(model\)"):
         GRPO(model, model, threes)
-    with pytest.raises(ConfigError, match="model: expected trainable weights"):
+    with pytest.raises(ConfigError, match="optimizer: expected one over trainable weights"):
         GRPO(Tiny().requires_grad_(False), other, threes)
-    with pytest.raises(ConfigError, match="optimizer: expected one over the model's parameters"):
+    with pytest.raises(ConfigError, match="optimizer: expected one over trainable weights"):
         GRPO(model, other, threes, optimizer=torch.optim.SGD(Tiny().parameters(), lr=1.0))
     own = torch.optim.SGD(model.parameters(), lr=1.0)
     with pytest.raises(ConfigError, match=r"learning_rate=0.1: has no effect with optimizer="):
@@ -337,7 +336,7 @@ def test_checkpoint_every_needs_a_folder():
 
 
 def test_rewards_that_are_no_numbers_are_named():
-    with pytest.raises(RewardError, match="expected 16 finite numbers"):
+    with pytest.raises(ShapeError, match=r"^reward_fn '<lambda>': expected numbers, .*'good'"):
         trainer(lambda completions, prompts: ["good"] * len(completions)).step(PROMPTS)
 
 
@@ -348,19 +347,8 @@ def test_prompts_are_a_matrix():
     with pytest.raises(ShapeError, match=r"tensor \(P, T\) .* got \(3,\) torch.int64"):
         trainer().train(torch.tensor([1, 2, 3]))
     for name in ("n_epochs", "batch_size", "checkpoint_every"):
-        with pytest.raises(ConfigError, match=f"{name}: expected an integer >= 1, got 0"):
+        with pytest.raises(ConfigError, match=f"{name}: expected an integer >= 1.* got 0"):
             trainer().train(PROMPTS, **{name: 0})
-
-
-def test_the_figure_has_a_panel_per_metric_or_says_what_is_missing(monkeypatch):
-    history = [StepMetrics(i, 0.1 * i, 0.1 * i, 0.0, 0.0, 0.0, 0.0) for i in range(3)]
-    if importlib.util.find_spec("plotly") is not None:
-        figure = metrics_figure(history)
-        assert len(figure.data) == 6
-        assert list(figure.data[0].y) == pytest.approx([0.0, 0.1, 0.2])
-    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
-    with pytest.raises(EngineUnavailable, match=r"pip install \"evo-grpo\[report\]\""):
-        metrics_figure(history)
 
 
 def test_a_model_may_forbid_the_padding():

@@ -19,7 +19,7 @@ from evo_grpo import resume, run
 from evo_grpo.after.verify import verify
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import RunNotFoundError
-from evo_grpo.readers.dashboard.copy import StudyCopy, trial_note
+from evo_grpo.readers.dashboard import StudyCopy, trial_note
 from evo_grpo.readers.report.figures.lineage import plot_lineage
 from evo_grpo.record.folder import read_rounds
 
@@ -205,8 +205,8 @@ def test_a_port_that_is_taken_is_named(folder):
 
 
 def test_a_missing_package_is_named_with_its_remedy(folder, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"optuna_dashboard and plotly .*evo-grpo\[dashboard\]"):
+    monkeypatch.setitem(sys.modules, "optuna_dashboard", None)
+    with pytest.raises(ImportError, match=r"optuna_dashboard cannot .*evo-grpo\[dashboard\]"):
         StudyCopy(folder)
 
 
