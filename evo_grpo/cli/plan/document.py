@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from evo_grpo.cli.plan.plan import Plan
-from evo_grpo.training.sizing.fitting import Fit
+from evo_grpo.training.sizing.machine import Fit
 
 
 def plan_document(plan: Plan, source: str) -> dict[str, Any]:
@@ -53,8 +53,8 @@ def _fit(fit: Fit | None) -> dict[str, Any] | None:
     if fit is None:
         return None
     return {
-        "place": fit.place,
-        "bytes": fit.capacity,
+        "place": fit.setup.place,
+        "bytes": fit.setup.capacity,
         "fits": fit.fits,
         "chosen": dict(fit.chosen),
         "proposal": None if fit.proposal is None else dict(fit.proposal.changes),

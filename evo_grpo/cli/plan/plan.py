@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,25 +14,25 @@ from evo_grpo.settings.storage import check_driver
 from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.training.shortages import few_prompts, shortages
 from evo_grpo.training.sizing.chat_template import chat_template_of, has_chat_template
-from evo_grpo.training.sizing.fitting import Fit, dtypes, fit_on, with_few
 from evo_grpo.training.sizing.gpus import Gpu
 from evo_grpo.training.sizing.hub_files import fetch_small_files
-from evo_grpo.training.sizing.memory import (
-    MemoryPlan,
-    base_bytes,
-    stored_bytes,
-    trained_bytes,
+from evo_grpo.training.sizing.machine import (
+    FEW_ROWS,
+    FEW_TOKENS,
+    LIMITS,
+    Fit,
+    Setup,
+    dtypes,
+    fit_of,
+    setup_here,
 )
+from evo_grpo.training.sizing.memory import MemoryPlan, base_bytes, stored_bytes, trained_bytes
 from evo_grpo.training.sizing.model_size import (
     ModelSize,
+    check_adapters_fit,
     classifier_parameters,
     lora_parameters,
     read_model_size,
-)
-from evo_grpo.training.sizing.planning import (
-    check_adapters_fit,
-    cuda_devices,
-    plan_memory,
 )
 from evo_grpo.training.strategies import check_strategies
 
@@ -174,8 +173,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
     per_row = task.turns * longest
     counts = count_evaluations(config.population, config.evolve)
     between, final = min(fitness.in_between, validation), counts.finalists * validation
-    devices = cuda_devices()
-    fit, memory = _memory(config, base, longest, gpu, devices)
+    fit, memory = _memory(config, base, longest, gpu)
     return Plan(
         config=config,
         task=task.name,
@@ -208,7 +206,6 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
             *shortages(task.rows, prompts, config.evolve.fitness),
             *(() if task.whole is None else few_prompts(task.whole)),
             *_short_context(config, base, longest),
-            *(missing_device(config.engine.device, devices) if gpu is None else ()),
             *(() if fit is None or fit.fits else (fit.sentence(),)),
             *_of_models(config),
             *dropped,
@@ -234,21 +231,6 @@ def _read_base(config: RunConfig, *, online: bool) -> tuple[RunConfig, ModelSize
         config = config.model_copy(update={"model": model})
     check_adapters_fit(config, base)
     return config, base, silent
-
-
-def missing_device(device: str, cuda: Sequence[int | None] | None) -> Iterator[str]:
-    """Yield a warning if this machine, with these CUDA devices, lacks `device`."""
-    remedy = "a run will be refused here; set auto or cpu, or run it on another machine"
-    if device == "mps" and sys.platform != "darwin":
-        yield f"engine.device is mps, which only a Mac has: {remedy}"
-    if not device.startswith("cuda") or cuda is None:
-        return
-    number = int(device.partition(":")[2] or 0)
-    if not cuda:
-        yield f"engine.device is {device}, and this machine shows no CUDA device: {remedy}"
-    elif number >= len(cuda):
-        last = f"cuda:{len(cuda) - 1}"
-        yield f"engine.device is {device}, and the last CUDA device here is {last}: {remedy}"
 
 
 def _missing_packages(engine: EngineConfig) -> Iterator[str]:
@@ -320,29 +302,21 @@ def _of_models(config: RunConfig) -> Iterator[str]:
 
 
 def _memory(
-    config: RunConfig,
-    base: ModelSize,
-    longest: int,
-    gpu: Gpu | None,
-    devices: Sequence[int | None] | None,
+    config: RunConfig, base: ModelSize, longest: int, gpu: Gpu | None
 ) -> tuple[Fit | None, tuple[MemoryPlan, ...]]:
     """Return whether the run fits, and its memory by dtype."""
-    on = dtypes(config, gpu)
-    fit = fit_on(config, base, longest, on, gpu, devices)
-    memory = {
-        name: fit.plan
-        if fit is not None and fit.dtype == name
-        else plan_memory(
-            # What a run would choose depends on the device.
-            with_few(config) if device == "cuda" else config,
-            base,
-            longest,
-            dtype=name,
-            device=device,
-        )
-        for name, device in on.items()
-    }
-    return fit, tuple(plan for plan in memory.values() if plan is not None)
+    here = setup_here(config, base, longest, gpu)
+    fit = None if here is None else fit_of(config, here)
+    memory: list[MemoryPlan | None] = []
+    for dtype, device in dtypes(config, gpu).items():
+        if fit is not None and fit.setup.dtype == dtype:
+            memory.append(fit.plan)
+            continue
+        # What a run would choose depends on the device.
+        few = zip(LIMITS, (FEW_ROWS, FEW_TOKENS), strict=True) if device == "cuda" else ()
+        null = {name: value for name, value in few if getattr(config.engine, name) is None}
+        memory.append(Setup(base, longest, dtype, device).plan(config, **null))
+    return fit, tuple(plan for plan in memory if plan is not None)
 
 
 def _rows_per_round(config: RunConfig, prompts: int) -> int:
