@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from evo_grpo.envs.finding import find_function
+from evo_grpo.envs.registry import build_task, check_multi_turn, is_multi_turn
+from evo_grpo.envs.rewards.names import check_rewards
+from evo_grpo.envs.task import Task
+from evo_grpo.envs.template_keywords import ignored_keywords, sentence_of_ignored
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings import EngineConfig, RunConfig, warnings
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
@@ -34,11 +39,8 @@ from evo_grpo.training.sizing.model_size import (
     lora_parameters,
     read_model_size,
 )
+from evo_grpo.training.sizing.prompt_lengths import PromptLengths, read_prompts
 from evo_grpo.training.strategies import check_strategies
-
-if TYPE_CHECKING:
-    from evo_grpo.envs.task import Task  # for annotations only: it may load pandas
-    from evo_grpo.training.sizing.prompt_lengths import PromptLengths
 
 
 class Plan(NamedTuple):
@@ -160,25 +162,28 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
     """
     config = _check_first(config)
     task = _read_task(config)
-    config = config.settled(task.output_tokens)
+    hint = DEFAULT_OUTPUT_TOKENS if task is None else task.max_output_tokens
+    config = config.settled(hint)
     check_strategies(config.evolve)
     config, base, silent = _read_base(config, online=online)
     lengths, dropped = _read_prompts(config, task, base)
     algorithm, fitness = config.algorithm, config.evolve.fitness
-    longest = algorithm.longest_output(config.search_space()) or task.output_tokens
+    longest = algorithm.longest_output(config.search_space()) or hint
     prompts = algorithm.prompts_per_step or DEFAULT_PROMPTS
     # Episodes start from seeds, so a multi-turn environment never runs out of prompts.
-    validation = min(fitness.prompts, task.rows.get("validation", fitness.prompts))
-    test = min(fitness.test_prompts, task.rows.get("test", fitness.test_prompts))
-    per_row = task.turns * longest
+    rows = {} if task is None else {str(split): len(own) for split, own in task.splits.items()}
+    validation = min(fitness.prompts, rows.get("validation", fitness.prompts))
+    test = min(fitness.test_prompts, rows.get("test", fitness.test_prompts))
+    turns = config.env.max_turns if task is None else 1
+    per_row = turns * longest
     counts = count_evaluations(config.population, config.evolve)
     between, final = min(fitness.in_between, validation), counts.finalists * validation
     fit, memory = _memory(config, base, longest, gpu)
     return Plan(
         config=config,
-        task=task.name,
-        rows=task.rows,
-        turns=task.turns,
+        task=config.env.kind if task is None else task.name,
+        rows=rows,
+        turns=turns,
         places=counts.places,
         decisions=counts.decisions,
         prompts_per_step=prompts,
@@ -203,8 +208,8 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
         warnings=(
             *warnings(config),
             *((f"model {base.name}: {base.note}",) if silent and base.parameters is None else ()),
-            *shortages(task.rows, prompts, config.evolve.fitness),
-            *(() if task.whole is None else few_prompts(task.whole)),
+            *shortages(rows, prompts, config.evolve.fitness),
+            *(() if task is None else few_prompts(task)),
             *_short_context(config, base, longest),
             *(() if fit is None or fit.fits else (fit.sentence(),)),
             *_of_models(config),
@@ -219,7 +224,10 @@ def _read_base(config: RunConfig, *, online: bool) -> tuple[RunConfig, ModelSize
 
     And why the hub could not be asked, or None.
     """
-    silent = _fetch(config) if online else None
+    silent = fetch_small_files(config.model.name) if online else None
+    if online and silent is None:
+        for reward in config.env.reward_models:
+            fetch_small_files(reward.name)
     base = read_model_size(config.model.name)
     if silent is not None and base.parameters is None:
         base = base._replace(note=silent)
@@ -257,30 +265,6 @@ def _check_first(config: RunConfig) -> RunConfig:
     return config.replace(population=population.replace(init=init))
 
 
-def _check_chat_template(config: RunConfig, task: _Task) -> None:
-    """Refuse a conversation if the model's tokenizer has no chat template, as a run does."""
-    if not task.chats or has_chat_template(config.model.name) is not False:
-        return
-    remedy = (
-        "take a model that has one"
-        if not task.rows  # a multi-turn environment makes its own prompts
-        else 'take a model that has one, or a raw text: env.prompt: "{question}\\nA:"'
-    )
-    raise ConfigError(
-        f"env.kind: the messages of {config.env.kind!r} need a chat template, and the tokenizer of "
-        f"{config.model.name!r} has none; {remedy}"
-    )
-
-
-def _fetch(config: RunConfig) -> str | None:
-    """Fetch the small files of the run's models; return why the hub could not be asked, or None."""
-    silent = fetch_small_files(config.model.name)
-    if silent is None:
-        for reward in config.env.reward_models:
-            fetch_small_files(reward.name)
-    return silent
-
-
 def _of_models(config: RunConfig) -> Iterator[str]:
     """Yield a warning for keywords that the model's chat template does not read.
 
@@ -294,9 +278,6 @@ def _of_models(config: RunConfig) -> Iterator[str]:
             )
     keywords = config.env.chat_template_kwargs
     template = chat_template_of(config.model.name) if keywords else None
-    # Imported here: only these settings need it.
-    from evo_grpo.envs.template_keywords import ignored_keywords, sentence_of_ignored
-
     if template is not None and (found := ignored_keywords(template, keywords)):
         yield sentence_of_ignored(found)
 
@@ -337,49 +318,40 @@ def _replacing_tokens(config: RunConfig) -> int:
     return own * config.population.size * config.population.steps_per_round
 
 
-class _Task(NamedTuple):
-    """The properties of a task that a plan uses."""
-
-    name: str
-    rows: dict[str, int]
-    output_tokens: int
-    turns: int = 1
-    chats: bool = False
-    whole: Task | None = None
-
-
-def _read_task(config: RunConfig) -> _Task:
-    # Imported here, since a task may load pandas or reasoning-gym.
-    from evo_grpo.envs.finding import find_function
-    from evo_grpo.envs.registry import build_task, check_multi_turn, is_multi_turn
-    from evo_grpo.envs.rewards.names import check_rewards
-
+def _read_task(config: RunConfig) -> Task | None:
+    """Return the single-turn task of a run; None if its episodes have several turns."""
     if is_multi_turn(config.env.kind):
         check_multi_turn(config.env, config.seed)
-        turns = config.env.max_turns
-        return _Task(config.env.kind, {}, DEFAULT_OUTPUT_TOKENS, turns, chats=True)
+        return None
     task = build_task(config.env, config.seed, find_function)
     weights = {reward.name: reward.weight for reward in task.rewards}
     fitness = config.evolve.fitness
     check_rewards(weights, config.search_space(), fitness.reward, fitness.objectives)
-    rows = {str(split): len(its_rows) for split, its_rows in task.splits.items()}
-    chats = task.conversation is not None
-    return _Task(task.name, rows, task.max_output_tokens, chats=chats, whole=task)
+    return task
 
 
 def _read_prompts(
-    config: RunConfig, task: _Task, base: ModelSize
+    config: RunConfig, task: Task | None, base: ModelSize
 ) -> tuple[PromptLengths | None, list[str]]:
-    """Return the lengths of the prompts, and warnings, after checking that they can be made."""
-    _check_chat_template(config, task)
-    # Imported here, since a task may load pandas or reasoning-gym.
-    from evo_grpo.training.sizing.prompt_lengths import read_prompts
+    """Return the lengths of the prompts, and warnings, after checking that they can be made.
 
-    if task.whole is None:
+    Raises:
+        ConfigError: There are messages, and the model's tokenizer has no chat template.
+    """
+    name = config.model.name
+    chats = task is None or task.conversation is not None
+    if chats and has_chat_template(name) is False:
+        # A multi-turn environment makes its own prompts.
+        raw = "" if task is None else ', or a raw text: env.prompt: "{question}\\nA:"'
+        raise ConfigError(
+            f"env.kind: the messages of {config.env.kind!r} need a chat template, and the "
+            f"tokenizer of {name!r} has none; take a model that has one{raw}"
+        )
+    if task is None:
         return None, []
     known = [one for one in (config.algorithm.max_model_len, base.context) if one is not None]
     vocabulary = None if base.shape is None else base.shape.vocabulary or None
-    return read_prompts(task.whole, config.model.name, min(known, default=None), vocabulary)
+    return read_prompts(task, name, min(known, default=None), vocabulary)
 
 
 def _group_sizes(config: RunConfig) -> tuple[int, int]:
