@@ -28,7 +28,6 @@ from evo_grpo.training.sizing.machine import (
     TOLERANCE,
     Setup,
     choose_limits,
-    chooses,
     machine_memory,
     within,
 )
@@ -155,7 +154,7 @@ def _with_limits(config: RunConfig, setup: Setup | None, team: Team) -> RunConfi
     rounded. On a CPU without `engine.memory`, null stays. All ranks take the least number of any.
     """
     found: dict[str, int] = {}
-    if setup is not None and chooses(config, setup.device):
+    if setup is not None:
         with suppress(EvoGrpoError):  # loading the model reports the error
             found = choose_limits(_with_adapter(config, setup), setup)
     every = team.gather(found)

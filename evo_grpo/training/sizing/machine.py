@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -96,21 +97,16 @@ class Setup(NamedTuple):
         )
 
 
-def chooses(config: RunConfig, device: Device) -> bool:
-    """Return whether a run chooses numbers for its limits that are null."""
-    return device == "cuda" or config.engine.memory is not None
-
-
 def choose_limits(config: RunConfig, setup: Setup) -> dict[str, int]:
     """Return numbers for the limits in `LIMITS` that are null: the most that fit, by name.
 
-    If even the least number does not fit, that number is chosen. None is for a model of unknown
-    size.
+    If even the least number does not fit, that number is chosen. None are on a CPU without
+    `engine.memory`, where null stays, and for a model of unknown size.
     """
     rows, tokens = LIMITS
     engine, on_cpu, found = config.engine, setup.device == "cpu", dict[str, int]()
     plan = setup.plan(config, **{rows: 1})
-    if plan is None:
+    if plan is None or (on_cpu and engine.memory is None):
         return found
     if engine.max_decode_rows is None:
         if engine.rollout_settings.shares_base:
@@ -158,12 +154,12 @@ class Proposal(NamedTuple):
 def propose(config: RunConfig, setup: Setup) -> Proposal | None:
     """Return the first of five changes with which a run fits; None if none does."""
     for changes in _proposals(config, setup):
-        found = _with_limits(config, setup, changes)
+        found = _tried(config, setup, changes)
         if found is None:
             continue
         for name in reversed(changes):  # leave out what the last change has made unnecessary
             fewer = {key: value for key, value in changes.items() if key != name}
-            if (less := _with_limits(config, setup, fewer)) is not None:
+            if (less := _tried(config, setup, fewer)) is not None:
                 found, changes = less, fewer
         return found
     return None
@@ -172,11 +168,12 @@ def propose(config: RunConfig, setup: Setup) -> Proposal | None:
 def _proposals(config: RunConfig, setup: Setup) -> Iterator[dict[str, object]]:
     """Yield changes that need less memory, each with those before it, the cheapest first."""
     engine, plan = config.engine, setup.plan(config)
-    changes: dict[str, object] = {
-        f"engine.{engine.rollout}.{name}": value
-        for remedy in (() if plan is None else plan.remedies)
-        for name, value in remedy.items()
-    }
+    # Where limits are null, a run chooses them, on a CPU if it is told the memory.
+    changes: dict[str, object] = {f"engine.{name}": None for name in LIMITS}
+    if setup.device == "cpu":
+        changes["engine.memory"] = engine.memory or f"{setup.capacity // 10**6}MB"
+    for remedy in () if plan is None else plan.remedies:
+        changes |= {f"engine.{engine.rollout}.{name}": value for name, value in remedy.items()}
     yield dict(changes)
     changes["engine.gradient_checkpointing"] = True
     if setup.device == "cuda" and engine.each_alone:
@@ -199,26 +196,17 @@ def _proposals(config: RunConfig, setup: Setup) -> Iterator[dict[str, object]]:
     yield dict(changes)
 
 
-def _with_limits(config: RunConfig, setup: Setup, changes: Mapping[str, object]) -> Proposal | None:
-    """Return changes, with lower limits if they need them; None if they do not fit."""
-    alone = chooses(config, setup.device)
-    given = {name: getattr(config.engine, name) for name in LIMITS}
-    for freed in ({}, {f"engine.{name}": None for name in LIMITS}):
-        try:
-            found = changed(config, {**changes, **freed})
-        except EvoGrpoError:  # the settings contradict the change
-            return None
-        limits: dict[str, int] = {}
-        if freed or alone:
-            limits = choose_limits(found, setup)
-            limits = {name: min(value, given[name] or value) for name, value in limits.items()}
-        plan = setup.plan(found, **limits)
-        if plan is not None and plan.fits(setup.capacity * ROOM):
-            lowered = {f"engine.{n}": v for n, v in limits.items() if given[n] or not alone}
-            every = {**lowered, **changes}
-            new = {name: v for name, v in every.items() if attrgetter(name)(config) != v}
-            return Proposal(new, plan.peak)
-    return None
+def _tried(config: RunConfig, setup: Setup, changes: Mapping[str, object]) -> Proposal | None:
+    """Return changes without those that change nothing; None if the run does not fit with them."""
+    try:
+        found = changed(config, changes)
+    except EvoGrpoError:  # the settings contradict the change
+        return None
+    plan = setup.plan(found, **choose_limits(found, setup))
+    if plan is None or not plan.fits(setup.capacity * ROOM):
+        return None
+    new = {name: value for name, value in changes.items() if attrgetter(name)(config) != value}
+    return Proposal(new, plan.peak)
 
 
 def changed(config: RunConfig, changes: Mapping[str, object]) -> RunConfig:
@@ -269,13 +257,14 @@ class Fit(NamedTuple):
                 "fewer agents, or divide the base among devices with engine.base: sharded"
             )
         changes, peak = self.proposal
-        options = " ".join(f"--set {name}={str(v).lower()}" for name, v in changes.items())
+        written = {name: json.dumps(value).strip('"') for name, value in changes.items()}
+        options = " ".join(f"--set {name}={value}" for name, value in written.items())
         return f"{text}; it takes about {format_bytes(peak)} with {options}"
 
 
 def fit_of(config: RunConfig, setup: Setup) -> Fit | None:
     """Return whether a run fits where it computes; None if its memory is unknown."""
-    chosen = choose_limits(config, setup) if chooses(config, setup.device) else {}
+    chosen = choose_limits(config, setup)
     plan = setup.plan(config, **chosen)
     if plan is None:
         return None
@@ -292,12 +281,12 @@ def dtypes(config: RunConfig, gpu: Gpu | None = None) -> dict[str, Device]:
             raise ConfigError(
                 f"--gpu: expected engine.device auto or cuda, got {device}; leave one of them out"
             )
-        return {"bfloat16" if dtype == "auto" else dtype: "cuda"}
+        device = "cuda"
     if dtype != "auto":
         return {dtype: "cuda" if device.startswith("cuda") else "cpu"}
-    if device.startswith("cuda"):
-        return {"bfloat16": "cuda"}
-    return {"float32": "cpu", "bfloat16": "cuda"} if device == "auto" else {"float32": "cpu"}
+    if device == "auto":
+        return {"float32": "cpu", "bfloat16": "cuda"}
+    return {"bfloat16": "cuda"} if device.startswith("cuda") else {"float32": "cpu"}
 
 
 def setup_here(

@@ -64,13 +64,13 @@ def test_what_is_proposed_fits_and_nothing_of_it_can_be_left_out(engine, capacit
     assert fit is not None
     assert fit.fits
     assert fit.plan.peak == peak
-    for name in {*changes} - {f"engine.{limit}" for limit in LIMITS}:
+    for name in changes:
         fewer = {key: value for key, value in changes.items() if key != name}
         try:
-            freed = changed(given, {**fewer, **{f"engine.{limit}": None for limit in LIMITS}})
+            rest = changed(given, fewer)
         except ConfigError:  # the rest contradicts itself
             continue
-        plan = setup.plan(freed, **choose_limits(freed, setup))
+        plan = setup.plan(rest, **choose_limits(rest, setup))
         assert plan is not None
         assert not plan.fits(capacity * ROOM), name
 
@@ -90,17 +90,16 @@ def test_agents_in_host_memory_are_proposed_before_fewer_agents():
     assert fit.proposal.changes == {"engine.shards": 4, "engine.offload_adapters": True}
 
 
-def test_on_a_cpu_that_chooses_nothing_the_limits_themselves_are_proposed():
+def test_on_a_cpu_the_memory_is_proposed_by_which_a_run_chooses_its_limits():
     given = small(population__size=32, algorithm__prompts_per_step=64)
-    size = read_model_size("tiny-sums")
-    fit = fit_of(given, Setup(size, 32, "float32", "cpu", 700 * 10**6))
+    setup = Setup(read_model_size("tiny-sums"), 32, "float32", "cpu", 700 * 10**6)
+    fit = fit_of(given, setup)
     assert fit is not None
     assert not fit.fits
-    assert fit.proposal is not None
-    assert set(fit.proposal.changes) <= {f"engine.{name}" for name in LIMITS}
-    assert fit.sentence().endswith(
-        " ".join(f"--set {name}={value}" for name, value in fit.proposal.changes.items())
-    )
+    assert fit.sentence().endswith(" with --set engine.memory=700MB")
+    told = fit_of(changed(given, {"engine.memory": "700MB"}), setup)
+    assert told is not None
+    assert told.fits
 
 
 def test_a_small_card_gets_less_of_what_takes_most():
