@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 
 import torch
 
@@ -12,7 +11,7 @@ from evo_grpo.envs.data.hub import pinned
 from evo_grpo.envs.registry import build_task, is_multi_turn
 from evo_grpo.envs.rewards.names import check_rewards
 from evo_grpo.envs.task import Task
-from evo_grpo.errors import ConfigError, EvoGrpoError
+from evo_grpo.errors import ConfigError
 from evo_grpo.model.loading import pick_device, pick_dtype
 from evo_grpo.population.ranks.team import Team, is_silent_rank
 from evo_grpo.record.earlier import resolved_start
@@ -31,7 +30,6 @@ from evo_grpo.training.sizing.machine import (
     machine_memory,
     within,
 )
-from evo_grpo.training.sizing.memory import Device
 from evo_grpo.training.sizing.model_size import check_adapters_fit, read_model_size
 from evo_grpo.training.start_adapter import with_adapter
 
@@ -122,22 +120,20 @@ def check_ranks(config: RunConfig, team: Team) -> None:
 
 
 def _setup(config: RunConfig, task: Task | None, processes: int) -> Setup | None:
-    """Return where a run computes; None if the memory there, or the model's size, is unknown."""
+    """Return where a run computes; None if the memory there is unknown."""
     where = pick_device(config.engine.device)
-    on: Device | None = {"cpu": "cpu", "cuda": "cuda"}.get(where.type)  # pyright: ignore[reportAssignmentType] -- the values are of that type
-    if on is None:
+    if where.type not in ("cpu", "cuda"):
         return None
-    there = machine_memory() if on == "cpu" else torch.cuda.mem_get_info(where)[1]
-    place, capacity = within(config, MACHINE if on == "cpu" else "the CUDA device", there)
-    try:
-        size = read_model_size(config.model.name)
-    except EvoGrpoError:
-        return None  # loading the model names the error
+    if where.type == "cpu":
+        on, place, there = "cpu", MACHINE, machine_memory()
+    else:
+        on, place, there = "cuda", "the CUDA device", torch.cuda.mem_get_info(where)[1]
+    place, capacity = within(config, place, there)
     if capacity is None:
         return None
     hint = DEFAULT_OUTPUT_TOKENS if task is None else task.max_output_tokens
     return Setup(
-        size,
+        read_model_size(config.model.name),
         config.algorithm.longest_output(config.search_space()) or hint,
         str(pick_dtype(config.engine.dtype, where)).removeprefix("torch."),
         on,
@@ -155,8 +151,7 @@ def _with_limits(config: RunConfig, setup: Setup | None, team: Team) -> RunConfi
     """
     found: dict[str, int] = {}
     if setup is not None:
-        with suppress(EvoGrpoError):  # loading the model reports the error
-            found = choose_limits(_with_adapter(config, setup), setup)
+        found = choose_limits(_with_adapter(config, setup), setup)
     every = team.gather(found)
     agreed = {name: min(one[name] for one in every if name in one) for name in set().union(*every)}
     return config.replace(engine=config.engine.replace(**agreed)) if agreed else config
@@ -174,10 +169,7 @@ def _check_memory(config: RunConfig, setup: Setup | None) -> None:
         return
     config = _with_adapter(config, setup)
     check_adapters_fit(config, setup.size)
-    try:
-        plan = setup.plan(config)
-    except EvoGrpoError:
-        return  # loading the model reports the error
+    plan = setup.plan(config)
     if plan is None or plan.peak <= setup.capacity:
         return
     text = setup.shortage(plan)

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from evo_grpo.errors import ConfigError, EvoGrpoError
@@ -139,23 +140,59 @@ def _largest(
     return next(value for value in needed if needed[value] == needed[best])
 
 
-class Proposal(NamedTuple):
-    """Changes of settings with which a run fits.
+class Fit(NamedTuple):
+    """Whether a run fits where it computes.
 
     Attributes:
-        changes: Dotted name -> value.
-        peak: Bytes that the run takes with them.
+        setup: Where that is.
+        plan: The memory of the run there.
+        chosen: Dotted name of each limit that is null -> the number that a run will record.
+        changes: Dotted name -> value, of settings that differ from those given.
+        proposal: A run with changes that fits; None if this one does, or if none was found.
     """
 
-    changes: Mapping[str, object]
-    peak: int
+    setup: Setup
+    plan: MemoryPlan
+    chosen: Mapping[str, int]
+    changes: Mapping[str, object] = MappingProxyType({})
+    proposal: Fit | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run fits."""
+        return self.plan.fits(self.setup.capacity)
+
+    def sentence(self) -> str:
+        """Return what is missing, and which settings would help."""
+        text = self.setup.shortage(self.plan)
+        if self.plan.peak <= self.setup.capacity:
+            text = "; ".join(self.plan.shortages)
+        if self.proposal is None:
+            return (
+                f"{text}; none of the changes that were tried make it fit: take a smaller model or "
+                "fewer agents, or divide the base among devices with engine.base: sharded"
+            )
+        written = {n: json.dumps(value).strip('"') for n, value in self.proposal.changes.items()}
+        options = " ".join(f"--set {name}={value}" for name, value in written.items())
+        return f"{text}; it takes about {format_bytes(self.proposal.plan.peak)} with {options}"
 
 
-def propose(config: RunConfig, setup: Setup) -> Proposal | None:
-    """Return the first of five changes with which a run fits; None if none does."""
+def fit_of(config: RunConfig, setup: Setup) -> Fit | None:
+    """Return whether a run fits where it computes, or else with which changes; None if unknown."""
+    chosen = choose_limits(config, setup)
+    plan = setup.plan(config, **chosen)
+    if plan is None:
+        return None
+    numbers = {f"engine.{name}": value for name, value in chosen.items()}
+    return Fit(
+        setup, plan, numbers, proposal=None if plan.fits(setup.capacity) else propose(config, setup)
+    )
+
+
+def propose(config: RunConfig, setup: Setup) -> Fit | None:
+    """Return a run with the first of five changes that fits; None if none does."""
     for changes in _proposals(config, setup):
-        found = _tried(config, setup, changes)
-        if found is None:
+        if (found := _tried(config, setup, changes)) is None:
             continue
         for name in reversed(changes):  # leave out what the last change has made unnecessary
             fewer = {key: value for key, value in changes.items() if key != name}
@@ -196,17 +233,18 @@ def _proposals(config: RunConfig, setup: Setup) -> Iterator[dict[str, object]]:
     yield dict(changes)
 
 
-def _tried(config: RunConfig, setup: Setup, changes: Mapping[str, object]) -> Proposal | None:
-    """Return changes without those that change nothing; None if the run does not fit with them."""
+def _tried(config: RunConfig, setup: Setup, changes: Mapping[str, object]) -> Fit | None:
+    """Return a run with changes; None if it does not fit with some room."""
     try:
         found = changed(config, changes)
     except EvoGrpoError:  # the settings contradict the change
         return None
-    plan = setup.plan(found, **choose_limits(found, setup))
+    chosen = choose_limits(found, setup)
+    plan = setup.plan(found, **chosen)
     if plan is None or not plan.fits(setup.capacity * ROOM):
         return None
     new = {name: value for name, value in changes.items() if attrgetter(name)(config) != value}
-    return Proposal(new, plan.peak)
+    return Fit(setup, plan, chosen, new)
 
 
 def changed(config: RunConfig, changes: Mapping[str, object]) -> RunConfig:
@@ -224,53 +262,6 @@ def _changed(group: Any, path: Sequence[str], value: object) -> Any:  # noqa: AN
     first, *rest = path
     inner = _changed(getattr(group, first), rest, value) if rest else value
     return group.replace(**{first: inner})
-
-
-class Fit(NamedTuple):
-    """Whether a run fits into the memory of a device.
-
-    Attributes:
-        setup: Where it computes.
-        plan: The memory of the run there.
-        chosen: Dotted name of each limit that is null -> the number that a run will record.
-        proposal: Changes with which it would fit; None if it fits, or if none were found.
-    """
-
-    setup: Setup
-    plan: MemoryPlan
-    chosen: Mapping[str, int]
-    proposal: Proposal | None = None
-
-    @property
-    def fits(self) -> bool:
-        """Whether the run fits."""
-        return self.plan.fits(self.setup.capacity)
-
-    def sentence(self) -> str:
-        """Return what is missing, and which settings would help."""
-        text = self.setup.shortage(self.plan)
-        if self.plan.peak <= self.setup.capacity:
-            text = "; ".join(self.plan.shortages)
-        if self.proposal is None:
-            return (
-                f"{text}; none of the changes that were tried make it fit: take a smaller model or "
-                "fewer agents, or divide the base among devices with engine.base: sharded"
-            )
-        changes, peak = self.proposal
-        written = {name: json.dumps(value).strip('"') for name, value in changes.items()}
-        options = " ".join(f"--set {name}={value}" for name, value in written.items())
-        return f"{text}; it takes about {format_bytes(peak)} with {options}"
-
-
-def fit_of(config: RunConfig, setup: Setup) -> Fit | None:
-    """Return whether a run fits where it computes; None if its memory is unknown."""
-    chosen = choose_limits(config, setup)
-    plan = setup.plan(config, **chosen)
-    if plan is None:
-        return None
-    numbers = {f"engine.{name}": value for name, value in chosen.items()}
-    proposal = None if plan.fits(setup.capacity) else propose(config, setup)
-    return Fit(setup, plan, numbers, proposal)
 
 
 def dtypes(config: RunConfig, gpu: Gpu | None = None) -> dict[str, Device]:

@@ -58,12 +58,12 @@ def test_what_is_proposed_fits_and_nothing_of_it_can_be_left_out(engine, capacit
         assert engine.get("rollout") == "vllm"
         assert capacity == 16e9  # two copies of the base alone take 16 GB
         return
-    changes, peak = found
-    assert peak <= capacity * ROOM
+    changes = found.changes
+    assert found.plan.peak <= capacity * ROOM
     fit = fit_of(changed(given, changes), setup)
     assert fit is not None
     assert fit.fits
-    assert fit.plan.peak == peak
+    assert fit.plan.peak == found.plan.peak
     for name in changes:
         fewer = {key: value for key, value in changes.items() if key != name}
         try:
