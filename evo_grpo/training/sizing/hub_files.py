@@ -12,6 +12,7 @@ from threading import Thread
 from typing import Any
 
 from evo_grpo.errors import ModelError
+from evo_grpo.model.files import config_file
 from evo_grpo.sources import hub_words, resolve
 
 #: Files that tell the size of a model and whether its tokenizer has a chat template.
@@ -72,7 +73,7 @@ def check_available(name: str) -> None:
         EngineUnavailable: See `sources.resolve`.
     """
     source = resolve(name)
-    if source.local or _has_weights(source.path):
+    if source.local or any(config_file(source, file) for file in WEIGHTS):
         return
     why = fetch_small_files(name)
     if why is not None:
@@ -80,16 +81,6 @@ def check_available(name: str) -> None:
             f"model {name!r}: {why}, and its weights are not in the cache; a hub id needs the "
             "network or a warm cache: connect, or name a folder with the model"
         )
-
-
-def _has_weights(repository: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return any(isinstance(try_to_load_from_cache(repository, file), str) for file in WEIGHTS)
-    except HFValidationError:
-        return False  # the request that follows names the reason
 
 
 def _download(repository: str) -> None:
