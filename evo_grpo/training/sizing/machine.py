@@ -327,9 +327,7 @@ def format_bytes(size: int) -> str:
     value = float(size)
     for unit in ("bytes", "kB", "MB", "GB"):
         if value < 1000:
-            return (
-                f"{value:.0f} {unit}" if value >= 10 or unit == "bytes" else f"{value:.1f} {unit}"
-            )
+            return f"{value:.{0 if value >= 10 or unit == 'bytes' else 1}f} {unit}"
         value /= 1000
     return f"{value:.1f} TB"
 
