@@ -85,15 +85,10 @@ def task_of(config: RunConfig) -> Task | None:
     if is_multi_turn(config.env.kind):
         return None
     task = build_task(config.env, config.seed)
-    check_rewards_of(config, task)
-    return task
-
-
-def check_rewards_of(config: RunConfig, task: Task) -> None:
-    """Check that the task has the reward functions that the settings of a run name."""
     weights = {reward.name: reward.weight for reward in task.rewards}
     fitness = config.evolve.fitness
     check_rewards(weights, config.search_space(), fitness.reward, fitness.objectives)
+    return task
 
 
 def _with_revisions(config: RunConfig, team: Team) -> RunConfig:

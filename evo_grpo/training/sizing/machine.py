@@ -106,8 +106,8 @@ def choose_limits(config: RunConfig, setup: Setup) -> dict[str, int]:
     """
     rows, tokens = LIMITS
     engine, on_cpu, found = config.engine, setup.device == "cpu", dict[str, int]()
-    plan = setup.plan(config, **{rows: 1})
-    if plan is None or (on_cpu and engine.memory is None):
+    plan = None if on_cpu and engine.memory is None else setup.plan(config, **{rows: 1})
+    if plan is None:
         return found
     if engine.max_decode_rows is None:
         if engine.rollout_settings.shares_base:
