@@ -215,7 +215,7 @@ def _printed(name: str, example: Example) -> str:
         if name == "run":
             return _shown_again(Path(RUN))
         # The output must not depend on the terminal or the memory of this machine.
-        with patch("evo_grpo.training.sizing.fitting.machine_memory", return_value=1 << 40):
+        with patch("evo_grpo.training.sizing.machine.machine_memory", return_value=1 << 40):
             result = CliRunner().invoke(app, example.line.split()[1:])
         if result.exit_code:
             raise RuntimeError(f"{example.line}: {result.output}")

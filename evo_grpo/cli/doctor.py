@@ -16,7 +16,7 @@ from importlib import metadata
 
 from evo_grpo.errors import ModelError
 from evo_grpo.sources import PACKAGED, embedded_models, fetched, installed
-from evo_grpo.training.sizing.planning import (
+from evo_grpo.training.sizing.machine import (
     format_bytes,
     machine_memory,
     torch_build,

@@ -34,13 +34,10 @@ def keep_freed_memory() -> bool:
     """
     chosen = any(name in os.environ for name in _CHOSEN)
     chosen = chosen or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
-    if chosen or not sys.platform.startswith("linux"):
+    if chosen or sys.platform != "linux":
         return False
-    library = ctypes.CDLL(None)
-    mallopt = getattr(library, "mallopt", None)
-    if mallopt is None or not hasattr(library, "gnu_get_libc_version"):
-        return False
-    return all(
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    return mallopt is not None and all(
         mallopt(setting, value) == 1
         for setting, value in ((_MMAP_THRESHOLD, _MMAP_BYTES), (_TRIM_THRESHOLD, _TRIM_BYTES))
     )

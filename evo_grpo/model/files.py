@@ -169,15 +169,15 @@ def gguf_config(name: str, file: Path) -> tuple[GgufHeader, dict[str, Any]]:
     return header, config
 
 
-def config_file(source: Source) -> Path | None:
-    """Return the config.json of a model: of its folder or the hub's cache; None if not there."""
+def config_file(source: Source, name: str = "config.json") -> Path | None:
+    """Return a file of a model, in its folder or the hub's cache; None if the cache has none."""
     if source.local:
-        return Path(source.path) / "config.json"
+        return Path(source.path) / name
     # Imported here: only a hub id needs it; it is a dependency of transformers.
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        found = try_to_load_from_cache(source.path, "config.json")
+        found = try_to_load_from_cache(source.path, name)
     except ValueError as error:
         raise ModelError(f"model {source.name!r}: expected a hub id owner/name: {error}") from None
     return Path(found) if isinstance(found, str) else None

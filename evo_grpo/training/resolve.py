@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 
 import torch
 
@@ -12,7 +11,7 @@ from evo_grpo.envs.data.hub import pinned
 from evo_grpo.envs.registry import build_task, is_multi_turn
 from evo_grpo.envs.rewards.names import check_rewards
 from evo_grpo.envs.task import Task
-from evo_grpo.errors import ConfigError, EvoGrpoError
+from evo_grpo.errors import ConfigError
 from evo_grpo.model.loading import pick_device, pick_dtype
 from evo_grpo.population.ranks.team import Team, is_silent_rank
 from evo_grpo.record.earlier import resolved_start
@@ -22,16 +21,16 @@ from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.settings.cross_checks import divides_quantized
 from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.training.shortages import warn_of_shortages
-from evo_grpo.training.sizing.fitting import LIMITS, Setup, fill_limits
 from evo_grpo.training.sizing.hub_files import check_available
-from evo_grpo.training.sizing.memory import Device
-from evo_grpo.training.sizing.model_size import read_model_size
-from evo_grpo.training.sizing.planning import (
-    check_adapters_fit,
-    check_fits,
-    format_bytes,
+from evo_grpo.training.sizing.machine import (
+    MACHINE,
+    TOLERANCE,
+    Setup,
+    choose_limits,
     machine_memory,
+    within,
 )
+from evo_grpo.training.sizing.model_size import check_adapters_fit, read_model_size
 from evo_grpo.training.start_adapter import with_adapter
 
 
@@ -86,15 +85,10 @@ def task_of(config: RunConfig) -> Task | None:
     if is_multi_turn(config.env.kind):
         return None
     task = build_task(config.env, config.seed)
-    check_rewards_of(config, task)
-    return task
-
-
-def check_rewards_of(config: RunConfig, task: Task) -> None:
-    """Check that the task has the reward functions that the settings of a run name."""
     weights = {reward.name: reward.weight for reward in task.rewards}
     fitness = config.evolve.fitness
     check_rewards(weights, config.search_space(), fitness.reward, fitness.objectives)
+    return task
 
 
 def _with_revisions(config: RunConfig, team: Team) -> RunConfig:
@@ -121,26 +115,25 @@ def check_ranks(config: RunConfig, team: Team) -> None:
 
 
 def _setup(config: RunConfig, task: Task | None, processes: int) -> Setup | None:
-    """Return where a run computes; None if the memory there, or the model's size, is unknown."""
+    """Return where a run computes; None if the memory there is unknown."""
     where = pick_device(config.engine.device)
-    on: Device | None = {"cpu": "cpu", "cuda": "cuda"}.get(where.type)  # pyright: ignore[reportAssignmentType] -- the values are of that type
-    if on is None:
+    if where.type not in ("cpu", "cuda"):
         return None
-    there = machine_memory() if on == "cpu" else torch.cuda.mem_get_info(where)[1]
-    limits = [size for size in (there, config.engine.memory_bytes) if size is not None]
-    try:
-        size = read_model_size(config.model.name)
-    except EvoGrpoError:
-        return None  # loading the model names the error
-    if not limits:
+    if where.type == "cpu":
+        on, place, there = "cpu", MACHINE, machine_memory()
+    else:
+        on, place, there = "cuda", "the CUDA device", torch.cuda.mem_get_info(where)[1]
+    place, capacity = within(config, place, there)
+    if capacity is None:
         return None
     hint = DEFAULT_OUTPUT_TOKENS if task is None else task.max_output_tokens
     return Setup(
-        size,
+        read_model_size(config.model.name),
         config.algorithm.longest_output(config.search_space()) or hint,
         str(pick_dtype(config.engine.dtype, where)).removeprefix("torch."),
         on,
-        min(limits),
+        capacity,
+        place,
         processes,
     )
 
@@ -151,19 +144,12 @@ def _with_limits(config: RunConfig, setup: Setup | None, team: Team) -> RunConfi
     Like the number of shards, the numbers never change afterwards, since they decide how sums are
     rounded. On a CPU without `engine.memory`, null stays. All ranks take the least number of any.
     """
-    filled = config
-    if setup is not None and (setup.device == "cuda" or config.engine.memory is not None):
-        with suppress(EvoGrpoError):  # loading the model reports the error
-            filled = fill_limits(_with_adapter(config, setup), setup)
-    found = {name: getattr(filled.engine, name) for name in LIMITS}
+    found: dict[str, int] = {}
+    if setup is not None:
+        found = choose_limits(_with_adapter(config, setup), setup)
     every = team.gather(found)
-    agreed = {
-        name: min((one[name] for one in every if one[name] is not None), default=None)
-        for name in LIMITS
-    }
-    if all(getattr(config.engine, name) == value for name, value in agreed.items()):
-        return config
-    return config.replace(engine=config.engine.replace(**agreed))
+    agreed = {name: min(one[name] for one in every if name in one) for name in set().union(*every)}
+    return config.replace(engine=config.engine.replace(**agreed)) if agreed else config
 
 
 def _with_adapter(config: RunConfig, setup: Setup) -> RunConfig:
@@ -178,15 +164,12 @@ def _check_memory(config: RunConfig, setup: Setup | None) -> None:
         return
     config = _with_adapter(config, setup)
     check_adapters_fit(config, setup.size)
-    try:
-        plan = setup.plan(config)
-    except EvoGrpoError:
-        return  # loading the model reports the error
-    name = "this machine" if setup.device == "cpu" else "the CUDA device"
-    check_fits(plan, setup.capacity, name)
-    if plan is not None and plan.peak > setup.capacity and not is_silent_rank():
-        text = (
-            f"the run takes about {format_bytes(plan.peak)} of memory and {name} has "
-            f"{format_bytes(setup.capacity)}; evo-grpo check proposes settings that fit"
-        )
-        warnings.warn(text, DoubtfulSetting, stacklevel=4)
+    plan = setup.plan(config)
+    if plan is None or plan.peak <= setup.capacity:
+        return
+    text = setup.shortage(plan)
+    if plan.peak * (1 - TOLERANCE) > setup.capacity:
+        lowers = plan.largest.settings
+        raise ConfigError(f"memory: {text}: lower {lowers}; evo-grpo check proposes values")
+    if not is_silent_rank():
+        warnings.warn(f"{text}; evo-grpo check proposes values", DoubtfulSetting, stacklevel=4)

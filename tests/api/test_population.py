@@ -77,7 +77,7 @@ def test_learning_from_no_token_is_refused():
 
 
 def test_a_gpu_that_torch_does_not_see_is_warned_of_where_the_cpu_is_taken(monkeypatch):
-    monkeypatch.setattr("evo_grpo.training.sizing.planning.cuda_devices", lambda: [24 << 30])
+    monkeypatch.setattr("evo_grpo.training.sizing.machine.cuda_devices", lambda: [24 << 30])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.warns(DoubtfulSetting, match=r"nvidia-smi lists a GPU.*sees none.*CPU computes"):
         make(size=1, device="auto")

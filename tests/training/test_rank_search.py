@@ -30,8 +30,8 @@ from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.steering import ask
 from evo_grpo.settings import from_dict
 from evo_grpo.training import judge
+from evo_grpo.training.sizing.machine import Setup
 from evo_grpo.training.sizing.model_size import lora_parameters, read_model_size
-from evo_grpo.training.sizing.planning import plan_memory
 
 RANKS = {"lora.r": {"min": 1, "max": 16}}
 EAGER = {"kind": "mutate", "no_mutation": 0, "step": "factors"}
@@ -239,7 +239,7 @@ def test_the_memory_is_planned_for_the_largest_rank():
     size = read_model_size("tiny-sums")
 
     def agents(config):
-        plan = plan_memory(config, size, 8, dtype="float32", device="cpu")
+        plan = Setup(size, 8, "float32", "cpu").plan(config)
         return next(part.bytes for part in plan.held if part.name == "agents")
 
     at = [agents(small(evolve__hyperparameters={}, model__lora__r=r)) for r in (2, 16)]

@@ -29,7 +29,7 @@ from evo_grpo.settings import (
     StopConfig,
 )
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
-from evo_grpo.training.sizing.fitting import LIMITS
+from evo_grpo.training.sizing.machine import LIMITS
 
 AROUND = 3.0
 """Factor by which a population around the winner searches in either direction."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from evo_grpo.cli.plan.plan import Plan
-from evo_grpo.training.sizing.fitting import Fit
 
 
 def plan_document(plan: Plan, source: str) -> dict[str, Any]:
     """Return a plan as plain values; tokens are upper bounds, sizes bytes, unknown ones None."""
+    fit = plan.fit
     return {
         "file": source,
         "config": plan.config.model_dump(mode="json"),
@@ -44,18 +44,13 @@ def plan_document(plan: Plan, source: str) -> dict[str, Any]:
             }
             for memory in plan.memory
         ],
-        "fit": _fit(plan.fit),
+        "fit": fit
+        and {
+            "place": fit.setup.place,
+            "bytes": fit.setup.capacity,
+            "fits": fit.fits,
+            "chosen": dict(fit.chosen),
+            "proposal": fit.proposal and dict(fit.proposal.changes),
+        },
         "warnings": list(plan.warnings),
-    }
-
-
-def _fit(fit: Fit | None) -> dict[str, Any] | None:
-    if fit is None:
-        return None
-    return {
-        "place": fit.place,
-        "bytes": fit.capacity,
-        "fits": fit.fits,
-        "chosen": dict(fit.chosen),
-        "proposal": None if fit.proposal is None else dict(fit.proposal.changes),
     }

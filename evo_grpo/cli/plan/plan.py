@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from evo_grpo.envs.finding import find_function
+from evo_grpo.envs.registry import build_task, check_multi_turn, is_multi_turn
+from evo_grpo.envs.rewards.names import check_rewards
+from evo_grpo.envs.task import Task
+from evo_grpo.envs.template_keywords import ignored_keywords, sentence_of_ignored
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings import EngineConfig, RunConfig, warnings
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
@@ -15,31 +19,28 @@ from evo_grpo.settings.storage import check_driver
 from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.training.shortages import few_prompts, shortages
 from evo_grpo.training.sizing.chat_template import chat_template_of, has_chat_template
-from evo_grpo.training.sizing.fitting import Fit, dtypes, fit_on, with_few
 from evo_grpo.training.sizing.gpus import Gpu
 from evo_grpo.training.sizing.hub_files import fetch_small_files
-from evo_grpo.training.sizing.memory import (
-    MemoryPlan,
-    base_bytes,
-    stored_bytes,
-    trained_bytes,
+from evo_grpo.training.sizing.machine import (
+    FEW_ROWS,
+    FEW_TOKENS,
+    LIMITS,
+    Fit,
+    Setup,
+    dtypes,
+    fit_of,
+    setup_here,
 )
+from evo_grpo.training.sizing.memory import MemoryPlan, base_bytes, stored_bytes, trained_bytes
 from evo_grpo.training.sizing.model_size import (
     ModelSize,
+    check_adapters_fit,
     classifier_parameters,
     lora_parameters,
     read_model_size,
 )
-from evo_grpo.training.sizing.planning import (
-    check_adapters_fit,
-    cuda_devices,
-    plan_memory,
-)
+from evo_grpo.training.sizing.prompt_lengths import PromptLengths, read_prompts
 from evo_grpo.training.strategies import check_strategies
-
-if TYPE_CHECKING:
-    from evo_grpo.envs.task import Task  # for annotations only: it may load pandas
-    from evo_grpo.training.sizing.prompt_lengths import PromptLengths
 
 
 class Plan(NamedTuple):
@@ -161,26 +162,28 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
     """
     config = _check_first(config)
     task = _read_task(config)
-    config = config.settled(task.output_tokens)
+    hint = DEFAULT_OUTPUT_TOKENS if task is None else task.max_output_tokens
+    config = config.settled(hint)
     check_strategies(config.evolve)
     config, base, silent = _read_base(config, online=online)
     lengths, dropped = _read_prompts(config, task, base)
     algorithm, fitness = config.algorithm, config.evolve.fitness
-    longest = algorithm.longest_output(config.search_space()) or task.output_tokens
+    longest = algorithm.longest_output(config.search_space()) or hint
     prompts = algorithm.prompts_per_step or DEFAULT_PROMPTS
     # Episodes start from seeds, so a multi-turn environment never runs out of prompts.
-    validation = min(fitness.prompts, task.rows.get("validation", fitness.prompts))
-    test = min(fitness.test_prompts, task.rows.get("test", fitness.test_prompts))
-    per_row = task.turns * longest
+    rows = {} if task is None else {str(split): len(own) for split, own in task.splits.items()}
+    validation = min(fitness.prompts, rows.get("validation", fitness.prompts))
+    test = min(fitness.test_prompts, rows.get("test", fitness.test_prompts))
+    turns = config.env.max_turns if task is None else 1
+    per_row = turns * longest
     counts = count_evaluations(config.population, config.evolve)
     between, final = min(fitness.in_between, validation), counts.finalists * validation
-    devices = cuda_devices()
-    fit, memory = _memory(config, base, longest, gpu, devices)
+    fit, memory = _memory(config, base, longest, gpu)
     return Plan(
         config=config,
-        task=task.name,
-        rows=task.rows,
-        turns=task.turns,
+        task=config.env.kind if task is None else task.name,
+        rows=rows,
+        turns=turns,
         places=counts.places,
         decisions=counts.decisions,
         prompts_per_step=prompts,
@@ -205,10 +208,9 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
         warnings=(
             *warnings(config),
             *((f"model {base.name}: {base.note}",) if silent and base.parameters is None else ()),
-            *shortages(task.rows, prompts, config.evolve.fitness),
-            *(() if task.whole is None else few_prompts(task.whole)),
+            *shortages(rows, prompts, config.evolve.fitness),
+            *(() if task is None else few_prompts(task)),
             *_short_context(config, base, longest),
-            *(missing_device(config.engine.device, devices) if gpu is None else ()),
             *(() if fit is None or fit.fits else (fit.sentence(),)),
             *_of_models(config),
             *dropped,
@@ -222,7 +224,10 @@ def _read_base(config: RunConfig, *, online: bool) -> tuple[RunConfig, ModelSize
 
     And why the hub could not be asked, or None.
     """
-    silent = _fetch(config) if online else None
+    silent = fetch_small_files(config.model.name) if online else None
+    if online and silent is None:
+        for reward in config.env.reward_models:
+            fetch_small_files(reward.name)
     base = read_model_size(config.model.name)
     if silent is not None and base.parameters is None:
         base = base._replace(note=silent)
@@ -234,21 +239,6 @@ def _read_base(config: RunConfig, *, online: bool) -> tuple[RunConfig, ModelSize
         config = config.model_copy(update={"model": model})
     check_adapters_fit(config, base)
     return config, base, silent
-
-
-def missing_device(device: str, cuda: Sequence[int | None] | None) -> Iterator[str]:
-    """Yield a warning if this machine, with these CUDA devices, lacks `device`."""
-    remedy = "a run will be refused here; set auto or cpu, or run it on another machine"
-    if device == "mps" and sys.platform != "darwin":
-        yield f"engine.device is mps, which only a Mac has: {remedy}"
-    if not device.startswith("cuda") or cuda is None:
-        return
-    number = int(device.partition(":")[2] or 0)
-    if not cuda:
-        yield f"engine.device is {device}, and this machine shows no CUDA device: {remedy}"
-    elif number >= len(cuda):
-        last = f"cuda:{len(cuda) - 1}"
-        yield f"engine.device is {device}, and the last CUDA device here is {last}: {remedy}"
 
 
 def _missing_packages(engine: EngineConfig) -> Iterator[str]:
@@ -275,30 +265,6 @@ def _check_first(config: RunConfig) -> RunConfig:
     return config.replace(population=population.replace(init=init))
 
 
-def _check_chat_template(config: RunConfig, task: _Task) -> None:
-    """Refuse a conversation if the model's tokenizer has no chat template, as a run does."""
-    if not task.chats or has_chat_template(config.model.name) is not False:
-        return
-    remedy = (
-        "take a model that has one"
-        if not task.rows  # a multi-turn environment makes its own prompts
-        else 'take a model that has one, or a raw text: env.prompt: "{question}\\nA:"'
-    )
-    raise ConfigError(
-        f"env.kind: the messages of {config.env.kind!r} need a chat template, and the tokenizer of "
-        f"{config.model.name!r} has none; {remedy}"
-    )
-
-
-def _fetch(config: RunConfig) -> str | None:
-    """Fetch the small files of the run's models; return why the hub could not be asked, or None."""
-    silent = fetch_small_files(config.model.name)
-    if silent is None:
-        for reward in config.env.reward_models:
-            fetch_small_files(reward.name)
-    return silent
-
-
 def _of_models(config: RunConfig) -> Iterator[str]:
     """Yield a warning for keywords that the model's chat template does not read.
 
@@ -312,37 +278,26 @@ def _of_models(config: RunConfig) -> Iterator[str]:
             )
     keywords = config.env.chat_template_kwargs
     template = chat_template_of(config.model.name) if keywords else None
-    # Imported here: only these settings need it.
-    from evo_grpo.envs.template_keywords import ignored_keywords, sentence_of_ignored
-
     if template is not None and (found := ignored_keywords(template, keywords)):
         yield sentence_of_ignored(found)
 
 
 def _memory(
-    config: RunConfig,
-    base: ModelSize,
-    longest: int,
-    gpu: Gpu | None,
-    devices: Sequence[int | None] | None,
+    config: RunConfig, base: ModelSize, longest: int, gpu: Gpu | None
 ) -> tuple[Fit | None, tuple[MemoryPlan, ...]]:
     """Return whether the run fits, and its memory by dtype."""
-    on = dtypes(config, gpu)
-    fit = fit_on(config, base, longest, on, gpu, devices)
-    memory = {
-        name: fit.plan
-        if fit is not None and fit.dtype == name
-        else plan_memory(
-            # What a run would choose depends on the device.
-            with_few(config) if device == "cuda" else config,
-            base,
-            longest,
-            dtype=name,
-            device=device,
-        )
-        for name, device in on.items()
-    }
-    return fit, tuple(plan for plan in memory.values() if plan is not None)
+    here = setup_here(config, base, longest, gpu)
+    fit = None if here is None else fit_of(config, here)
+    memory: list[MemoryPlan | None] = []
+    for dtype, device in dtypes(config, gpu).items():
+        if fit is not None and fit.setup.dtype == dtype:
+            memory.append(fit.plan)
+            continue
+        # What a run would choose depends on the device.
+        few = zip(LIMITS, (FEW_ROWS, FEW_TOKENS), strict=True) if device == "cuda" else ()
+        null = {name: value for name, value in few if getattr(config.engine, name) is None}
+        memory.append(Setup(base, longest, dtype, device).plan(config, **null))
+    return fit, tuple(plan for plan in memory if plan is not None)
 
 
 def _rows_per_round(config: RunConfig, prompts: int) -> int:
@@ -363,49 +318,40 @@ def _replacing_tokens(config: RunConfig) -> int:
     return own * config.population.size * config.population.steps_per_round
 
 
-class _Task(NamedTuple):
-    """The properties of a task that a plan uses."""
-
-    name: str
-    rows: dict[str, int]
-    output_tokens: int
-    turns: int = 1
-    chats: bool = False
-    whole: Task | None = None
-
-
-def _read_task(config: RunConfig) -> _Task:
-    # Imported here, since a task may load pandas or reasoning-gym.
-    from evo_grpo.envs.finding import find_function
-    from evo_grpo.envs.registry import build_task, check_multi_turn, is_multi_turn
-    from evo_grpo.envs.rewards.names import check_rewards
-
+def _read_task(config: RunConfig) -> Task | None:
+    """Return the single-turn task of a run; None if its episodes have several turns."""
     if is_multi_turn(config.env.kind):
         check_multi_turn(config.env, config.seed)
-        turns = config.env.max_turns
-        return _Task(config.env.kind, {}, DEFAULT_OUTPUT_TOKENS, turns, chats=True)
+        return None
     task = build_task(config.env, config.seed, find_function)
     weights = {reward.name: reward.weight for reward in task.rewards}
     fitness = config.evolve.fitness
     check_rewards(weights, config.search_space(), fitness.reward, fitness.objectives)
-    rows = {str(split): len(its_rows) for split, its_rows in task.splits.items()}
-    chats = task.conversation is not None
-    return _Task(task.name, rows, task.max_output_tokens, chats=chats, whole=task)
+    return task
 
 
 def _read_prompts(
-    config: RunConfig, task: _Task, base: ModelSize
+    config: RunConfig, task: Task | None, base: ModelSize
 ) -> tuple[PromptLengths | None, list[str]]:
-    """Return the lengths of the prompts, and warnings, after checking that they can be made."""
-    _check_chat_template(config, task)
-    # Imported here, since a task may load pandas or reasoning-gym.
-    from evo_grpo.training.sizing.prompt_lengths import read_prompts
+    """Return the lengths of the prompts, and warnings, after checking that they can be made.
 
-    if task.whole is None:
+    Raises:
+        ConfigError: There are messages, and the model's tokenizer has no chat template.
+    """
+    name = config.model.name
+    chats = task is None or task.conversation is not None
+    if chats and has_chat_template(name) is False:
+        # A multi-turn environment makes its own prompts.
+        raw = "" if task is None else ', or a raw text: env.prompt: "{question}\\nA:"'
+        raise ConfigError(
+            f"env.kind: the messages of {config.env.kind!r} need a chat template, and the "
+            f"tokenizer of {name!r} has none; take a model that has one{raw}"
+        )
+    if task is None:
         return None, []
     known = [one for one in (config.algorithm.max_model_len, base.context) if one is not None]
     vocabulary = None if base.shape is None else base.shape.vocabulary or None
-    return read_prompts(task.whole, config.model.name, min(known, default=None), vocabulary)
+    return read_prompts(task, name, min(known, default=None), vocabulary)
 
 
 def _group_sizes(config: RunConfig) -> tuple[int, int]:

@@ -29,8 +29,7 @@ from evo_grpo.schema.hparams import DRAWN_AT_START
 from evo_grpo.schema.shown import shown_value
 from evo_grpo.settings.learning_rate import usual_lr
 from evo_grpo.settings.storage import is_url
-from evo_grpo.training.sizing.fitting import MACHINE, dtypes
-from evo_grpo.training.sizing.planning import format_bytes
+from evo_grpo.training.sizing.machine import MACHINE, dtypes, format_bytes
 
 if TYPE_CHECKING:
     from evo_grpo.training.sizing.prompt_lengths import PromptLengths  # it may load pandas
@@ -319,7 +318,7 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
     fit = plan.fit
     shown = plan.memory[0] if fit is None else fit.plan
     yield "", ", ".join(f"{one.name} {format_bytes(one.bytes)}" for one in shown.parts)
-    if fit is None or fit.place == MACHINE:  # a machine that is too small is warned of
+    if fit is None or fit.setup.place == MACHINE:  # a machine that is too small is warned of
         if any(on == "cuda" for on in dtypes(plan.config).values()):
             yield (
                 "",
@@ -327,7 +326,7 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
             )
         return
     verdict = "fits into" if fit.fits else "does not fit into"
-    yield "", f"{verdict} the {format_bytes(fit.capacity)} of {fit.place}"
+    yield "", f"{verdict} the {format_bytes(fit.setup.capacity)} of {fit.setup.place}"
     if fit.chosen:
         yield "", f"chosen: {', '.join(f'{name} {value:,}' for name, value in fit.chosen.items())}"
 

@@ -12,6 +12,7 @@ from threading import Thread
 from typing import Any
 
 from evo_grpo.errors import ModelError
+from evo_grpo.model.files import config_file
 from evo_grpo.sources import hub_words, resolve
 
 #: Files that tell the size of a model and whether its tokenizer has a chat template.
@@ -26,15 +27,11 @@ WEIGHTS = (
 SECONDS = 8.0
 
 
-def fetch_small_files(name: str, *, seconds: float | None = None) -> str | None:
+def fetch_small_files(name: str) -> str | None:
     """Fetch the small files of a model into the hub's cache; weights are not fetched.
 
     Files in the cache are compared with the hub's by their tags, and fetched again if they differ.
     Nothing is fetched for a model that is no hub id, or if HF_HUB_OFFLINE is set.
-
-    Args:
-        name: The name of a model.
-        seconds: The time for all files together; None for `SECONDS`.
 
     Returns:
         None, or why the hub could not be asked.
@@ -47,12 +44,12 @@ def fetch_small_files(name: str, *, seconds: float | None = None) -> str | None:
     source = resolve(name)
     if source.local:
         return None
-    outcome: list[BaseException | None] = []
+    outcome: list[Exception | None] = []
 
     def work() -> None:
         try:
             _download(source.path)
-        except BaseException as error:
+        except Exception as error:  # the hub's client has changed the library of its requests
             outcome.append(error)
         else:
             outcome.append(None)
@@ -60,10 +57,9 @@ def fetch_small_files(name: str, *, seconds: float | None = None) -> str | None:
     # A daemon: a request that hangs must not keep the process alive.
     thread = Thread(target=work, name="hub-files", daemon=True)
     thread.start()
-    patience = SECONDS if seconds is None else seconds
-    thread.join(patience)
+    thread.join(SECONDS)
     if not outcome:
-        return f"{_endpoint()} gives no answer within {patience:g} s"
+        return f"{_endpoint()} gives no answer within {SECONDS:g} s"
     return None if outcome[0] is None else _reason(name, outcome[0])
 
 
@@ -77,7 +73,7 @@ def check_available(name: str) -> None:
         EngineUnavailable: See `sources.resolve`.
     """
     source = resolve(name)
-    if source.local or _has_weights(source.path):
+    if source.local or any(config_file(source, file) for file in WEIGHTS):
         return
     why = fetch_small_files(name)
     if why is not None:
@@ -87,20 +83,10 @@ def check_available(name: str) -> None:
         )
 
 
-def _has_weights(repository: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return any(isinstance(try_to_load_from_cache(repository, file), str) for file in WEIGHTS)
-    except HFValidationError:
-        return False  # the request that follows names the reason
-
-
 def _download(repository: str) -> None:
     # Imported here: only a hub id needs it; it is a dependency of transformers.
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub.errors import RemoteEntryNotFoundError
     from huggingface_hub.utils import tqdm
 
     class Silent(tqdm):
@@ -117,9 +103,7 @@ def _download(repository: str) -> None:
     for file in OTHERS:
         try:
             get(file)
-        except LocalEntryNotFoundError:
-            raise
-        except EntryNotFoundError:
+        except RemoteEntryNotFoundError:
             continue  # the cache records that the model has no such file
 
 
@@ -129,43 +113,38 @@ def _endpoint() -> str:
     return os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
 
 
-def _reason(name: str, error: BaseException) -> str | None:
+def _reason(name: str, error: Exception) -> str:
     """Return why the hub could not be asked; raise ModelError if it refused the model."""
     from huggingface_hub.errors import (
         DisabledRepoError,
-        EntryNotFoundError,
         GatedRepoError,
         HFValidationError,
-        LocalEntryNotFoundError,
         OfflineModeIsEnabled,
+        RemoteEntryNotFoundError,
         RepositoryNotFoundError,
     )
 
-    if isinstance(error, GatedRepoError | DisabledRepoError):
-        raise ModelError(
-            f"model {name!r}: the hub does not give access to it; accept its terms on "
-            f"{_endpoint()}/{name}, then log in with: hf auth login"
-        ) from None
-    if isinstance(error, RepositoryNotFoundError):
-        raise ModelError(
-            f"model {name!r}: expected a model of {_endpoint()}, got an id that does not exist or "
-            "is private; check its spelling, or log in with: hf auth login"
-        ) from None
-    if isinstance(error, HFValidationError):
-        raise ModelError(f"model {name!r}: expected a hub id owner/name: {error}") from None
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set, and its config.json is not in the cache"
-    if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-        raise ModelError(
-            f"model {name!r}: expected a config.json on the hub, found none, so transformers "
-            "cannot load it; name the model that it was made from, or download its .gguf file and "
-            "name that"
-        ) from None
-    if isinstance(error, Exception):  # the hub's client has changed the library of its requests
-        return f"{_endpoint()} cannot be reached: {hub_words(_first_line(error), 200)}"
-    raise error
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    for kinds, text in (
+        (
+            GatedRepoError | DisabledRepoError,
+            f"the hub does not give access to it; accept its terms on {_endpoint()}/{name}, then "
+            "log in with: hf auth login",
+        ),
+        (
+            RepositoryNotFoundError,
+            f"expected a model of {_endpoint()}, got an id that does not exist or is private; "
+            "check its spelling, or log in with: hf auth login",
+        ),
+        (HFValidationError, f"expected a hub id owner/name: {error}"),
+        (
+            RemoteEntryNotFoundError,
+            "expected a config.json on the hub, found none, so transformers cannot load it; name "
+            "the model that it was made from, or download its .gguf file and name that",
+        ),
+    ):
+        if isinstance(error, kinds):
+            raise ModelError(f"model {name!r}: {text}") from None
+    first = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
+    return f"{_endpoint()} cannot be reached: {hub_words(first, 200)}"

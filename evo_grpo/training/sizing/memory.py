@@ -16,9 +16,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from evo_grpo.settings import EngineConfig
+from evo_grpo.model.llama.families import FAMILIES
+from evo_grpo.settings import EngineConfig, RunConfig
+from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
 from evo_grpo.settings.engines.memory import Device, EngineLoad, Part, Shape, Work
-from evo_grpo.training.sizing.model_size import ModelSize
+from evo_grpo.training.sizing.model_size import ModelSize, classifier_parameters, lora_parameters
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: PEFT keeps adapters in float32 for any dtype of the base: weight, gradient, two moments of Adam.
@@ -26,6 +28,8 @@ _TRAINED_BYTES = 4 * (1 + 1 + 2)
 _STORED_BYTES = 4 * (1 + 2)
 _REFERENCE_BYTES = 4
 
+#: Assumed tokens of a prompt, unless `algorithm.max_model_len` is set.
+PROMPT_TOKENS = 128
 #: Python with torch, transformers and PEFT, before a model is loaded; on CUDA its context.
 PROCESS_BYTES = {"cpu": 440 << 20, "cuda": 600 << 20}
 #: Logits that `model.logprobs` computes at once, in elements.
@@ -83,6 +87,72 @@ class MemoryPlan:
     def largest(self) -> Part:
         """The largest part that a setting can make smaller."""
         return max((part for part in self.parts if part.settings), key=lambda part: part.bytes)
+
+
+def work_of(
+    config: RunConfig, size: ModelSize, output: int, device: Device, processes: int = 1
+) -> Work | None:
+    """Return the most that each process of a run computes at once; None if unknown.
+
+    Args:
+        config: The settings of the run.
+        size: The size of the base model.
+        output: Tokens of the longest completion.
+        device: Device of the base.
+        processes: Number of processes.
+    """
+    lora = config.largest_lora
+    parameters = lora_parameters(size, lora)
+    if parameters is None:
+        return None
+    algorithm, fitness, engine = config.algorithm, config.evolve.fitness, config.engine
+    # The first round has the most agents. With ZeRO every process has all agents.
+    agents, dealt = config.population.size, 1 if engine.zero is not None else processes
+    own = -(-agents // dealt)
+    # The agents of a shard generate and learn in one batch.
+    together = -(-agents // engine.parts(dealt))
+    rows = together * (algorithm.prompts_per_step or DEFAULT_PROMPTS) * algorithm.group_size
+    context = algorithm.max_model_len or min(size.context or 1 << 30, PROMPT_TOKENS + output)
+    divided = engine.base == "sharded" or engine.zero == 3
+    offloads = engine.offload_adapters and device == "cuda"
+    return Work(
+        agents=own,
+        archive=config.evolve.keeps_archive,
+        references=algorithm.separate_reference,
+        start=config.model.adapter is not None and not algorithm.separate_reference,
+        parameters=parameters,
+        rank=max([lora.r, *lora.rank_pattern.values()]),
+        rows=rows if engine.zero is None else -(-rows // processes),
+        evaluation_rows=together * fitness.prompts * fitness.per_prompt(fitness.samples),
+        prompt_tokens=max(1, context - output),
+        output_tokens=output,
+        filtered=algorithm.top_p < 1 or algorithm.top_k > 0,
+        specialised=engine.each_alone and engine.quantization is None and not lora.dropout,
+        shards=processes if divided else 1,
+        group=algorithm.group_size,
+        least_rows=together * algorithm.group_size,
+        head_norms=bool(FAMILIES[size.architecture].head_norms),
+        # The part that computes, and the next one.
+        resident=min(own, 2 * together) if offloads else None,
+    )
+
+
+def reward_models(config: RunConfig, device: Device) -> list[Part]:
+    """Return the weights of each reward model, 0 bytes for one of unknown size.
+
+    Raises:
+        ModelError: A reward model does not exist, or its files are damaged.
+    """
+    auto = "bfloat16" if device == "cuda" else "float32"
+    return [
+        Part(
+            f"reward model {reward.name}",
+            (classifier_parameters(reward.name) or 0)
+            * DTYPE_BYTES[auto if reward.dtype == "auto" else reward.dtype],
+            "dtype of env.reward",
+        )
+        for reward in config.env.reward_models
+    ]
 
 
 def trained_bytes(parameters: int, *, reference: bool) -> int:

@@ -5,7 +5,6 @@ Only the layouts in `LAYOUTS` are known. For any other architecture the layer si
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from math import prod
@@ -13,26 +12,26 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from safetensors import SafetensorError, safe_open
+
 from evo_grpo.errors import ConfigError, ModelError
 from evo_grpo.model.files import config_file, gguf_config, read_config
+from evo_grpo.model.llama.families import FAMILIES
+from evo_grpo.printable import shorten
 from evo_grpo.schema.patterns import ending, matches
-from evo_grpo.settings import LoraSettings
+from evo_grpo.settings import LoraSettings, RunConfig
+from evo_grpo.settings.adapters import above_width, missing_layers, too_wide
 from evo_grpo.settings.engines.memory import Shape
 from evo_grpo.sources import resolve
 
-# Architecture -> biases of (q, k, v), of o, and whether q and k have separate norms. True and False
-# are fixed by the architecture; a string names the key of config.json with the value.
-LAYOUTS: dict[str, tuple[bool | str, bool | str, bool]] = {
-    "llama": ("attention_bias", "attention_bias", False),
-    "mistral": (False, False, False),
-    "qwen2": (True, False, False),
-    "qwen3": ("attention_bias", "attention_bias", True),
+# Architecture -> biases of (q, k, v) and of o. True and False are fixed by the architecture; a
+# string names the key of config.json with the value.
+LAYOUTS: dict[str, tuple[bool | str, bool | str]] = {
+    "llama": ("attention_bias", "attention_bias"),
+    "mistral": (False, False),
+    "qwen2": (True, False),
+    "qwen3": ("attention_bias", "attention_bias"),
 }
-
-MOST_HEADER = 100_000_000
-"""Longest header of a safetensors file, as in the package safetensors."""
-MOST_SIZE = 1 << 40
-"""Longest dimension of a tensor."""
 
 
 class ModelSize(NamedTuple):
@@ -132,6 +131,28 @@ def adapted_layers(size: ModelSize, lora: LoraSettings) -> dict[str, tuple[int, 
     return chosen
 
 
+def check_adapters_fit(config: RunConfig, size: ModelSize) -> None:
+    """Check adapters that may be searched against the layers of the model, if these are known.
+
+    Raises:
+        ConfigError: A set of layers names one that the model lacks, or a rank is above the width
+            of a layer.
+    """
+    lora = config.model.lora
+    for name, targets in lora.target_sets.items() if size.linears else ():
+        if text := missing_layers(targets, size.linears, size.name, lora.exclude_modules or ()):
+            raise ConfigError(f"model.lora.target_sets.{name}: {text}")
+    layers = adapted_layers(size, config.largest_lora)
+    narrow = min(layers, key=lambda name: min(layers[name]), default=None)
+    if narrow is None:
+        return
+    if text := too_wide(config.search_space(), narrow, min(layers[narrow])):
+        raise ConfigError(f"evolve.hyperparameters.lora.r: {text}")
+    text = above_width(config.model.lora.r, narrow, min(layers[narrow]))
+    if config.model.adapter is None and text:
+        raise ConfigError(f"model.lora.r: {text}; lower it")
+
+
 def rank_in(layer: str, lora: LoraSettings) -> int:
     """Return the rank of a layer as PEFT does, by the first pattern that matches its end."""
     ranks = (r for key, r in lora.rank_pattern.items() if re.match(ending(key), layer))
@@ -152,7 +173,7 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelSize:
     hidden, inner, layers, heads, vocabulary = (size or 0 for size in sizes)
     head = _positive_integer(config.get("head_dim")) or hidden // heads
     kv_heads = _positive_integer(config.get("num_key_value_heads")) or heads
-    qkv_bias, o_bias, own_norms = LAYOUTS[kind]
+    qkv_bias, o_bias = LAYOUTS[kind]
     one: dict[str, tuple[int, int, bool]] = {
         "self_attn.q_proj": (hidden, heads * head, _flag(config, qkv_bias)),
         "self_attn.k_proj": (hidden, kv_heads * head, _flag(config, qkv_bias)),
@@ -167,7 +188,7 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelSize:
     ):
         one[f"mlp.{part}_proj"] = (inputs, outputs, mlp_bias)
     per_layer = sum(i * o + o * bias for i, o, bias in one.values())
-    per_layer += 2 * hidden + (2 * head if own_norms else 0)
+    per_layer += 2 * hidden + (2 * head if FAMILIES[kind].head_norms else 0)
     embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings", False) else 2)
     return ModelSize(
         name,
@@ -192,22 +213,17 @@ def _from_gguf(name: str, file: Path) -> ModelSize:
 def _stored_parameters(folder: Path) -> int | None:
     """Sum the sizes in the headers of all safetensors files; None if there are none."""
     files = sorted(folder.glob("*.safetensors"))
-    return sum(_header_parameters(file) for file in files) if files else None
+    return sum(map(_header_parameters, files)) if files else None
 
 
 def _header_parameters(file: Path) -> int:
     try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if not 0 < length <= min(file.stat().st_size - 8, MOST_HEADER):
-                raise ValueError("its header is truncated, or longer than any")
-            header = json.loads(stream.read(length))
-        shapes = [tensor["shape"] for key, tensor in header.items() if key != "__metadata__"]
-        if not all(type(n) is int and 0 <= n <= MOST_SIZE for shape in shapes for n in shape):
-            raise ValueError("a shape is not of integers that a tensor may have")
-        return sum(map(prod, shapes))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{file} is not a complete safetensors file: {error}") from None
+        # The package bounds the header and holds shapes against offsets and the size of the file.
+        with safe_open(file, framework="np") as stored:
+            return sum(prod(stored.get_slice(key).get_shape()) for key in stored.keys())  # noqa: SIM118 -- no mapping
+    except (OSError, SafetensorError) as error:
+        text = f"{file} is not a complete safetensors file: {shorten(str(error))}"
+        raise ModelError(text) from None
 
 
 def _positive_integer(value: object) -> int | None:

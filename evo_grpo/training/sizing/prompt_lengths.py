@@ -17,7 +17,7 @@ from evo_grpo.envs.prompts import RenderedPrompts, Template
 from evo_grpo.envs.task import SPLITS, DatasetRow, LazyRows, Split, Task
 from evo_grpo.envs.template_keywords import dropped_sentence, rendered_chat
 from evo_grpo.errors import ModelError
-from evo_grpo.model.files import read_object
+from evo_grpo.model.files import config_file, read_object
 from evo_grpo.printable import shorten
 from evo_grpo.sources import resolve
 from evo_grpo.training.sizing.chat_template import CONFIG, OWN_FILE, chat_template_of
@@ -228,15 +228,8 @@ def _statm() -> int:
 def _file(model: str, name: str) -> Path | None:
     """Return a file of a model, or None if it is not on this machine."""
     source = resolve(model)
-    if source.gguf_file is not None:
-        return None
-    found: Any = Path(source.path) / name
-    if not source.local:
-        # Imported here: only a hub id needs it; it is a dependency of transformers.
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(source.path, name)
-    return Path(found) if isinstance(found, str | Path) and Path(found).is_file() else None
+    found = None if source.gguf_file is not None else config_file(source, name)
+    return found if found is not None and found.is_file() else None
 
 
 def _backend(model: str, file: Path) -> Any:  # noqa: ANN401 -- the package has no types

@@ -12,7 +12,7 @@ from small_run import small
 from transformers import AutoConfig
 
 from evo_grpo import run
-from evo_grpo.cli.plan.plan import make_plan, missing_device
+from evo_grpo.cli.plan.plan import make_plan
 from evo_grpo.errors import ConfigError, DataError
 from evo_grpo.evolve.sizes import planned_rows
 from evo_grpo.record.folder import read_rounds
@@ -217,29 +217,31 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
 
 @pytest.mark.slow
 def test_a_machine_that_is_too_small_is_warned_of(monkeypatch):
-    monkeypatch.setattr("evo_grpo.training.sizing.fitting.machine_memory", lambda: 200 << 20)
+    monkeypatch.setattr("evo_grpo.training.sizing.machine.machine_memory", lambda: 200 << 20)
     config = from_dict(MINIMAL, ["engine.device=cpu"])
     assert any(
         "of memory and this machine has 210 MB" in text for text in make_plan(config).warnings
     )
-    monkeypatch.setattr("evo_grpo.cli.plan.plan.cuda_devices", lambda: [8 << 30])
+    monkeypatch.setattr("evo_grpo.training.sizing.machine.cuda_devices", lambda: [8 << 30])
     auto = from_dict(MINIMAL, ["engine.device=auto"])
     assert make_plan(auto).warnings == ()
-    monkeypatch.setattr("evo_grpo.cli.plan.plan.cuda_devices", lambda: [None, 100 << 20])
+    monkeypatch.setattr("evo_grpo.training.sizing.machine.cuda_devices", lambda: [None, 100 << 20])
     assert any(
         "of memory and the CUDA device has 105 MB" in text for text in make_plan(auto).warnings
     )
 
 
 def test_of_unequal_cards_the_smallest_is_planned_for(monkeypatch):
-    monkeypatch.setattr("evo_grpo.cli.plan.plan.cuda_devices", lambda: [24 << 30, 100 << 20])
+    monkeypatch.setattr(
+        "evo_grpo.training.sizing.machine.cuda_devices", lambda: [24 << 30, 100 << 20]
+    )
     (text,) = make_plan(from_dict(MINIMAL)).warnings
     assert "of memory and the smallest CUDA device has 105 MB" in text
 
 
 def test_a_card_is_planned_for_where_it_is_not(monkeypatch):
-    monkeypatch.setattr("evo_grpo.cli.plan.plan.cuda_devices", list)
-    monkeypatch.setattr("evo_grpo.training.sizing.fitting.machine_memory", lambda: 1)
+    monkeypatch.setattr("evo_grpo.training.sizing.machine.cuda_devices", list)
+    monkeypatch.setattr("evo_grpo.training.sizing.machine.machine_memory", lambda: 1)
     config = from_dict(MINIMAL, ["engine.device=cuda"])
     wide = make_plan(config, gpu=Gpu("24GB", 24 * 10**9))
     assert (wide.fit.fits, wide.warnings) == (True, ())
@@ -263,45 +265,6 @@ def test_a_card_is_planned_for_where_it_is_not(monkeypatch):
     assert make_plan(fewer, gpu=Gpu("24GB", 24 * 10**9)).fit.fits
     with pytest.raises(ConfigError, match=r"--gpu: expected engine.device auto or cuda, got cpu"):
         make_plan(from_dict(MINIMAL, ["engine.device=cpu"]), gpu=Gpu("24GB", 24 * 10**9))
-
-
-def test_a_missing_device_is_warned_of(monkeypatch):
-    monkeypatch.setattr("evo_grpo.cli.plan.plan.cuda_devices", list)
-    (text,) = make_plan(from_dict(MINIMAL, ["engine.device=cuda"])).warnings
-    assert "this machine shows no CUDA device: a run will be refused here" in text
-    assert make_plan(from_dict(MINIMAL)).warnings == ()
-
-
-@pytest.mark.parametrize(
-    ("device", "there", "found"),
-    [
-        ("cuda", [], "engine.device is cuda, and this machine shows no CUDA device"),
-        ("cuda:1", [], "engine.device is cuda:1, and this machine shows no CUDA device"),
-        ("cuda:2", [8, None], "engine.device is cuda:2, and the last CUDA device here is cuda:1"),
-        ("cuda:1", [8, None], None),
-        ("cuda", [None], None),
-        ("cuda", None, None),
-        ("auto", [], None),
-        ("cpu", [], None),
-    ],
-)
-def test_a_missing_cuda_device_is_named(device, there, found):
-    texts = list(missing_device(device, there))
-    if found is None:
-        assert texts == []
-    else:
-        (text,) = texts
-        assert text == (
-            f"{found}: a run will be refused here; set auto or cpu, or run it on another machine"
-        )
-
-
-def test_a_missing_mps_device_is_named(monkeypatch):
-    monkeypatch.setattr("sys.platform", "linux")
-    (text,) = missing_device("mps", [8])
-    assert text.startswith("engine.device is mps, which only a Mac has: a run will be refused")
-    monkeypatch.setattr("sys.platform", "darwin")
-    assert list(missing_device("mps", [])) == []
 
 
 CHAT = {"kind": "dataset", "train": "rows.csv", "reward": "mine:reward"}

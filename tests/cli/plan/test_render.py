@@ -10,7 +10,7 @@ from evo_grpo.cli.plan.plan import make_plan
 from evo_grpo.cli.plan.render import render_plan
 from evo_grpo.errors import EngineUnavailable
 from evo_grpo.settings import from_dict
-from evo_grpo.training.sizing.planning import format_bytes
+from evo_grpo.training.sizing.machine import format_bytes
 
 GAME = """
 class Echo:

@@ -58,10 +58,11 @@ def test_a_refused_model_is_named_with_the_remedy(name, message):
             asks(name)
 
 
-@pytest.mark.usefixtures("hub")
-def test_a_hub_that_hangs_is_left_in_time():
+def test_a_hub_that_hangs_is_left_in_time(monkeypatch):
+    monkeypatch.setattr("evo_grpo.training.sizing.hub_files.SECONDS", 0.3)
+    monkeypatch.setattr("evo_grpo.training.sizing.hub_files._download", lambda _: time.sleep(9))
     start = time.monotonic()
-    why = fetch_small_files("owner/slow", seconds=0.3)
+    why = fetch_small_files("owner/slow")
     assert time.monotonic() - start < 2
     assert why is not None
     assert why.endswith("gives no answer within 0.3 s")

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 import tiny
+from small_run import small
 from transformers import LlamaConfig
 
 from evo_grpo.model.base import SharedBase
 from evo_grpo.settings import EngineConfig
+from evo_grpo.training.sizing.machine import Setup
 from evo_grpo.training.sizing.memory import (
     Work,
     base_bytes,
@@ -144,3 +146,65 @@ def test_a_prompt_is_computed_once_for_its_completions_but_not_by_modules():
     assert half.rows == 32
     assert learn_batch(work, 1 << 20, 5).rows == 5
     assert learn_batch(work, 1, None).rows == 1
+
+
+def test_agents_are_dealt_to_processes():
+    config = small(population__size=8, algorithm__prompts_per_step=64)
+    size = read_model_size("tiny-sums")
+    whole, half = (Setup(size, 32, "float32", "cpu", processes=n).plan(config) for n in (1, 2))
+    assert whole is not None
+    assert half is not None
+
+    def held(plan):
+        return {p.name: p.bytes for p in plan.held}
+
+    assert held(half)["agents"] * 2 == held(whole)["agents"]
+    assert half.peak < whole.peak
+
+
+@pytest.mark.parametrize("engine", [{"base": "sharded"}, {"zero": 3}])
+def test_a_divided_base_is_a_part_in_each_process(engine):
+    size = read_model_size("tiny-sums")
+    plans = [
+        Setup(size, 32, "float32", "cpu", processes=4).plan(
+            small(**{f"engine__{name}": value for name, value in given.items()})
+        )
+        for given in ({}, engine)
+    ]
+    whole, part = ({p.name: p.bytes for p in plan.held}["base"] for plan in plans if plan)
+    assert part < whole / 2
+
+
+def test_the_agents_of_a_shard_are_in_one_batch_and_a_sharded_base_has_as_many_parts():
+    size = read_model_size("tiny-sums")
+
+    def plan(processes=1, **engine):
+        config = small(population__size=8, algorithm__prompts_per_step=64, engine=engine)
+        found = Setup(size, 32, "float32", "cpu", processes=processes).plan(config)
+        assert found is not None
+        return found
+
+    together, apart = plan(device="cpu"), plan(device="cpu", shards=4)
+    assert {p.name: p.bytes for p in apart.held} == {p.name: p.bytes for p in together.held}
+    assert apart.decode_rows * 4 == together.decode_rows * 2  # 2,048 rows are above the limit
+    assert sum(p.bytes for p in apart.sampling) < sum(p.bytes for p in together.sampling)
+
+
+def test_agents_in_host_memory_are_not_on_the_device():
+    size = read_model_size("tiny-sums")
+
+    def agents(device, on=True, **changes):
+        config = small(population__size=8, engine={"shards": 4, "offload_adapters": on}, **changes)
+        found = Setup(size, 32, "float32", device).plan(config)
+        assert found is not None
+        (part,) = (part for part in found.held if part.name == "agents")
+        return part
+
+    on, off = agents("cuda"), agents("cuda", on=False)
+    assert on.bytes * 2 == off.bytes  # two parts of two agents each, of eight
+    assert "engine.offload_adapters" in off.settings
+    assert "engine.offload_adapters" not in on.settings
+    assert agents("cpu").bytes == off.bytes
+    # The archive is in host memory too.
+    assert agents("cuda", evolve__archive=True).bytes == on.bytes
+    assert agents("cuda", on=False, evolve__archive=True).bytes > off.bytes

@@ -95,34 +95,6 @@ def test_a_config_without_sizes_is_not_guessed(tmp_path: Path):
     assert read_model_size(str(folder)).parameters is None
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "why"),
-    [
-        ("num_hidden_layers", 100_000_000, "less than or equal to 10000, got 100000000"),
-        ("hidden_size", "16", "valid integer, got '16'"),
-        ("rms_norm_eps", None, "valid number, got None"),
-    ],
-)
-def test_a_key_of_another_type_is_refused_by_file_and_key(tmp_path, key, value, why):
-    folder = folder_of(tmp_path, model_type="llama", **{key: value})
-    with pytest.raises(ModelError, match=rf"config\.json: {key}: input should be .*{why}"):
-        read_model_size(str(folder))
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"num_hidden_layers": 4.0},
-        {"encoder_layers": 20_000},
-        {"text_config": {"decoder": {"num_layers": 20_000}}},
-    ],
-)
-def test_counts_of_any_architecture_and_part_are_integers_with_a_bound(tmp_path, given):
-    folder = folder_of(tmp_path, model_type="unheard_of", **given)
-    with pytest.raises(ModelError, match=r"layers: expected an integer of at most 10,000, got "):
-        read_model_size(str(folder))
-
-
 def test_a_gguf_file_is_read_by_its_header(tmp_path: Path):
     file = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(str(file), "llama")
@@ -191,28 +163,63 @@ def test_a_hub_model_that_is_not_here_is_not_guessed(
     assert "unknown until it is downloaded" in shape.note
 
 
+def stored(header: object, data: bytes = b"") -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+UNKNOWN = {"model_type": "unheard_of"}
+COUNT = r"layers: expected an integer of at most 10,000, got "
+HEADER = r"model\.safetensors is not a complete safetensors file: "
+
+
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("config", "weights", "message"),
     [
-        ("config.json", b"{", "cannot be read as JSON"),
-        ("config.json", b"[]", "expected an object in"),
-        ("model.safetensors", b"\xff" * 16, "not a complete safetensors file"),
-        ("model.safetensors", b"\x02\0\0\0\0\0\0\0[]", "not a complete safetensors file"),
+        (b"{", None, "cannot be read as JSON"),
+        (b"[]", None, "expected an object in"),
+        (None, None, r"holds no config\.json"),
+        (
+            {"model_type": "llama", "num_hidden_layers": 100_000_000},
+            None,
+            r"config\.json: num_hidden_layers: input should be .* to 10000, got 100000000",
+        ),
+        (
+            {"model_type": "llama", "hidden_size": "16"},
+            None,
+            r"config\.json: hidden_size: input should be .*valid integer, got '16'",
+        ),
+        (
+            {"model_type": "llama", "rms_norm_eps": None},
+            None,
+            r"config\.json: rms_norm_eps: input should be .*valid number, got None",
+        ),
+        # Counts of any architecture and part.
+        (UNKNOWN | {"num_hidden_layers": 4.0}, None, COUNT),
+        (UNKNOWN | {"encoder_layers": 20_000}, None, COUNT),
+        (UNKNOWN | {"text_config": {"decoder": {"num_layers": 20_000}}}, None, COUNT),
+        (UNKNOWN, b"\xff" * 16, HEADER),
+        (UNKNOWN, stored([]), HEADER),
+        (UNKNOWN, stored({"a": TENSOR | {"shape": [-2]}}, bytes(8)), HEADER),
+        (UNKNOWN, stored({"a": TENSOR | {"shape": [2**40, 2**40]}}, bytes(8)), HEADER),
+        (UNKNOWN, stored({"a": TENSOR}, bytes(4)), HEADER),  # a file that was cut off
     ],
 )
-def test_damaged_model_folders(tmp_path: Path, name: str, content: bytes, message: str):
-    folder_of(tmp_path, model_type="unheard_of")
-    (tmp_path / name).write_bytes(content)
+def test_damaged_model_folders_are_refused_by_file_and_key(tmp_path, config, weights, message):
+    if config is not None:
+        text = config if isinstance(config, bytes) else json.dumps({**BASE, **config}).encode()
+        (tmp_path / "config.json").write_bytes(text)
+    if weights is not None:
+        (tmp_path / "model.safetensors").write_bytes(weights)
     with pytest.raises(ModelError, match=message):
         read_model_size(str(tmp_path))
 
 
-def test_damaged_and_missing_models(tmp_path: Path):
+def test_missing_models_are_refused(tmp_path: Path):
     (tmp_path / "m.gguf").write_bytes(b"no gguf at all, but long enough to be read")
     with pytest.raises(ModelError, match="not a complete GGUF file"):
         read_model_size(str(tmp_path / "m.gguf"))
-    with pytest.raises(ModelError, match=r"holds no config\.json"):
-        read_model_size(str(tmp_path))
     with pytest.raises(ModelError, match="neither an embedded model"):
         read_model_size("tiny-sum")
 

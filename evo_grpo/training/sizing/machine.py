@@ -1,0 +1,412 @@
+"""What a machine gives a run: its memory, the batches that fit, and changes that would fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from evo_grpo.errors import ConfigError, EvoGrpoError
+from evo_grpo.schema.hparams import LORA
+from evo_grpo.settings import RunConfig
+from evo_grpo.settings.cross_checks import LEAST_PARTS
+from evo_grpo.settings.engine import DECODE_ROWS
+from evo_grpo.training.sizing.gpus import Gpu
+from evo_grpo.training.sizing.memory import (
+    Device,
+    MemoryPlan,
+    predict,
+    reward_models,
+    total,
+    work_of,
+)
+from evo_grpo.training.sizing.model_size import ModelSize
+
+MACHINE = "this machine"
+"""Name of the memory of a CPU."""
+#: The limits of a batch, of `engine`, which a run chooses where they are null.
+LIMITS = ("max_decode_rows", "max_tokens_per_microbatch")
+#: Share of a memory that is planned for: allocators leave some of it in gaps.
+ROOM = 0.95
+#: Relative error of a plan. A run is refused if it would not fit even with this error.
+TOLERANCE = 0.2
+#: Most rows and tokens that are chosen on a GPU; larger batches are hardly faster.
+MOST_ROWS, MOST_TOKENS = 4096, 16384
+#: Rows and tokens on a GPU of unknown memory.
+FEW_ROWS, FEW_TOKENS = 128, 1024
+#: An engine with a memory of its own decodes as many as fit there. Its tensors of logits grow with
+#: the number, so a GPU below this size gets a lower one.
+SMALL_GPU, FEW_OF_ENGINE = 70 * 10**9, 256
+#: Shards that are proposed for agents in host memory: two of them are on the device at once.
+_SHARDS = 4
+#: Rank and number of agents that are proposed if nothing else suffices.
+_FEW_RANKS, _FEW_AGENTS = 8, 4
+_STEPS = sorted({2**n for n in range(15)} | {3 * 2**n for n in range(13)})
+_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+class Setup(NamedTuple):
+    """Where a run computes.
+
+    Attributes:
+        size: The size of the base.
+        output: Tokens of the longest completion.
+        dtype: Dtype of the base, unless the settings name one.
+        device: Device of the base.
+        capacity: Bytes that each process may use; 0 if unknown.
+        place: Name of the device or limit with these bytes.
+        processes: Number of processes.
+    """
+
+    size: ModelSize
+    output: int
+    dtype: str
+    device: Device
+    capacity: int = 0
+    place: str = MACHINE
+    processes: int = 1
+
+    def plan(self, config: RunConfig, **limits: int) -> MemoryPlan | None:
+        """Return the memory of a run, with some limits of its batches changed; None if unknown."""
+        work = work_of(config, self.size, self.output, self.device, self.processes)
+        if work is None:
+            return None
+        engine = config.engine.model_copy(update=limits)
+        return predict(
+            self.size,
+            work,
+            engine,
+            dtype=self.dtype if engine.dtype == "auto" else engine.dtype,
+            device=self.device,
+            capacity=self.capacity or None,
+            others=reward_models(config, self.device),
+        )
+
+    def shortage(self, plan: MemoryPlan) -> str:
+        """Return a clause that says how much a run takes, how much there is, and of what."""
+        part = plan.largest
+        return (
+            f"the run takes about {format_bytes(plan.peak)} of memory and {self.place} has "
+            f"{format_bytes(self.capacity)}; the largest part is {part.name} "
+            f"({format_bytes(part.bytes)})"
+        )
+
+
+def choose_limits(config: RunConfig, setup: Setup) -> dict[str, int]:
+    """Return numbers for the limits in `LIMITS` that are null: the most that fit, by name.
+
+    If even the least number does not fit, that number is chosen. None are on a CPU without
+    `engine.memory`, where null stays, and for a model of unknown size.
+    """
+    rows, tokens = LIMITS
+    engine, on_cpu, found = config.engine, setup.device == "cpu", dict[str, int]()
+    plan = None if on_cpu and engine.memory is None else setup.plan(config, **{rows: 1})
+    if plan is None:
+        return found
+    if engine.max_decode_rows is None:
+        if engine.rollout_settings.shares_base:
+            most = DECODE_ROWS if on_cpu else MOST_ROWS
+            # The completions of one prompt are not split.
+            found[rows] = _largest(config, setup, found, rows, plan.decode_rows, most)
+        else:
+            small = not on_cpu and setup.capacity < SMALL_GPU
+            found[rows] = FEW_OF_ENGINE if small else DECODE_ROWS
+    if engine.max_tokens_per_microbatch is None:
+        most = max(plan.micro_batch_tokens if on_cpu else MOST_TOKENS, plan.row)
+        found[tokens] = _largest(config, setup, found, tokens, plan.row, most)
+    return found
+
+
+def _largest(
+    config: RunConfig, setup: Setup, known: Mapping[str, int], name: str, least: int, most: int
+) -> int:
+    """Return the largest value of a limit, among the steps, that fits beside the known ones.
+
+    Of several that need the same it is the smallest: the larger ones are never reached.
+    """
+    needed: dict[int, int] = {}
+    for value in (least, *(step for step in _STEPS if least < step <= most)):
+        plan = setup.plan(config, **{**known, name: value})
+        assert plan is not None
+        phase = plan.sampling if name == LIMITS[0] else plan.learning
+        needed[value] = total(plan.held) + total(phase)
+    best = max((v for v in needed if needed[v] <= setup.capacity * ROOM), default=least)
+    return next(value for value in needed if needed[value] == needed[best])
+
+
+class Fit(NamedTuple):
+    """Whether a run fits where it computes.
+
+    Attributes:
+        setup: Where that is.
+        plan: The memory of the run there.
+        chosen: Dotted name of each limit that is null -> the number that a run will record.
+        changes: Dotted name -> value, of settings that differ from those given.
+        proposal: A run with changes that fits; None if this one does, or if none was found.
+    """
+
+    setup: Setup
+    plan: MemoryPlan
+    chosen: Mapping[str, int]
+    changes: Mapping[str, object] = MappingProxyType({})
+    proposal: Fit | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run fits."""
+        return self.plan.fits(self.setup.capacity)
+
+    def sentence(self) -> str:
+        """Return what is missing, and which settings would help."""
+        text = self.setup.shortage(self.plan)
+        if self.plan.peak <= self.setup.capacity:
+            text = "; ".join(self.plan.shortages)
+        if self.proposal is None:
+            return (
+                f"{text}; none of the changes that were tried make it fit: take a smaller model or "
+                "fewer agents, or divide the base among devices with engine.base: sharded"
+            )
+        written = {n: json.dumps(value).strip('"') for n, value in self.proposal.changes.items()}
+        options = " ".join(f"--set {name}={value}" for name, value in written.items())
+        return f"{text}; it takes about {format_bytes(self.proposal.plan.peak)} with {options}"
+
+
+def fit_of(config: RunConfig, setup: Setup) -> Fit | None:
+    """Return whether a run fits where it computes, or else with which changes; None if unknown."""
+    chosen = choose_limits(config, setup)
+    plan = setup.plan(config, **chosen)
+    if plan is None:
+        return None
+    numbers = {f"engine.{name}": value for name, value in chosen.items()}
+    return Fit(
+        setup, plan, numbers, proposal=None if plan.fits(setup.capacity) else propose(config, setup)
+    )
+
+
+def propose(config: RunConfig, setup: Setup) -> Fit | None:
+    """Return a run with the first of five changes that fits; None if none does."""
+    for changes in _proposals(config, setup):
+        if (found := _tried(config, setup, changes)) is None:
+            continue
+        for name in reversed(changes):  # leave out what the last change has made unnecessary
+            fewer = {key: value for key, value in changes.items() if key != name}
+            if (less := _tried(config, setup, fewer)) is not None:
+                found, changes = less, fewer
+        return found
+    return None
+
+
+def _proposals(config: RunConfig, setup: Setup) -> Iterator[dict[str, object]]:
+    """Yield changes that need less memory, each with those before it, the cheapest first."""
+    engine, plan = config.engine, setup.plan(config)
+    # Where limits are null, a run chooses them, on a CPU if it is told the memory.
+    changes: dict[str, object] = {f"engine.{name}": None for name in LIMITS}
+    if setup.device == "cpu":
+        changes["engine.memory"] = engine.memory or f"{setup.capacity // 10**6}MB"
+    for remedy in () if plan is None else plan.remedies:
+        changes |= {f"engine.{engine.rollout}.{name}": value for name, value in remedy.items()}
+    yield dict(changes)
+    changes["engine.gradient_checkpointing"] = True
+    if setup.device == "cuda" and engine.each_alone:
+        changes["engine.shards"] = _SHARDS if engine.parts() < LEAST_PARTS else engine.shards
+        changes["engine.offload_adapters"] = True
+    yield dict(changes)
+    if setup.device == "cuda" and engine.dtype == "float32":
+        changes["engine.dtype"] = "bfloat16"
+    quantizes = engine.each_alone and not config.model.name.endswith(".gguf")
+    if quantizes and engine.quantization is None:
+        changes["engine.quantization"] = "int8"
+    yield dict(changes)
+    if quantizes and not any(n % 64 for ends in setup.size.linears.values() for n in ends):
+        changes["engine.quantization"] = "nf4"
+    yield dict(changes)
+    if f"{LORA}r" not in config.search_space().names():
+        changes["model.lora.r"] = min(_FEW_RANKS, config.model.lora.r)
+    if not isinstance(config.population.sizes, list):
+        changes["population.size"] = min(_FEW_AGENTS, config.population.size)
+    yield dict(changes)
+
+
+def _tried(config: RunConfig, setup: Setup, changes: Mapping[str, object]) -> Fit | None:
+    """Return a run with changes; None if it does not fit with some room."""
+    try:
+        found = changed(config, changes)
+    except EvoGrpoError:  # the settings contradict the change
+        return None
+    chosen = choose_limits(found, setup)
+    plan = setup.plan(found, **chosen)
+    if plan is None or not plan.fits(setup.capacity * ROOM):
+        return None
+    new = {name: value for name, value in changes.items() if attrgetter(name)(config) != value}
+    return Fit(setup, plan, chosen, new)
+
+
+def changed(config: RunConfig, changes: Mapping[str, object]) -> RunConfig:
+    """Return the settings with dotted names changed.
+
+    Raises:
+        ConfigError: The settings contradict each other.
+    """
+    for name, value in changes.items():
+        config = _changed(config, name.split("."), value)
+    return config
+
+
+def _changed(group: Any, path: Sequence[str], value: object) -> Any:  # noqa: ANN401 -- any group
+    first, *rest = path
+    inner = _changed(getattr(group, first), rest, value) if rest else value
+    return group.replace(**{first: inner})
+
+
+def dtypes(config: RunConfig, gpu: Gpu | None = None) -> dict[str, Device]:
+    """Return the possible dtypes of the base, each with its device; for a GPU only its own."""
+    dtype, device = config.engine.dtype, config.engine.device
+    if gpu is not None:
+        if device in ("cpu", "mps"):
+            raise ConfigError(
+                f"--gpu: expected engine.device auto or cuda, got {device}; leave one of them out"
+            )
+        device = "cuda"
+    if dtype != "auto":
+        return {dtype: "cuda" if device.startswith("cuda") else "cpu"}
+    if device == "auto":
+        return {"float32": "cpu", "bfloat16": "cuda"}
+    return {"bfloat16": "cuda"} if device.startswith("cuda") else {"float32": "cpu"}
+
+
+def setup_here(
+    config: RunConfig,
+    base: ModelSize,
+    longest: int,
+    gpu: Gpu | None = None,
+) -> Setup | None:
+    """Return where a run would compute, without torch; None if the memory there is unknown.
+
+    Args:
+        config: The settings of the run.
+        base: The size of the base.
+        longest: Tokens of the longest completion.
+        gpu: The card to plan for; None for the devices of this machine.
+    """
+    cuda = [] if gpu is not None else cuda_devices()
+    known = [size for size in cuda if size is not None]
+    processes = config.most_processes if config.engine.base == "sharded" else 1
+    for dtype, device in dtypes(config, gpu).items():
+        if gpu is not None:
+            place, capacity = gpu
+        elif device == "cuda":
+            # torch may number devices in another order than nvidia-smi.
+            place = f"the {'smallest ' * (len(set(known)) > 1)}CUDA device"
+            capacity = min(known, default=None)
+        elif config.engine.device == "auto" and cuda:
+            continue  # the run would use CUDA
+        else:
+            place, capacity = MACHINE, machine_memory()
+        place, capacity = within(config, place, capacity)
+        if capacity is not None:
+            return Setup(base, longest, dtype, device, capacity, place, processes)
+    return None
+
+
+def within(config: RunConfig, place: str, capacity: int | None) -> tuple[str, int | None]:
+    """Return the name and the bytes of a memory, of which `engine.memory` may allow a part."""
+    budget = config.engine.memory_bytes
+    return (
+        (place, capacity) if budget is None else ("engine.memory", min(budget, capacity or budget))
+    )
+
+
+def format_bytes(size: int) -> str:
+    """Format a number of bytes in decimal units: 934 kB, 1.8 MB."""
+    value = float(size)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.{0 if value >= 10 or unit == 'bytes' else 1}f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def machine_memory() -> int | None:
+    """Return the bytes of memory of this machine or container, per process; None if unknown."""
+    try:
+        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not available on every system
+        return None
+    for name in _CGROUPS:
+        try:
+            found = min(found, int(Path(name).read_text()))
+        except (OSError, ValueError):  # "max", or no such file
+            continue
+    # The processes of a launcher on one machine share its memory.
+    return found // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+
+
+def cuda_devices() -> list[int | None]:
+    """Return the bytes of each CUDA device that this process may use, as nvidia-smi lists them.
+
+    None stands for a device whose memory is unknown. Devices without nvidia-smi are not seen.
+    """
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    try:
+        said = subprocess.run(
+            [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):  # nvidia-smi does not start, or hangs
+        return []
+    if said.returncode != 0:  # no device, or no driver
+        return []
+    lines = [line.strip() for line in said.stdout.splitlines() if line.strip()]
+    return _visible([int(line) << 20 if line.isdigit() else None for line in lines])
+
+
+def torch_build(version: Any) -> str:  # noqa: ANN401 -- the module torch.version
+    """Return what a build of torch is for: "CPUs", "CUDA 13.0" or "ROCm 7.1"."""
+    hip, cuda = getattr(version, "hip", None), version.cuda
+    return f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else "CPUs"
+
+
+def unseen_gpus(build: str) -> str | None:
+    """Return a clause with the remedy if this machine has GPUs, which torch does not see.
+
+    Call it where torch sees no GPU; `build` is that of `torch_build`.
+    """
+    visible = cuda_devices()
+    if not visible:
+        return None
+    seen = "a GPU" if len(visible) == 1 else f"{len(visible)} GPUs"
+    remedy = (
+        "install torch's build for CUDA (pytorch.org, or docs/install.md)"
+        if not build.startswith("CUDA")
+        else "the driver may be too old for it; update the driver, or install torch's build for an "
+        "older CUDA"
+    )
+    return f"nvidia-smi lists {seen}, and torch, built for {build}, sees none: {remedy}"
+
+
+def _visible(devices: list[int | None]) -> list[int | None]:
+    """Return the devices that CUDA_VISIBLE_DEVICES selects, which nvidia-smi ignores."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return devices
+    found: list[int | None] = []
+    for name in map(str.strip, chosen.split(",")):
+        if name.startswith(("GPU-", "MIG-")):
+            found.append(None)
+        elif name.isdigit() and int(name) < len(devices):
+            found.append(devices[int(name)])
+        else:  # CUDA ignores all further entries
+            break
+    return found
