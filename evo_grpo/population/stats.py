@@ -35,7 +35,7 @@ class Tally:
     tokens: int = 0
     completions: int = 0
     samples: list[tuple[Trajectory, float]] = field(default_factory=list[tuple[Trajectory, float]])
-    rewards: list[Mapping[str, float | None]] = field(
+    rewards: Sequence[Mapping[str, float | None]] = field(
         default_factory=list[Mapping[str, float | None]]
     )
 
