@@ -16,6 +16,8 @@ def plan_document(plan: Plan, source: str) -> dict[str, Any]:
         "task": plan.task,
         "rows": plan.rows,
         "prompt_tokens": None if plan.prompts is None else plan.prompts._asdict(),
+        "first_prompt": None if plan.first is None else plan.first._asdict(),
+        "reward_calls": list(plan.calls),
         "places": list(plan.places),
         "decisions": list(plan.decisions),
         "rows_per_step": plan.rows_per_step,

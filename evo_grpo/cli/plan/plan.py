@@ -9,8 +9,10 @@ from typing import NamedTuple
 from evo_grpo.envs.finding import find_function
 from evo_grpo.envs.registry import build_task, check_multi_turn, is_multi_turn
 from evo_grpo.envs.rewards.names import check_rewards
+from evo_grpo.envs.rewards.scoring import shown_calls
 from evo_grpo.envs.task import Task
 from evo_grpo.envs.template_keywords import ignored_keywords, sentence_of_ignored
+from evo_grpo.envs.thinking import COLUMN
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings import EngineConfig, RunConfig, warnings
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
@@ -39,7 +41,7 @@ from evo_grpo.training.sizing.model_size import (
     lora_parameters,
     read_model_size,
 )
-from evo_grpo.training.sizing.prompt_lengths import PromptLengths, read_prompts
+from evo_grpo.training.sizing.prompt_lengths import FirstPrompt, PromptLengths, read_prompts
 from evo_grpo.training.strategies import check_strategies
 
 
@@ -72,6 +74,8 @@ class Plan(NamedTuple):
         fit: Whether the run fits into the GPU that was named or seen, or into this machine; None
             without a known memory or size.
         prompts: Lengths of the prompts; None for a task that makes its own.
+        first: The first prompt; None without a tokenizer here, and of a multi-turn environment.
+        calls: How each reward function is called, for the first row.
         warnings: One sentence for each setting without effect, and for each missing requirement.
     """
 
@@ -97,6 +101,8 @@ class Plan(NamedTuple):
     memory: tuple[MemoryPlan, ...]
     fit: Fit | None
     prompts: PromptLengths | None
+    first: FirstPrompt | None
+    calls: tuple[str, ...]
     warnings: tuple[str, ...]
 
     @property
@@ -166,7 +172,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
     config = config.settled(hint)
     check_strategies(config.evolve)
     config, base, silent = _read_base(config, online=online)
-    lengths, dropped = _read_prompts(config, task, base)
+    lengths, first, dropped = _read_prompts(config, task, base)
     algorithm, fitness = config.algorithm, config.evolve.fitness
     longest = algorithm.longest_output(config.search_space()) or hint
     prompts = algorithm.prompts_per_step or DEFAULT_PROMPTS
@@ -205,6 +211,8 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
         memory=memory,
         fit=fit,
         prompts=lengths,
+        first=first,
+        calls=() if task is None else _calls(task),
         warnings=(
             *warnings(config),
             *((f"model {base.name}: {base.note}",) if silent and base.parameters is None else ()),
@@ -332,8 +340,8 @@ def _read_task(config: RunConfig) -> Task | None:
 
 def _read_prompts(
     config: RunConfig, task: Task | None, base: ModelSize
-) -> tuple[PromptLengths | None, list[str]]:
-    """Return the lengths of the prompts, and warnings, after checking that they can be made.
+) -> tuple[PromptLengths | None, FirstPrompt | None, list[str]]:
+    """Return the lengths of the prompts, the first one, and warnings; check that they can be made.
 
     Raises:
         ConfigError: There are messages, and the model's tokenizer has no chat template.
@@ -348,10 +356,17 @@ def _read_prompts(
             f"tokenizer of {name!r} has none; take a model that has one{raw}"
         )
     if task is None:
-        return None, []
+        return None, None, []
     known = [one for one in (config.algorithm.max_model_len, base.context) if one is not None]
     vocabulary = None if base.shape is None else base.shape.vocabulary or None
     return read_prompts(task, name, min(known, default=None), vocabulary)
+
+
+def _calls(task: Task) -> tuple[str, ...]:
+    row = task.splits["train"][0]
+    if task.thinking is not None:
+        row = {**row, COLUMN: "..."}
+    return tuple(shown_calls(task.rewards, row))
 
 
 def _group_sizes(config: RunConfig) -> tuple[int, int]:

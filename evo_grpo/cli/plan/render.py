@@ -49,6 +49,10 @@ def render_plan(plan: Plan, source: str) -> RenderableType:
     for title, text in _rows(plan):
         grid.add_row(safe(title), safe(text))
     parts: list[RenderableType] = [safe(f"{source} is valid.", "bold"), safe(""), grid]
+    if plan.first is not None:
+        length = count(plan.first.tokens, "token")
+        parts += [safe(""), safe(f"the first prompt as the model gets it, {length}:", "bold")]
+        parts += [safe(f"> {line}") for line in plan.first.text.split("\n")]
     if plan.warnings:
         parts.append(safe(""))
     parts += [safe(f"warning: {text}", NOTICE) for text in plan.warnings]
@@ -78,6 +82,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "task", _task(plan)
     if plan.prompts is not None:
         yield "prompts", _prompts(plan.prompts)
+    for number, call in enumerate(plan.calls):
+        yield "" if number else "rewards", call
     yield "a step", _step(plan)
     yield "a round", f"at most {plan.tokens_per_round:,} tokens to train on"
     yield "evaluation", _evaluation(plan)

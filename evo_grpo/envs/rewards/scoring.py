@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -24,11 +24,15 @@ from evo_grpo.envs.rewards.reward_values import (
 from evo_grpo.envs.rewards.scorer import Scorer
 from evo_grpo.envs.rewards.watch import Call
 from evo_grpo.errors import RewardError
+from evo_grpo.printable import shorten
 from evo_grpo.record.vocabulary import REWARD_OF
 from evo_grpo.settings.env import RewardCalls
 
 LATEST_GROUPS = 100
 """Number of the latest groups of which `env.reward_failures` is a share."""
+
+SHOWN = 60
+"""Most characters of a value in `shown_calls`."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +225,19 @@ def calls_of(rewards: Sequence[RewardFunction], batch: CompletionBatch) -> list[
             title = partial(batch.title, reward.name, None if reward.is_batch else position)
             calls.append(Call(title, reward.fn, given))
     return calls
+
+
+def shown_calls(rewards: Sequence[RewardFunction], row: Mapping[str, Any]) -> list[str]:
+    """Return how each reward function is called for a completion of a row, as code."""
+    found: list[str] = []
+    for reward in rewards:
+        if isinstance(reward.fn, Scorer):
+            found.append(f"{reward.name}, asked about each completion")
+            continue
+        (call,) = calls_of([reward], CompletionBatch(["..."], [row], ["..."], ["row 0"]))
+        given = (f"{name}={shorten(repr(value), SHOWN)}" for name, value in call.arguments.items())
+        found.append(f"{reward.name}({', '.join(given)})")
+    return found
 
 
 def _arguments(reward: RewardFunction, batch: CompletionBatch) -> list[dict[str, Any]]:

@@ -52,10 +52,22 @@ class PromptLengths(NamedTuple):
     different: Mapping[str, int]
 
 
+class FirstPrompt(NamedTuple):
+    """The prompt of the first train row, as the model gets it.
+
+    Attributes:
+        text: Its text, special tokens included.
+        tokens: Its length.
+    """
+
+    text: str
+    tokens: int
+
+
 def read_prompts(
     task: Task, model: str, context: int | None, vocabulary: int | None
-) -> tuple[PromptLengths | None, list[str]]:
-    """Return the lengths of the prompts of a task, and warnings about the chat template.
+) -> tuple[PromptLengths | None, FirstPrompt | None, list[str]]:
+    """Return the lengths of the prompts of a task, the first one, and warnings about the template.
 
     Args:
         task: The task.
@@ -65,7 +77,7 @@ def read_prompts(
 
     Returns:
         None for the lengths of a task that makes its rows, which are short. They are 0, of no row,
-        if the model has no tokenizer.json here.
+        and there is no first prompt, if the model has no tokenizer.json here.
 
     Raises:
         PromptTooLongError: A prompt leaves no room for a completion, by its row.
@@ -81,11 +93,18 @@ def read_prompts(
     lengths: list[int] = []
     texts: dict[str, list[set[str]]] = {split: [] for split in SPLITS}
     found: dict[str, None] = {}
+    first: FirstPrompt | None = None
     for name in task.prompts or [None]:
         template = Template.of_task(task, name)
         found |= dict.fromkeys(dropped_sentence(template, splits["train"], tokenizer))
-        if not (lazy or tokenizer.backend is None):
-            rendered = RenderedPrompts(splits, template, tokenizer)
+        if tokenizer.backend is None:
+            continue
+        rendered = RenderedPrompts(splits, template, tokenizer)
+        if first is None:
+            ids = list(rendered.get("train", 0).token_ids)
+            shown = tokenizer.backend.decode(ids, skip_special_tokens=False)
+            first = FirstPrompt(shown, len(ids))
+        if not lazy:
             rendered.limit(context or _NO_LIMIT)
             for split in SPLITS:
                 texts[split].append(set())
@@ -109,7 +128,7 @@ def read_prompts(
         total,
         count if lengths and read == total else {},
     )
-    return None if lazy else known, list(found)
+    return None if lazy else known, first, list(found)
 
 
 def _sample(rows: Sequence[DatasetRow], total: int) -> Sequence[DatasetRow]:

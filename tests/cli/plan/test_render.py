@@ -43,6 +43,29 @@ def test_evaluations_name_the_prompts_that_there_are():
     assert "up to 2 finalists on 10 validation prompts x 2" in text
 
 
+def test_the_first_prompt_and_the_calls_of_rewards_are_shown(tmp_path, monkeypatch):
+    (tmp_path / "called.py").write_text(
+        "def one(completion, answer):\n    ...\n\ndef all(completions, **kwargs):\n    ...\n"
+    )
+    rows = "".join(f'{{"question": "{n}?", "answer": "{n}"}}\n' for n in range(20))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    monkeypatch.chdir(tmp_path)
+    env = {
+        "kind": "dataset",
+        "train": "rows.jsonl",
+        "prompt": "{question}\n=",
+        "reward": ["called:one", "called:all"],
+    }
+    lines = rendered({"model": "tiny-foods", "env": env}, []).splitlines()
+    (asked,) = (n for n, line in enumerate(lines) if line.startswith("the first prompt as the mod"))
+    number = lines[asked + 1].strip("> ?")
+    assert lines[asked].endswith(f"it, {len(number) + 3} tokens:")  # one a character
+    assert lines[asked + 1 : asked + 3] == [f"> {number}?", "> ="]
+    text = "\n".join(lines)
+    assert f"rewards     one(answer='{number}', completion='...')" in text
+    assert f"all(question=['{number}?'], answer=['{number}'], completions=['...']" in text
+
+
 @pytest.mark.parametrize(
     ("selection", "text"),
     [
