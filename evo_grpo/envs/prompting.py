@@ -51,6 +51,7 @@ def with_prompting(task: Task, given: PromptSettings, seed: int) -> Task:
         conversation=made.conversation,
         keywords=made.keywords,
         thinking=given.thinking,
+        too_long=given.too_long,
         prompts={name: one.raw for name, one in named.items()},
     )
 

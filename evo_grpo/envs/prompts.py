@@ -6,7 +6,7 @@ import re
 import string
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.conversations import (
@@ -231,14 +231,24 @@ def _plain_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 class RenderedPrompts:
-    """Prompts by split and row, rendered on first use."""
+    """Prompts by split and row, rendered on first use.
+
+    Args:
+        splits: The rows.
+        template: The template.
+        tokenizer: The tokenizer.
+        answer: For `env.too_long: truncate_left`, the tokens that prompts leave for a completion
+            where the context allows it; None refuses a prompt that leaves none.
+    """
 
     def __init__(
         self,
         splits: Mapping[Split, Sequence[DatasetRow]],
         template: Template,
         tokenizer: PreTrainedTokenizerBase,
+        answer: int | None = None,
     ) -> None:
+        self._answer = answer
         self._splits = splits
         self._template = template
         self._tokenizer = tokenizer
@@ -277,12 +287,15 @@ class RenderedPrompts:
             raise ConfigError(f"max_context_length: expected >= 2 tokens, got {max_context_length}")
         self.max_context_length = max_context_length
         for split in SPLITS:
-            count = len(self._splits[split])
-            for start in range(0, count, CHUNK):
-                indices = range(start, min(start + CHUNK, count))
-                self._render(split, indices)
-                for index in indices:
-                    self._fitting(split, self.get(split, index))
+            for index, _ in enumerate(self.lengths(split)):
+                self._known[split][index] = self._fitting(split, self.get(split, index))
+
+    def lengths(self, split: Split) -> list[int]:
+        """Render all prompts of a split, and return their tokens."""
+        count = len(self._splits[split])
+        for start in range(0, count, CHUNK):
+            self._render(split, range(start, min(start + CHUNK, count)))
+        return [len(self.get(split, index).token_ids) for index in range(count)]
 
     def _render(self, split: Split, indices: Sequence[int]) -> None:
         """Render missing prompts with one call of the tokenizer, far faster than one call each."""
@@ -297,13 +310,38 @@ class RenderedPrompts:
     def _fitting(self, split: Split, prompt: Prompt) -> Prompt:
         limit, length = self.max_context_length, len(prompt.token_ids)
         if limit is not None and length > limit - 1:
+            if self._answer is not None:
+                ids = prompt.token_ids[-max(1, limit - self._answer) :]
+                text = str(self._tokenizer.decode(list(ids)))
+                return replace(prompt, text=text, token_ids=ids)
             place = place_of(prompt.columns, f"{split}, row {prompt.index}")
             raise PromptTooLongError(
                 f"{place}: expected a prompt of at most {limit - 1} tokens, so that one more fits "
                 f"the context of {limit}, got {length}: {excerpt(prompt.text)}; "
-                "shorten or drop the row, or raise max_model_len where the model allows it"
+                "shorten it, set env.too_long, or raise max_model_len where the model allows it"
             )
         return prompt
+
+
+def fitting_rows(
+    rendered: Sequence[RenderedPrompts], splits: Mapping[Split, Sequence[DatasetRow]], most: int
+) -> dict[Split, list[DatasetRow]]:
+    """Return the rows whose prompts, by each of several templates, have at most `most` tokens.
+
+    Raises:
+        DataError: A split has none.
+    """
+    kept: dict[Split, list[DatasetRow]] = {}
+    for split, rows in splits.items():
+        longest = map(max, zip(*(one.lengths(split) for one in rendered), strict=True))
+        kept[split] = [row for row, length in zip(rows, longest, strict=True) if length <= most]
+        if not kept[split]:
+            raise DataError(
+                f"env.too_long: expected a {split} row with a prompt of at most {most} tokens, got "
+                f"none among {len(rows)}; shorten them, or raise algorithm.max_model_len where the "
+                "model allows it"
+            )
+    return kept
 
 
 def chat(

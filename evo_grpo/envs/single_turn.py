@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -16,8 +16,8 @@ from evo_grpo.envs.data.dataset import dataset_task
 from evo_grpo.envs.data.rows import place_of
 from evo_grpo.envs.messages import listed
 from evo_grpo.envs.prompting import with_prompting
-from evo_grpo.envs.prompts import Messages, RenderedPrompts, Template
-from evo_grpo.envs.protocol import Ask, Experience, Floats
+from evo_grpo.envs.prompts import Messages, RenderedPrompts, Template, fitting_rows
+from evo_grpo.envs.protocol import Floats
 from evo_grpo.envs.rewards.from_settings import made_of
 from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
 from evo_grpo.envs.rewards.process import RewardProcess
@@ -26,11 +26,11 @@ from evo_grpo.envs.rewards.scorer import Board, Scorer
 from evo_grpo.envs.rewards.scoring import (
     Scored,
     SetAside,
-    reward_of_each,
     score_batch,
     warn_of_silence,
     with_scorers,
 )
+from evo_grpo.envs.single_turn_play import SingleTurnPlay
 from evo_grpo.envs.task import SPLITS, Split, Task
 from evo_grpo.envs.template_keywords import dropped_sentence, warn_of_ignored
 from evo_grpo.envs.thinking import COLUMN, check_tags, parted
@@ -41,13 +41,11 @@ from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.settings.env import RewardCalls
 from evo_grpo.settings.prompting import PROMPTS, PromptSettings
 from evo_grpo.settings.rewards import JudgeReward, ModelReward
-from evo_grpo.types import CompletionGroup, Prompt, Trajectory
+from evo_grpo.types import CompletionGroup, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
-ANSWERS = ("answer", "solution", "ground_truth", "target", "label")
-"""Usual names of the column with the right answer, which sample completions are recorded with."""
 OneReward = Callable[..., Any] | RewardFunction | ModelReward | JudgeReward | Mapping[str, Any]
 RewardFn = OneReward | Sequence[OneReward]
 
@@ -80,7 +78,7 @@ class ReasoningGym:
         seed: Seed of the order of prompts and of the rows that are held out.
         name: Name in messages and records.
         max_output_tokens: Tokens of a usual answer, a hint; None is 32.
-        **settings: prompts, system_prompt, few_shot, chat_template_kwargs, thinking,
+        **settings: prompts, system_prompt, few_shot, chat_template_kwargs, too_long, thinking,
             reward_timeout, reward_failures, reward_errors and isolate, as YAML's `env` has them.
 
     Raises:
@@ -163,7 +161,6 @@ class ReasoningGym:
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size: expected >= 1 prompt per step, got {batch_size!r}")
-        self.task = task
         self.tokenizer: Any = tokenizer
         self.batch_size = batch_size
         self.seed = seed
@@ -171,13 +168,7 @@ class ReasoningGym:
         warn_of_ignored(self.tokenizer.chat_template if task.keywords else None, task.keywords)
         if task.thinking is not None:
             check_tags(task.thinking, tokenizer)
-        self._by_name = {
-            name: RenderedPrompts(task.splits, Template.of_task(task, name), tokenizer)
-            for name in task.prompts
-        }
-        self._rendered = next(iter(self._by_name.values()), None) or RenderedPrompts(
-            task.splits, Template.of_task(task), tokenizer
-        )
+        self._render(task, task.max_output_tokens)
         self._set_aside = SetAside(task.calls.reward_failures)
         #: Held where threads share a process or counts.
         self._shared = Lock()
@@ -190,6 +181,17 @@ class ReasoningGym:
                 warnings.warn(sentence, UserWarning, stacklevel=3)
         if max_context_length is not None:
             self.limit_context(max_context_length)
+
+    def _render(self, task: Task, answer_tokens: int) -> None:
+        """Take the rows of a task, and render their prompts anew."""
+        self.task, self._answer_tokens = task, answer_tokens
+        answer = answer_tokens if task.too_long == "truncate_left" else None
+        own = {
+            name: RenderedPrompts(task.splits, Template.of_task(task, name), self.tokenizer, answer)
+            for name in task.prompts or (None,)
+        }
+        self._rendered = next(iter(own.values()))
+        self._by_name = {name: one for name, one in own.items() if name is not None}
 
     @property
     def name(self) -> str:
@@ -326,17 +328,38 @@ class ReasoningGym:
         names = [reward.name for reward in self.task.rewards]
         return SingleTurnPlay(starts, group_sizes, self.judge, names)
 
-    def limit_context(self, max_context_length: int) -> None:
+    def limit_context(self, max_context_length: int, answer_tokens: int | None = None) -> None:
         """Set the model's context and check that every prompt leaves room for one token.
 
         Args:
             max_context_length: Tokens of prompt and completion together, >= 2.
+            answer_tokens: Tokens that `too_long: truncate_left` leaves for a completion; None
+                leaves those of a usual answer.
 
         Raises:
             PromptTooLongError: For the first prompt that is too long, by its row.
+            DataError: `env.too_long: drop` leaves a split without rows.
         """
+        if self.task.too_long == "drop":
+            self._drop(max_context_length - 1)
+        elif self.task.too_long == "truncate_left":
+            self._render(self.task, answer_tokens or self._answer_tokens)
         for rendered in self._by_name.values() or [self._rendered]:
             rendered.limit(max_context_length)
+
+    def _drop(self, most: int) -> None:
+        """Leave out the rows with a prompt of more tokens."""
+        every = list(self._by_name.values()) or [self._rendered]
+        kept = fitting_rows(every, self.task.splits, most)
+        total = sum(map(len, self.task.splits.values()))
+        if dropped := total - sum(map(len, kept.values())):
+            warnings.warn(
+                f"env.too_long: {dropped} of {total} rows are left out, whose prompts have more "
+                f"than {most} tokens",
+                UserWarning,
+                stacklevel=3,
+            )
+            self._render(replace(self.task, splits=kept), self._answer_tokens)
 
     def prepare_rewards(self, device: str) -> None:
         """Load the reward models to a device, and check what judges need, before the first batch.
@@ -420,76 +443,3 @@ class ReasoningGym:
     def _order(self, split: Split, purpose: str, epoch: int) -> list[int]:
         rows = len(self.task.splits[split])
         return generator(self.seed, "prompts", split, purpose, epoch).permutation(rows).tolist()
-
-
-@final
-class SingleTurnPlay:
-    """A play of one turn: asks once, and scores the completions of all agents together.
-
-    Args:
-        prompts: The prompts of each agent.
-        group_sizes: G of each agent, completions per prompt.
-        judge: Groups in order -> (B, K) rewards, and for each group whether it is set aside.
-        names: Names of the K reward functions, for the mean of each; empty for no such metrics.
-    """
-
-    def __init__(
-        self,
-        prompts: Sequence[Sequence[Prompt]],
-        group_sizes: Sequence[int],
-        judge: Callable[[Sequence[CompletionGroup]], tuple[Floats, list[bool]]],
-        names: Sequence[str] = (),
-    ) -> None:
-        self._request = Ask(prompts, group_sizes)
-        self._judge = judge
-        self._names = names
-        self._groups: Sequence[Sequence[CompletionGroup]] | None = None
-
-    def ask(self) -> Ask | None:
-        """See `Play`."""
-        return self._request if self._groups is None else None
-
-    def tell(self, groups: Sequence[Sequence[CompletionGroup]]) -> None:
-        """See `Play`."""
-        self._groups = groups
-
-    def experiences(self) -> list[Experience]:
-        """Score the completions of all agents; see `Play.experiences`."""
-        groups = self._groups or []
-        rewards, aside = self._judge([group for mine in groups for group in mine])
-        ends = np.cumsum([sum(len(g.completions) for g in mine) for mine in groups])[:-1]
-        flags = iter(aside)
-        return [
-            Experience(
-                tuple(t for group in mine for t in _trajectories(group)),
-                scores,
-                {
-                    "set_aside": float(sum(next(flags) for _ in mine)),
-                    **reward_of_each(self._names, scores),
-                },
-            )
-            for mine, scores in zip(groups, np.split(rewards, ends), strict=True)
-        ]
-
-
-def _trajectories(group: CompletionGroup) -> list[Trajectory]:
-    prompt = group.prompt
-    answer = right_answer(prompt.columns)
-    return [
-        Trajectory(
-            prompt=prompt.text,
-            text=completion.text,
-            token_ids=prompt.token_ids + completion.token_ids,
-            mask=(False,) * len(prompt.token_ids) + (True,) * len(completion.token_ids),
-            logprobs=completion.logprobs,
-            ended=completion.ended,
-            answer=answer,
-        )
-        for completion in group.completions
-    ]
-
-
-def right_answer(columns: Mapping[str, Any]) -> str:
-    """Return the right answer of a dataset row, the first of `ANSWERS` that it has, else ""."""
-    found = next((columns[name] for name in ANSWERS if name in columns), None)
-    return str(found) if isinstance(found, str | int | float) else ""

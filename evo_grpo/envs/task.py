@@ -12,7 +12,7 @@ from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.settings.env import RewardCalls
-from evo_grpo.settings.prompting import ThinkingTags
+from evo_grpo.settings.prompting import ThinkingTags, TooLong
 
 #: One row of a dataset: column -> value.
 DatasetRow = Mapping[str, Any]
@@ -56,6 +56,7 @@ class Task:
             there is one template.
         thinking: The tags around the thinking part of a completion, which is not its answer; None
             if all of it is the answer.
+        too_long: What happens to rows whose prompts leave no room for a completion.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Task:
     keywords: Mapping[str, Any] = field(default_factory=dict[str, Any])
     thinking: ThinkingTags | None = None
     prompts: Mapping[str, RawTemplate] = field(default_factory=dict[str, "RawTemplate"])
+    too_long: TooLong = "error"
 
     def __post_init__(self) -> None:
         """Check that every split has rows, and that there is one template."""

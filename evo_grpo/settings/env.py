@@ -10,7 +10,13 @@ from pydantic import BeforeValidator
 from evo_grpo.schema.group import Group, PlainMapping, same_as, setting
 from evo_grpo.schema.validation import is_number
 from evo_grpo.settings.given import Given, Source
-from evo_grpo.settings.prompting import FewShot, NamedPrompt, PromptSettings, ThinkingTags
+from evo_grpo.settings.prompting import (
+    FewShot,
+    NamedPrompt,
+    PromptSettings,
+    ThinkingTags,
+    TooLong,
+)
 from evo_grpo.settings.rewards import Message, ModelReward, Reward, Rewards
 
 
@@ -114,6 +120,7 @@ class EnvConfig(Group):
     system_prompt: str | None = same_as(PromptSettings, "system_prompt")
     few_shot: FewShot | None = same_as(PromptSettings, "few_shot")
     chat_template_kwargs: PlainMapping = same_as(PromptSettings, "chat_template_kwargs")
+    too_long: TooLong = same_as(PromptSettings, "too_long")
     thinking: ThinkingTags | None = same_as(PromptSettings, "thinking")
     reward: Rewards = setting(
         None,

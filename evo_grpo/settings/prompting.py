@@ -5,7 +5,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
@@ -99,6 +99,7 @@ class NamedPrompt(Group):
         return self
 
 
+TooLong = Literal["error", "drop", "truncate_left"]
 PROMPTS = "env.prompts"
 """The setting that has the prompts by name."""
 
@@ -152,6 +153,12 @@ class PromptSettings(Group):
         factory=dict[str, Any],
         meaning="Keyword arguments of the tokenizer's chat template, for instance "
         "`{enable_thinking: false}` for Qwen3.",
+    )
+    too_long: TooLong = setting(
+        "error",
+        "What happens to a row whose prompt leaves no room for a completion in the context. "
+        "`error` refuses it by its line; `drop` leaves it out; `truncate_left` keeps the last "
+        "tokens of the prompt, so that `max_output_tokens` fit behind them.",
     )
     thinking: ThinkingTags | None = setting(
         None,

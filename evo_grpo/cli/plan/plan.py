@@ -177,7 +177,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
     longest = algorithm.longest_output(config.search_space()) or hint
     prompts = algorithm.prompts_per_step or DEFAULT_PROMPTS
     # Episodes start from seeds, so a multi-turn environment never runs out of prompts.
-    rows = {} if task is None else {str(split): len(own) for split, own in task.splits.items()}
+    rows = {} if task is None else _rows_of(task, lengths)
     validation = min(fitness.prompts, rows.get("validation", fitness.prompts))
     test = min(fitness.test_prompts, rows.get("test", fitness.test_prompts))
     turns = config.env.max_turns if task is None else 1
@@ -360,6 +360,14 @@ def _read_prompts(
     known = [one for one in (config.algorithm.max_model_len, base.context) if one is not None]
     vocabulary = None if base.shape is None else base.shape.vocabulary or None
     return read_prompts(task, name, min(known, default=None), vocabulary)
+
+
+def _rows_of(task: Task, lengths: PromptLengths | None) -> dict[str, int]:
+    """Return the rows of each split, without those that `env.too_long: drop` leaves out."""
+    rows = {str(split): len(own) for split, own in task.splits.items()}
+    if task.too_long != "drop" or lengths is None or lengths.read < lengths.rows:
+        return rows
+    return {split: count - lengths.too_long.get(split, 0) for split, count in rows.items()}
 
 
 def _calls(task: Task) -> tuple[str, ...]:

@@ -82,6 +82,9 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "task", _task(plan)
     if plan.prompts is not None:
         yield "prompts", _prompts(plan.prompts)
+        if late := sum(plan.prompts.too_long.values()):
+            done = "left out" if config.env.too_long == "drop" else "cut at the beginning"
+            yield "", f"{count(late, 'row')} with a prompt too long for the context: {done}"
     for number, call in enumerate(plan.calls):
         yield "" if number else "rewards", call
     yield "a step", _step(plan)
@@ -120,7 +123,7 @@ def _task(plan: Plan) -> str:
 
 
 def _prompts(lengths: PromptLengths) -> str:
-    least, most, read, rows, _ = lengths
+    least, most, read, rows, *_ = lengths
     if not read:
         return "their lengths are read when the run loads the tokenizer"
     tokens = f"{least:,} to {most:,} tokens" if least < most else count(most, "token")

@@ -214,7 +214,8 @@ class Cohort:
         for learner in (self.learner, *([self._turns.learner] if self._turns else ())):
             learner.limit_output(self.max_output_tokens)
         if self.context_length is not None:
-            env.limit_context(self.context_length)
+            own = (self.max_output_tokens,) if isinstance(env, ReasoningGym) else ()
+            env.limit_context(self.context_length, *own)
         if isinstance(env, ReasoningGym):
             env.prepare_rewards(str(self.base.device))
 

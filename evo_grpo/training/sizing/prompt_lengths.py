@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from evo_grpo.envs.data.rows import place_of
-from evo_grpo.envs.prompts import RenderedPrompts, Template
+from evo_grpo.envs.prompts import RenderedPrompts, Template, fitting_rows
 from evo_grpo.envs.task import SPLITS, DatasetRow, LazyRows, Split, Task
 from evo_grpo.envs.template_keywords import dropped_sentence, rendered_chat
 from evo_grpo.errors import ModelError
@@ -43,6 +43,8 @@ class PromptLengths(NamedTuple):
         rows: Number of rows in all.
         different: Number of different prompts of each split, where all rows were read; of several
             templates, by the one with the fewest.
+        too_long: Number of rows read, of each split, with a prompt that leaves no room for a
+            completion; see `env.too_long`.
     """
 
     least: int
@@ -50,6 +52,7 @@ class PromptLengths(NamedTuple):
     read: int
     rows: int
     different: Mapping[str, int]
+    too_long: Mapping[str, int]
 
 
 class FirstPrompt(NamedTuple):
@@ -92,6 +95,7 @@ def read_prompts(
     }
     lengths: list[int] = []
     texts: dict[str, list[set[str]]] = {split: [] for split in SPLITS}
+    every: list[RenderedPrompts] = []
     found: dict[str, None] = {}
     first: FirstPrompt | None = None
     for name in task.prompts or [None]:
@@ -105,12 +109,14 @@ def read_prompts(
             shown = tokenizer.backend.decode(ids, skip_special_tokens=False)
             first = FirstPrompt(shown, len(ids))
         if not lazy:
-            rendered.limit(context or _NO_LIMIT)
+            every.append(rendered)
+            if task.too_long == "error":
+                rendered.limit(context or _NO_LIMIT)
             for split in SPLITS:
                 texts[split].append(set())
-                for number in range(len(splits[split])):
+                for number, length in enumerate(rendered.lengths(split)):
                     prompt = rendered.get(split, number)
-                    lengths.append(len(prompt.token_ids))
+                    lengths.append(length)
                     texts[split][-1].add(prompt.text)
                     if vocabulary is not None and max(prompt.token_ids) >= vocabulary:
                         raise ModelError(
@@ -127,8 +133,24 @@ def read_prompts(
         read,
         total,
         count if lengths and read == total else {},
+        _too_long(task, every, splits, context),
     )
     return None if lazy else known, first, list(found)
+
+
+def _too_long(
+    task: Task,
+    every: Sequence[RenderedPrompts],
+    splits: Mapping[Split, Sequence[DatasetRow]],
+    context: int | None,
+) -> dict[str, int]:
+    """Return the rows of each split that `env.too_long` acts on."""
+    if not every or context is None or task.too_long == "error":
+        return {}
+    if task.too_long == "drop":
+        fit = fitting_rows(every, splits, context - 1)
+        return {split: len(rows) - len(fit[split]) for split, rows in splits.items()}
+    return {split: sum(n >= context for n in every[0].lengths(split)) for split in splits}
 
 
 def _sample(rows: Sequence[DatasetRow], total: int) -> Sequence[DatasetRow]:
