@@ -9,8 +9,7 @@ from typing import NamedTuple
 from evo_grpo.envs.finding import find_function
 from evo_grpo.envs.registry import build_task, check_multi_turn, is_multi_turn
 from evo_grpo.envs.rewards.names import check_rewards
-from evo_grpo.envs.rewards.scoring import shown_calls
-from evo_grpo.envs.task import Task
+from evo_grpo.envs.task import LazyRows, Task
 from evo_grpo.envs.template_keywords import ignored_keywords, sentence_of_ignored
 from evo_grpo.envs.thinking import COLUMN
 from evo_grpo.errors import ConfigError
@@ -74,8 +73,9 @@ class Plan(NamedTuple):
         fit: Whether the run fits into the GPU that was named or seen, or into this machine; None
             without a known memory or size.
         prompts: Lengths of the prompts; None for a task that makes its own.
-        first: The first prompt; None without a tokenizer here, and of a multi-turn environment.
-        calls: How each reward function is called, for the first row.
+        first: The first prompt; None where `prompts` has no lengths.
+        calls: How each reward function is called for the first row; empty for a task that makes its
+            rows.
         warnings: One sentence for each setting without effect, and for each missing requirement.
     """
 
@@ -371,6 +371,12 @@ def _rows_of(task: Task, lengths: PromptLengths | None) -> dict[str, int]:
 
 
 def _calls(task: Task) -> tuple[str, ...]:
+    """Return how each reward function is called for the first row of a dataset."""
+    if isinstance(task.splits["train"], LazyRows):
+        return ()
+    # Imported here: it loads numpy.
+    from evo_grpo.envs.rewards.scoring import shown_calls
+
     row = task.splits["train"][0]
     if task.thinking is not None:
         row = {**row, COLUMN: "..."}

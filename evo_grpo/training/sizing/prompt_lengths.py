@@ -79,8 +79,9 @@ def read_prompts(
         vocabulary: Number of embeddings of the model, None if unknown.
 
     Returns:
-        None for the lengths of a task that makes its rows, which are short. They are 0, of no row,
-        and there is no first prompt, if the model has no tokenizer.json here.
+        No lengths and no prompt of a task that makes its rows, whose prompts are short; to make
+        them takes longer than all the rest. Lengths of 0, of no row, if the model has no
+        tokenizer.json here.
 
     Raises:
         PromptTooLongError: A prompt leaves no room for a completion, by its row.
@@ -101,30 +102,29 @@ def read_prompts(
     for name in task.prompts or [None]:
         template = Template.of_task(task, name)
         found |= dict.fromkeys(dropped_sentence(template, splits["train"], tokenizer))
-        if tokenizer.backend is None:
+        if lazy or tokenizer.backend is None:
             continue
         rendered = RenderedPrompts(splits, template, tokenizer)
         if first is None:
             ids = list(rendered.get("train", 0).token_ids)
             shown = tokenizer.backend.decode(ids, skip_special_tokens=False)
             first = FirstPrompt(shown, len(ids))
-        if not lazy:
-            every.append(rendered)
-            if task.too_long == "error":
-                rendered.limit(context or _NO_LIMIT)
-            for split in SPLITS:
-                texts[split].append(set())
-                for number, length in enumerate(rendered.lengths(split)):
-                    prompt = rendered.get(split, number)
-                    lengths.append(length)
-                    texts[split][-1].add(prompt.text)
-                    if vocabulary is not None and max(prompt.token_ids) >= vocabulary:
-                        raise ModelError(
-                            f"{place_of(prompt.columns, f'{split}, row {number}')}: the prompt has "
-                            f"the token {max(prompt.token_ids)}, and model {model!r} has "
-                            f"embeddings of {vocabulary} tokens: its tokenizer has more than the "
-                            "model; resize the model's embeddings, or take its own tokenizer"
-                        )
+        every.append(rendered)
+        if task.too_long == "error":
+            rendered.limit(context or _NO_LIMIT)
+        for split in SPLITS:
+            texts[split].append(set())
+            for number, length in enumerate(rendered.lengths(split)):
+                prompt = rendered.get(split, number)
+                lengths.append(length)
+                texts[split][-1].add(prompt.text)
+                if vocabulary is not None and max(prompt.token_ids) >= vocabulary:
+                    raise ModelError(
+                        f"{place_of(prompt.columns, f'{split}, row {number}')}: the prompt has "
+                        f"the token {max(prompt.token_ids)}, and model {model!r} has "
+                        f"embeddings of {vocabulary} tokens: its tokenizer has more than the "
+                        "model; resize the model's embeddings, or take its own tokenizer"
+                    )
     read = sum(map(len, splits.values())) if lengths else 0
     count = {split: min(map(len, own), default=0) for split, own in texts.items()}
     known = PromptLengths(

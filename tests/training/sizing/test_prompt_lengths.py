@@ -18,7 +18,6 @@ from evo_grpo.training.sizing import prompt_lengths
 from evo_grpo.training.sizing.prompt_lengths import FileTokenizer, read_prompts
 
 QUESTION = [{"role": "user", "content": "{question}"}]
-SUM = [{"role": "user", "content": "{a}+{b}="}]
 BEGUN = [*QUESTION, {"role": "assistant", "content": "It is "}]
 #: With what the templates of real models use: tags, white space, filters, functions, tokens.
 JINJA = """{% for m in messages %}
@@ -121,13 +120,10 @@ def test_messages_that_the_chat_template_leaves_out_are_told_by_check_and_run(mo
     assert read_prompts(build_task(env.replace(system_prompt=None), 0), path, None, None)[2] == []
 
 
-@pytest.mark.parametrize("kind", ["rows", "sums"])
-def test_the_first_prompt_is_shown_as_the_model_gets_it(kind, model):
+def test_the_first_prompt_is_shown_as_the_model_gets_it(model):
     path = model("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
     own = {"train": [{"question": f"{n}"} for n in range(20)], "reward": lambda completion: 1.0}
-    settings = {"kind": "dataset", **own} if kind == "rows" else {"kind": "sums"}
-    env = EnvConfig(**settings, conversation=QUESTION if kind == "rows" else SUM)
-    task = build_task(env, 0)
+    task = build_task(EnvConfig(kind="dataset", **own, conversation=QUESTION), 0)
     first = read_prompts(task, path, None, None)[1]
     tokenizer = AutoTokenizer.from_pretrained(path)
     gym = ReasoningGym.from_task(task, tokenizer)
@@ -135,13 +131,6 @@ def test_the_first_prompt_is_shown_as_the_model_gets_it(kind, model):
     assert first.text == tokenizer.decode(asked.token_ids) == asked.text
     assert first.text.startswith("<")
     assert first.tokens == len(asked.token_ids)
-
-
-def test_a_refusing_template_is_found_for_a_task_that_makes_its_rows(model):
-    path = model("{{ raise_exception('no') }}")
-    task = build_task(EnvConfig(kind="sums", conversation=SUM), 0)
-    with pytest.raises(ConfigError, match="the tokenizer's chat template refuses messages"):
-        read_prompts(task, path, None, None)
 
 
 @pytest.mark.parametrize(
