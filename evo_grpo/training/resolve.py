@@ -163,7 +163,7 @@ def _check_memory(config: RunConfig, setup: Setup | None) -> None:
     if setup is None:
         return
     config = _with_adapter(config, setup)
-    check_adapters_fit(config, setup.size)
+    check_adapters_fit(config.model, config.largest_lora, config.search_space(), setup.size)
     plan = setup.plan(config)
     if plan is None or plan.peak <= setup.capacity:
         return

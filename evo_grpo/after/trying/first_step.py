@@ -24,6 +24,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.learn.objective.advantages import zero_variance_groups
 from evo_grpo.model.loading import load_tokenizer
 from evo_grpo.places import looking_in
+from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.evaluate import weighted
 from evo_grpo.record.code import beside, code_folder
@@ -36,7 +37,7 @@ from evo_grpo.settings.yaml import as_config
 from evo_grpo.sources import resolve
 from evo_grpo.training.assemble import add_agents, build_cohort, build_parts
 from evo_grpo.training.environments import environment_for
-from evo_grpo.types import Completion, CompletionGroup
+from evo_grpo.types import Completion, CompletionGroup, Slot
 
 PROMPTS = 3
 """Prompts that are tried if no rows are named."""
@@ -236,64 +237,56 @@ def try_config(
         stack.enter_context(looking_in(code_folder(code), is_code=True))
         stack.enter_context(looking_in(beside(config)))
         if answer is not None:
-            return _scored(run, env, split, numbers, answer)
-        return _sampled(stack, run, env, split, numbers, samples)
+            tokenizer = load_tokenizer(
+                resolve(run.model.name), trust_remote_code=run.model.trust_remote_code
+            )
+            make = environment_of(run.env, run.seed, DEFAULT_PROMPTS, DEFAULT_OUTPUT_TOKENS, None)
+            gym = make(tokenizer) if env is None else env
+            return _scored(gym, run.env.kind, split, numbers, answer)
+        agents = run.agents().replace(engine=run.engine.replace(zero=None))
+        if env is None:
+            cohort, made, start = build_parts(run, agents)
+        else:
+            cohort, start = build_cohort(agents)
+            made = environment_for(cohort, env)
+        (slot,) = add_agents(cohort, 1, "same", start)
+        cohort.open_engine()
+        stack.callback(cohort.close_engine)
+        return _sampled(cohort, slot, made, _starts(made, split, numbers), samples)
 
 
 def _sampled(
-    stack: ExitStack,
-    run: RunConfig,
-    env: object,
-    split: Split,
-    numbers: Sequence[int],
-    samples: int | None,
+    cohort: Cohort, slot: Slot, env: Environment[Any], starts: Sequence[Any], samples: int | None
 ) -> Tried:
     """Sample and score as the first agent of the run would."""
-    agents = run.agents().replace(engine=run.engine.replace(zero=None))
-    if env is None:
-        cohort, made, start = build_parts(run, agents)
-    else:
-        cohort, start = build_cohort(agents)
-        made = environment_for(cohort, env)
-    (slot,) = add_agents(cohort, 1, "same", start)
-    cohort.open_engine()
-    stack.callback(cohort.close_engine)
     hparams = cohort.agents[slot].hparams
-    starts = starts_under(made, hparams.prompt, _starts(made, split, numbers))
     size = samples or hparams.group_size
     sampler = PopulationSampler.in_training(cohort, [slot], stream=("try",))
     begin = time.perf_counter()
-    play = played_out(cohort.begin(made, [starts], [size]), sampler)
+    asked = starts_under(env, hparams.prompt, starts)
+    play = played_out(cohort.begin(env, [asked], [size]), sampler)
     scoring = time.perf_counter()
     (found,) = play.experiences()
     check_answers("the model", (one.logprobs for one in found.trajectories))
-    return _tried(made, found, size, scoring - begin, time.perf_counter() - scoring)
+    return _tried(env, found, size, scoring - begin, time.perf_counter() - scoring)
 
 
-def _scored(run: RunConfig, env: object, split: Split, numbers: Sequence[int], text: str) -> Tried:
-    """Score a text as the answer to each prompt; only the tokenizer of the model is loaded."""
-    tokenizer = load_tokenizer(
-        resolve(run.model.name), trust_remote_code=run.model.trust_remote_code
-    )
-    made: Any = env
-    if env is None:
-        made = environment_of(run.env, run.seed, DEFAULT_PROMPTS, DEFAULT_OUTPUT_TOKENS, None)(
-            tokenizer
-        )
-    if not isinstance(made, ReasoningGym):
+def _scored(env: object, kind: str, split: Split, numbers: Sequence[int], text: str) -> Tried:
+    """Score a text as the answer to each prompt; of the model, only the tokenizer is needed."""
+    if not isinstance(env, ReasoningGym):
         raise ConfigError(
-            f"answer: expected a task of one turn, got {run.env.kind}, whose episodes go on after "
-            "an answer; leave the answer out"
+            f"answer: expected a task of one turn, got {kind}, whose episodes go on after an "
+            "answer; leave the answer out"
         )
-    made.prepare_rewards("cpu")
-    ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-    prompts = _starts(made, split, numbers)
+    env.prepare_rewards("cpu")
+    ids = tuple(env.tokenizer(text, add_special_tokens=False)["input_ids"])
+    prompts = _starts(env, split, numbers)
     answer = (Completion(ids, text, None, ended=True),)
-    play = made.begin([prompts], [1])
+    play = env.begin([prompts], [1])
     play.tell([[CompletionGroup(-1, prompt, answer) for prompt in prompts]])
     begin = time.perf_counter()
     (found,) = play.experiences()
-    return _tried(made, found, 1, 0.0, time.perf_counter() - begin)
+    return _tried(env, found, 1, 0.0, time.perf_counter() - begin)
 
 
 def _starts(env: Environment[Any], split: Split, numbers: Sequence[int]) -> list[Any]:

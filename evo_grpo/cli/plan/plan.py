@@ -245,7 +245,7 @@ def _read_base(config: RunConfig, *, online: bool) -> tuple[RunConfig, ModelSize
 
         model = with_adapter(config.model, base, config.search_space().names())
         config = config.model_copy(update={"model": model})
-    check_adapters_fit(config, base)
+    check_adapters_fit(config.model, config.largest_lora, config.search_space(), base)
     return config, base, silent
 
 

@@ -19,7 +19,8 @@ from evo_grpo.model.files import config_file, gguf_config, read_config
 from evo_grpo.model.llama.families import FAMILIES
 from evo_grpo.printable import shorten
 from evo_grpo.schema.patterns import ending, matches
-from evo_grpo.settings import LoraSettings, RunConfig
+from evo_grpo.schema.search_space import HyperparameterConfig
+from evo_grpo.settings import LoraSettings, ModelConfig
 from evo_grpo.settings.adapters import above_width, missing_layers, too_wide
 from evo_grpo.settings.engines.memory import Shape
 from evo_grpo.sources import resolve
@@ -131,25 +132,33 @@ def adapted_layers(size: ModelSize, lora: LoraSettings) -> dict[str, tuple[int, 
     return chosen
 
 
-def check_adapters_fit(config: RunConfig, size: ModelSize) -> None:
+def check_adapters_fit(
+    model: ModelConfig, largest: LoraSettings, space: HyperparameterConfig, size: ModelSize
+) -> None:
     """Check adapters that may be searched against the layers of the model, if these are known.
+
+    Args:
+        model: The settings of the model.
+        largest: The largest adapter that an agent may have.
+        space: The hyperparameters that are searched.
+        size: The model.
 
     Raises:
         ConfigError: A set of layers names one that the model lacks, or a rank is above the width
             of a layer.
     """
-    lora = config.model.lora
+    lora = model.lora
     for name, targets in lora.target_sets.items() if size.linears else ():
         if text := missing_layers(targets, size.linears, size.name, lora.exclude_modules or ()):
             raise ConfigError(f"model.lora.target_sets.{name}: {text}")
-    layers = adapted_layers(size, config.largest_lora)
+    layers = adapted_layers(size, largest)
     narrow = min(layers, key=lambda name: min(layers[name]), default=None)
     if narrow is None:
         return
-    if text := too_wide(config.search_space(), narrow, min(layers[narrow])):
+    if text := too_wide(space, narrow, min(layers[narrow])):
         raise ConfigError(f"evolve.hyperparameters.lora.r: {text}")
-    text = above_width(config.model.lora.r, narrow, min(layers[narrow]))
-    if config.model.adapter is None and text:
+    text = above_width(lora.r, narrow, min(layers[narrow]))
+    if model.adapter is None and text:
         raise ConfigError(f"model.lora.r: {text}; lower it")
 
 
