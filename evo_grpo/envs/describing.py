@@ -43,7 +43,7 @@ def environment_parts(env: object, seed: int) -> dict[str, str]:
     names = ("batch_size", "seed", "max_turns", "max_output_tokens")
     parts |= {f"env.{name}": repr(getattr(env, name)) for name in names if hasattr(env, name)}
     if isinstance(env, ReasoningGym):
-        return parts | _of_task(env.task)
+        return parts | _of_task(env.given)
     if isinstance(env, MultiTurnGym):
         return parts | source_part("env.env_factory", env.factory)
     if isinstance(env, TokenObservationWrapper):
@@ -59,7 +59,7 @@ def recorded_task(env: object, name: str) -> EnvConfig:
     kind = f"{OBJECT}{name}"
     if isinstance(env, DatasetEnv):
         return env.settings.replace(kind=kind, reward_weights=None)
-    task = env.task if isinstance(env, ReasoningGym) else None
+    task = env.given if isinstance(env, ReasoningGym) else None
     if task is None:
         return EnvConfig(kind=kind)
     messages = task.conversation
@@ -111,6 +111,8 @@ def _of_task(task: Task) -> dict[str, str]:
     parts |= reward_parts(task.rewards)
     parts["env.reward"] = ", ".join(reward.name for reward in task.rewards)
     parts["env.reward_weights"] = _stable([reward.weight for reward in task.rewards])
+    if task.too_long != "error":
+        parts["env.too_long"] = task.too_long
     return {**parts, "env.max_output_tokens": str(task.max_output_tokens)}
 
 

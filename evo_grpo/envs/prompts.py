@@ -326,22 +326,23 @@ class RenderedPrompts:
 def fitting_rows(
     rendered: Sequence[RenderedPrompts], splits: Mapping[Split, Sequence[DatasetRow]], most: int
 ) -> dict[Split, list[DatasetRow]]:
-    """Return the rows whose prompts, by each of several templates, have at most `most` tokens.
-
-    Raises:
-        DataError: A split has none.
-    """
+    """Return the rows whose prompts, by each of several templates, have at most `most` tokens."""
     kept: dict[Split, list[DatasetRow]] = {}
     for split, rows in splits.items():
         longest = map(max, zip(*(one.lengths(split) for one in rendered), strict=True))
         kept[split] = [row for row, length in zip(rows, longest, strict=True) if length <= most]
-        if not kept[split]:
-            raise DataError(
-                f"env.too_long: expected a {split} row with a prompt of at most {most} tokens, got "
-                f"none among {len(rows)}; shorten them, or raise algorithm.max_model_len where the "
-                "model allows it"
-            )
     return kept
+
+
+def check_some_fit(kept: Mapping[Split, Sequence[DatasetRow]], most: int) -> None:
+    """Raise DataError if `fitting_rows` has left a split without rows."""
+    for split, rows in kept.items():
+        if not rows:
+            raise DataError(
+                f"env.too_long: expected a {split} row with a prompt of at most {most} tokens, the "
+                "examples of env.few_shot included, got none; shorten them, or raise "
+                "algorithm.max_model_len where the model allows it"
+            )
 
 
 def chat(

@@ -16,7 +16,13 @@ from evo_grpo.envs.data.dataset import dataset_task
 from evo_grpo.envs.data.rows import place_of
 from evo_grpo.envs.messages import listed
 from evo_grpo.envs.prompting import with_prompting
-from evo_grpo.envs.prompts import Messages, RenderedPrompts, Template, fitting_rows
+from evo_grpo.envs.prompts import (
+    Messages,
+    RenderedPrompts,
+    Template,
+    check_some_fit,
+    fitting_rows,
+)
 from evo_grpo.envs.protocol import Floats
 from evo_grpo.envs.rewards.from_settings import made_of
 from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
@@ -168,6 +174,9 @@ class ReasoningGym:
         warn_of_ignored(self.tokenizer.chat_template if task.keywords else None, task.keywords)
         if task.thinking is not None:
             check_tags(task.thinking, tokenizer)
+        #: The task with all its rows, of which `env.too_long: drop` may leave some out.
+        self.given = task
+        self._limits: tuple[int, int] | None = None
         self._render(task, task.max_output_tokens)
         self._set_aside = SetAside(task.calls.reward_failures)
         #: Held where threads share a process or counts.
@@ -340,10 +349,12 @@ class ReasoningGym:
             PromptTooLongError: For the first prompt that is too long, by its row.
             DataError: `env.too_long: drop` leaves a split without rows.
         """
-        if self.task.too_long == "drop":
-            self._drop(max_context_length - 1)
-        elif self.task.too_long == "truncate_left":
-            self._render(self.task, answer_tokens or self._answer_tokens)
+        answer_tokens = answer_tokens or self._answer_tokens
+        if self.given.too_long != "error" and self._limits != (max_context_length, answer_tokens):
+            self._limits = max_context_length, answer_tokens
+            self._render(self.given, answer_tokens)  # the rows and prompts before another limit
+            if self.given.too_long == "drop":
+                self._drop(max_context_length - 1)
         for rendered in self._by_name.values() or [self._rendered]:
             rendered.limit(max_context_length)
 
@@ -351,6 +362,7 @@ class ReasoningGym:
         """Leave out the rows with a prompt of more tokens."""
         every = list(self._by_name.values()) or [self._rendered]
         kept = fitting_rows(every, self.task.splits, most)
+        check_some_fit(kept, most)
         total = sum(map(len, self.task.splits.values()))
         if dropped := total - sum(map(len, kept.values())):
             warnings.warn(

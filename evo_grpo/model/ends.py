@@ -97,8 +97,8 @@ class Ends:
         # The end of the text alone, as long as the text of the whole row is not needed.
         count, most = 8, max(map(len, self.strings)) + _MARGIN
         while count < len(row):
-            (text,) = self._decoded([row[-count:]])
-            if len(text) >= most:
+            text, before = self._decoded([row[-count:], row[-count:-1]])
+            if len(before) >= most:  # a token may be longer than all strings
                 if not any(stop in text for stop in self.strings):
                     return False
                 break
@@ -112,7 +112,9 @@ class Ends:
         """
         if not any(stop in text for stop in self.strings):
             return -1
-        early = len(self._decoded([row[: self._least]])[0]) if self._least else 0
+        early = 0
+        if self._least:  # without a character of which the first bytes are there
+            early = len(self._decoded([row[: self._least]])[0].rstrip("\ufffd"))
         places = (text.find(one, max(0, early - len(one) + 1)) for one in self.strings)
         return min((place for place in places if place >= 0), default=-1)
 

@@ -9,12 +9,15 @@ from transformers import AutoTokenizer
 from evo_grpo import run
 from evo_grpo.cli.plan.plan import make_plan
 from evo_grpo.cli.plan.render import _rows
+from evo_grpo.envs.describing import environment_parts
 from evo_grpo.envs.registry import build_task
 from evo_grpo.envs.single_turn import ReasoningGym
+from evo_grpo.envs.task import SPLITS
 from evo_grpo.errors import DataError, PromptTooLongError
 from evo_grpo.settings import EnvConfig
 from evo_grpo.sources import embedded_models
 from evo_grpo.training.assemble import prepare
+from evo_grpo.training.sizing import prompt_lengths
 
 CONTEXT = 20
 LONG = {4, 11, 25}
@@ -52,6 +55,18 @@ def test_rows_that_are_dropped_are_in_no_split_and_are_counted(tokenizer):
     env.limit_context(CONTEXT)  # nothing more to leave out: no warning
 
 
+@pytest.mark.filterwarnings("ignore:env.too_long")
+def test_an_environment_for_another_context_has_its_rows_again(tokenizer):
+    env = gym(tokenizer, too_long="drop")
+    steps = [[one.text for one in gym(tokenizer).batch(step)] for step in range(4)]
+    parts = environment_parts(env, 0)
+    env.limit_context(CONTEXT)
+    assert environment_parts(env, 0) == parts, "a run is recorded with the rows that were given"
+    env.limit_context(100)
+    assert [[one.text for one in env.batch(step)] for step in range(4)] == steps
+    assert environment_parts(gym(tokenizer, too_long="truncate_left"), 0) != parts
+
+
 def test_a_row_is_dropped_where_one_of_several_prompts_is_too_long(tokenizer):
     rows = [{"question": "1+1="}, {"question": "1" * 14}, *({"question": f"{n}"} for n in range(9))]
     prompts = {"plain": {"prompt": "{question}"}, "longer": {"prompt": "000000{question}"}}
@@ -63,7 +78,7 @@ def test_a_row_is_dropped_where_one_of_several_prompts_is_too_long(tokenizer):
 
 def test_no_row_that_fits_is_an_error(tokenizer):
     env = gym(tokenizer, too_long="drop")
-    with pytest.raises(DataError, match="expected a train row with a prompt of at most 3 tokens"):
+    with pytest.raises(DataError, match="expected a train row with a prompt of at most 3 tokens, "):
         env.limit_context(4)
 
 
@@ -104,11 +119,21 @@ def test_check_counts_what_a_run_leaves_out_or_cuts(settings, tmp_path):
     with pytest.warns(UserWarning, match="3 of 30 rows are left out"):
         env = prepare(settings("drop")).env
     assert plan.rows == {split: len(rows) for split, rows in env.task.splits.items()}
-    texts = [text for _, text in _rows(make_plan(settings("truncate_left")))]
+    assert plan.prompts.most <= CONTEXT - 1
+    assert plan.prompts.different == plan.rows
+    cut_plan = make_plan(settings("truncate_left"))
+    assert cut_plan.prompts.most == CONTEXT - 4
+    texts = [text for _, text in _rows(cut_plan)]
     assert "3 rows with a prompt too long for the context: cut at the beginning" in texts
     cut = prepare(settings("truncate_left")).env
     lengths = [len(one.token_ids) for split in cut.task.splits for one in cut.prompts(split)]
     assert sorted(lengths)[-3:] == [16, 16, 16]
+
+
+def test_a_sample_of_rows_does_not_refuse_a_split(settings, monkeypatch):
+    monkeypatch.setattr(prompt_lengths, "MOST_READ", 3)  # one row of each split
+    monkeypatch.setattr(prompt_lengths, "fitting_rows", lambda *_: {s: [] for s in SPLITS})
+    assert sum(make_plan(settings("drop")).rows.values()) == 30
 
 
 @pytest.mark.filterwarnings("ignore:env.too_long", "ignore:.*had nothing to learn")

@@ -37,6 +37,7 @@ from evo_grpo.settings.yaml import as_config
 from evo_grpo.sources import resolve
 from evo_grpo.training.assemble import add_agents, build_cohort, build_parts
 from evo_grpo.training.environments import environment_for
+from evo_grpo.training.sizing.model_size import read_model_size
 from evo_grpo.types import Completion, CompletionGroup, Slot
 
 PROMPTS = 3
@@ -129,13 +130,14 @@ class Tried:
         """Return the share of groups of another size that would have a signal.
 
         It takes the rewards of each prompt as drawn with the frequencies that were seen: a group
-        lacks a signal if all its rewards are the same one.
+        lacks a signal if all its known rewards are the same one.
         """
         shares: list[float] = []
         for prompt in self.prompts:
             seen = Counter(answer.reward for answer in prompt.answers)
-            total = sum(seen.values())
-            shares.append(1 - sum((count / total) ** group_size for count in seen.values()))
+            unknown, total = seen.pop(None, 0), len(prompt.answers)
+            equal = sum(((count + unknown) / total) ** group_size for count in seen.values())
+            shares.append(1 - equal + (len(seen) - 1) * (unknown / total) ** group_size)
         return sum(shares) / len(shares)
 
     def sentences(self) -> list[str]:
@@ -148,9 +150,12 @@ class Tried:
                  f"{self.reward_seconds:.1f} s; {self.cut:.0%} were cut off"]  # fmt: skip
         for name, weight in self.weights.items():
             values = [value for one in answers if (value := one.rewards[name]) is not None]
-            spread = f"{min(values):g} to {max(values):g}, mean {sum(values) / len(values):.2f}"
+            spread = "abstained on every answer"
+            if values:
+                mean = sum(values) / len(values)
+                spread = f"{min(values):g} to {max(values):g}, mean {mean:.2f}"
             times = "" if weight == 1 else f", times {weight:g}"
-            found.append(f"reward {name}: {spread if values else 'abstained'}{times}")
+            found.append(f"reward {name}: {spread}{times}")
         if len(answers) == len(self.prompts):
             return found
         differ = sum(prompt.signal for prompt in self.prompts)
@@ -216,7 +221,7 @@ def try_config(
         rows: Rows of the task by their position in the split (0-based); none takes the first
             prompts of the run.
         split: Split of the rows.
-        samples: Answers to each prompt; None takes `algorithm.group_size`.
+        samples: Answers to each prompt, >= 2; None takes `algorithm.group_size`.
         answer: A text to score as the answer to each prompt, without a model.
         code: A folder in which files and modules of the task are found too.
         env: The environment, in place of the task of `config`.
@@ -231,7 +236,7 @@ def try_config(
     if (named := named_task(env)) is not None:
         run, env = run.replace(env=named), None
     if samples is not None:
-        whole(1).check("samples", samples)
+        whole(2).check("samples", samples)
     numbers = [rows] if isinstance(rows, int) else list(rows)
     with ExitStack() as stack:
         stack.enter_context(looking_in(code_folder(code), is_code=True))
@@ -242,6 +247,9 @@ def try_config(
             )
             make = environment_of(run.env, run.seed, DEFAULT_PROMPTS, DEFAULT_OUTPUT_TOKENS, None)
             gym = make(tokenizer) if env is None else env
+            own = run.algorithm.max_model_len, read_model_size(run.model.name).context
+            if isinstance(gym, ReasoningGym) and (known := [one for one in own if one]):
+                gym.limit_context(min(known), run.algorithm.longest_output(run.search_space()))
             return _scored(gym, run.env.kind, split, numbers, answer)
         agents = run.agents().replace(engine=run.engine.replace(zero=None))
         if env is None:
@@ -317,7 +325,7 @@ def _tried(
         group = answers[first : first + size]
         # A dropped episode has no tokens.
         whole = next((one for one in found.trajectories[first : first + size] if one.mask), None)
-        ids = () if whole is None else whole.token_ids[: whole.mask.index(True)]
+        ids = () if whole is None else whole.token_ids[: (*whole.mask, True).index(True)]
         text = env.tokenizer.decode(ids) if ids else found.trajectories[first].prompt
         prompts.append(TriedPrompt(str(text), len(ids), tuple(group), bool(signal)))
     weights = dict(zip(values[0], env.weights.tolist(), strict=True))

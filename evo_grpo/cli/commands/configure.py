@@ -120,7 +120,7 @@ def try_(  # noqa: PLR0913 -- each is an option of the command
     samples: Annotated[
         int | None,
         typer.Option(
-            "--samples", metavar="N", min=1, help="Answers to each prompt; default: group_size."
+            "--samples", metavar="N", min=2, help="Answers to each prompt; default: group_size."
         ),
     ] = None,
     answer: Annotated[

@@ -359,7 +359,8 @@ def _read_prompts(
         return None, None, []
     known = [one for one in (config.algorithm.max_model_len, base.context) if one is not None]
     vocabulary = None if base.shape is None else base.shape.vocabulary or None
-    return read_prompts(task, name, min(known, default=None), vocabulary)
+    longest = config.algorithm.longest_output(config.search_space()) or task.max_output_tokens
+    return read_prompts(task, name, min(known, default=None), vocabulary, longest)
 
 
 def _rows_of(task: Task, lengths: PromptLengths | None) -> dict[str, int]:

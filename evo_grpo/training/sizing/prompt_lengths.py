@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from evo_grpo.envs.data.rows import place_of
-from evo_grpo.envs.prompts import RenderedPrompts, Template, fitting_rows
+from evo_grpo.envs.prompts import RenderedPrompts, Template, check_some_fit, fitting_rows
 from evo_grpo.envs.task import SPLITS, DatasetRow, LazyRows, Split, Task
 from evo_grpo.envs.template_keywords import dropped_sentence, rendered_chat
 from evo_grpo.errors import ModelError
@@ -68,7 +68,11 @@ class FirstPrompt(NamedTuple):
 
 
 def read_prompts(
-    task: Task, model: str, context: int | None, vocabulary: int | None
+    task: Task,
+    model: str,
+    context: int | None,
+    vocabulary: int | None,
+    answer: int | None = None,
 ) -> tuple[PromptLengths | None, FirstPrompt | None, list[str]]:
     """Return the lengths of the prompts of a task, the first one, and warnings about the template.
 
@@ -77,6 +81,7 @@ def read_prompts(
         model: Name of the base model.
         context: Most tokens of prompt and completion together, None if unknown.
         vocabulary: Number of embeddings of the model, None if unknown.
+        answer: Tokens that `env.too_long: truncate_left` leaves for a completion.
 
     Returns:
         No lengths and no prompt of a task that makes its rows, whose prompts are short; to make
@@ -91,27 +96,30 @@ def read_prompts(
     tokenizer: Any = FileTokenizer(model)
     lazy = isinstance(task.splits["train"], LazyRows)
     total = sum(map(len, task.splits.values()))
-    splits: dict[Split, Sequence[DatasetRow]] = {
+    splits: Mapping[Split, Sequence[DatasetRow]] = {
         split: _sample(task.splits[split], total) for split in SPLITS
     }
     lengths: list[int] = []
     texts: dict[str, list[set[str]]] = {split: [] for split in SPLITS}
     every: list[RenderedPrompts] = []
     found: dict[str, None] = {}
-    first: FirstPrompt | None = None
     for name in task.prompts or [None]:
         template = Template.of_task(task, name)
         found |= dict.fromkeys(dropped_sentence(template, splits["train"], tokenizer))
-        if lazy or tokenizer.backend is None:
-            continue
-        rendered = RenderedPrompts(splits, template, tokenizer)
-        if first is None:
+        if not (lazy or tokenizer.backend is None):
+            every.append(RenderedPrompts(splits, template, tokenizer))
+    left_out, read = dict[str, int](), 0
+    if every:
+        read = sum(map(len, splits.values()))
+        splits, left_out = _fitting(task, every, splits, context, whole=read == total)
+    first: FirstPrompt | None = None
+    for name in (task.prompts or [None]) if every else ():
+        cut = answer if task.too_long == "truncate_left" else None
+        rendered = RenderedPrompts(splits, Template.of_task(task, name), tokenizer, cut)
+        rendered.limit(context or _NO_LIMIT)
+        if first is None and splits["train"]:
             ids = list(rendered.get("train", 0).token_ids)
-            shown = tokenizer.backend.decode(ids, skip_special_tokens=False)
-            first = FirstPrompt(shown, len(ids))
-        every.append(rendered)
-        if task.too_long == "error":
-            rendered.limit(context or _NO_LIMIT)
+            first = FirstPrompt(tokenizer.decode(ids), len(ids))
         for split in SPLITS:
             texts[split].append(set())
             for number, length in enumerate(rendered.lengths(split)):
@@ -125,7 +133,6 @@ def read_prompts(
                         f"embeddings of {vocabulary} tokens: its tokenizer has more than the "
                         "model; resize the model's embeddings, or take its own tokenizer"
                     )
-    read = sum(map(len, splits.values())) if lengths else 0
     count = {split: min(map(len, own), default=0) for split, own in texts.items()}
     known = PromptLengths(
         min(lengths, default=0),
@@ -133,24 +140,29 @@ def read_prompts(
         read,
         total,
         count if lengths and read == total else {},
-        _too_long(task, every, splits, context),
+        left_out,
     )
     return None if lazy else known, first, list(found)
 
 
-def _too_long(
+def _fitting(
     task: Task,
     every: Sequence[RenderedPrompts],
     splits: Mapping[Split, Sequence[DatasetRow]],
     context: int | None,
-) -> dict[str, int]:
-    """Return the rows of each split that `env.too_long` acts on."""
-    if not every or context is None or task.too_long == "error":
-        return {}
-    if task.too_long == "drop":
-        fit = fitting_rows(every, splits, context - 1)
-        return {split: len(rows) - len(fit[split]) for split, rows in splits.items()}
-    return {split: sum(n >= context for n in every[0].lengths(split)) for split in splits}
+    *,
+    whole: bool,
+) -> tuple[Mapping[Split, Sequence[DatasetRow]], dict[str, int]]:
+    """Return the rows of a run, and how many of each split `env.too_long` acts on."""
+    if context is None or task.too_long == "error":
+        return splits, {}
+    kept = fitting_rows(every, splits, context - 1)
+    late = {str(split): len(rows) - len(kept[split]) for split, rows in splits.items()}
+    if task.too_long == "truncate_left":
+        return splits, late
+    if whole:
+        check_some_fit(kept, context - 1)
+    return kept, late
 
 
 def _sample(rows: Sequence[DatasetRow], total: int) -> Sequence[DatasetRow]:
@@ -201,6 +213,10 @@ class FileTokenizer:
     ) -> list[int]:
         """Return the ids of a text."""
         return self(text, add_special_tokens=add_special_tokens, verbose=verbose)["input_ids"]
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids, special tokens included."""
+        return self.backend.decode(ids, skip_special_tokens=False)
 
     def apply_chat_template(
         self, messages: list[dict[str, Any]], *, tokenize: bool, **keywords: Any

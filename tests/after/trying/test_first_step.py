@@ -23,6 +23,12 @@ def short(completion):
 
 def nothing(completion):
     return 0.5
+
+def silent(completion):
+    return None
+
+def sometimes(completion):
+    return 1.0 if completion[:1] in "0123" else None
 """
 GAME = """
 class Game:
@@ -110,6 +116,24 @@ def test_the_share_with_a_signal_is_that_of_independent_draws(dataset):
         assert tried.signal_with(size) == pytest.approx(sum(shares) / len(shares))
 
 
+@pytest.mark.filterwarnings("ignore:every reward function")
+def test_answers_without_a_reward_give_no_signal(dataset):
+    tried = try_config(dataset("sometimes"), samples=6)
+    assert {one.reward for one in tried.answers} == {1.0, None}
+    assert tried.signal == tried.signal_with(8) == 0
+    silent = try_config(dataset("silent"), samples=2)
+    assert "reward silent: abstained on every answer" in silent.sentences()
+    assert silent.sentences()[-1].startswith("every reward function abstained on every answer")
+
+
+def test_an_answer_is_scored_for_the_rows_and_prompts_of_the_run(dataset):
+    config = dataset("exact", env__too_long="truncate_left", env__prompt="1111{question}")
+    config = config.replace(algorithm=config.algorithm.replace(max_model_len=8))
+    asked = [one.prompt for one in try_config(config, samples=2).prompts]
+    assert len(asked[0]) < 8
+    assert [one.prompt for one in try_config(config, answer="").prompts] == asked
+
+
 def test_episodes_are_shown_with_their_turns(dataset):
     config = small(env={"kind": "python:tried_game:Game", "max_turns": 3})
     tried = try_config(config, samples=2)
@@ -156,7 +180,7 @@ def test_the_document_is_the_result(dataset):
     [
         (["--rows", "3,x"], "--rows: expected numbers such as 3,17, got 'x'"),
         (["--rows", "99"], "row: expected a number from 0 to 23, of 24 in train, got 99"),
-        (["--samples", "0"], "greater than or equal to 1"),
+        (["--samples", "1"], "greater than or equal to 2"),
     ],
 )
 def test_a_wrong_option_is_named(dataset, arguments, message):

@@ -2,6 +2,7 @@
 
 import json
 import random
+from copy import deepcopy
 from functools import cache
 
 import pytest
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from evo_grpo.errors import ConfigError
+from evo_grpo.model.ends import Ends
 from evo_grpo.model.llama import decode
 from evo_grpo.model.llama.cache import FixedCache
 from evo_grpo.rollout.engine import RolloutRequest
@@ -100,7 +102,8 @@ def sampled(kind, requests, places, **algorithm):
 def cut(tokenizer, completion, stop, least):
     """What a row alone gives: after each token, decode everything and look for every stop."""
     strings = [one for one in stop if isinstance(one, str)]
-    early = len(tokenizer.decode(completion.token_ids[:least], skip_special_tokens=True))
+    early = tokenizer.decode(completion.token_ids[:least], skip_special_tokens=True)
+    early = len(early.rstrip("\ufffd"))  # the first bytes of a character are none
     for count, token in enumerate(completion.token_ids, start=1):
         ids = completion.token_ids[:count]
         if token in stop and count > least:
@@ -181,6 +184,28 @@ def test_completions_are_cut_where_one_row_alone_is_cut(monkeypatch):
 @pytest.mark.slow
 def test_completions_are_cut_where_one_row_alone_is_cut_in_500_configurations(monkeypatch):
     assert sum(check(seed, monkeypatch) for seed in range(20, 520)) > 600
+
+
+def test_a_string_that_ends_in_a_long_token_or_a_character_of_many_is_found():
+    tokenizer = deepcopy(tokenizer_of("bytes"))
+    tokenizer.add_tokens(["-" * 64])
+    base = tiny.population(tiny.llama(vocab_size=len(tokenizer)), (4,), tokenizer).base
+
+    def ends(stop, least=0):
+        return Ends(
+            base, AgentSettings(algorithm={"stop": [stop], "min_output_tokens": least}).algorithm
+        )
+
+    ids = tokenizer("It is so. The final answer:\n" + "-" * 64 + "7")["input_ids"]
+    place = ids.index(tokenizer.convert_tokens_to_ids("-" * 64)) + 1
+    found = ends("The final answer:\n---")
+    assert [found.stops(ids[:n]) for n in range(1, place + 1)] == [False] * (place - 1) + [True]
+    assert found.texts([ids[:place]]) == [("It is so. ", True)]
+    ids = tokenizer("\u8a9ea")["input_ids"]  # three tokens and one
+    for least in range(4):
+        found = ends("\u8a9e", least)
+        stopped = [found.stops(ids[:n]) for n in range(1, len(ids) + 1)]
+        assert stopped == [False, False, least < 3, False]
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@
     const shown = (row) => {
       const box = element("div", "completion", "");
       const meta = element("div", "meta", "");
-      const short = (value) => (value === null ? "none" : value.toPrecision(3).replace(/\.?0+$/, ""));
+      const short = (value) => (value === null ? "none" : String(Number(value.toPrecision(3))));
       meta.append(element("b", "", `reward ${short(row.reward)}`),
         ...Object.entries(row.rewards).map(([name, value]) => element("span", "", `${name} ${short(value)}`)),
         element("span", "", `agent ${row.agent}`),
