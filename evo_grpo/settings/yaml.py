@@ -75,8 +75,18 @@ def from_written(text: str, source: str) -> RunConfig:
 
 
 def with_parts(settings: object) -> Any:  # noqa: ANN401 -- as it was given
-    """Return written settings in which `shards` counts parts; before 0.3, `overlap` did, too."""
+    """Return written settings in which `shards` counts parts; before 0.3, `overlap` did, too.
+
+    And with vLLM's stop sequences of that time as `algorithm.stop`.
+    """
     engine: Any = settings.get("engine") if isinstance(settings, Mapping) else None
+    vllm: Any = engine.get("vllm") if isinstance(engine, Mapping) else None
+    if isinstance(vllm, Mapping) and "stop_sequences" in vllm:
+        own = dict(cast("Mapping[Any, Any]", vllm))
+        stop, engine = own.pop("stop_sequences"), {**engine, "vllm": own}
+        settings = {**cast("Mapping[Any, Any]", settings), "engine": engine}
+        if stop and engine.get("rollout") == "vllm":
+            settings["algorithm"] = {**settings.get("algorithm", {}), "stop": stop}
     parts: Any = engine.get("overlap") if isinstance(engine, Mapping) else None
     if type(parts) is not int:
         return settings
