@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from evo_grpo.errors import CheckpointError, ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.digest import base_digest, comparable_digests
-from evo_grpo.model.loading import DTYPES, from_pretrained, one_sentence, quiet
+from evo_grpo.model.loading import DTYPES, from_pretrained, load_tokenizer, one_sentence, quiet
 from evo_grpo.sources import Source
 
 TOLERANCE = 1e-3
@@ -34,15 +34,7 @@ def tokenizer_files(
     A revision of None takes the newest. `pad_token` is the padding token of the run, for a
     tokenizer without one.
     """
-    from transformers import AutoTokenizer
-
-    given: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-    if revision is not None:
-        given["revision"] = revision
-    with one_sentence(source, ": its tokenizer"), quiet():
-        tokenizer = cast("Any", AutoTokenizer).from_pretrained(
-            source.path, trust_remote_code=False, **given
-        )
+    tokenizer = load_tokenizer(source, revision)
     if tokenizer.pad_token is None and pad_token:
         tokenizer.pad_token = pad_token
     with TemporaryDirectory() as folder:

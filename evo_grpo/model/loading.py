@@ -120,8 +120,10 @@ def from_pretrained(
     return model, tokenizer
 
 
-def load_tokenizer(source: Source, *, trust_remote_code: bool = False) -> Any:  # noqa: ANN401 -- of any class
-    """Load the tokenizer of a model, without its weights.
+def load_tokenizer(
+    source: Source, revision: str | None = None, *, trust_remote_code: bool = False
+) -> Any:  # noqa: ANN401 -- of any class
+    """Load the tokenizer of a model, without its weights; a revision of None takes the newest.
 
     Raises:
         ModelError: The model has none, or its files are damaged.
@@ -131,6 +133,8 @@ def load_tokenizer(source: Source, *, trust_remote_code: bool = False) -> Any:  
     given: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if source.gguf_file:
         given["gguf_file"] = source.gguf_file
+    if revision is not None:
+        given["revision"] = revision
     with one_sentence(source, ": its tokenizer"), quiet():
         return cast("Any", AutoTokenizer).from_pretrained(source.path, **given)
 

@@ -70,11 +70,11 @@ def as_config(config: RunConfig | str | Path | Mapping[str, Any]) -> RunConfig:
 
 def from_written(text: str, source: str) -> RunConfig:
     """Build a configuration from the text of `to_yaml` in a run folder, without anchors."""
-    written = with_parts(parse(text, source, WrittenOutLoader))
+    written = in_todays_keys(parse(text, source, WrittenOutLoader))
     return _without_objects(_build(written, (), source), source)
 
 
-def with_parts(settings: object) -> Any:  # noqa: ANN401 -- as it was given
+def in_todays_keys(settings: object) -> Any:  # noqa: ANN401 -- as it was given
     """Return written settings in which `shards` counts parts; before 0.3, `overlap` did, too.
 
     And with vLLM's stop sequences of that time as `algorithm.stop`.
