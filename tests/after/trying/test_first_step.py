@@ -180,7 +180,7 @@ def test_the_document_is_the_result(dataset):
     [
         (["--rows", "3,x"], "--rows: expected numbers such as 3,17, got 'x'"),
         (["--rows", "99"], "row: expected a number from 0 to 23, of 24 in train, got 99"),
-        (["--samples", "1"], "greater than or equal to 2"),
+        (["--samples", "1"], "Invalid value for '--samples'"),
     ],
 )
 def test_a_wrong_option_is_named(dataset, arguments, message):
