@@ -111,7 +111,7 @@ def show_run(
         allow: Files of the comparison that may have changed since the run began.
         report: Add the comparison to the HTML report of the run.
     """
-    from evo_grpo.readers.terminal.console import warnings_to
+    from evo_grpo.readers.terminal.console import WorkLines, warnings_to
 
     option = " --compare" if compare else ""
     progress = audience.progress()
@@ -124,7 +124,8 @@ def show_run(
         return printable(how if progress.run_dir is None else how + option)
 
     audience.loading(progress, loading)
-    with interruptible(stopped) as begin, progress, warnings_to(audience.warn):
+    working = WorkLines(audience.console) if audience.person else nullcontext()
+    with interruptible(stopped) as begin, progress, working, warnings_to(audience.warn):
         import_module("evo_grpo.training.run")  # takes seconds; a signal still ends it at once
         keep_freed_memory()
         begin()

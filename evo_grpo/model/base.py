@@ -31,6 +31,7 @@ from evo_grpo.model.refusal import unchanged_if_refused
 from evo_grpo.model.rotary import hold_frequencies, switch_length
 from evo_grpo.model.sparse import beyond, remedy, selection_length
 from evo_grpo.sources import resolve
+from evo_grpo.working import working
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -177,7 +178,8 @@ class SharedBase:
         chosen = pick_dtype(dtype, where)
         if quantization is not None:
             extra = {**extra, **quantization_keywords(quantization, source, chosen, where)}
-        model, loaded = from_pretrained(source, chosen, extra, with_tokenizer=tokenizer is None)
+        with working(f"load the weights of {name}"):
+            model, loaded = from_pretrained(source, chosen, extra, with_tokenizer=tokenizer is None)
         tokenizer = tokenizer if tokenizer is not None else loaded
         if quantization is None:
             return cls(model.to("cpu" if on_host else where), tokenizer, name)

@@ -46,12 +46,14 @@ class RankReport:
         reduced: Engine settings that were lowered to save memory, with their present values.
         files: The files of its checkpoints.
         fresh: The fresh evaluations of the archive and of the best agent that it has made.
+        judge_cost: What its judges have cost from the start of the run.
     """
 
     agents: Mapping[Slot, AgentReport]
     reduced: Mapping[str, int] = field(default_factory=dict[str, int])
     files: CheckpointFiles = field(default_factory=CheckpointFiles)
     fresh: Mapping[Slot, Evaluation] = field(default_factory=dict[Slot, Evaluation])
+    judge_cost: float = 0.0
 
 
 @dataclass(frozen=True)

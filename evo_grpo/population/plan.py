@@ -29,7 +29,7 @@ from evo_grpo.population.looks import AgentReport, RankReport
 from evo_grpo.population.no_signal import without_signal
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.record.records import AgentRecord, NextAgents, RoundRecord
-from evo_grpo.record.stopping import Played, best_of, has_signal, rules_that_hold
+from evo_grpo.record.stopping import Played, has_signal, rules_that_hold
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.seeding import derive, generator
@@ -74,6 +74,7 @@ class PlanInputs:
         fresh: Fresh scores of the archive and of the best agent of the round, by slot; empty where
             they were not measured.
         fresh_tokens: Tokens sampled for them.
+        judge_cost: What judges have cost from the start of the run.
         next_id: A member id that no member of the run has had.
         task: Name of the environment, for errors.
         check: Raises for hyperparameters with which no agent can train; an exploration of the user
@@ -90,6 +91,7 @@ class PlanInputs:
     check: Callable[[Hparams], None] | None = None
     fresh: Mapping[Slot, Score] = field(default_factory=dict[Slot, Score])
     fresh_tokens: int = 0
+    judge_cost: float = 0.0
 
 
 def next_round(
@@ -236,9 +238,10 @@ def _rules_that_hold(
         return ()
     tokens = sum(report.tally.tokens + report.evaluation.tokens for report in reports)
     tokens += inputs.fresh_tokens
-    best = best_of([report.score for report in reports])
+    scores = [report.score for report in reports]
     signal = has_signal([report.tally.means() for report in reports])
-    return rules_that_hold(stop, inputs.past, Played(best, tokens, seconds, signal))
+    last = Played(scores, tokens, seconds, signal, inputs.judge_cost)
+    return rules_that_hold(stop, inputs.past, last)
 
 
 def least_reduced(reports: Sequence[RankReport]) -> dict[str, int]:

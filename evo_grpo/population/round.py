@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from evo_grpo.envs.protocol import Environment
+from evo_grpo.envs.rewards.weights import judge_cost
 from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.population.cohort.cohort import Cohort
@@ -238,7 +239,8 @@ def report_of(
         )
         for slot, tally in tallies.items()
     }
-    return RankReport(agents, cohort.reduced(), this.writer.hand_over(), fresh)
+    cost = judge_cost(this.env)
+    return RankReport(agents, cohort.reduced(), this.writer.hand_over(), fresh, cost)
 
 
 def plan_and_record(
@@ -255,7 +257,8 @@ def plan_and_record(
         if again is not None:
             return again
     fresh = {slot: one for report in reports for slot, one in report.fresh.items()}
-    plan = plan_round(this, agents, fresh, starts, least_reduced(reports))
+    cost = sum(report.judge_cost for report in reports)
+    plan = plan_round(this, agents, fresh, starts, least_reduced(reports), cost)
     prompts = this.settings.evolve.fitness.prompts
     if plan.last and plan.record.between:
         # A rule ends the run between two decisions: the best agent is chosen by a whole evaluation.
@@ -280,6 +283,7 @@ def plan_round(
     fresh: Mapping[Slot, Evaluation],
     starts: int,
     reduced: Mapping[str, int],
+    cost: float,
 ) -> RoundPlan:
     """Plan a round from the reports of its agents; called on the first rank only."""
     cohort, scores = this.cohort, {slot: agent.score for slot, agent in agents.items()}
@@ -293,6 +297,7 @@ def plan_round(
         archive=None if cohort.archive is None else cohort.archive.standing(),
         fresh={slot: one.score for slot, one in fresh.items() if one.score.is_finite},
         fresh_tokens=sum(one.tokens for one in fresh.values()),
+        judge_cost=cost,
         next_id=cohort.next_member,
         task=this.env.name,
     )

@@ -36,12 +36,12 @@ class Sentence:
 
     Attributes:
         kind: "ended" (the rule that ended the run before its last round), "result" (the winner on
-            test prompts), "passes" (the same by pass@k), "leader" (the best agent before the end),
-            "winner" (the winner, and the agent that it descends from), "schedule" (how its
-            hyperparameters moved), "choice" (the final comparison), "validation" (why that score
-            differs from the test score), "share" (its part of the training tokens), "judge" (what
-            the judge has cost), "guess" (the
-            result without evolution) or "missing" (a fact that this run does not have, and why).
+            test prompts), "rewards" (the same by reward function), "passes" (the same by pass@k),
+            "leader" (the best agent before the end), "winner" (the winner, and the agent that it
+            descends from), "schedule" (how its hyperparameters moved), "choice" (the final
+            comparison), "validation" (why that score differs from the test score), "share" (its
+            part of the training tokens), "judge" (what the judge has cost), "guess" (the result
+            without evolution) or "missing" (a fact that this run does not have, and why).
         text: The sentence, with a capital letter and a full stop. Names in it come from files:
             escape it.
     """
@@ -111,6 +111,8 @@ def _finished(
     if why := why_it_ended(summary):
         yield Sentence("ended", f"Ended early: {why}.")
     yield _result(summary)
+    if parts := _by_reward(summary):
+        yield Sentence("rewards", f"By reward: {listed(parts)}.")
     if passes := summary.get("passes"):
         yield Sentence("passes", _passes(passes))
     yield Sentence("winner", _winner(rounds, winner, alone=alone))
@@ -206,6 +208,17 @@ def _result(summary: Mapping[str, Any]) -> Sentence:
     elif not sign:
         text += ", which may be chance: no agent of this run clearly beat the base model"
     return Sentence("result", f"{text}.")
+
+
+def _by_reward(summary: Mapping[str, Any]) -> list[str]:
+    """Return how each of several reward functions moved from base to winner."""
+    base, best = (summary[name].get("rewards", {}) for name in ("base", "best"))
+    return [
+        f"{name} {with_error(base[name]['mean'], base[name]['se'])} → "
+        f"{with_error(one['mean'], one['se'])}"
+        for name, one in best.items()
+        if len(best) > 1 and name in base and None not in (one["mean"], base[name]["mean"])
+    ]
 
 
 def _passes(passes: Sequence[Mapping[str, Any]]) -> str:

@@ -19,17 +19,23 @@ from evo_grpo.types import Score
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeanReward:
-    """A score in a result file: mean reward, its standard error, and the number of prompts.
-
-    `per_prompt` has the mean reward of each prompt, in the order of the split: null where all
-    reward functions abstained. It is empty in the result of a comparison.
-    """
-
+class _Mean:
     mean: float | None
     se: float | None
     n: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanReward(_Mean):
+    """A score in a result file: mean reward, its standard error, and the number of prompts.
+
+    `per_prompt` has the mean reward of each prompt, in the order of the split: null where all
+    reward functions abstained. It is empty in the result of a comparison. `rewards` has each reward
+    function by itself, without its weight.
+    """
+
     per_prompt: list[float | None] = field(default_factory=list[float | None])
+    rewards: Mapping[str, _Mean] = field(default_factory=dict[str, _Mean])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +102,9 @@ class _Summary:
     candidates: list[_Candidate]
     final_tokens: int
     files: Mapping[RelativePath, str] = field(default_factory=dict[str, str])
-    stopped: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+    stopped: Mapping[str, float | Mapping[str, float] | None] = field(
+        default_factory=dict[str, float | Mapping[str, float] | None]
+    )
     earlier: list[_Earlier] = field(default_factory=list[_Earlier])
     passes: list[_Passes] = field(default_factory=list[_Passes])
     judge: _Judge | None = None

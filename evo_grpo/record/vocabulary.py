@@ -30,6 +30,8 @@ class Metric:
 
 REWARD_OF = "reward/"
 """Prefix of the metric of one of several reward functions; the function's name follows."""
+VALIDATION = "validation/"
+"""Prefix of the metric of one of several reward functions on validation prompts."""
 HYPERPARAMETER = "hyperparameters/"
 """Prefix of the metric of a hyperparameter."""
 OBJECTIVE = "objective_"
@@ -137,6 +139,12 @@ OF_ROUNDS = (
         f"{OBJECTIVE}<name>",
         "Mean of an objective beside fitness on the validation prompts, and with `_se` behind its "
         "name the standard error of it.",
+        "",
+        "round",
+    ),
+    Metric(
+        f"{VALIDATION}<function>",
+        "Mean of one of several reward functions on the validation prompts, without its weight.",
         "",
         "round",
     ),

@@ -33,6 +33,7 @@ from evo_grpo.settings.loss import level_problems
 from evo_grpo.settings.model import ModelConfig
 from evo_grpo.settings.population import PopulationConfig
 from evo_grpo.settings.prompting import prompt_problems
+from evo_grpo.settings.rewards import JudgeReward
 
 
 class DoubtfulSetting(UserWarning):
@@ -59,6 +60,12 @@ def run_problems(
     """Yield contradictions among the settings of a run, with their YAML paths."""
     yield from below(_env(env), "env")
     yield from below(_counts(population, evolve), "population")
+    judges = [one for one in env.rewards if isinstance(one, JudgeReward)]
+    free = not any(one.input_price or one.output_price for one in judges)
+    cost = population.stop.judge_cost is not None and free and not env.objects()
+    priced = "a judge with a price (input_price, output_price) in env.reward"
+    row = ("stop.judge_cost", cost, priced, "add the prices, or remove the rule")
+    yield from below(contradictions(population, row), "population")
     space = search_space(evolve.hyperparameters, algorithm.hparams())
     first = algorithm.first_hparams(space, model.lora.rank_alpha)
     yield from below(fitness_problems(space, evolve.fitness), "evolve", "fitness")

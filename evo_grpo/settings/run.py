@@ -212,7 +212,7 @@ def settled(
     fitness = evolve.fitness
     if fitness.between is None:
         stop = population.stop
-        whole = stop.fitness is not None or stop.patience is not None
+        whole = stop.fitness is not None or stop.rewards or stop.patience is not None
         alike = _trains_as_fitness(population, evolve, algorithm, space)
         between = fitness.prompts if whole else 0 if alike else fitness.in_between
         evolve = evolve.replace(fitness=fitness.replace(between=between))

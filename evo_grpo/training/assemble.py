@@ -54,6 +54,7 @@ from evo_grpo.training.sizing.machine import torch_build, unseen_gpus
 from evo_grpo.training.start_adapter import lora_config, read_start
 from evo_grpo.training.strategies import check_explorer, explorer, selector
 from evo_grpo.types import Slot
+from evo_grpo.working import working
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +115,13 @@ class Prepared:
         """Check that reward functions exist, and that rounds can be played as settings ask."""
         evolve, space = self.round_settings.evolve, self.cohort.hp_config
         fitness = evolve.fitness
-        check_rewards(named_weights(self.env), space, fitness.reward, fitness.objectives)
+        check_rewards(
+            named_weights(self.env),
+            space,
+            fitness.reward,
+            fitness.objectives,
+            self.round_settings.population.stop.rewards,
+        )
         if found := list(fitness_problems(space, fitness)):
             raise Problems(*found).below("evolve", "fitness")
         own = isinstance(self.round_settings.selector, CheckedSelector)
@@ -145,7 +152,8 @@ def prepare(config: RunConfig, task: Task | None = None, team: Team | None = Non
     team.wait_for_all()  # every rank checks its input before any rank loads a model
     cohort, env, start = build_parts(config, config.agents(), task, team)
     slots = add_agents(cohort, config.population.size, config.population.init, start)
-    cohort.open_engine()
+    with working("start the rollout engine"):
+        cohort.open_engine()
     team.wait_for_all()
     return Prepared(cohort, env, rounds, slots)
 
@@ -168,8 +176,9 @@ def build_parts(
     # Build everything that does not need the base first, to report bad input before a model loads.
     make = environment_of(config.env, config.seed, _prompts(config), tokens, task)
     cohort, start = build_cohort(agents, team=team)
-    env = make(cohort.base.tokenizer)
-    cohort.adapt_to(env)
+    with working("render the prompts"):
+        env = make(cohort.base.tokenizer)
+        cohort.adapt_to(env)
     return cohort, env, start
 
 

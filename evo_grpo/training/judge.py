@@ -25,7 +25,7 @@ from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.training.assemble import Prepared
 from evo_grpo.training.environments import spent_on_rewards
-from evo_grpo.types import Member, Mutation, Score, Slot
+from evo_grpo.types import Member, Mutation, RewardScore, Score, Slot
 
 PRECEDENCE = ("mean", "last", "archive")
 """Kinds of finalists; one has to be significantly better to win against one before it."""
@@ -262,10 +262,9 @@ def judge(
     correct = fitness.correct or 0.0
     return {
         "split": "test",
-        "base": {**_score(base), "per_prompt": base.per_prompt},
+        "base": _tested(base),
         "best": {
-            **_score(tested),
-            "per_prompt": tested.per_prompt,
+            **_tested(tested),
             "kind": best.kind,
             "agent": best.agent,
             "member": best.member.id,
@@ -279,6 +278,11 @@ def judge(
         "rounds": len(rounds),
         "wall_seconds": seconds,
     }
+
+
+def _tested(score: Score) -> Mapping[str, Any]:
+    rewards = {one.name: _score(one) for one in score.rewards}
+    return {**_score(score), "per_prompt": score.per_prompt, "rewards": rewards}
 
 
 def _passes(k: int, correct: float, results: Sequence[Evaluation]) -> dict[str, Any]:
@@ -320,5 +324,5 @@ def _parents(member: Member) -> list[int]:
     return [one for one in (member.parent, member.second_parent) if one is not None]
 
 
-def _score(score: Score) -> Mapping[str, float]:
+def _score(score: Score | RewardScore) -> Mapping[str, float]:
     return {"mean": score.mean, "se": score.se, "n": score.n}

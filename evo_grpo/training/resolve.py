@@ -87,7 +87,8 @@ def task_of(config: RunConfig) -> Task | None:
     task = build_task(config.env, config.seed)
     weights = {reward.name: reward.weight for reward in task.rewards}
     fitness = config.evolve.fitness
-    check_rewards(weights, config.search_space(), fitness.reward, fitness.objectives)
+    stop = config.population.stop.rewards
+    check_rewards(weights, config.search_space(), fitness.reward, fitness.objectives, stop)
     return task
 
 

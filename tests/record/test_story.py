@@ -131,6 +131,19 @@ def test_a_run_that_beat_the_base_and_one_that_did_not(gain, error, words):
     assert ("chance" in result) == ("chance" in words)
 
 
+def test_each_of_several_rewards_is_told():
+    def moved(**means):
+        return {name: {"mean": mean, "se": 0.02, "n": 256} for name, mean in means.items()}
+
+    base = {**SUMMARY["base"], "rewards": moved(exact=0.33, format=0.1)}
+    best = {**SUMMARY["best"], "rewards": moved(exact=0.81, format=0.9)}
+    assert told({**SUMMARY, "base": base, "best": best})["rewards"] == (
+        "By reward: exact 0.33 ± 0.02 → 0.81 ± 0.02 and format 0.10 ± 0.02 → 0.90 ± 0.02."
+    )
+    base, best = ({**one, "rewards": moved(exact=0.5)} for one in (base, best))
+    assert "rewards" not in told({**SUMMARY, "base": base, "best": best})  # the same as the result
+
+
 def test_pass_at_k_of_base_and_winner():
     passes = [
         {"k": k, "correct": 0.5, "base": {"mean": base, "se": 0.02, "n": 256}, "gain": best - base,

@@ -25,6 +25,8 @@ from evo_grpo.settings.rewards import JudgeReward
 
 LIKELIEST = 20
 """Number of the likeliest first tokens that `score: logprob` asks for; the API allows no more."""
+CHARACTERS = 4
+"""Characters of a token in an estimate of what a judge reads."""
 WAIT_SECONDS = 0.5
 """Seconds after which a thread that waits for another one looks whether it is still needed."""
 LEAST_PROBABILITY = 0.5
@@ -102,6 +104,28 @@ class Judge(Scorer):
             "output_tokens": float(answers.output),
             "cost": cost / 1e6,
         }
+
+    def questions(self, rows: Sequence[Mapping[str, Any]], tokens: int) -> str:
+        """Return a sentence on what questions will take, before they are asked.
+
+        Args:
+            rows: The columns of the row of each completion, its `prompt` included.
+            tokens: Most tokens of a completion.
+        """
+        settings = self.settings
+        characters = sum(
+            len(template.plain({**row, "completion": ""}))
+            for row in rows
+            for template in self._templates.values()
+        )
+        read = characters / CHARACTERS + len(rows) * tokens
+        write = len(rows) * (1 if settings.score == "logprob" else settings.max_tokens)
+        cost = (read * settings.input_price + write * settings.output_price) / 1e6
+        return (
+            f"the judge {settings.model!r} is asked up to {len(rows):,} questions, about "
+            f"{read:,.0f} tokens to read and at most {write:,} to write, which cost about "
+            f"{cost:.2g} at most by its prices"
+        )
 
     def __call__(
         self, *, completions: Sequence[str], prompts: Sequence[str], **columns: Sequence[Any]

@@ -29,8 +29,9 @@ def check_rewards(
     space: HyperparameterConfig,
     reward: FitnessReward = None,
     objectives: Sequence[ObjectiveConfig] = (),
+    stop: Mapping[str, float] | None = None,
 ) -> None:
-    """Check the reward functions that ranges, `evolve.fitness.reward` and its objectives name.
+    """Check the names of reward functions in ranges, `evolve.fitness` and `population.stop`.
 
     Args:
         weights: The weight of each reward function of the environment, by its name; empty if it
@@ -38,6 +39,7 @@ def check_rewards(
         space: Ranges of the hyperparameters that may mutate.
         reward: `evolve.fitness.reward`.
         objectives: `evolve.fitness.objectives`.
+        stop: `population.stop.rewards`.
 
     Raises:
         Problems: A function of that name does not exist, its weight, with which the first agent
@@ -55,10 +57,16 @@ def check_rewards(
                 f"{weights[name]:g}; give such a one, or change evolve.hyperparameters.{path[-1]}"
             )
             found.append(Problem(("env", "reward_weights"), text))
-    for name in () if reward is None else weights_in(reward):
-        if name not in weights:
-            text = unknown_reward(name, list(weights))
-            found.append(Problem(("evolve", "fitness", "reward"), text))
+    named = {
+        ("evolve", "fitness", "reward"): {} if reward is None else weights_in(reward),
+        ("population", "stop", "rewards"): stop or {},
+    }
+    found += [
+        Problem(path, unknown_reward(name, list(weights)))
+        for path, names in named.items()
+        for name in names
+        if name not in weights
+    ]
     for number, one in enumerate(objectives):
         path = ("evolve", "fitness", "objectives", number, "name")
         if one.name not in (*weights, *MEASURES):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from evo_grpo.record import columns
 from evo_grpo.record.log import RoundDone, RunFinished, StepDone
-from evo_grpo.record.vocabulary import HYPERPARAMETER, SECONDS
+from evo_grpo.record.vocabulary import HYPERPARAMETER, SECONDS, VALIDATION
 from evo_grpo.record.wording import changes_text
 
 if TYPE_CHECKING:
@@ -132,12 +132,14 @@ def finite(values: Mapping[str, float | None]) -> dict[str, float]:
 
 def _of_agent(agent: AgentRecord, names: Sequence[str]) -> dict[str, float | None]:
     further = () if agent.score is None else agent.score.further
+    rewards = () if agent.score is None or len(agent.score.rewards) < 2 else agent.score.rewards
     evaluated = columns.was_evaluated(agent)
     return {
         "fitness": columns.fitness(agent) if evaluated else None,
         "fitness_se": columns.fitness_se(agent) if evaluated else None,
         **{columns.objective(one.name): one.mean for one in further},
         **{f"{columns.objective(one.name)}_se": one.se for one in further},
+        **{f"{VALIDATION}{one.name}": one.mean for one in rewards},
         "member": agent.member,
         "parent": agent.parent,
         "dead_steps": agent.metrics.get("dead_steps"),

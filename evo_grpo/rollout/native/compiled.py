@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import final
 
 import torch
 
 from evo_grpo.model.out_of_memory import is_out_of_memory
+from evo_grpo.working import working
 
 #: Most compilations of the step. Numbers of rows and widths are compiled once more, as variables,
 #: when they first change; what else differs (filters of sampling, unequal rows of agents) is a
@@ -35,12 +37,16 @@ class CompiledStep:
             _call, fullgraph=True, options=options, recompile_limit=_MOST
         )
         self._work = True
+        self._first = True
 
     def run(self, step: Callable[[], None]) -> None:
         """Run a step, which reads and writes tensors alone."""
         if self._work:
+            telling = working("compile the decode step") if self._first else nullcontext()
+            self._first = False
             try:
-                return self._compiled(step)
+                with telling:
+                    return self._compiled(step)
             except Exception as error:
                 cause = getattr(error, "inner_exception", error)
                 if not type(error).__module__.startswith(_COMPILER):

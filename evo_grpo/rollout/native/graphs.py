@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import final
 
 import torch
 
 from evo_grpo.model.out_of_memory import free_cached, is_out_of_memory
+from evo_grpo.working import working
 
 #: Least number of steps for which a step is captured: a capture takes about as long as a plain one.
 _WORTH = 4
@@ -42,10 +43,12 @@ class StepGraphs:
         """Run a step `count` times, which reads and writes the memory of the last call if equal."""
         with torch.cuda.device(self._device):
             if memory != self._memory and self.work and count >= _WORTH:
-                # Libraries load kernels and allocate in the first step, which no capture allows.
-                self._beside(step)
-                count -= 1
-                self._capture(step)
+                first = self._memory is None
+                with working("capture the decode step") if first else nullcontext():
+                    # Libraries load kernels and allocate in a first step, which no capture allows.
+                    self._beside(step)
+                    count -= 1
+                    self._capture(step)
                 self._memory = memory
             graph = self._graph if memory == self._memory else None
             for _ in range(count):
