@@ -90,9 +90,6 @@ def find_name(path: str, where: str) -> Found:
     Args:
         path: A name as `loading.load_function` takes it.
         where: The setting that holds the name, for messages.
-
-    Raises:
-        ConfigError: As `loading.load_function`, as far as the source shows it.
     """
     module, attribute = split_name(path, where)
     first, *rest = attribute.split(".")

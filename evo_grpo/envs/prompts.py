@@ -16,10 +16,9 @@ from evo_grpo.envs.conversations import (
     parts_of,
     with_parts,
 )
-from evo_grpo.envs.data.rows import place_of
-from evo_grpo.envs.data.tables import NO_NONE, require_columns
+from evo_grpo.envs.data.tables import NO_NONE, place_of, require_columns
 from evo_grpo.envs.messages import excerpt
-from evo_grpo.envs.task import SPLITS, DatasetRow, RawTemplate, Split, Task
+from evo_grpo.envs.task import SPLITS, DatasetRow, Split, Task
 from evo_grpo.errors import ConfigError, DataError, EvoGrpoError, PromptTooLongError
 from evo_grpo.printable import shorten
 from evo_grpo.types import Prompt
@@ -62,12 +61,7 @@ class Template:
 
     @classmethod
     def of(cls, template: str | Messages | None) -> Template:
-        """Return the template for a raw string or a list of messages.
-
-        Raises:
-            ConfigError: It is neither, its braces name no columns, or a format is not plain or
-                wider than `WIDEST` characters.
-        """
+        """Return the template for a raw string or a list of messages."""
         if isinstance(template, str):
             made = cls(text=template)
         else:
@@ -82,11 +76,6 @@ class Template:
         if isinstance(raw, str):
             return cls(raw, None, task.keywords)
         return cls(None, raw, task.keywords)
-
-    @property
-    def raw(self) -> RawTemplate:
-        """The raw template, or the messages."""
-        return self.text or self.conversation or ""
 
     def columns(self) -> dict[str, str]:
         """Return its columns, each with a description, for `tables.require_columns`."""
@@ -111,9 +100,6 @@ class Template:
             rows: The rows.
             name: Name of the rows in messages, e.g. "train".
             who: What needs the columns, for messages.
-
-        Raises:
-            DataError: A row lacks a column, or has a value that cannot be printed.
         """
         needs = dict.fromkeys(self.columns(), who)
         require_columns(rows, needs, name, filled=needs)
@@ -142,9 +128,6 @@ class Template:
 
         The system message of a column comes first, before examples. A raw template is a message of
         the user.
-
-        Raises:
-            DataError: A column does not fit; or there are two system messages to come first.
         """
         whole, filled = row, list[dict[str, Any]]()
         for message in self.conversation or ({"role": "user", "content": self.text or ""},):
@@ -178,10 +161,6 @@ class Template:
 
         The tokenizer puts its special tokens in front of a raw text; a chat template writes its
         own.
-
-        Raises:
-            ConfigError: The tokenizer has no chat template, or refuses the conversation.
-            DataError: A prompt has no token.
         """
         if not rows:
             return []
@@ -324,25 +303,24 @@ class RenderedPrompts:
 
 
 def fitting_rows(
-    rendered: Sequence[RenderedPrompts], splits: Mapping[Split, Sequence[DatasetRow]], most: int
+    rendered: Sequence[RenderedPrompts],
+    splits: Mapping[Split, Sequence[DatasetRow]],
+    most: int,
+    *,
+    whole: bool = True,
 ) -> dict[Split, list[DatasetRow]]:
     """Return the rows whose prompts, by each of several templates, have at most `most` tokens."""
     kept: dict[Split, list[DatasetRow]] = {}
     for split, rows in splits.items():
         longest = map(max, zip(*(one.lengths(split) for one in rendered), strict=True))
         kept[split] = [row for row, length in zip(rows, longest, strict=True) if length <= most]
-    return kept
-
-
-def check_some_fit(kept: Mapping[Split, Sequence[DatasetRow]], most: int) -> None:
-    """Raise DataError if `fitting_rows` has left a split without rows."""
-    for split, rows in kept.items():
-        if not rows:
+        if whole and not kept[split]:
             raise DataError(
                 f"env.too_long: expected a {split} row with a prompt of at most {most} tokens, the "
                 "examples of env.few_shot included, got none; shorten them, or raise "
                 "algorithm.max_model_len where the model allows it"
             )
+    return kept
 
 
 def chat(
@@ -350,11 +328,7 @@ def chat(
     tokenizer: PreTrainedTokenizerBase,
     keywords: Mapping[str, Any],
 ) -> str:
-    """Return the text of messages by the tokenizer's chat template.
-
-    Raises:
-        ConfigError: There is no chat template, or it refuses the messages.
-    """
+    """Return the text of messages by the tokenizer's chat template."""
     # Imported here: it comes with transformers, and is only needed once a tokenizer exists.
     from jinja2 import TemplateError
 

@@ -83,5 +83,5 @@ def test_what_cannot_be_used_is_refused_at_once(given, error, message):
 
 
 def test_agents_without_a_tokenizer_cannot_play_it():
-    with pytest.raises(ConfigError, match="env: a DatasetEnv needs the model's tokenizer"):
+    with pytest.raises(ConfigError, match="env: DatasetEnv needs the model's tokenizer"):
         resolved(DatasetEnv(ROWS, right), None)

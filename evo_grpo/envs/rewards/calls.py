@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import CoroutineType
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard
 
-from evo_grpo.envs.rewards.hints import hint, place_in_code
+from evo_grpo.envs.rewards.functions import hint, place_in_code
 from evo_grpo.envs.rewards.watch import Call, TimedOut, Watch, in_a_thread, watching
 from evo_grpo.errors import RewardAbortError, RewardError
 from evo_grpo.printable import error_text
@@ -48,10 +48,6 @@ def run_calls(
 
     Returns:
         The result of each call.
-
-    Raises:
-        RewardError: A call raised; its exception is the cause.
-        RewardAbortError: See `Watch.run`.
     """
     return watching(timeout, lambda watch: _all(watch, calls, keep_errors, mark))
 
@@ -77,12 +73,15 @@ def _all(
             results.append(_one(watch, call, keep_errors))
         waiting = [number for number, result in enumerate(results) if _is_awaitable(result)]
         if waiting:
-            awaitables = [results[number] for number in waiting]
-            awaited = partial(_together, awaitables, watch.limit)
+            awaited = partial(_together, [results[number] for number in waiting], watch.limit)
             together = Call(calls[waiting[0]].title, awaited, {})
-            awaited_results = watch.run(together, ASYNC_ALLOWANCE)
-            for number, result in zip(waiting, awaited_results, strict=True):
-                results[number] = _checked(watch, calls[number], result, keep_errors)
+            for number, result in zip(waiting, watch.run(together, ASYNC_ALLOWANCE), strict=True):
+                results[number] = result
+                # By type(): a value may report another __class__, or raise.
+                if issubclass(type(result), TimedOut):
+                    raise watch.too_long(calls[number])
+                if issubclass(type(result), BaseException):
+                    results[number] = _failed(calls[number], result, keep_errors)
             watch.check(together)
     finally:
         for result in results:
@@ -110,16 +109,6 @@ def _one(watch: Watch, call: Call, keep_errors: bool) -> object:
         raise
     except BaseException as error:  # user code may raise anything, SystemExit included
         return _failed(call, error, keep_errors)
-
-
-def _checked(watch: Watch, call: Call, result: object, keep_errors: bool) -> object:
-    """Return the result of an async call, or raise its error."""
-    # By type(): a value may report another __class__, or raise.
-    if issubclass(type(result), TimedOut):
-        raise watch.too_long(call)
-    if issubclass(type(result), BaseException):
-        return _failed(call, cast("BaseException", result), keep_errors)
-    return result
 
 
 def _failed(call: Call, error: BaseException, keep_errors: bool) -> Raised:

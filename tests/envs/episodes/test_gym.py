@@ -247,7 +247,7 @@ def one_and_the_same(env=Echo()):  # noqa: B008 -- the mistake that is tested
     [
         (raising, {}, "env_factory: it raised OSError: no licence"),
         (object, {}, r"expected an environment with reset\(seed\) and step\(action\).*got object"),
-        ("Echo", {}, "expected a function that makes a new environment.*got str"),
+        ("Echo", {}, "env_factory: it raised TypeError: 'str' object is not callable; expected an"),
         (Echo, {"max_turns": None}, "Echo is a bare environment; pass tokenizer= and max_turns="),
         (Echo, {"max_turns": 0}, "max_turns: expected an integer >= 1, got 0"),
         (Echo, {"batch_size": 0}, "batch_size: expected an integer >= 1, got 0"),
