@@ -23,10 +23,7 @@ _NO_MESSAGES = "expected messages for the chat template, got the raw text of a p
 def with_prompting(task: Task, given: PromptSettings, seed: int) -> Task:
     """Return a task with a system prompt, examples, template keywords and thinking tags.
 
-    Args:
-        task: The task, whose splits are complete: examples are taken from train alone.
-        given: The settings.
-        seed: The run's seed, which chooses the examples.
+    Examples are taken from train alone, by the seed of the run.
     """
     if given == type(given)():
         return task
@@ -95,11 +92,7 @@ def prompting_template(
 ) -> Template:
     """Return a template with a system prompt, examples and keywords of the chat template.
 
-    Args:
-        template: The template of the question.
-        given: The settings; `prompts` is not read.
-        examples: Rows of the examples of `given.few_shot`.
-        above: The group that has the system prompt, for messages.
+    `given.prompts` is not read; `above` is the group that has the system prompt, for messages.
     """
     if given.few_shot is not None:
         template = _solved_before(template, given.few_shot, examples)

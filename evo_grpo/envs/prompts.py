@@ -96,10 +96,7 @@ class Template:
     ) -> tuple[list[DatasetRow], list[str]]:
         """Return rows with the parts of their conversations, and the text of each; see `plain`.
 
-        Args:
-            rows: The rows.
-            name: Name of the rows in messages, e.g. "train".
-            who: What needs the columns, for messages.
+        `name` and `who` are the rows and what needs the columns, for messages.
         """
         needs = dict.fromkeys(self.columns(), who)
         require_columns(rows, needs, name, filled=needs)
@@ -212,12 +209,8 @@ def _plain_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 class RenderedPrompts:
     """Prompts by split and row, rendered on first use.
 
-    Args:
-        splits: The rows.
-        template: The template.
-        tokenizer: The tokenizer.
-        answer: For `env.too_long: truncate_left`, the tokens that prompts leave for a completion
-            where the context allows it; None refuses a prompt that leaves none.
+    For `env.too_long: truncate_left`, `answer` is the number of tokens that prompts leave for a
+    completion where the context allows it; None refuses a prompt that leaves none.
     """
 
     def __init__(
@@ -257,11 +250,7 @@ class RenderedPrompts:
         return Prompt(index, text, ids, prompt.columns)
 
     def limit(self, max_context_length: int) -> None:
-        """Render all prompts and check that each leaves room for one token.
-
-        Args:
-            max_context_length: Tokens of prompt and completion together, >= 2.
-        """
+        """Render all prompts and check that each leaves room for a token in a context."""
         if max_context_length < 2:
             raise ConfigError(f"max_context_length: expected >= 2 tokens, got {max_context_length}")
         self.max_context_length = max_context_length
@@ -364,14 +353,13 @@ def _messages(template: object) -> tuple[Mapping[str, str], ...]:
     if not isinstance(template, Sequence) or isinstance(template, bytes) or not template:
         raise ConfigError(f"conversation template: expected {expected}, got {template!r}")
     for number, message in enumerate(template):
-        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+        if (
+            not isinstance(message, Mapping)
+            or set(message) != {"role", "content"}
+            or not all(isinstance(value, str) for value in message.values())
+        ):
             raise ConfigError(
-                f"conversation template, message {number}: expected the keys role and content, got "
-                f"{message!r}"
-            )
-        if not all(isinstance(value, str) for value in message.values()):
-            raise ConfigError(
-                f"conversation template, message {number}: expected role and content to be "
+                f"conversation template, message {number}: expected the keys role and content with "
                 f"strings, got {message!r}"
             )
         if message["role"] == MESSAGES and not re.fullmatch(r"\{\w+\}", message["content"]):

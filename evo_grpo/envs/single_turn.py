@@ -62,7 +62,7 @@ class ReasoningGym:
         test_dataset: Rows to judge the result on, once, at the end; types as for train_dataset.
         tokenizer: The base model's transformers tokenizer.
         reward_fn: One reward function or several; see `RewardFunction` for their arguments and
-            results. A reward model or a judge is a mapping, as in YAML's `env.reward`.
+            results. A name is "module:function"; a model or a judge is a mapping, as in YAML.
         conversation_template: Messages such as [{"role": "user", "content": "Q: {question}"}] for
             the chat template, or a raw string such as "Q: {question}\nA:". Braces name columns.
             With None, the column "prompt", "question" or "messages" is the message of the user, or

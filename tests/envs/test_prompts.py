@@ -72,9 +72,12 @@ def test_a_raw_text_gets_the_token_that_begins_a_text_and_not_the_one_that_ends_
         ([], "expected a raw string or a list of messages"),
         (7, "expected a raw string or a list of messages .* got 7"),
         (None, "got None"),
-        ([{"role": "user"}], "message 0: expected the keys role and content, got {'role': 'user'}"),
+        ([{"role": "user"}], "message 0: expected the keys role and content with strings, got"),
         (["hello"], "message 0: expected the keys role and content"),
-        ([{"role": "user", "content": 3}], "message 0: expected role and content to be strings"),
+        (
+            [{"role": "user", "content": 3}],
+            "message 0: expected the keys role and content with str",
+        ),
     ],
 )
 def test_a_malformed_template_is_named(template, message):

@@ -36,15 +36,7 @@ def foods_task(
     validation_size: int = 64,
     test_size: int = 256,
 ) -> Task:
-    """Build the task: one prompt, repeated in each split.
-
-    Args:
-        name: The name in the prompt; the embedded model knows ten names.
-        food: The rewarded food, not empty.
-        train_size: Rows to learn from, >= 1.
-        validation_size: Rows for selection, >= 1.
-        test_size: Rows judged at the end, >= 1.
-    """
+    """Build the task: one prompt, of which the model knows ten names, repeated in each split."""
     if not name.strip() or not food.strip():
         raise ConfigError(f"env.args: expected a name and a food, got {name!r} and {food!r}")
     sizes: dict[Split, int] = {

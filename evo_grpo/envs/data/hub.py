@@ -49,13 +49,7 @@ def hub_dataset(source: object) -> HubDataset | None:
 
 
 def read_hub(dataset: HubDataset, name: str, gigabytes: float) -> list[dict[str, Any]]:
-    """Read a split of a dataset.
-
-    Args:
-        dataset: The dataset; its split is that of `name` where it has none.
-        name: Name in messages, such as "train" or "env.train".
-        gigabytes: The most memory that its rows may take, in units of 10^9 bytes.
-    """
+    """Read a split of a dataset, that of `name`, such as "env.train", where it names none."""
     wanted = _with_split(dataset, name)
     key = wanted.model_dump_json()
     if key in _ROWS:

@@ -128,11 +128,8 @@ def require_columns(
 ) -> None:
     """Check that every row has the columns that a template or a reward function needs.
 
-    Args:
-        rows: The rows.
-        needs: Column -> the part that needs it, e.g. "the prompt template".
-        name: Name of the rows in messages, e.g. "train".
-        filled: Those of the columns in which no value may be None.
+    `needs` has the part that needs a column, such as "the prompt template", `filled` the columns
+    in which no value may be None.
     """
     for number, row in enumerate(rows):
         for column, who in needs.items():
@@ -151,13 +148,7 @@ def require_columns(
 
 
 def _checked(rows: Sequence[Any], source: str, numbers: Sequence[int] | None = None) -> list[Row]:
-    """Return rows with their places.
-
-    Args:
-        rows: What was read, which may be anything.
-        source: What stands before the number of a row in its place.
-        numbers: Number of each row in the file; None counts from 0.
-    """
+    """Return rows with their places: `source` and a number in the file, counted from 0 for None."""
     checked: list[Row] = []
     for number, row in zip(numbers or range(len(rows)), rows, strict=True):
         if not isinstance(row, Mapping):
@@ -214,13 +205,7 @@ def _read_file(path: Path, name: str, gigabytes: float) -> list[Row]:
 
 @final
 class BoundedFile:
-    """A regular file, and the memory that what was read of it takes, by an estimate.
-
-    Args:
-        path: The file.
-        name: Name of the rows in messages, such as "train".
-        gigabytes: The most that may be read, in units of 10^9 bytes.
-    """
+    """A regular file, and the memory that what was read of it takes, by an estimate."""
 
     def __init__(self, path: Path, name: str, gigabytes: float = MAX_GIGABYTES) -> None:
         self.path, self.name = path, name

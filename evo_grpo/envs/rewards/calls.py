@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import CoroutineType
 from typing import Any, TypeGuard
@@ -19,13 +18,6 @@ _NUMBERS = frozenset({float, int, bool, type(None)})
 
 ASYNC_ALLOWANCE = 1.0
 """Seconds beyond the limit after which async calls are interrupted together."""
-
-
-@dataclass(frozen=True)
-class Raised:
-    """Stands for the result of a call that raised; the error names function, row and prompt."""
-
-    named: RewardError
 
 
 def run_calls(
@@ -44,7 +36,8 @@ def run_calls(
         calls: The calls.
         timeout: Seconds that each may take; None is no limit.
         mark: Called with the number of each call before the call.
-        keep_errors: Return `Raised` for a call that raises, instead of raising the first error.
+        keep_errors: Return the error of a call that raises in place of its result, instead of
+            raising the first one.
 
     Returns:
         The result of each call.
@@ -111,12 +104,12 @@ def _one(watch: Watch, call: Call, keep_errors: bool) -> object:
         return _failed(call, error, keep_errors)
 
 
-def _failed(call: Call, error: BaseException, keep_errors: bool) -> Raised:
+def _failed(call: Call, error: BaseException, keep_errors: bool) -> RewardError:
     where = place_in_code(error)
     named = RewardError(f"{call.title()}: it raised {error_text(error)}{where}{hint(error)}")
     if not keep_errors:
         raise named from error
-    return Raised(named)
+    return named
 
 
 def _together(awaitables: Sequence[Awaitable[Any]], limit: float | None) -> list[Any]:

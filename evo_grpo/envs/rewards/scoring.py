@@ -14,7 +14,7 @@ import numpy as np
 
 from evo_grpo.envs.messages import excerpt, listed
 from evo_grpo.envs.protocol import Floats
-from evo_grpo.envs.rewards.calls import Raised, run_calls
+from evo_grpo.envs.rewards.calls import run_calls
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.rewards.scorer import Scorer, UnusableRewardError
 from evo_grpo.envs.rewards.watch import Call
@@ -107,8 +107,8 @@ def score_batch(
     for column, reward in enumerate(rewards):
         # By type(): a value may report another __class__, or raise.
         results = [next(values) for _ in range(1 if reward.is_batch else len(out))]
-        if reward.is_batch and type(results[0]) is Raised:
-            failures.append(Failure(range(len(out)), str(results[0].named)))
+        if reward.is_batch and type(results[0]) is RewardError:
+            failures.append(Failure(range(len(out)), str(results[0])))
             continue
         if reward.is_batch:
             results = as_list(reward.name, results[0], batch)
@@ -128,10 +128,7 @@ def with_scorers(
         elif len(out):
             (call,) = calls_of([reward], batch)
             keep_errors = how.reward_errors == "set_aside"
-            results = [
-                Raised(value) if isinstance(value, RewardError) else value
-                for value in reward.fn(**call.arguments)
-            ]
+            results = reward.fn(**call.arguments)
             failures += _fill(out[:, column], reward, results, batch, keep_errors=keep_errors)
     return Scored(out, failures)
 
@@ -147,8 +144,8 @@ def _fill(
     """Write the results of a function, one per completion, and yield those that are no rewards."""
     for number, value in enumerate(results):
         try:
-            if type(value) is Raised:
-                raise value.named
+            if issubclass(type(value), RewardError):
+                raise value
             column[number] = as_number(reward.name, value, batch, number)
         except RewardError as error:
             if not keep_errors and not isinstance(error, UnusableRewardError):

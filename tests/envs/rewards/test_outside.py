@@ -115,21 +115,8 @@ def test_no_limit_waits():
     assert run(lambda completion: time.sleep(0.02) or 1.0, timeout=None).tolist() == [[1.0]] * 3
 
 
-def in_a_process(code, **more):
-    """Run code in a fresh interpreter, with a reward function's own way to end it."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        **more,
-    )
-
-
 def test_a_call_that_cannot_be_interrupted_ends_the_process_with_its_name():
-    done = in_a_process(
-        """
+    code = """
         import ctypes
         from evo_grpo.envs.rewards import watch
         from evo_grpo.envs.rewards.functions import as_rewards
@@ -143,8 +130,9 @@ def test_a_call_that_cannot_be_interrupted_ends_the_process_with_its_name():
                 ctypes.CDLL(None).pthread_mutex_lock(mutex)
         batch = CompletionBatch(["a"], [{}], ["p"], ["row 0"])
         score_batch(as_rewards(deaf), batch, RewardCalls(reward_timeout=0.3))
-        """
-    )
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "error: reward function 'deaf', row 0, prompt 'p', completion 'a'" in done.stderr
     assert "Traceback" not in done.stderr
