@@ -133,14 +133,9 @@ class ReasoningGym:
         seed: int = 0,
         max_context_length: int | None = None,
     ) -> Self:
-        """Return the environment of a task.
+        """Return the environment of a task, your own or one of `registry.build_task`.
 
-        Args:
-            task: The task, from `registry.build_task` or your own.
-            tokenizer: The base model's transformers tokenizer.
-            batch_size: P, prompts per step, >= 1.
-            seed: Seed of the order of prompts.
-            max_context_length: As in the constructor.
+        The other arguments are those of the constructor.
         """
         env = cls.__new__(cls)
         env._set_up(task, tokenizer, batch_size, seed, max_context_length)
@@ -258,11 +253,7 @@ class ReasoningGym:
         return tuple(self.task.prompts)
 
     def under(self, name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts of the same rows under the prompt of this name in `env.prompts`.
-
-        Raises:
-            ConfigError: There is none of this name.
-        """
+        """Return the prompts of the same rows under the prompt of this name in `env.prompts`."""
         if name not in self.task.prompts:
             text = unknown_name(name, self.prompt_names, PROMPTS)
             raise ConfigError(f"prompt of an agent: {text}")
@@ -296,12 +287,8 @@ class ReasoningGym:
     def judge(self, groups: Sequence[CompletionGroup]) -> tuple[Floats, list[bool]]:
         """Score completions, and set aside the groups in which a reward cannot be used.
 
-        Returns:
-            (B, K) rewards, NaN in groups that are set aside; and for each group whether it is.
-
-        Raises:
-            RewardError: The task does not allow so many groups to be set aside, or a function
-                failed in another way.
+        Returns (B, K) rewards, NaN in groups that are set aside, and for each group whether it is.
+        More groups than the task allows, or another failure of a function, are a RewardError.
         """
         scored = self._scored(groups)
         failed = {position for failure in scored.failures for position in failure.positions}

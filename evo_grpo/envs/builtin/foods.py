@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from evo_grpo.envs.from_config import checked_arguments
 from evo_grpo.envs.rewards.functions import RewardFunction
-from evo_grpo.envs.task import Split, Task
+from evo_grpo.envs.task import SPLITS, Task
 from evo_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,11 +39,7 @@ def foods_task(
     """Build the task: one prompt, of which the model knows ten names, repeated in each split."""
     if not name.strip() or not food.strip():
         raise ConfigError(f"env.args: expected a name and a food, got {name!r} and {food!r}")
-    sizes: dict[Split, int] = {
-        "train": train_size,
-        "validation": validation_size,
-        "test": test_size,
-    }
+    sizes = dict(zip(SPLITS, (train_size, validation_size, test_size), strict=True))
     for split, size in sizes.items():
         if not 1 <= size <= MOST_ROWS:
             raise ConfigError(

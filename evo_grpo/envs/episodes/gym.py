@@ -146,12 +146,7 @@ class MultiTurnGym:
         return np.ones(1)
 
     def batch(self, step: int, size: int | None = None) -> list[int]:
-        """Return the episode seeds of a step; the same step gives the same seeds.
-
-        Args:
-            step: Number of the step, >= 0.
-            size: Seeds, >= 1; None takes `batch_size`.
-        """
+        """Return the episode seeds of a step, `size` or `batch_size`; the same at every call."""
         size = self.batch_size if size is None else size
         if step < 0 or size < 1:
             raise ConfigError(
@@ -160,11 +155,9 @@ class MultiTurnGym:
         return self._seeds("train", step * size, size)
 
     def prompts(self, split: Split, size: int | None = None) -> list[int]:
-        """Return the fixed episode seeds of a split; a smaller subset begins a larger one.
+        """Return `size` fixed seeds of a split, or `evaluation_size`; no two splits share seeds.
 
-        Args:
-            split: "train", "validation" or "test", which share no seeds.
-            size: Seeds, >= 1; None takes `evaluation_size`.
+        A smaller subset begins a larger one.
         """
         return self._seeds(split, 0, self._evaluation_size if size is None else size)
 
@@ -179,11 +172,7 @@ class MultiTurnGym:
         return EpisodePlay(self, starts, group_sizes)
 
     def take(self) -> TokenObservationWrapper:
-        """Return an environment for one episode: an idle one, or a new one.
-
-        Raises:
-            ConfigError: The factory has returned an environment that plays another episode.
-        """
+        """Return an environment for one episode: an idle one, or a new one."""
         with self._shared:
             episode = self._idle.pop() if self._idle else self._make()
             if self._renews and id(episode.env) in self._lent:
@@ -205,16 +194,10 @@ class MultiTurnGym:
                 self._idle.append(episode)
 
     def count_failures(self, episodes: Sequence[Trajectory], seeds: int) -> None:
-        """Count the consecutive seeds in which every episode failed.
+        """Count the consecutive seeds in which all episodes of one play failed.
 
-        A step in which all episodes fail does not end the run, but a broken environment does.
-
-        Args:
-            episodes: The episodes of all agents in one play.
-            seeds: Number of their seeds.
-
-        Raises:
-            RunFailedError: Every episode of the last `MAX_FAILED_SEEDS` seeds or more failed.
+        A step in which all episodes fail does not end the run, but a broken environment does: after
+        `MAX_FAILED_SEEDS` such seeds or more it raises RunFailedError.
         """
         reasons = Counter(t.error for t in episodes)
         with self._shared:
