@@ -13,8 +13,7 @@ from peft import LoraConfig
 
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.envs.resolve import environment_of
-from evo_grpo.envs.rewards.names import check_rewards
-from evo_grpo.envs.rewards.weights import named_weights
+from evo_grpo.envs.rewards.weights import check_rewards, named_weights
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.select.own import CheckedSelector

@@ -9,7 +9,7 @@ import torch
 
 from evo_grpo.envs.data.hub import pinned
 from evo_grpo.envs.registry import build_task, is_multi_turn
-from evo_grpo.envs.rewards.names import check_rewards
+from evo_grpo.envs.rewards.weights import check_rewards
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError
 from evo_grpo.model.loading import pick_device, pick_dtype

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from evo_grpo.envs.finding import find_function
 from evo_grpo.envs.registry import build_task, check_multi_turn, is_multi_turn
-from evo_grpo.envs.rewards.names import check_rewards
+from evo_grpo.envs.rewards.weights import check_rewards
 from evo_grpo.envs.task import LazyRows, Task
-from evo_grpo.envs.template_keywords import ignored_keywords, sentence_of_ignored
+from evo_grpo.envs.template_keywords import ignored_keywords
 from evo_grpo.envs.thinking import COLUMN
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings import EngineConfig, RunConfig, warnings
@@ -285,9 +285,7 @@ def _of_models(config: RunConfig) -> Iterator[str]:
                 "unknown until it is downloaded"
             )
     keywords = config.env.chat_template_kwargs
-    template = chat_template_of(config.model.name) if keywords else None
-    if template is not None and (found := ignored_keywords(template, keywords)):
-        yield sentence_of_ignored(found)
+    yield from ignored_keywords(chat_template_of(config.model.name) if keywords else None, keywords)
 
 
 def _memory(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sysconfig
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from inspect import Parameter, isclass, signature
+from pathlib import Path
 from typing import Any, cast
 
 from evo_grpo.envs.messages import listed, nearest
-from evo_grpo.envs.rewards.hints import FOREIGN, PAGE
 from evo_grpo.envs.rewards.scorer import Scorer
+from evo_grpo.envs.thinking import COLUMN
 from evo_grpo.errors import ConfigError
 from evo_grpo.schema.validation import LARGEST_REWARD as LARGEST
 
@@ -19,6 +24,19 @@ ROW_NAMES = ("completion", "prompt")
 BATCH_NAMES = ("completions", "prompts")
 
 _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
+PAGE = "docs/from_trl.md"
+FOREIGN = {
+    **dict.fromkeys(("completion_ids", "prompt_ids"), "TRL passes token ids; here text alone"),
+    **dict.fromkeys(("trainer_state", "environments"), "TRL passes it; there is none here"),
+    **dict.fromkeys(("log_metric", "log_extra"), "TRL passes it; here each reward is a metric"),
+    "solution_str": "verl passes the completion so; name the parameter completion",
+}
+"""Parameters of reward functions that other trainers pass, each with what is here."""
+_NOT_YOURS = tuple(
+    f"{folder}{os.sep}"
+    for folder in (Path(__file__).parents[2], *map(sysconfig.get_path, ("stdlib", "purelib")))
+)
 
 
 @dataclass(frozen=True)
@@ -163,6 +181,17 @@ def as_rewards(
     return tuple(wrapped)
 
 
+def required_columns(rewards: Sequence[RewardFunction], thinking: object) -> dict[str, str]:
+    """Return the columns that reward functions need, each with the name of one for messages.
+
+    The parameter `thinking` is no column if there are tags of thinking, `thinking`.
+    """
+    needs = {name: who for one in rewards for name, who in one.required_columns().items()}
+    if thinking is not None:
+        needs.pop(COLUMN, None)
+    return needs
+
+
 def unknown_reward(name: str, names: Sequence[str]) -> str:
     """Return a message about a reward function that does not exist among `names`."""
     if not names:
@@ -179,3 +208,34 @@ def _foreign(parameter: str) -> str:
 def _name_of(fn: object) -> str:
     inner = getattr(fn, "func", fn)  # of functools.partial
     return getattr(inner, "__name__", type(inner).__name__)
+
+
+def place_in_code(error: BaseException) -> str:
+    """Return file, line and function of the user's code in which an exception was raised.
+
+    It is the innermost call that is neither of this package nor of an installed one; "" if none is.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((*_NOT_YOURS, "<frozen"))]
+    if not own:
+        return ""
+    file = Path(own[-1].filename)
+    with suppress(ValueError, OSError):  # it lies elsewhere, or the working folder is gone
+        file = file.relative_to(Path.cwd())
+    named = [frame.name for frame in own if not frame.name.startswith("<")]  # no comprehension
+    return f" in {file}, line {own[-1].lineno}, {(named or ['a lambda'])[-1]}"
+
+
+def hint(error: BaseException) -> str:
+    """Return what to change in a function that was written for another trainer, or ""."""
+    # Not str(error), since the __str__ of a user's exception may raise.
+    told = error.args[0] if error.args and isinstance(error.args[0], str) else ""
+    if isinstance(error, KeyError) and told in FOREIGN:
+        return f"; {FOREIGN[told]}: see {PAGE}"
+    kind = isinstance(error, TypeError | AttributeError)
+    if kind and told.startswith(("string indices must be", "'str' object has no attribute 'get'")):
+        return (
+            "; completions and prompts are strings here, where TRL has messages in conversations: "
+            f"write completion in place of completion[0]['content'], see {PAGE}"
+        )
+    return ""

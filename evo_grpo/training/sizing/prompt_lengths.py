@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from evo_grpo.envs.data.rows import place_of
-from evo_grpo.envs.prompts import RenderedPrompts, Template, check_some_fit, fitting_rows
+from evo_grpo.envs.data.tables import place_of
+from evo_grpo.envs.prompts import RenderedPrompts, Template, fitting_rows
 from evo_grpo.envs.task import SPLITS, DatasetRow, LazyRows, Split, Task
 from evo_grpo.envs.template_keywords import dropped_sentence, rendered_chat
 from evo_grpo.errors import ModelError
@@ -156,13 +156,10 @@ def _fitting(
     """Return the rows of a run, and how many of each split `env.too_long` acts on."""
     if context is None or task.too_long == "error":
         return splits, {}
-    kept = fitting_rows(every, splits, context - 1)
+    whole = whole and task.too_long == "drop"
+    kept = fitting_rows(every, splits, context - 1, whole=whole)
     late = {str(split): len(rows) - len(kept[split]) for split, rows in splits.items()}
-    if task.too_long == "truncate_left":
-        return splits, late
-    if whole:
-        check_some_fit(kept, context - 1)
-    return kept, late
+    return splits if task.too_long == "truncate_left" else kept, late
 
 
 def _sample(rows: Sequence[DatasetRow], total: int) -> Sequence[DatasetRow]:
