@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from evo_grpo.envs.loading import REWARD, Loader, load_function, split_name
 from evo_grpo.envs.messages import listed, nearest
@@ -68,13 +68,14 @@ def configured_rewards(
         if not own or not isinstance(env.reward_weights, Mapping):
             raise ConfigError("env.reward_weights: expected env.reward beside it, got none")
         return as_rewards(own, env.reward_weights)
-    return rewards_of(env.rewards, env.reward_weights, load)
+    return rewards_of(env.rewards, env.reward_weights, load, env.reward_style)
 
 
 def rewards_of(
     given: object,
     weights: Sequence[float] | Mapping[str, float] | None,
     load: Loader = load_function,
+    style: Literal["trl"] | None = None,
 ) -> tuple[RewardFunction, ...]:
     """Return one reward or several, with weights, as `as_rewards` does.
 
@@ -86,7 +87,7 @@ def rewards_of(
     for one in several:
         if isinstance(one, str):
             split_name(one, REWARD)  # before any of them is imported
-    return as_rewards([_reward(one, load) for one in several], weights)
+    return as_rewards([_reward(one, load) for one in several], weights, style)
 
 
 def _reward(given: object, load: Loader) -> Any:  # noqa: ANN401 -- what `as_rewards` takes

@@ -249,6 +249,11 @@ class RenderedPrompts:
         text, ids = self._template.render(prompt.columns, self._tokenizer)
         return Prompt(index, text, ids, prompt.columns)
 
+    def messages(self, prompt: Prompt) -> list[dict[str, Any]] | None:
+        """Return the conversation of a prompt; None for a raw template."""
+        template = self._template
+        return None if template.conversation is None else template.messages(prompt.columns)
+
     def limit(self, max_context_length: int) -> None:
         """Render all prompts and check that each leaves room for a token in a context."""
         if max_context_length < 2:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from evo_grpo.envs.from_config import rewards_of
 from evo_grpo.envs.messages import listed
 from evo_grpo.envs.prompting import with_prompting
 from evo_grpo.envs.prompts import Messages, RenderedPrompts, Template, fitting_rows
-from evo_grpo.envs.protocol import Ask, Experience, Floats
+from evo_grpo.envs.protocol import Floats
 from evo_grpo.envs.rewards.judge import Judge
 from evo_grpo.envs.rewards.process import RewardProcess
 from evo_grpo.envs.rewards.scorer import Board, Scorer
@@ -26,11 +26,12 @@ from evo_grpo.envs.rewards.scoring import (
     CompletionBatch,
     Scored,
     SetAside,
-    reward_of_each,
     score_batch,
     warn_of_silence,
     with_scorers,
 )
+from evo_grpo.envs.rewards.trl_call import Samples
+from evo_grpo.envs.single_turn_play import Judged, SingleTurnPlay
 from evo_grpo.envs.task import SPLITS, Split, Task
 from evo_grpo.envs.template_keywords import dropped_sentence, ignored_keywords
 from evo_grpo.envs.thinking import COLUMN, check_tags, parted
@@ -40,13 +41,10 @@ from evo_grpo.seeding import generator
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.settings.env import RewardCalls
 from evo_grpo.settings.prompting import PROMPTS, PromptSettings
-from evo_grpo.types import CompletionGroup, Prompt, Trajectory
+from evo_grpo.types import CompletionGroup, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
-
-ANSWERS = ("answer", "solution", "ground_truth", "target", "label")
-"""Usual names of the column with the right answer, which sample completions are recorded with."""
 
 
 class ReasoningGym:
@@ -78,7 +76,7 @@ class ReasoningGym:
         name: Name in messages and records.
         max_output_tokens: Tokens of a usual answer, a hint; None is 32.
         **settings: prompts, system_prompt, few_shot, chat_template_kwargs, too_long, thinking,
-            reward_timeout, reward_failures, reward_errors and isolate, as YAML's `env` has them.
+            reward_timeout, reward_failures, reward_errors, reward_style and isolate, as in `env`.
 
     Raises:
         DataError: A dataset is missing, empty, or lacks a column.
@@ -115,7 +113,7 @@ class ReasoningGym:
             seed,
             sources,
             conversation_template,
-            rewards_of(reward_fn, reward_weights),
+            rewards_of(reward_fn, reward_weights, style=settings.get("reward_style")),
             name=name,
             max_output_tokens=max_output_tokens or DEFAULT_OUTPUT_TOKENS,
             validation_from_few=True,
@@ -160,6 +158,8 @@ class ReasoningGym:
         #: The task with all its rows, of which `env.too_long: drop` may leave some out.
         self.given = task
         self._limits: tuple[int, int] | None = None
+        #: The first prompt of the latest batch, in the order in which training takes them.
+        self._first = 0
         self._render(task, task.max_output_tokens)
         self._set_aside = SetAside(task.calls.reward_failures)
         #: Held where threads share a process or counts.
@@ -224,6 +224,7 @@ class ReasoningGym:
                 f"batch: expected step >= 0 and size >= 1, got step {step}, size {size}"
             )
         rows, first, end = len(self.task.splits["train"]), step * size, (step + 1) * size
+        self._first = first
         epochs = range(first // rows, (end - 1) // rows + 1)
         orders = {epoch: self._order("train", "epoch", epoch) for epoch in epochs}
         indices = [orders[place // rows][place % rows] for place in range(first, end)]
@@ -284,10 +285,9 @@ class ReasoningGym:
             raise RewardError(scored.failures[0].text)
         return scored.rewards
 
-    def judge(self, groups: Sequence[CompletionGroup]) -> tuple[Floats, list[bool]]:
+    def judge(self, groups: Sequence[CompletionGroup]) -> Judged:
         """Score completions, and set aside the groups in which a reward cannot be used.
 
-        Returns (B, K) rewards, NaN in groups that are set aside, and for each group whether it is.
         More groups than the task allows, or another failure of a function, are a RewardError.
         """
         scored = self._scored(groups)
@@ -302,13 +302,14 @@ class ReasoningGym:
             start = end
         with self._shared:
             self._set_aside.record(aside, scored.failures[0].text if scored.failures else "")
-        return scored.rewards, aside
+        return Judged(scored.rewards, aside, scored.logged)
 
     def begin(
         self, starts: Sequence[Sequence[Prompt]], group_sizes: Sequence[int]
     ) -> SingleTurnPlay:
         """Begin a play of one turn; see `Environment.begin`."""
-        return SingleTurnPlay(starts, group_sizes, self.judge, self.reward_names)
+        apart = self.task.calls.reward_style == "trl"
+        return SingleTurnPlay(starts, group_sizes, self.judge, self.reward_names, apart=apart)
 
     def limit_context(self, max_context_length: int, answer_tokens: int | None = None) -> None:
         """Set the model's context and check that every prompt leaves room for one token.
@@ -382,6 +383,21 @@ class ReasoningGym:
         if self._process is not None:
             self._process.close()
 
+    def _samples(self, groups: Sequence[CompletionGroup]) -> Samples | None:
+        """Return what functions in TRL's style get beside texts."""
+        if self.task.calls.reward_style != "trl":
+            return None
+        messages: list[Any] = []
+        for group in groups:
+            by = next(
+                one
+                for one in self._by_name.values()
+                if one.of_row(group.prompt).text == group.prompt.text
+            )
+            messages += [by.messages(group.prompt)] * len(group.completions)
+        ids = [completion.token_ids for group in groups for completion in group.completions]
+        return Samples(ids, messages, self._first // self.batch_size)
+
     def _scored(self, groups: Sequence[CompletionGroup]) -> Scored:
         prompts = [group.prompt for group in groups for _ in group.completions]
         answers = [completion.text for group in groups for completion in group.completions]
@@ -393,7 +409,8 @@ class ReasoningGym:
             rows = zip(columns, parts, strict=True)
             columns = [{**own, COLUMN: thought} for own, (thought, _) in rows]
         places = [place_of(prompt.columns, f"row {prompt.index}") for prompt in prompts]
-        batch = CompletionBatch(answers, columns, [prompt.text for prompt in prompts], places)
+        texts = [prompt.text for prompt in prompts]
+        batch = CompletionBatch(answers, columns, texts, places, self._samples(groups))
         if self._process is not None:
             with self._shared:
                 scored = self._process.score(batch)
@@ -407,76 +424,3 @@ class ReasoningGym:
     def _order(self, split: Split, purpose: str, epoch: int) -> list[int]:
         rows = len(self.task.splits[split])
         return generator(self.seed, "prompts", split, purpose, epoch).permutation(rows).tolist()
-
-
-@final
-class SingleTurnPlay:
-    """A play of one turn: asks once, and scores the completions of all agents together.
-
-    Args:
-        prompts: The prompts of each agent.
-        group_sizes: G of each agent, completions per prompt.
-        judge: Groups in order -> (B, K) rewards, and for each group whether it is set aside.
-        names: Names of the K reward functions, for the mean of each; empty for no such metrics.
-    """
-
-    def __init__(
-        self,
-        prompts: Sequence[Sequence[Prompt]],
-        group_sizes: Sequence[int],
-        judge: Callable[[Sequence[CompletionGroup]], tuple[Floats, list[bool]]],
-        names: Sequence[str] = (),
-    ) -> None:
-        self._request = Ask(prompts, group_sizes)
-        self._judge = judge
-        self._names = names
-        self._groups: Sequence[Sequence[CompletionGroup]] | None = None
-
-    def ask(self) -> Ask | None:
-        """See `Play`."""
-        return self._request if self._groups is None else None
-
-    def tell(self, groups: Sequence[Sequence[CompletionGroup]]) -> None:
-        """See `Play`."""
-        self._groups = groups
-
-    def experiences(self) -> list[Experience]:
-        """Score the completions of all agents; see `Play.experiences`."""
-        groups = self._groups or []
-        rewards, aside = self._judge([group for mine in groups for group in mine])
-        ends = np.cumsum([sum(len(g.completions) for g in mine) for mine in groups])[:-1]
-        flags = iter(aside)
-        return [
-            Experience(
-                tuple(t for group in mine for t in _trajectories(group)),
-                scores,
-                {
-                    "set_aside": float(sum(next(flags) for _ in mine)),
-                    **reward_of_each(self._names, scores),
-                },
-            )
-            for mine, scores in zip(groups, np.split(rewards, ends), strict=True)
-        ]
-
-
-def _trajectories(group: CompletionGroup) -> list[Trajectory]:
-    prompt = group.prompt
-    answer = right_answer(prompt.columns)
-    return [
-        Trajectory(
-            prompt=prompt.text,
-            text=completion.text,
-            token_ids=prompt.token_ids + completion.token_ids,
-            mask=(False,) * len(prompt.token_ids) + (True,) * len(completion.token_ids),
-            logprobs=completion.logprobs,
-            ended=completion.ended,
-            answer=answer,
-        )
-        for completion in group.completions
-    ]
-
-
-def right_answer(columns: Mapping[str, Any]) -> str:
-    """Return the right answer of a dataset row, the first of `ANSWERS` that it has, else ""."""
-    found = next((columns[name] for name in ANSWERS if name in columns), None)
-    return str(found) if isinstance(found, str | int | float) else ""

@@ -32,6 +32,8 @@ REWARD_OF = "reward/"
 """Prefix of the metric of one of several reward functions; the function's name follows."""
 VALIDATION = "validation/"
 """Prefix of the metric of one of several reward functions on validation prompts."""
+LOGGED = "logged/"
+"""Prefix of what a reward function in TRL's style logged with `log_metric`."""
 HYPERPARAMETER = "hyperparameters/"
 """Prefix of the metric of a hyperparameter."""
 OBJECTIVE = "objective_"
@@ -45,6 +47,13 @@ OF_STEPS = (
         f"{REWARD_OF}<function>",
         "Mean reward of one of several reward functions, without its weight; left out in a step "
         "in which it abstained from all completions.",
+        "",
+        "step",
+        "mean",
+    ),
+    Metric(
+        f"{LOGGED}<name>",
+        "Mean of what reward functions with `env.reward_style: trl` logged by `log_metric`.",
         "",
         "step",
         "mean",

@@ -3,7 +3,8 @@ import pytest
 
 from evo_grpo.envs import single_turn
 from evo_grpo.envs.registry import build_task
-from evo_grpo.envs.single_turn import ReasoningGym, right_answer
+from evo_grpo.envs.single_turn import ReasoningGym
+from evo_grpo.envs.single_turn_play import right_answer
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError, DataError, PromptTooLongError, RewardError
 from evo_grpo.settings import EnvConfig

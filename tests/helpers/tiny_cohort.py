@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from evo_grpo.envs.single_turn import SingleTurnPlay
+from evo_grpo.envs.single_turn_play import SingleTurnPlay
 from evo_grpo.learn.rows import AgentBatch, AgentTraining, Row, rows_from_trajectories
 from evo_grpo.model.base import SharedBase
 from evo_grpo.population.cohort.cohort import Cohort
@@ -121,7 +121,7 @@ def rows_of(groups, advantages):
 
 
 def no_rewards(groups):
-    return np.zeros((sum(len(g.completions) for g in groups), 1)), [False] * len(groups)
+    return np.zeros((sum(len(g.completions) for g in groups), 1)), [False] * len(groups), {}
 
 
 def fresh(rows, **changes):

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast, final
 
@@ -17,6 +17,7 @@ from evo_grpo.envs.protocol import Floats
 from evo_grpo.envs.rewards.calls import run_calls
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.rewards.scorer import Scorer, UnusableRewardError
+from evo_grpo.envs.rewards.trl_call import Log, Samples, arguments
 from evo_grpo.envs.rewards.watch import Call
 from evo_grpo.errors import RewardError
 from evo_grpo.printable import error_text, shorten
@@ -33,12 +34,16 @@ SHOWN = 60
 
 @dataclass(frozen=True)
 class CompletionBatch:
-    """B completions with their rows, prompts and the places of the rows in the person's file."""
+    """B completions with their rows, prompts and the places of the rows in the person's file.
+
+    `samples` is for functions that are called as TRL calls them.
+    """
 
     completions: Sequence[str]
     rows: Sequence[Mapping[str, Any]]
     prompts: Sequence[str]
     places: Sequence[str]
+    samples: Samples | None = None
 
     def title(self, function: str, position: int | None = None) -> str:
         """Return the title of a call for one completion, or with None for all completions."""
@@ -71,10 +76,12 @@ class Scored:
     Attributes:
         rewards: (B, K) float64 without weights; NaN if a function abstained or failed.
         failures: Failures that do not end the run.
+        logged: What functions logged with TRL's `log_metric`: the mean of each name.
     """
 
     rewards: np.ndarray[Any, np.dtype[np.float64]]
     failures: Sequence[Failure] = ()
+    logged: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 def score_batch(
@@ -100,7 +107,8 @@ def score_batch(
     out = np.full((len(batch.completions), len(rewards)), np.nan)
     if not len(out):
         return Scored(out)
-    calls = calls_of(rewards, batch)
+    log = Log()
+    calls = calls_of(rewards, batch, log)
     keep_errors = how.reward_errors == "set_aside"
     values = iter(run_calls(calls, how.reward_timeout, mark, keep_errors=keep_errors))
     failures: list[Failure] = []
@@ -113,7 +121,7 @@ def score_batch(
         if reward.is_batch:
             results = as_list(reward.name, results[0], batch)
         failures += _fill(out[:, column], reward, results, batch, keep_errors=keep_errors)
-    return Scored(out, failures)
+    return Scored(out, failures, log.means())
 
 
 def with_scorers(
@@ -130,7 +138,7 @@ def with_scorers(
             keep_errors = how.reward_errors == "set_aside"
             results = reward.fn(**call.arguments)
             failures += _fill(out[:, column], reward, results, batch, keep_errors=keep_errors)
-    return Scored(out, failures)
+    return Scored(out, failures, scored.logged)
 
 
 def _fill(
@@ -224,12 +232,14 @@ class SetAside:
             )
 
 
-def calls_of(rewards: Sequence[RewardFunction], batch: CompletionBatch) -> list[Call]:
-    """Return the calls that score a batch, ordered by function."""
+def calls_of(
+    rewards: Sequence[RewardFunction], batch: CompletionBatch, log: Log | None = None
+) -> list[Call]:
+    """Return the calls that score a batch, ordered by function; those in TRL's style get `log`."""
     calls: list[Call] = []
     for reward in rewards:
         names, takes_all, bound = reward.names(), reward.takes_all, reward.bound
-        for position, given in enumerate(_arguments(reward, batch)):
+        for position, given in enumerate(_arguments(reward, batch, log or Log())):
             if bound or not takes_all:
                 given = {
                     name: value
@@ -254,8 +264,10 @@ def shown_calls(rewards: Sequence[RewardFunction], row: Mapping[str, Any]) -> li
     return found
 
 
-def _arguments(reward: RewardFunction, batch: CompletionBatch) -> list[dict[str, Any]]:
+def _arguments(reward: RewardFunction, batch: CompletionBatch, log: Log) -> list[dict[str, Any]]:
     """Return all arguments that are available for each call of a function."""
+    if reward.style == "trl":
+        return [arguments(batch.completions, batch.prompts, batch.rows, batch.samples, log)]
     if reward.is_batch:
         columns = dict.fromkeys(column for row in batch.rows for column in row)
         lists = {column: [row.get(column) for row in batch.rows] for column in columns}
