@@ -25,8 +25,8 @@ from evo_grpo.readers.trackers.base import open_tracker
 from evo_grpo.record.config import read_config
 from evo_grpo.record.folder import expect_run, is_run, is_trained, refuse_links_in_run
 from evo_grpo.record.log import Cursor
-from evo_grpo.record.names import COMPARE, COMPARED, REPORT_READER
-from evo_grpo.record.study import OPTUNA, StudyReader
+from evo_grpo.record.names import COMPARE, COMPARED, REPORT_READER, STUDY
+from evo_grpo.record.study import OPTUNA, StudyReader, study_name
 from evo_grpo.settings import RecordConfig
 from evo_grpo.settings.storage import check_driver, is_url
 from evo_grpo.settings.trackers import KINDS, TrackerConfig, check_trackers
@@ -97,6 +97,24 @@ def follow(
     return found
 
 
+def study_of(run: str | Path) -> tuple[str, str] | None:
+    """Return the name and the storage URL of a run's study, for `optuna.load_study`.
+
+    Args:
+        run: The run folder.
+
+    Returns:
+        The name and the URL, or None if the study is a journal in the run folder.
+    """
+    folder = expect_run(run)
+    config = read_config(folder)
+    storage = config.record.storage
+    if storage is None:
+        return None
+    name = study_name(config.name, read_inputs_of(folder).id)
+    return name, storage if is_url(storage) else f"sqlite:///{folder / STUDY}"
+
+
 def follow_all(
     run: str | Path,
     to: Sequence[str],
@@ -148,7 +166,7 @@ def _feedings(
                 reader = f"{OPTUNA}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
                 option = f"{OPTUNA} --storage {url}"
             for part in (folder, *_compared(folder)):
-                make = partial(StudyReader, part, read_inputs_of(part).id, url, warn=warn)
+                make = partial(StudyReader, part, read_inputs_of(part).id, url)
                 yield _Feeding(
                     part, reader, make, warn, from_start=True, label=label, option=option
                 )

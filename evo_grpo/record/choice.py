@@ -11,8 +11,8 @@ from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.record.family import best_agent, best_ever, front
 from evo_grpo.record.folder import continuing
 from evo_grpo.record.names import BEST
+from evo_grpo.record.summary import SelectedAgent, select, winner_files
 from evo_grpo.record.view import RunView, view_of
-from evo_grpo.record.winner import SelectedAgent, select, winner_files
 from evo_grpo.schema.problems import nearest
 from evo_grpo.schema.validation import is_number
 

@@ -55,8 +55,8 @@ from evo_grpo.record.folder import (
 )
 from evo_grpo.record.plain import is_plain
 from evo_grpo.record.records import Amendment, outline, to_json
-from evo_grpo.record.requests import ids_of_requests
 from evo_grpo.record.retention import Retention, kept_checkpoints
+from evo_grpo.record.steering import ids_of_requests
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

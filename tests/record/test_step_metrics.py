@@ -12,9 +12,9 @@ from evo_grpo import resume, run
 from evo_grpo.after.verify import verify
 from evo_grpo.errors import CheckpointError, RunNotFoundError
 from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.history import metric_rows, read_metrics
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.record.step_metrics import metric_rows, read_metrics
 
 TOLD = {
     *("reward", "loss", "clip_fraction", "clip_low", "clip_high", "zero_variance"),

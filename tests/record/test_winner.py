@@ -6,7 +6,7 @@ import pytest
 from shown_run import SUMMARY, candidate, mean_won, two_rounds
 
 from evo_grpo.record.story import rivals_text
-from evo_grpo.record.winner import rivals_of, winner_of, winning_lines
+from evo_grpo.record.summary import rivals_of, winner_of, winning_lines
 
 
 def played(lines):

@@ -1,17 +1,24 @@
-"""The leaderboard of a run as a table, and its family as a tree."""
+"""The result of a run on a screen: its leaderboard, its family tree, and its end."""
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from importlib.util import find_spec
+from itertools import groupby, zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.tree import Tree
 
 from evo_grpo.printable import printable
-from evo_grpo.readers.terminal.console import GOOD, NOTICE, new_table, safe
-from evo_grpo.readers.terminal.formatting import ALWAYS_SHOWN
+from evo_grpo.readers.terminal.console import GOOD, NOTICE, new_table, safe, say, show
+from evo_grpo.readers.terminal.plain import ALWAYS_SHOWN
 from evo_grpo.record.vocabulary import OBJECTIVE
 from evo_grpo.record.wording import changes_text, count, listed, number
 from evo_grpo.schema.shown import short_name, shown_value
@@ -40,6 +47,11 @@ MADE = {
 ONLY_MEDIUM = ("member",)
 MEDIUM = 90
 """Width from which it shows all but the widest."""
+PROGRAM = "evo-grpo"
+PARAGRAPHS = {"schedule": "winner", "validation": "choice"}
+"""Kinds of sentences that continue a paragraph of another kind."""
+TROUBLES_SHOWN = 5
+"""Problems that an ending shows; a run can have one for each agent and round."""
 
 
 def leaderboard_markdown(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
@@ -93,6 +105,13 @@ def leaderboard_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
         last = equal.pop()
         names = [name for name in names if name != last]
     return _table(names, rows, short=_width(names, rows) > width)
+
+
+def show_leaderboard(console: Console, view: RunView) -> None:
+    """Print the leaderboard of a run with finished rounds, and how it is ordered."""
+    show(console, leaderboard_table(view.leaderboard, console.width))
+    if view.order:
+        say(console, view.order, "dim", wrap=True)
 
 
 def _width(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> int:
@@ -216,3 +235,65 @@ def cell(name: str, value: Any) -> str:  # noqa: ANN401 -- a value of any column
     if name == "tokens":
         return f"{value:,}"
     return shown_value(value) if isinstance(value, float | bool) else str(value)
+
+
+def show_ending(console: Console, view: RunView) -> None:
+    """Print the leaderboard, the story and the problems of a run."""
+    console.print()
+    if view.rounds:
+        show_leaderboard(console, view)
+        console.print()
+    for kind, sentences in groupby(view.story, lambda one: PARAGRAPHS.get(one.kind, one.kind)):
+        text = " ".join(one.text for one in sentences)
+        say(console, text, "bold" if kind == "result" else "", wrap=True)
+    for trouble in view.troubles[:TROUBLES_SHOWN]:
+        line = safe("").append_text(safe("warning:", f"bold {NOTICE}"))
+        say(console, line.append_text(safe(f" {trouble.sentence}")), wrap=True)
+    if (more := len(view.troubles) - TROUBLES_SHOWN) > 0:
+        say(console, f"and {more} more warnings: see the report")
+
+
+def show_next(
+    console: Console, run: str, study: tuple[str, str] | None = None, *, worse: bool = False
+) -> None:
+    """Print the run folder, and commands that use it.
+
+    `study` has the name and the database of its Optuna study, unless it is the folder's journal.
+    `worse` says that the winner is worse than the base model, which `export` refuses.
+    """
+    console.print()
+    if study is not None:
+        say(console, f"Study: {study[0]} in {study[1]}")
+    say(console, f"Run folder: {run}")
+    commands = _commands(shlex.quote(run), worse=worse)
+    if console.is_terminal:
+        # One per line, so that each can be selected whole.
+        say(console, "Next:")
+        for command in commands:
+            show(console, Padding(safe(command, "bold"), (0, 0, 0, 2)))
+    else:
+        say(console, f"Next: {', '.join(commands)}")
+
+
+def _commands(path: str, *, worse: bool) -> tuple[str, ...]:
+    """Return commands that work in this shell and with the installed packages."""
+    program = program_name()
+    # The report needs plotly, an optional package.
+    look = "report" if find_spec("plotly") else "lineage"
+    first = f"{program} {look} {path}"
+    return (first,) if worse else (first, f"{program} export {path} OUT")
+
+
+def program_name() -> str:
+    """Return the word that starts evo-grpo in the user's shell.
+
+    `make run` starts .venv/bin/evo-grpo, which PATH does not contain unless the environment is
+    activated: then the path is the word.
+    """
+    called = Path(sys.argv[0])
+    if called.name != PROGRAM or not called.is_file():  # a notebook, a script, another launcher
+        return PROGRAM
+    found = shutil.which(PROGRAM)
+    if found is not None and Path(found).resolve() == called.resolve():
+        return PROGRAM
+    return shlex.quote(sys.argv[0])

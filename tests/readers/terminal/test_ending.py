@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from shown_run import SUMMARY, agent, mean_won, small_config, two_rounds
 
-from evo_grpo.readers.terminal.ending import TROUBLES_SHOWN, show_ending, show_next
+from evo_grpo.readers.terminal.result import TROUBLES_SHOWN, show_ending, show_next
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.view import RunView
 
@@ -102,7 +102,7 @@ def test_next_exports_no_winner_that_export_refuses():
 
 
 def test_next_is_no_report_where_plotly_is_missing(monkeypatch):
-    monkeypatch.setattr("evo_grpo.readers.terminal.ending.find_spec", lambda name: None)
+    monkeypatch.setattr("evo_grpo.readers.terminal.result.find_spec", lambda name: None)
     pipe = console(terminal=False)
     show_next(pipe, "runs/one")
     assert "Next: evo-grpo lineage runs/one, evo-grpo export runs/one OUT\n" in (
