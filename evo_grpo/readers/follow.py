@@ -282,13 +282,21 @@ class _Feeding(threading.Thread):
 
     def run(self) -> None:
         """Feed the reader until the run has ended."""
-        wait, last_reason, attempts = _FIRST_WAIT, "", ATTEMPTS_AFTER_END
-        if not is_trained(self._run_folder):
-            attempts = 1
+        wait = _FIRST_WAIT
+        attempts = ATTEMPTS_AFTER_END if is_trained(self._run_folder) else 1
         while not self._done:
             trained = is_trained(self._run_folder)
             try:
-                self._feed()
+                feed(
+                    self._run_folder,
+                    self._reader,
+                    self._make,
+                    follow=True,
+                    from_start=self._from_start,
+                    on_progress=self._note_progress,
+                    warn=self._warn,
+                )
+                self._done = True
             except BaseException as error:  # any error of a reader, so that the others continue
                 attempts -= not trained
                 if _is_final(error, trained) or attempts <= 0:
@@ -296,9 +304,7 @@ class _Feeding(threading.Thread):
                     if trained:  # after the end of the run, `followed` returns the error soon
                         self._warn(str(self._error))
                     return
-                if (reason := _reason(error)) != last_reason:
-                    last_reason = reason
-                    self._warn(f"{self._label}: {reason}; retrying while the run continues")
+                self._warn(f"{self._label}: {_reason(error)}; retrying while the run continues")
                 time.sleep(wait if trained else _FIRST_WAIT)
                 wait = min(2 * wait, _LONGEST_WAIT)
 
@@ -311,18 +317,6 @@ class _Feeding(threading.Thread):
                 f"the run; {self._remedy}"
             )
         return Followed(self._run_folder, self._label, self._id, self._rounds, error)
-
-    def _feed(self) -> None:
-        feed(
-            self._run_folder,
-            self._reader,
-            self._make,
-            follow=True,
-            from_start=self._from_start,
-            on_progress=self._note_progress,
-            warn=self._warn,
-        )
-        self._done = True
 
     def _note_progress(self, cursor: Cursor, id: str) -> None:
         self.last_progress, self._rounds, self._id = time.monotonic(), cursor.rounds, id

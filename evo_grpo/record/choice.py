@@ -19,8 +19,8 @@ from evo_grpo.schema.validation import is_number
 if TYPE_CHECKING:
     from evo_grpo.record.records import AgentRecord, RoundRecord
 
-SHOWN_ROUNDS = 8
-"""Rounds whose checkpoints an error lists, the latest."""
+SHOWN = 24
+"""Checkpoints that an error lists, the latest."""
 
 
 @dataclass(frozen=True)
@@ -250,17 +250,13 @@ def _where_it_is(found: ChosenAgent) -> ChosenAgent:
 
 
 def checkpoints_there(folder: Path, rounds: Sequence[RoundRecord]) -> str:
-    """Return the checkpoints of a run that exist, in words; rounds count from 1."""
-    parts: list[str] = []
-    for record in reversed(rounds):
-        agents = [
-            str(one.agent)
-            for one in record.agents
-            if one.checkpoint is not None and (folder / one.checkpoint).is_dir()
-        ]
-        if agents:
-            parts.append(f"round {record.round + 1}: agents {', '.join(agents)}")
-    more = [f"and {len(parts) - SHOWN_ROUNDS} rounds before"] if len(parts) > SHOWN_ROUNDS else []
+    """Return the latest checkpoints of a run that exist, in words; rounds count from 1."""
+    there = [
+        f"agent {one.agent} of round {record.round + 1}"
+        for record in reversed(rounds)
+        for one in record.agents
+        if one.checkpoint is not None and (folder / one.checkpoint).is_dir()
+    ]
     ever = best_ever(rounds) if (folder / BEST).is_dir() else None
     best = [] if ever is None else [f"the best ever: agent {ever.agent} of round {ever.round + 1}"]
-    return "; ".join([*parts[:SHOWN_ROUNDS], *more, *best]) or "none"
+    return ", ".join([*there[:SHOWN], *best]) or "none"

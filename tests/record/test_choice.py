@@ -16,7 +16,7 @@ from evo_grpo.record.files import seal
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.names import BEST
 from evo_grpo.record.records import to_json
-from evo_grpo.record.retention import kept_checkpoints
+from evo_grpo.record.run_dir import kept_checkpoints
 from evo_grpo.record.summary import read_summary
 from evo_grpo.types import Score
 
@@ -114,8 +114,8 @@ def test_what_was_removed_is_refused_with_what_is_there(tmp_path, keep):
                 assert f"agent {one.agent} after round {record.round + 1} does not exist" in said
                 assert "record.checkpoints says which are kept; `all` keeps each" in said
                 there = [a for a in rounds[2].agents if a.checkpoint in kept]
-                listed = ", ".join(str(a.agent) for a in there)
-                assert f"take one of: round 3: agents {listed}" in said
+                listed = ", ".join(f"agent {a.agent} of round 3" for a in there)
+                assert f"take one of: {listed}" in said
                 assert said.endswith(f"the best ever: agent {ever.agent} of round {ever.round + 1}")
 
 
