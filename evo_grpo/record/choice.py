@@ -62,17 +62,6 @@ class ChosenAgent:
         return self.view.loss if self.is_winner else ""
 
     @property
-    def better_ever(self) -> AgentRecord | None:
-        """The best agent of all rounds, where its fitness is greater and it was not a finalist."""
-        ever, own = best_ever(self.view.rounds), self.agent.fitness
-        finalists = () if self.view.summary is None else self.view.summary["candidates"]
-        if ever is None or ever.score is None or self.agent.kind == "mean":
-            return None
-        if any(one["kind"] == "archive" for one in finalists):
-            return None
-        return ever if own is None or ever.score.mean > own.mean else None
-
-    @property
     def name(self) -> str:
         """The agent in words, such as "agent 1 as it was after round 2"."""
         return self.agent.name

@@ -140,12 +140,9 @@ def earlier_ends(folder: Path) -> list[dict[str, Any]]:
         for path in folder.glob("summary.rounds-*.json")
         if (match := EARLIER.fullmatch(path.name))
     }
-    return [earlier_end(end) for _, end in sorted(found.items()) if end is not None]
-
-
-def earlier_end(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a summary that the summary of the extended run keeps."""
-    return {name.name: summary[name.name] for name in fields(_Earlier)}
+    kept = [one.name for one in fields(_Earlier)]
+    ends = [end for _, end in sorted(found.items()) if end is not None]
+    return [{name: end[name] for name in kept} for end in ends]
 
 
 def gain_interval(summary: Mapping[str, Any]) -> tuple[float, float]:
