@@ -177,9 +177,9 @@ def _show_end(
 
 def _compare(audience: Audience, folder: Path, allow: Sequence[str]) -> None:
     """Train the populations of a comparison with a finished run, then show the results as bars."""
-    from evo_grpo.readers.terminal.arms import show_arms
     from evo_grpo.readers.terminal.console import say as say_to
     from evo_grpo.readers.terminal.console import warnings_to
+    from evo_grpo.readers.terminal.result import show_arms
     from evo_grpo.record.arms import comparison_arms
     from evo_grpo.record.names import COMPARISON
     from evo_grpo.record.story import guess_sentence

@@ -156,8 +156,8 @@ def replay(
 ) -> None:
     """Compare the winner's schedule with its last values: train agents with each."""
     from evo_grpo.places import looking_in
-    from evo_grpo.readers.terminal import arms as shown
     from evo_grpo.readers.terminal import console as screen
+    from evo_grpo.readers.terminal import result as shown
     from evo_grpo.record.code import code_folder
     from evo_grpo.record.names import REPLAY
     from evo_grpo.record.replay import read_replay

@@ -27,7 +27,7 @@ from evo_grpo.readers.report.figures.axes import (
     new_figure,
 )
 from evo_grpo.readers.report.page.build import Page, Table, sortable, text
-from evo_grpo.readers.terminal.arms import difference_rows
+from evo_grpo.readers.terminal.result import difference_rows
 from evo_grpo.record.arms import (
     Arms,
     Difference,

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from shown_replay import BETTER, ROUNDS, replay, schedule
 
-from evo_grpo.readers.terminal.arms import schedule_table, schedule_title, show_arms
+from evo_grpo.readers.terminal.result import schedule_table, schedule_title, show_arms
 from evo_grpo.record.arms import arm_label, comparison_arms
 
 
