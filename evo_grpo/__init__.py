@@ -47,9 +47,8 @@ if TYPE_CHECKING:
     from evo_grpo.evolve.select.protocol import Selector as Selector
     from evo_grpo.evolve.select.tournament import TournamentSelection as TournamentSelection
     from evo_grpo.evolve.select.truncation import TruncationSelection as TruncationSelection
-    from evo_grpo.readers.database import deliver as deliver
-    from evo_grpo.readers.database import study_of as study_of
     from evo_grpo.readers.follow import follow as follow
+    from evo_grpo.readers.follow import study_of as study_of
     from evo_grpo.readers.report.figures.diagnostics import plot_diagnostics as plot_diagnostics
     from evo_grpo.readers.report.figures.fitness import plot_fitness as plot_fitness
     from evo_grpo.readers.report.figures.lineage import plot_lineage as plot_lineage
@@ -57,9 +56,9 @@ if TYPE_CHECKING:
     from evo_grpo.readers.report.run_page import write_report as write_report
     from evo_grpo.readers.trackers.in_process import Tracker as Tracker
     from evo_grpo.record.history import history as history
+    from evo_grpo.record.history import read_metrics as read_metrics
     from evo_grpo.record.leaderboard import leaderboard as leaderboard
     from evo_grpo.record.observer import Observer as Observer
-    from evo_grpo.record.step_metrics import read_metrics as read_metrics
     from evo_grpo.schema.search_space import HyperparameterConfig as HyperparameterConfig
     from evo_grpo.schema.search_space import RLParameter as RLParameter
     from evo_grpo.settings import RunConfig as RunConfig
@@ -98,7 +97,6 @@ _HOME = {
     "Trial": "evo_grpo.evolve.explore.protocol",
     "TruncationSelection": "evo_grpo.evolve.select.truncation",
     "compare": "evo_grpo.after.arms",
-    "deliver": "evo_grpo.readers.database",
     "evaluate_adapter": "evo_grpo.after.trying.evaluation",
     "evaluate_files": "evo_grpo.after.trying.evaluation",
     "export": "evo_grpo.after.export.export",
@@ -109,13 +107,13 @@ _HOME = {
     "plot_fitness": "evo_grpo.readers.report.figures.fitness",
     "plot_lineage": "evo_grpo.readers.report.figures.lineage",
     "plot_schedules": "evo_grpo.readers.report.figures.schedules",
-    "read_metrics": "evo_grpo.record.step_metrics",
+    "read_metrics": "evo_grpo.record.history",
     "recipe": "evo_grpo.after.recipe.recipe",
     "replay": "evo_grpo.after.arms",
     "resume": "evo_grpo.api.runs",
     "run": "evo_grpo.api.runs",
     "sample": "evo_grpo.after.trying.answers",
-    "study_of": "evo_grpo.readers.database",
+    "study_of": "evo_grpo.readers.follow",
     "try_config": "evo_grpo.after.trying.first_step",
     "write_report": "evo_grpo.readers.report.run_page",
 }

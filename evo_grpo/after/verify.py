@@ -47,8 +47,7 @@ from evo_grpo.record.names import (
 )
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.replay import read_replay
-from evo_grpo.record.retention import Retention, kept_throughout
-from evo_grpo.record.run_dir import refuse_lost_lines
+from evo_grpo.record.run_dir import Retention, kept_throughout, refuse_lost_lines
 from evo_grpo.record.summary import read_summary, read_summary_of
 from evo_grpo.record.wording import count
 from evo_grpo.settings import RunConfig

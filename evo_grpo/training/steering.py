@@ -19,12 +19,12 @@ from evo_grpo.population.round import Steerer
 from evo_grpo.record.family import next_member_id
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
-from evo_grpo.record.requests import (
+from evo_grpo.record.run_dir import RunDir
+from evo_grpo.record.steering import (
     carried_out,
     read_requests,
     remove_requests,
 )
-from evo_grpo.record.run_dir import RunDir
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.types import Request, RequestOutcome
 

@@ -19,9 +19,8 @@ from evo_grpo.after.export.contents import BaseModel, Contents
 from evo_grpo.after.export.snippet import Use
 from evo_grpo.cli import events
 from evo_grpo.readers.dashboard import study_note
-from evo_grpo.readers.report.notebook import as_html
-from evo_grpo.readers.terminal.ending import show_ending
-from evo_grpo.readers.terminal.result import family_tree, leaderboard_markdown
+from evo_grpo.readers.report.tables import as_html
+from evo_grpo.readers.terminal.result import family_tree, leaderboard_markdown, show_ending
 from evo_grpo.record.choice import ChosenAgent
 from evo_grpo.record.family import best_ever, leading_agent
 from evo_grpo.record.leaderboard import from_records

@@ -22,7 +22,7 @@ from evo_grpo import (
     write_report,
 )
 from evo_grpo.errors import ConfigError
-from evo_grpo.readers.trackers.values import of_agent, values_of
+from evo_grpo.readers.trackers.base import of_agent, values_of
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.log import RoundDone
 from evo_grpo.record.steering import ask

@@ -36,7 +36,7 @@ from evo_grpo.record.family import ancestry, best_ever
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.record.observer import Observer
-from evo_grpo.record.retention import kept_checkpoints
+from evo_grpo.record.run_dir import kept_checkpoints
 from evo_grpo.record.summary import read_summary
 from evo_grpo.training.assemble import prepare
 from evo_grpo.training.restoring import restore

@@ -10,7 +10,7 @@ from evo_grpo import run
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import ConfigError, DataError, RewardError
-from evo_grpo.record.step_metrics import metric_rows
+from evo_grpo.record.history import metric_rows
 from evo_grpo.types import Completion, CompletionGroup
 
 ROWS = [{"question": f"{n}+1=", "answer": str(n + 1), "level": n % 3} for n in range(12)]
