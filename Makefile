@@ -259,10 +259,10 @@ OWN_CODE := tests/after/test_verify.py tests/after/test_arms_compare.py tests/af
   tests/cli/plan/test_gpu.py tests/cli/plan/test_runs_no_code.py tests/cli/test_fetching.py \
   tests/cli/test_foreign_text.py tests/cli/test_full_disk.py tests/cli/test_host_memory.py \
   tests/cli/test_steer.py tests/cli/test_stopping.py tests/envs/rewards tests/evolve tests/learn \
-  tests/population/ranks tests/population/test_evaluate.py tests/population/test_no_signal.py \
-  tests/population/test_plan.py tests/population/test_rollouts.py tests/population/test_round.py \
-  tests/population/test_steps.py tests/readers/test_dashboard.py tests/readers/test_database.py \
-  tests/readers/test_follow.py tests/readers/test_reader.py tests/readers/trackers \
+  tests/population/ranks tests/population/test_evaluate.py tests/population/test_plan.py \
+  tests/population/test_rollouts.py tests/population/test_round.py \
+  tests/population/test_stats.py tests/population/test_steps.py tests/readers/test_dashboard.py \
+  tests/readers/test_database.py tests/readers/test_follow.py tests/readers/test_reader.py tests/readers/trackers \
   tests/record/test_choice.py tests/record/test_log.py tests/record/test_study.py tests/rollout/vllm \
   tests/schema/test_patterns.py tests/settings/test_limits.py tests/settings/test_without_effect.py \
   tests/test_corruption.py tests/test_stop_rules.py tests/training/inputs tests/training/test_resuming.py \

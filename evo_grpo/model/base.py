@@ -66,10 +66,6 @@ class SharedBase:
         model: A transformers causal language model; it is frozen in place.
         tokenizer: The tokenizer of the model, or None to work with token ids only.
         name: Name of the model in messages and checkpoints.
-
-    Raises:
-        ModelError: The model fails a check of `model.probing`, its end or padding token is outside
-            of the vocabulary, or its sparse attention selects too few tokens (see `model.sparse`).
     """
 
     def __init__(
@@ -167,10 +163,6 @@ class SharedBase:
 
         Returns:
             The frozen base.
-
-        Raises:
-            ModelError: The model cannot be loaded.
-            EngineUnavailable: `quantization` needs a package that is not installed.
         """
         source = resolve(name)
         where = pick_device(device)

@@ -33,7 +33,6 @@ from evo_grpo.population.looks import (
     look_at_archive,
     next_look,
 )
-from evo_grpo.population.no_signal import warn_without_signal
 from evo_grpo.population.plan import (
     PlanInputs,
     RoundPlan,
@@ -48,6 +47,7 @@ from evo_grpo.population.stats import (
     Tally,
     completion_rows,
     measured_in_training,
+    warn_without_signal,
 )
 from evo_grpo.population.steps import Limit, RunWriter, report_steps, train
 from evo_grpo.record.observer import Observer
@@ -79,17 +79,9 @@ class Round:
     """The state of a round while it is played.
 
     Attributes:
-        cohort: The agents and the parts that they share.
-        env: Provides prompts and rewards.
-        settings: Settings of the rounds.
-        slots: The agents that play.
         number: Number of the round (0-based).
-        writer: Writes the round.
-        observer: Receives the progress of the run.
         limit: Ends training early; None for no limit.
         past: Records of the known rounds before this one.
-        steering: Carries out requests.
-        watch: Measures the phases.
         began: Start of the round, in seconds since 1970 (UTC).
         start: Start of the round by `time.perf_counter`.
         histories: Scores of each agent before the round.
@@ -129,9 +121,6 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
     Returns:
         The record of the round. The cohort then holds the next generation, whose slots are
         `next_slots(record)`.
-
-    Raises:
-        RunFailedError: No agent can be ranked.
     """
     histories = {slot: tuple(cohort.agents[slot].history) for slot in slots}
     this = Round(
@@ -409,9 +398,6 @@ def copies_in_order(
     """Yield the source and target of each copy, in an order that never overwrites a source first.
 
     `rank` returns the rank of a slot; copies between different ranks run at the same time.
-
-    Raises:
-        ShapeError: The copies form a cycle.
     """
     pairs = zip(generation.parents, generation.slots, strict=True)
     waiting = [(parent, slot) for parent, slot in pairs if parent != slot]

@@ -21,20 +21,25 @@ from evo_grpo.evolve.start import Start, start_hparams
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.loading import pick_device
 from evo_grpo.model.lora.files import AdapterCopy
-from evo_grpo.model.lora.from_peft import take_over, trainable
+from evo_grpo.model.lora.load import take_over, trainable
 from evo_grpo.model.refusal import unchanged_if_refused
 from evo_grpo.model.sharding import ShardedLayers
 from evo_grpo.population.cohort.adapters import rank_alpha
 from evo_grpo.population.cohort.cohort import Cohort
-from evo_grpo.population.cohort.same_base import agree_on_path, check_same_base
-from evo_grpo.population.cohort.starting import check_adapters, check_widths, start_with
+from evo_grpo.population.cohort.starting import (
+    agree_on_path,
+    check_adapters,
+    check_same_base,
+    check_widths,
+    start_with,
+)
 from evo_grpo.population.ranks.deal import deal
 from evo_grpo.population.ranks.ranks import find_team
 from evo_grpo.population.ranks.team import Team
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.record.records import RoundRecord
+from evo_grpo.rollout.engine import check_engine
 from evo_grpo.rollout.generation_config import warn_of_processors
-from evo_grpo.rollout.registry import check_engine
 from evo_grpo.schema.problems import Problems
 from evo_grpo.settings import (
     AgentSettings,

@@ -13,7 +13,7 @@ from evo_grpo.envs.describing import DIGEST, environment_parts, reward_parts, so
 from evo_grpo.envs.resolve import named_task
 from evo_grpo.errors import ConfigError
 from evo_grpo.model.lora.configs import read_config as read_adapter_config
-from evo_grpo.model.lora.from_peft import trainable
+from evo_grpo.model.lora.load import trainable
 from evo_grpo.model.refusal import unchanged_if_refused
 from evo_grpo.population.ranks.team import Team, is_one_of_several
 from evo_grpo.population.rules import RoundSettings

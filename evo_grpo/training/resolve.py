@@ -15,7 +15,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.model.loading import pick_device, pick_dtype
 from evo_grpo.population.ranks.team import Team, is_silent_rank
 from evo_grpo.record.earlier import resolved_start
-from evo_grpo.rollout.registry import check_engine
+from evo_grpo.rollout.engine import check_engine
 from evo_grpo.settings import DoubtfulSetting, RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.settings.cross_checks import divides_quantized

@@ -247,7 +247,7 @@ def test_the_loaded_actor_becomes_the_reference_of_a_chain(tmp_path):
 def test_a_reference_that_cannot_be_loaded_is_said(tmp_path):
     agilerl_agents(1, use_separate_reference_adapter=True)[0].save_checkpoint(tmp_path)
     agent = agilerl_agents(1, use_separate_reference_adapter=False)[0]
-    with pytest.warns(UserWarning, match="its reference adapter is left out"):
+    with pytest.warns(UserWarning, match="its reference was an adapter of its own"):
         agent.load_checkpoint(tmp_path)
 
 
