@@ -15,10 +15,9 @@ if TYPE_CHECKING:
     from evo_grpo.after.arms import compare as compare
     from evo_grpo.after.arms import replay as replay
     from evo_grpo.after.export.export import export as export
-    from evo_grpo.after.recipe.recipe import recipe as recipe
+    from evo_grpo.after.recipe import recipe as recipe
     from evo_grpo.after.trying.answers import sample as sample
     from evo_grpo.after.trying.evaluation import evaluate_adapter as evaluate_adapter
-    from evo_grpo.after.trying.evaluation import evaluate_files as evaluate_files
     from evo_grpo.after.trying.first_step import try_config as try_config
     from evo_grpo.api.agent import CISPO as CISPO
     from evo_grpo.api.agent import GRPO as GRPO
@@ -98,7 +97,6 @@ _HOME = {
     "TruncationSelection": "evo_grpo.evolve.select.truncation",
     "compare": "evo_grpo.after.arms",
     "evaluate_adapter": "evo_grpo.after.trying.evaluation",
-    "evaluate_files": "evo_grpo.after.trying.evaluation",
     "export": "evo_grpo.after.export.export",
     "follow": "evo_grpo.readers.follow",
     "history": "evo_grpo.record.history",
@@ -108,7 +106,7 @@ _HOME = {
     "plot_lineage": "evo_grpo.readers.report.figures.lineage",
     "plot_schedules": "evo_grpo.readers.report.figures.schedules",
     "read_metrics": "evo_grpo.record.history",
-    "recipe": "evo_grpo.after.recipe.recipe",
+    "recipe": "evo_grpo.after.recipe",
     "replay": "evo_grpo.after.arms",
     "resume": "evo_grpo.api.runs",
     "run": "evo_grpo.api.runs",

@@ -114,12 +114,6 @@ def recipe(
         str | None,
         typer.Option("--model", metavar="NAME", help="Another model; the values stay."),
     ] = None,
-    size: Annotated[
-        int,
-        typer.Option(
-            "--size", min=1, help="Agents: one follows the schedule, several search around it."
-        ),
-    ] = 1,
     rounds: Annotated[
         int | None,
         typer.Option("--rounds", min=1, help="Rounds; default: those of the winner's line."),
@@ -132,11 +126,9 @@ def recipe(
     debug: Debug = False,
 ) -> None:
     """Write the winner's settings and schedule as a run, for the same or another model."""
-    from evo_grpo.after.recipe.recipe import recipe as write_recipe
+    from evo_grpo.after.recipe import recipe as write_recipe
 
-    written = write_recipe(
-        folder, out, model=model, size=size, rounds=rounds, steps=steps, force=force
-    )
+    written = write_recipe(folder, out, model=model, rounds=rounds, steps=steps, force=force)
     say(f"wrote {written}; next: evo-grpo check {written}, then evo-grpo run {written}")
 
 
