@@ -11,7 +11,6 @@ from typer.core import TyperGroup
 
 from evo_grpo.cli.completion import complete_run, complete_setting
 from evo_grpo.cli.failures import errors_to_exit_codes
-from evo_grpo.cli.options import option_as_setting
 from evo_grpo.cli.output import say
 from evo_grpo.errors import ConfigError
 
@@ -28,14 +27,8 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 -- typer does not export the type of ctx
         """Run a command; see the class docstring."""
-        arguments = list(ctx.args)
         with errors_to_exit_codes(lambda: ctx.meta.get(DEBUG, False)):
-            try:
-                return super().invoke(ctx)
-            except Exception as error:
-                if (message := option_as_setting(error, arguments)) is not None:
-                    raise ConfigError(message) from None
-                raise
+            return super().invoke(ctx)
 
 
 app = typer.Typer(

@@ -201,25 +201,6 @@ def follow(
     feed_readers(folder, names, storage, outside=outside, quiet=quiet)
 
 
-@app.command(rich_help_panel=PANEL, hidden=True)
-def deliver(
-    folder: Run,
-    storage: Annotated[
-        str | None,
-        typer.Option(
-            "--storage",
-            metavar="URL",
-            help="Another database than that of the run's settings; without a password.",
-        ),
-    ] = None,
-    debug: Debug = False,
-) -> None:
-    """Name the command that copies the trials of a run into a database."""
-    from evo_grpo.readers.database import deliver as moved
-
-    moved(folder, storage=storage)
-
-
 @app.command(rich_help_panel=PANEL)
 def dashboard(
     folder: Run,
