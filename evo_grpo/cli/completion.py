@@ -5,14 +5,9 @@ It neither reads nor runs code that a configuration names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
 
 from evo_grpo.printable import printable
-
-if TYPE_CHECKING:
-    from evo_grpo.schema.group import Group
 
 RUNS = "runs"
 """Parent folder of runs without --out."""
@@ -37,30 +32,8 @@ def complete_run(incomplete: str) -> list[str]:
 
 def complete_setting(incomplete: str) -> list[str]:
     """Return the matching paths of settings, such as algorithm.lr."""
+    from evo_grpo.schema.messages import leaves
     from evo_grpo.settings import RunConfig
 
-    return sorted({name for name in _paths(RunConfig) if name.startswith(incomplete)})
-
-
-def _paths(group: type[Group]) -> Iterator[str]:
-    """Yield the paths of all values below a group of settings."""
-    for name, field in group.model_fields.items():
-        groups = list(_groups(field.annotation))
-        if not groups:
-            yield name
-        for one in groups:
-            yield from (f"{name}.{below}" for below in _paths(one))
-
-
-def _groups(annotation: Any) -> Iterator[type[Group]]:  # noqa: ANN401 -- any annotation
-    """Yield the groups in the annotation of a setting, one for each kind of a strategy."""
-    from evo_grpo.schema.group import Group
-
-    if isinstance(annotation, type):
-        if issubclass(annotation, Group):
-            yield annotation
-        return
-    origin = getattr(annotation, "__origin__", None)
-    if origin not in (dict, list, tuple):
-        for part in get_args(annotation):
-            yield from _groups(part)
+    names = set(map(".".join, leaves(RunConfig)))
+    return sorted(name for name in names if name.startswith(incomplete))

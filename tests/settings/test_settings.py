@@ -735,10 +735,7 @@ def test_the_price_of_turns_is_told():
         ("algorithm.num_generations=8", "here it is group_size."),
         ("algorithm.peft_config={}", "here it is model.lora."),
         ("model.peft_config={r: 4}", "here it is lora."),
-        (
-            "algorithm.per_device_train_batch_size=8",
-            "here it is prompts_per_step, which counts prompts, not completions.",
-        ),
+        ("algorithm.per_device_train_batch_size=8", "here it is prompts_per_step."),
     ],
 )
 def test_names_of_other_libraries_are_refused_with_the_name_here(override: str, hint: str):
