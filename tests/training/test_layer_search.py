@@ -309,11 +309,6 @@ AT = f"evolve.hyperparameters.{NAME}"
             "model.lora.target_sets.attention: expected a string, or a list of at least one string",
         ),
         (
-            {"model__lora": {"target_sets": SETS | {"same": [*reversed(MLP)]}}},
-            "model.lora.target_sets: expected sets that differ, but 'mlp' and 'same' have the "
-            "same layers",
-        ),
-        (
             {"model__lora": {"target_sets": SETS | {"mlp": "(gate"}}},
             "model.lora.target_sets.mlp: expected all-linear, a list of names, or a regular",
         ),

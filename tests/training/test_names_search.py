@@ -252,11 +252,6 @@ AT = "evolve.hyperparameters"
         ({"model.name": {"choices": ["a"]}}, {}, "all agents share one base model"),
         ({"quantization": {"choices": ["int8"]}}, {}, "all agents share one base model"),
         ({"engine.rollout": {"choices": ["vllm"]}}, {}, "all agents share one base model"),
-        (
-            {},
-            {"env__prompts": {"brief": "Be brief.", "NaN": "Think."}},
-            "env.prompts: expected another name than 'NaN', which reads as a missing value",
-        ),
     ],
 )  # fmt: skip
 def test_wrong_input_is_named_before_anything_trains(ranges, changes, text):
