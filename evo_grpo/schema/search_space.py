@@ -26,7 +26,6 @@ from evo_grpo.schema.hparams import (
     MUTABLE,
     REWARD_WEIGHT,
     SCHEDULE,
-    WARMUP,
     Hparams,
     Value,
     has_no_order,
@@ -43,18 +42,6 @@ Choices = tuple[Value, ...]
 CLIPS = ("clip_coef", *CLIP_ENDS)
 ROUNDING = 1e-12
 """Tolerance of a range for rounding: 1 - 0.8 is not exactly 0.2."""
-_SHARED = ("model", "quantization", "quantize", "dtype", "env", "engine", "base", "rollout")
-"""Groups and settings, by which people try to search what all agents share."""
-_ALSO_CALLED = {
-    f"{LORA}r": ("rank", "r", "lora_r", "lora_rank"),
-    f"{LORA}alpha": ("alpha", "lora_alpha"),
-    f"{LORA}target_modules": ("target_modules", "modules", "targets", "target_sets"),
-    WARMUP: ("warmup", "warmup_proportion", "warmup_ratio", "warmup_steps"),
-    "adam_beta1": ("beta1",),
-    "adam_beta2": ("beta2", "betas"),
-}
-_BY_OTHER_NAME = {other: name for name, others in _ALSO_CALLED.items() for other in others}
-"""What people call a hyperparameter, with or without its group before it."""
 DECADE = 10.0
 """Factor by which lr may move in either direction when no range is given."""
 
@@ -87,9 +74,7 @@ def _choices(value: object) -> object:
         elif all(map(is_number, items)):
             found = sorted(cast("list[float]", items))
         else:
-            lists = any(isinstance(one, list | tuple) for one in items)
-            hint = " (lists of layers by their names in model.lora.target_sets)" if lists else ""
-            raise ValueError(f"names alone, numbers alone, or true and false{hint}")
+            raise ValueError("names alone, numbers alone, or true and false")
         if len(set(found)) == len(found):
             return tuple(found)
         twice = next(one for place, one in enumerate(found) if one in found[:place])
@@ -143,9 +128,6 @@ class RLParameter(Group):
             text = f"RLParameter: expected at most {', '.join(names)}, got {len(values)} values"
             raise ConfigError(f"{text}; leave the last ones out")
         given = dict(zip(names, values, strict=False))
-        if twice := [name for name in given if name in settings]:
-            text = f"RLParameter: {twice[0]}: expected it once, got it by position and by name"
-            raise ConfigError(f"{text}; remove one")
         super().__init__(**given, **settings)
 
     @model_validator(mode="after")
@@ -378,13 +360,7 @@ def default_ranges(lr: float) -> dict[str, RLParameter]:
 def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
     """Return a range with the type of its hyperparameter; both ends are valid values."""
     if not is_mutable(name):
-        if name.partition(".")[0] in _SHARED:
-            raise Problems.one(
-                "expected a hyperparameter of an agent; all agents share one base model, its "
-                "precision and quantization, the task and each pass: give the run one value"
-            )
-        known = name.removeprefix(LORA).removeprefix(SCHEDULE)
-        near, other = _BY_OTHER_NAME.get(known, nearest(name, MUTABLE)), other_name(name, MUTABLE)
+        near, other = nearest(name, MUTABLE), other_name(name, MUTABLE)
         hint = f" Did you mean {near!r}?" if near else ""
         hint = f" Here it is {other}." if other in MUTABLE else hint
         raise Problems.one(

@@ -123,7 +123,7 @@ def test_the_first_agent_begins_with_the_loss_of_the_algorithm(given, first, tmp
         ),
         (
             {"evolve__hyperparameters": {"model.quantization": {"choices": ["int8"]}}},
-            "all agents share one base model, its precision and quantization",
+            "evolve.hyperparameters.model.quantization: nothing of that name can mutate",
         ),
     ],
 )

@@ -293,8 +293,7 @@ AT = f"evolve.hyperparameters.{NAME}"
         ),
         (
             {"evolve__hyperparameters": {NAME: {"choices": [["q_proj"], ["up_proj"]]}}},
-            f"{AT}.choices: expected names alone, numbers alone, or true and false (lists of "
-            "layers by their names in model.lora.target_sets), got",
+            f"{AT}.choices: expected names alone, numbers alone, or true and false, got",
         ),
         (
             {"evolve__hyperparameters": {NAME: {"min": 1, "max": 2}}},

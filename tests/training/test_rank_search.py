@@ -281,10 +281,6 @@ AT = "evolve.hyperparameters.lora.r"
             "lora.lora_alpha: nothing of that name can mutate. Did you mean 'lora.alpha'?",
         ),
         (
-            {"evolve__hyperparameters": {"rank": {"min": 1, "max": 4}}},
-            "rank: nothing of that name can mutate. Did you mean 'lora.r'?",
-        ),
-        (
             {"model__lora": {"r": 32}},
             f"model.lora.r: expected a value inside {AT} [1, 16], got 32; move it, or widen the",
         ),
