@@ -16,7 +16,6 @@ from evo_grpo.evolve.explore.schedule import ROUND, ScheduleExploration
 from evo_grpo.schema.group import Group
 from evo_grpo.schema.hparams import LossType
 from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig
-from evo_grpo.schema.shown import shown_value
 
 if TYPE_CHECKING:
     from evo_grpo.schema.hparams import Hparams
@@ -245,15 +244,6 @@ def _algorithm(seen: Seen) -> Iterator[Finding]:
     )
 
 
-def _still(seen: Seen) -> Iterator[Finding]:
-    for name in seen.ranges.names():
-        least, most, choices = (getattr(seen.ranges[name], e) for e in ("min", "max", "choices"))
-        only = shown_value(choices[0]) if choices else f"{least:g}"
-        still = len(choices) == 1 if choices else least == most
-        which = "its only choice is" if choices else "min and max are both"
-        yield from _that_apply((f"{RANGES}.{name}", still, f"never moves: {which} {only}"))
-
-
 def _engine(seen: Seen) -> Iterator[Finding]:
     engine = seen.engine
     with_rollout = f"has no effect with engine.rollout {engine.rollout}"
@@ -332,6 +322,6 @@ def without_effect(seen: Seen) -> list[Finding]:
     """Return all settings that were given and have no effect."""
     return [
         finding
-        for found in (_clip_range, _algorithm, _still, _engine, _run)
+        for found in (_clip_range, _algorithm, _engine, _run)
         for finding in found(seen)
     ]

@@ -575,14 +575,6 @@ def test_other_settings_without_effect_are_warned_of():
     assert warnings(from_dict(MINIMAL)) == []
     (text,) = warnings(from_dict(MINIMAL, ["evolve.hyperparameters={}"]))
     assert "evolve.hyperparameters is empty" in text
-    still = ["evolve.hyperparameters={lr: {min: 1e-3, max: 1e-3}}", "population.rounds=1"]
-    first, second = warnings(from_dict(MINIMAL, still))
-    assert first == "hyperparameters.lr never moves: min and max are both 0.001"
-    assert second.startswith("population.rounds is 1")
-    shards = ["engine.base=sharded", "engine.shards=1"]
-    (text,) = warnings(from_dict(MINIMAL, shards))
-    assert text.startswith("engine.base sharded saves nothing with engine.shards 1")
-    assert warnings(from_dict(MINIMAL, [*shards[:1], "engine.shards=2"])) == []
 
 
 @pytest.mark.parametrize(
@@ -714,12 +706,6 @@ def test_a_quantised_base_that_is_divided_is_warned_of(how):
     )
     assert text.startswith("engine.quantization: expected null on more than one process with")
     assert f"engine.{how}, which divides only floating-point weights, got int8" in text
-
-
-def test_the_price_of_turns_is_told():
-    (text,) = warnings(from_dict(MINIMAL, ["engine.zero=3"]))
-    assert text.startswith("engine.zero 3: agents take turns, so a step of 8 agents takes 8 steps")
-    assert "zero: null with base: sharded trains them all at once" in text
 
 
 # --- names of other libraries --------------------------------------------------------------------
