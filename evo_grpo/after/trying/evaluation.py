@@ -39,7 +39,7 @@ from evo_grpo.schema.validation import number, whole
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.evolve import FitnessReward
 from evo_grpo.settings.yaml import as_config
-from evo_grpo.training.resolve import task_of
+from evo_grpo.training.strategies import task_of
 from evo_grpo.types import Score
 
 JudgedOn = Literal["validation", "test"]

@@ -84,8 +84,7 @@ def check(
     Of a hub model, only config.json and the files of the chat template are fetched.
     """
     from evo_grpo import settings as config
-    from evo_grpo.cli.plan.document import plan_document
-    from evo_grpo.cli.plan.plan import make_plan
+    from evo_grpo.cli.plan.plan import make_plan, plan_document
     from evo_grpo.cli.plan.render import render_plan
     from evo_grpo.places import looking_in
     from evo_grpo.readers.terminal.console import show, standard_output
