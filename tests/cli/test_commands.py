@@ -183,7 +183,7 @@ def test_init_writes_the_schema_that_its_file_names():
 def test_init_never_replaces_a_file_unasked():
     written("mine: 1\n")
     message = refused("init")
-    assert message.startswith("error: population.yaml: already exists; choose another name")
+    assert message.startswith("error: population.yaml: already exists; choose another name or")
     assert Path("population.yaml").read_text() == "mine: 1\n"
     assert evo("init", "--force").exit_code == 0
     assert Path("population.yaml").read_text(encoding="utf-8") == template()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -47,7 +46,14 @@ def init(
     if template not in TEMPLATES:
         raise ConfigError(f"--template: expected one of {', '.join(TEMPLATES)}, got {template!r}")
     named = {path.parent / name: text for name, text in companions(template, path.name).items()}
-    _check_places(path, named, template, force=force)
+    _check_place(path)
+    if path in named:
+        raise ConfigError(f"{path}: expected another name; the template {template!r} writes it too")
+    for file in () if force else (path, *named):
+        if file.exists():
+            raise ConfigError(
+                f"{file}: already exists; choose another name or folder, or replace it with --force"
+            )
     for file, text in named.items():
         write_file(file, text)
     write_file(path, read_template(template, path.name))
@@ -179,10 +185,7 @@ def schema(
     if out is None:
         write(_schema_text())
         return
-    if not out.parent.is_dir():
-        raise ConfigError(f"{out}: there is no folder {out.parent}; create it first")
-    if out.is_dir():
-        raise ConfigError(f"{out}: expected the name of a file to write, got a folder")
+    _check_place(out)
     write_file(out, _schema_text())
     say(f"wrote {out}; name it in a YAML file: # yaml-language-server: $schema={out}")
 
@@ -235,30 +238,12 @@ def doctor(as_json: AsDocument = False, debug: Debug = False) -> None:
         say(f"warning: {text}")
 
 
-def _check_places(path: Path, named: Iterable[Path], template: str, *, force: bool) -> None:
-    """Refuse to write over something, or where nothing can be written."""
-    if path.is_dir():
-        raise ConfigError(
-            f"{path}: expected the name of a file to write, got a folder; for instance "
-            f"{path / 'population.yaml'}"
-        )
-    if path.exists() and not force:
-        raise ConfigError(
-            f"{path}: already exists; choose another name, or replace it with --force"
-        )
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path}: there is no folder {path.parent}; create it first")
-    for file in named:
-        if file == path:
-            raise ConfigError(
-                f"{path}: expected another name, for the template {template!r} writes a file of "
-                "its own under this one"
-            )
-        if file.exists() and not force:
-            raise ConfigError(
-                f"{file}: already exists, and the template {template!r} writes a file of that "
-                "name; choose another folder, or replace it with --force"
-            )
+def _check_place(file: Path) -> None:
+    """Refuse a path at which no file can be written."""
+    if file.is_dir():
+        raise ConfigError(f"{file}: expected the name of a file to write, got a folder")
+    if not file.parent.is_dir():
+        raise ConfigError(f"{file}: there is no folder {file.parent}; create it first")
 
 
 def _schema_text() -> str:
