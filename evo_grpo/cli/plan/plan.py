@@ -117,12 +117,6 @@ class Plan(NamedTuple):
         return None if known is None else trained_bytes(known, reference=own)
 
     @property
-    def stored_bytes(self) -> int | None:
-        """Bytes of one agent in a checkpoint or sent to another process; None if unknown."""
-        known, own = self.adapter_parameters, self.config.algorithm.separate_reference
-        return None if known is None else stored_bytes(known, reference=own)
-
-    @property
     def base_bytes(self) -> dict[str, int]:
         """Bytes of the base by dtype; with `auto`, those on the CPU and those on CUDA."""
         quantization = self.config.engine.quantization
@@ -133,8 +127,8 @@ class Plan(NamedTuple):
     @property
     def checkpoint_bytes(self) -> int | None:
         """Most bytes of all checkpoints, adapters and optimizer states; None if unknown."""
-        stored = self.stored_bytes
-        if stored is None:
+        known, own = self.adapter_parameters, self.config.algorithm.separate_reference
+        if known is None:
             return None
         policy = self.config.record.checkpoints
         # The rounds that are kept when the checkpoints are largest.
@@ -148,7 +142,7 @@ class Plan(NamedTuple):
         mean = int(self.finalists > 1 and self.places[-1] > 1)
         if policy != "all" and kept > sum(self.places[-count:]):
             mean = 0  # written after the number of agents has decreased
-        return (kept + best + mean) * stored
+        return (kept + best + mean) * stored_bytes(known, reference=own)
 
 
 def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False) -> Plan:
