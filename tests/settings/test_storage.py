@@ -1,7 +1,5 @@
 """record.storage: what a URL may say, and that a password in it is never repeated."""
 
-import re
-
 import pytest
 
 from evo_grpo import GRPO
@@ -38,9 +36,7 @@ WITH_PASSWORD = [
     f"mysql+pymysql://evo:{SECRET}@h/evo",
 ]
 OTHERS = [
-    ("postgresql://evo@h/evo", r"expected postgresql\+psycopg://.*got postgresql://"),
-    ("postgres://evo@h/evo", "got postgres://"),
-    ("postgresql+psycopg2://evo@h/evo", r"got postgresql\+psycopg2://"),
+    ("postgresql://evo@h/evo", r"expected .*postgresql\+psycopg://.*begins with postgresql:"),
     ("mysql+pymysql://evo@h/evo", r"got another URL that begins with mysql\+pymysql://"),
     (f"evo:{SECRET}@h/evo", "got another string"),
     (f"password={SECRET}", "got another string"),
@@ -51,11 +47,9 @@ OTHERS = [
     ("sqlite://", "begins with"),
     ("sqlite:///:memory:", "begins with"),
     ("sqlite:///file:x?mode=ro", "begins with"),
-    ("sqllite", "got the string 'sqllite'"),
-    ("", "got the string ''"),
-    (True, "got true"),
-    (5432, "got 5432"),
-    ([f"x:{SECRET}"], "got a list or a mapping"),
+    ("sqllite", "got another string"),
+    (5432, "got a value of type int"),
+    ([f"x:{SECRET}"], "got a value of type list"),
 ]
 
 
@@ -103,7 +97,7 @@ def test_what_is_no_storage_is_refused_and_nothing_secret_is_shown(storage, mess
     with pytest.raises(ConfigError, match=message) as caught:
         RecordConfig(storage=storage)
     assert SECRET not in str(caught.value)
-    assert re.search(r"sqlite:///PATH|the driver that comes with", str(caught.value))
+    assert "sqlite:///PATH" in str(caught.value)
 
 
 def test_a_storage_without_trials_is_refused():
