@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from urllib.parse import parse_qsl
 
 from evo_grpo.errors import EngineUnavailable
+from evo_grpo.schema.messages import shown
 from evo_grpo.schema.problems import Problems
 
 FILE = "sqlite"
@@ -76,8 +77,8 @@ def _has_password(url: str) -> bool:
 
 
 def _masked(value: object) -> str:
-    """Return the value for a message: of a URL, which may hold a password, only the scheme."""
-    if not isinstance(value, str):
-        return f"a value of type {type(value).__name__}"
-    scheme = _SCHEME.match(value)
-    return f"another URL that begins with {scheme[0]}" if scheme else "another string"
+    """Return the value for a message; of one that may hold a password, only the scheme."""
+    if isinstance(value, str | int | float) and not any(sign in str(value) for sign in "@=:/?"):
+        return shown(value)
+    scheme = _SCHEME.match(value) if isinstance(value, str) else None
+    return f"another URL that begins with {scheme[0]}" if scheme else "what may hold a password"

@@ -38,8 +38,8 @@ WITH_PASSWORD = [
 OTHERS = [
     ("postgresql://evo@h/evo", r"expected .*postgresql\+psycopg://.*begins with postgresql:"),
     ("mysql+pymysql://evo@h/evo", r"got another URL that begins with mysql\+pymysql://"),
-    (f"evo:{SECRET}@h/evo", "got another string"),
-    (f"password={SECRET}", "got another string"),
+    (f"evo:{SECRET}@h/evo", "got what may hold"),
+    (f"password={SECRET}", "got what may hold a password"),
     ("postgresql+psycopg://evo@h", "begins with"),
     ("postgresql+psycopg://evo@h/", "begins with"),
     ("postgresql+psycopg://evo@h/evo#x", "begins with"),
@@ -47,9 +47,9 @@ OTHERS = [
     ("sqlite://", "begins with"),
     ("sqlite:///:memory:", "begins with"),
     ("sqlite:///file:x?mode=ro", "begins with"),
-    ("sqllite", "got another string"),
-    (5432, "got a value of type int"),
-    ([f"x:{SECRET}"], "got a value of type list"),
+    ("sqllite", "got the string 'sqllite'"),
+    (5432, "got 5432"),
+    ([f"x:{SECRET}"], "got what may hold a password"),
 ]
 
 
