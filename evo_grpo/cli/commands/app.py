@@ -12,7 +12,6 @@ from typer.core import TyperGroup
 from evo_grpo.cli.completion import complete_run, complete_setting
 from evo_grpo.cli.failures import errors_to_exit_codes
 from evo_grpo.cli.output import say
-from evo_grpo.errors import ConfigError
 
 DEBUG = "evo_grpo.debug"
 
@@ -154,6 +153,7 @@ Round = Annotated[
     typer.Option(
         "--round",
         metavar="R",
+        min=1,
         help="The agent as it was after this round (from 1); without an agent, the best agent of "
         "the round.",
     ),
@@ -184,29 +184,8 @@ def _options(
 
 
 def from_zero(round: int | None) -> int | None:
-    """Convert a 1-based round number into a 0-based one; raise ConfigError below 1."""
-    if round is not None and round < 1:
-        raise ConfigError(f"--round: expected a number >= 1, got {round}")
+    """Convert a 1-based round number into a 0-based one."""
     return None if round is None else round - 1
-
-
-def refuse_folder(file: Path) -> None:
-    """Raise ConfigError if the configuration file is a folder, with the right command for it."""
-    if not file.is_dir():
-        return
-    from evo_grpo.record.folder import is_run
-    from evo_grpo.record.names import CONFIG
-
-    if is_run(file):
-        remedy = (
-            f"continue this run with: evo-grpo resume {file}; or start another run of the same "
-            f"configuration with: evo-grpo run {file / CONFIG}"
-        )
-    elif (file / CONFIG).is_file():
-        remedy = f"name the file in it: {file / CONFIG}"
-    else:
-        remedy = f"write a configuration with: evo-grpo init {file / CONFIG}"
-    raise ConfigError(f"{file}: expected a YAML file, got a folder; {remedy}")
 
 
 def weights_of(given: Sequence[str] | None) -> dict[str, float] | None:

@@ -16,7 +16,6 @@ from evo_grpo.cli.commands.app import (
     Settings,
     Split,
     app,
-    refuse_folder,
 )
 from evo_grpo.cli.output import say, warn, write, write_file
 from evo_grpo.errors import ConfigError, ModelError
@@ -97,7 +96,6 @@ def check(
     from evo_grpo.record.code import beside
     from evo_grpo.training.sizing.gpus import parse_gpu
 
-    refuse_folder(file)
     card = None if gpu is None else parse_gpu(gpu)
     with looking_in(beside(file)):
         plan = make_plan(config.load(file, settings or ()), gpu=card, online=not offline)
@@ -146,7 +144,6 @@ def try_(  # noqa: PLR0913 -- each is an option of the command
     from evo_grpo.record.code import beside
 
     numbers = _numbers(rows)
-    refuse_folder(file)
     loaded = config.load(file, settings or ())
     with looking_in(beside(file)), warnings_to(warn):
         say(f"loading {loaded.model.name} ...", err=True)
