@@ -1,19 +1,22 @@
-"""The Typer application, the options that several commands share, and error handling."""
+"""The Typer application, and the options of several commands with their completion."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
 
-from evo_grpo.cli.completion import complete_run, complete_setting
 from evo_grpo.cli.failures import errors_to_exit_codes
 from evo_grpo.cli.output import say
+from evo_grpo.printable import printable
 
 DEBUG = "evo_grpo.debug"
+RUNS = "runs"
+"""Parent folder of runs without --out."""
 
 
 class Commands(TyperGroup):
@@ -37,6 +40,30 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def complete_run(incomplete: str) -> list[str]:
+    """Return the run folders that match, in runs/ and in the folder that was typed.
+
+    If there are none, the shell completes folder names.
+    """
+    from evo_grpo.record.folder import is_run
+
+    beside = Path(incomplete if incomplete.endswith("/") else Path(incomplete).parent)
+    found: set[str] = set()
+    for place in {Path(RUNS), beside}:
+        with suppress(OSError):  # a missing or unreadable folder
+            found |= {str(path) for path in place.iterdir() if is_run(path)}
+    return sorted(one for one in found if one.startswith(incomplete) and printable(one) == one)
+
+
+def complete_setting(incomplete: str) -> list[str]:
+    """Return the matching paths of settings, such as algorithm.lr."""
+    from evo_grpo.schema.messages import leaves
+    from evo_grpo.settings import RunConfig
+
+    names = set(map(".".join, leaves(RunConfig)))
+    return sorted(name for name in names if name.startswith(incomplete))
 
 
 def _remember_debug(ctx: typer.Context, value: bool) -> bool:
