@@ -95,7 +95,6 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "base model", _base(plan)
     yield "an agent", _agent(plan)
     yield from _memory(plan)
-    yield from config.engine.rollout_settings.plan_lines()
     yield from _files(plan)
 
 
