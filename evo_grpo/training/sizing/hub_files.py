@@ -129,7 +129,7 @@ def _reason(name: str, error: Exception) -> str:
     hub, login = _endpoint(), "log in with: hf auth login"
     for kinds, text in (
         (GatedRepoError | DisabledRepoError, f"accept its terms on {hub}/{name}, then {login}"),
-        (RepositoryNotFoundError, f"{hub} has no such id, or it is private; correct it, or {login}"),
+        (RepositoryNotFoundError, f"{hub} has no such id, or a private one; correct it or {login}"),
         (HFValidationError, f"expected a hub id owner/name: {error}"),
         (RemoteEntryNotFoundError, "expected a config.json on the hub, found none; name its base"),
     ):

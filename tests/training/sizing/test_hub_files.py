@@ -44,7 +44,7 @@ def test_the_size_of_a_hub_model_is_known_without_its_weights(hub):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("owner/none", r"has no such id, or it is private; correct it"),
+        ("owner/none", r"has no such id, or a private one; correct it"),
         ("owner/gated", r"accept its terms on http.*/owner/gated"),
         ("owner/no-config", r"expected a config.json on the hub, found none"),
         ("owner/a b", r"expected a hub id owner/name"),
