@@ -269,31 +269,8 @@ BAD_YAML = {
         MINIMAL + "evolve: {selection: {sise: 3}}",
         "evolve.selection.sise: unknown key; did you mean 'size'?",
     ),
-    "unknown key": (MINIMAL + "optimiser: adam", "optimiser: unknown key; expected one of: name"),
-    "wrong type": (
-        MINIMAL + "population: {size: many}",
-        "population.size: expected an integer >= 1, got the string 'many'",
-    ),
-    "out of range": (
-        MINIMAL + "algorithm: {lr: 0}",
-        "algorithm.lr: expected a number > 0, or null, got 0",
-    ),
-    "min above max": (
-        MINIMAL + "evolve: {hyperparameters: {lr: {min: 1e-2, max: 1e-4}}}",
-        "evolve.hyperparameters.lr: expected min <= max",
-    ),
-    "group of one": (
-        MINIMAL + "algorithm: {group_size: 1}",
-        "algorithm.group_size: expected an integer >= 2, got 1",
-    ),
-    "tournament of one": (
-        MINIMAL + "population: {size: 1}",
-        "population.size: expected at least 2 agents for selection tournament, got 1",
-    ),
-    "no model": ("env: sums", "model: missing"),
     "no env": ("model: tiny-sums", "env: missing"),
     "empty file": ("", "expected a mapping with the keys"),
-    "a list": ("- model: tiny-sums", "expected a mapping with the keys"),
     "no YAML": ("model: [", "expected YAML"),
     "unknown task": (
         "model: tiny-sums\nenv: sumz",
