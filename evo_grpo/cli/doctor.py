@@ -11,7 +11,6 @@ import platform
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from importlib import metadata
 
 from packaging.requirements import Requirement
@@ -36,44 +35,34 @@ VALUES = (
 NAMES = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_TOKEN", "EVO_GRPO_CACHE")
 """Environment variables of which only the name is shown: their values are paths and secrets."""
 
-@dataclass
-class Findings:
-    """The description of an installation.
 
-    Attributes:
-        lines: (title, text) of each line.
-        warnings: What is wrong, each with its remedy.
+def examine() -> tuple[list[tuple[str, str]], list[str]]:
+    """Return the description of this installation, as titles with texts, and what is wrong with it.
+
+    Loads torch.
     """
-
-    lines: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    warnings: list[str] = field(default_factory=list[str])
-
-
-def examine() -> Findings:
-    """Return the description of this installation; loads torch."""
-    found = Findings()
-    needed = requirements()
-    found.lines += [
+    needed, warnings = requirements(), list[str]()
+    lines = [
         ("evo-grpo", _version(NAME) or "not installed: a source tree"),
         ("python", f"{platform.python_version()}, {platform.platform()}"),
         ("processors", _processors()),
         ("memory", _memory()),
     ]
-    _torch(found)
+    lines += _torch(warnings)
     own = [one for one in needed if not _extra_of(one)]
-    found.lines.append(("packages", _listed(own) or "unknown"))
-    found.lines += _extras(needed)
-    found.lines += [("models", _models()), ("environment", _environment(os.environ))]
+    lines.append(("packages", _listed(own) or "unknown"))
+    lines += _extras(needed)
+    lines += [("models", _models()), ("environment", _environment(os.environ))]
     for one in needed:
         version, extra = _version(one.name), _extra_of(one)
         if extra in FOR_CONTRIBUTORS or (extra and version is None):
             continue
         if version is None or not one.specifier.contains(version, prereleases=True):
-            found.warnings.append(
+            warnings.append(
                 f"{one.name} is {version or 'missing'}, and {NAME} needs {one.specifier}: "
                 f'pip install -U "{one.name}{one.specifier}"'
             )
-    return found
+    return lines, warnings
 
 
 def requirements() -> list[Requirement]:
@@ -94,22 +83,22 @@ def _listed(needed: list[Requirement]) -> str:
     return ", ".join(f"{one.name} {_version(one.name) or 'missing'}" for one in needed)
 
 
-def _torch(found: Findings) -> None:
-    """Add torch, its build, and the devices that it sees."""
+def _torch(warnings: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield torch with its build, and the devices that it sees; add what is wrong with it."""
     try:
         import torch
     except Exception as error:  # a broken build raises errors of any kind
-        found.lines.append(("torch", f"cannot be imported: {error}"))
-        found.warnings.append("torch cannot be imported: see docs/install.md for the right build")
+        yield "torch", f"cannot be imported: {error}"
+        warnings.append("torch cannot be imported: see docs/install.md for the right build")
         return
     build = torch_build(torch.version)
-    found.lines.append(("torch", f"{torch.__version__}, built for {build}"))
+    yield "torch", f"{torch.__version__}, built for {build}"
     devices = [_device(number) for number in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
         devices.append("mps")
-    found.lines.append(("devices", "; ".join(devices) or "no GPU"))
+    yield "devices", "; ".join(devices) or "no GPU"
     if not devices and (unseen := unseen_gpus(build)) is not None:
-        found.warnings.append(unseen)
+        warnings.append(unseen)
 
 
 def _device(number: int) -> str:

@@ -323,10 +323,6 @@ def _remedy(field: FieldInfo | None) -> str:
 
 
 def _missing(group: type[BaseModel] | None, path: Path) -> str:
-    if path == ("model",):
-        return "missing; expected a model, for instance model: tiny-sums"
-    if path == ("env",):
-        return "missing; expected a task, for instance env: sums"
     field = group.model_fields.get(str(path[-1])) if group is not None else None
     meaning = (field.description or "").rstrip(".") if field is not None else ""
     return f"missing; expected {meaning[:1].lower()}{meaning[1:]}" if meaning else "missing"

@@ -296,10 +296,10 @@ def test_wrong_types_and_ranges(override: str, message: str):
 
 
 def test_missing_keys_say_what_is_expected():
-    assert "model: missing; expected a model, for instance model: tiny-sums" in refused(
+    assert "model: missing; expected the base model: a name such as tiny-sums" in refused(
         settings={"env": "sums"}
     )
-    assert "env: missing; expected a task, for instance env: sums" in refused(
+    assert "env: missing; expected the task: a kind such as sums" in refused(
         settings={"model": "tiny-sums"}
     )
     assert "lr.max: missing; expected maximum" in refused(

@@ -94,7 +94,7 @@ def check(
     from evo_grpo.places import looking_in
     from evo_grpo.readers.terminal.console import show, standard_output
     from evo_grpo.record.code import beside
-    from evo_grpo.training.sizing.gpus import parse_gpu
+    from evo_grpo.training.sizing.machine import parse_gpu
 
     card = None if gpu is None else parse_gpu(gpu)
     with looking_in(beside(file)):
@@ -223,15 +223,15 @@ def doctor(as_json: AsDocument = False, debug: Debug = False) -> None:
     """Print versions, devices, memory and extras, to paste into an issue."""
     from evo_grpo.cli.doctor import examine
 
-    found = examine()
+    lines, warnings = examine()
     if as_json:
-        document = {"installation": dict(found.lines), "warnings": found.warnings}
+        document = {"installation": dict(lines), "warnings": warnings}
         write(json.dumps(document, indent=2) + "\n")
         return
-    width = max(len(title) for title, _ in found.lines)
-    for title, text in found.lines:
+    width = max(len(title) for title, _ in lines)
+    for title, text in lines:
         say(f"{title:<{width}}  {text}")
-    for text in found.warnings:
+    for text in warnings:
         say(f"warning: {text}")
 
 

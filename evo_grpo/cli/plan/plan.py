@@ -19,13 +19,13 @@ from evo_grpo.settings.storage import check_driver
 from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.training.shortages import few_prompts, shortages
 from evo_grpo.training.sizing.chat_template import chat_template_of, has_chat_template
-from evo_grpo.training.sizing.gpus import Gpu
 from evo_grpo.training.sizing.hub_files import fetch_small_files
 from evo_grpo.training.sizing.machine import (
     FEW_ROWS,
     FEW_TOKENS,
     LIMITS,
     Fit,
+    Gpu,
     Setup,
     dtypes,
     fit_of,

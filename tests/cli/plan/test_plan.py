@@ -19,7 +19,7 @@ from evo_grpo.record.folder import read_rounds
 from evo_grpo.settings import from_dict, load
 from evo_grpo.sources import embedded_models
 from evo_grpo.training.assemble import round_settings
-from evo_grpo.training.sizing.gpus import Gpu
+from evo_grpo.training.sizing.machine import Gpu
 from evo_grpo.training.sizing.memory import MemoryPlan
 from evo_grpo.training.sizing.model_size import classifier_parameters
 
