@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.schema.group import Group, setting, wrong_keys
+from evo_grpo.schema.group import Group, pair, setting, wrong_keys
 from evo_grpo.schema.hparams import (
     CLIP_ENDS,
     DRAWN_AT_START,
@@ -34,7 +34,6 @@ from evo_grpo.schema.hparams import (
 )
 from evo_grpo.schema.messages import other_name, shown
 from evo_grpo.schema.problems import MOST_PROBLEMS, Problem, Problems, nearest, refuse
-from evo_grpo.schema.shown import shown_value
 from evo_grpo.schema.validation import is_number
 
 Choices = tuple[Value, ...]
@@ -48,18 +47,6 @@ DECADE = 10.0
 
 def _type_name(value: object) -> object:
     return {int: "int", float: "float"}.get(value, value) if isinstance(value, type) else value
-
-
-def _pair(value: object) -> object:
-    """Accept two numbers, the lower one first, as a tuple or a list."""
-    if value is None:
-        return None
-    if isinstance(value, list | tuple):
-        items = cast("list[object]", list(value))
-        numbers = [n for n in items if isinstance(n, int | float) and not isinstance(n, bool)]
-        if len(numbers) == len(items) == 2 and numbers[0] <= numbers[1]:
-            return tuple(float(n) for n in numbers)
-    raise ValueError("two numbers [low, high] with low <= high, or null")
 
 
 def _choices(value: object) -> object:
@@ -77,10 +64,15 @@ def _choices(value: object) -> object:
             raise ValueError("names alone, numbers alone, or true and false")
         if len(set(found)) == len(found):
             return tuple(found)
-        twice = next(one for place, one in enumerate(found) if one in found[:place])
-        named = plain_choice(twice) if isinstance(twice, bool) else repr(twice)
-        raise ValueError(f"each choice once, but {named} is there twice")
+        raise ValueError("each choice once")
     raise ValueError("a list of names or of numbers, or of true and false")
+
+
+_Start = pair(
+    lambda low, high: low <= high,
+    "two numbers [low, high] with low <= high, or null",
+    or_none=True,
+)
 
 
 class RLParameter(Group):
@@ -109,7 +101,7 @@ class RLParameter(Group):
     )
     shrink_factor: float = setting(0.8, "Factor of a mutation that lowers the value.", gt=0, lt=1)
     grow_factor: float = setting(1.2, "Factor of a mutation that raises the value.", gt=1)
-    start: Annotated[tuple[float, float] | None, BeforeValidator(_pair)] = setting(
+    start: Annotated[tuple[float, float] | None, _Start] = setting(
         None,
         "`[low, high]` inside the range. The first population is drawn from it; mutations move "
         "between `min` and `max`. null draws from the whole range.",
@@ -324,14 +316,8 @@ class HyperparameterConfig:
         return hash(tuple(self.parameters.items()))
 
     def __repr__(self) -> str:
-        shown: list[str] = []
-        for name, p in self.parameters.items():
-            if p.choices is not None:
-                shown.append(f"{name}=RLParameter(choices={list(p.choices)})")
-                continue
-            start = "" if p.start is None else f", start=({p.start[0]:g}, {p.start[1]:g})"
-            shown.append(f"{name}=RLParameter(min={p.min:g}, max={p.max:g}{start})")
-        return f"HyperparameterConfig({', '.join(shown)})"
+        ranges = ", ".join(f"{name}={one!r}" for name, one in self.parameters.items())
+        return f"HyperparameterConfig({ranges})"
 
 
 def _one_by_one(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -368,13 +354,7 @@ def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
             f"{REWARD_WEIGHT}<name of a reward function>"
         )
     if not isinstance(given, RLParameter | Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
-        ends = cast("list[object]", list(given)) if isinstance(given, list | tuple) else []
-        if len(ends) != 2 or not all(map(is_number, ends)):
-            ends = [1e-6, 3e-4]
-        text = (
-            f"expected a range, a mapping with min and max, got {shown(given)}; write "
-            f"{{min: {shown_value(ends[0])}, max: {shown_value(ends[1])}}}"
-        )
+        text = f"expected a range, got {shown(given)}; write {{min: 1e-6, max: 3e-4}}"
         if has_no_order(name):
             known = "true, false" if type_of(name) is bool else "..."
             text = f"expected {{choices: [{known}]}}, got {shown(given)}; name the possible values"

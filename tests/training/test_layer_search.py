@@ -289,7 +289,7 @@ AT = f"evolve.hyperparameters.{NAME}"
         ),
         (
             {"evolve__hyperparameters": {NAME: {"choices": ["mlp", "mlp"]}}},
-            f"{AT}.choices: expected each choice once, but 'mlp' is there twice",
+            f"{AT}.choices: expected each choice once, got",
         ),
         (
             {"evolve__hyperparameters": {NAME: {"choices": [["q_proj"], ["up_proj"]]}}},

@@ -219,7 +219,7 @@ AT = "evolve.hyperparameters"
         ({SHAPING: {"min": 0, "max": 1}}, {}, f"{AT}.{SHAPING}: expected choices"),
         ({SHAPING: {"choices": [0, 1]}}, {}, "expected true and false, which values of kl_shaping"),
         ({SHAPING: {"choices": ["true"]}}, {}, "expected true and false, which values of"),
-        ({SHAPING: {"choices": [True, True]}}, {}, "each choice once, but true is there twice"),
+        ({SHAPING: {"choices": [True, True]}}, {}, "each choice once, got"),
         ({SHAPING: True}, {}, f"{AT}.{SHAPING}: expected {{choices: [true, false]}}, got true"),
         ({"group_size": {"choices": [True, 4]}}, {}, "expected names alone, numbers alone, or"),
         ({"group_size": {"choices": [True]}}, {}, "expected integers, which values of group_size"),

@@ -266,7 +266,7 @@ AT = "evolve.hyperparameters.lora.r"
         ),
         (
             {"evolve__hyperparameters": {"lora": {"r": {"choices": [2, 4, 4]}}}},
-            f"{AT}.choices: expected each choice once, but 4 is there twice",
+            f"{AT}.choices: expected each choice once, got",
         ),
         (
             {"evolve__hyperparameters": {"lora.r": {"choices": [2, 0]}}},
