@@ -299,7 +299,5 @@ def _run(seen: Seen) -> Iterator[Finding]:
 def without_effect(seen: Seen) -> list[Finding]:
     """Return all settings that were given and have no effect."""
     return [
-        finding
-        for found in (_clip_range, _algorithm, _engine, _run)
-        for finding in found(seen)
+        finding for found in (_clip_range, _algorithm, _engine, _run) for finding in found(seen)
     ]

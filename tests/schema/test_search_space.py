@@ -44,11 +44,11 @@ def test_mutations_of_nothing_warn():
         warn_if_nothing_mutates(0.8, CLIP)
 
 
-@pytest.mark.parametrize(
-    "given", [[1e-6, 3e-4], 1e-4, ["low", "high"]]
-)
+@pytest.mark.parametrize("given", [[1e-6, 3e-4], 1e-4, ["low", "high"]])
 def test_a_range_that_is_no_mapping_says_how_to_write_one(given):
-    with pytest.raises(ConfigError, match="expected a range, got .*; write {min: 1e-6, max: 3e-4}"):
+    with pytest.raises(
+        ConfigError, match=r"expected a range, got .*; write {min: 1e-6, max: 3e-4}"
+    ):
         HyperparameterConfig(lr=given)
 
 

@@ -247,7 +247,7 @@ AT = "evolve.hyperparameters"
             {"algorithm__lr_schedule": {"steps": 9}},
             f"algorithm.{WARMUP}: expected a value inside {AT}.{WARMUP} [0.1, 0.4], got 0.05",
         ),
-        ({"quantization": {"choices": ["int8"]}}, {}, "quantization: nothing of that name can mutate"),
+        ({"quantization": {"choices": ["int8"]}}, {}, "nothing of that name can mutate"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_named_before_anything_trains(ranges, changes, text):

@@ -471,8 +471,8 @@ def change(file):
     save_file({**tensors, name: tensors[name] + 1e-3}, file)
 
 
-.mark.parametrize("file", ["actor/adapter_model.safetensors", "optimizer.safetensors"])
-.mark.parametrize(
+@pytest.mark.parametrize("file", ["actor/adapter_model.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize(
     ("damage", "message"),
     [
         (Path.unlink, "got no file"),

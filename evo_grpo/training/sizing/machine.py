@@ -325,7 +325,6 @@ def parse_gpu(text: str) -> Gpu:
     )
 
 
-
 def dtypes(config: RunConfig, gpu: Gpu | None = None) -> dict[str, Device]:
     """Return the possible dtypes of the base, each with its device; for a GPU only its own."""
     dtype, device = config.engine.dtype, config.engine.device
