@@ -160,8 +160,6 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
             usable; or the driver of a database or the package of a tracker is not installed.
     """
     config = _check_first(config)
-    if is_multi_turn(config.env.kind):
-        check_multi_turn(config.env, config.seed)
     task = task_of(config, find_function)
     hint = DEFAULT_OUTPUT_TOKENS if task is None else task.max_output_tokens
     config = config.settled(hint)
@@ -254,9 +252,11 @@ def _missing_packages(engine: EngineConfig) -> Iterator[str]:
 
 
 def _check_first(config: RunConfig) -> RunConfig:
-    """Check the packages of records; return the settings with what earlier runs start it with."""
+    """Check packages and a game; return the settings with what earlier runs start it with."""
     check_driver(config.record.storage)
     check_trackers(config.record.trackers)
+    if is_multi_turn(config.env.kind):
+        check_multi_turn(config.env, config.seed)
     if not isinstance(config.population.init, dict):
         return config
     # Imported here: the order of a leaderboard needs numpy.
