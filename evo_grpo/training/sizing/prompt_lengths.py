@@ -128,7 +128,8 @@ def read_prompts(
                     raise ModelError(
                         f"{place_of(prompt.columns, f'{split}, row {number}')}: the prompt has "
                         f"the token {max(prompt.token_ids)}, and model {model!r} has "
-                        f"embeddings of {vocabulary} tokens; take the model's own tokenizer"
+                        f"embeddings of {vocabulary} tokens: its tokenizer has more; resize the "
+                        "embeddings, or take the tokenizer of the model"
                     )
     count = {split: min(map(len, own), default=0) for split, own in texts.items()}
     different = count if lengths and read == total else {}
