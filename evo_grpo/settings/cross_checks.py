@@ -213,31 +213,13 @@ def doubtful_settings(
     evolve: EvolveConfig,
     engine: EngineConfig,
 ) -> Iterator[str]:
-    """Yield a sentence for each valid but doubtful combination of settings.
-
-    Settings without any effect are found by `evo_grpo.settings.without_effect`.
-    """
+    """Yield a sentence for each valid but doubtful combination of settings."""
     space = search_space(evolve.hyperparameters, algorithm.hparams())
-    several, same = population.size > 1, isinstance(population.init, str) and not space
-    never = population.rounds == 1 and evolve.selection.kind != "none"
-    others, size = "sharded" if engine.zero == 3 else "replicated", population.size
-    if several and same:
+    if population.size > 1 and isinstance(population.init, str) and not space:
         yield "evolve.hyperparameters is empty, so all agents train alike; leave it out"
     yield from _uneven_rows(population, algorithm, space)
-    if several and never:
-        yield "population.rounds is 1: selection and mutation happen between rounds, so never here"
     if why := divides_quantized(engine):
         yield why
-    if engine.zero is not None:
-        yield (
-            f"engine.zero {engine.zero}: agents take turns, so a step of {size} agents takes "
-            f"{size} steps of one agent; zero: null with base: {others} trains them all at once"
-        )
-    if engine.base == "sharded" and engine.shards == 1:
-        yield (
-            "engine.base sharded saves nothing with engine.shards 1, where one process has all of "
-            "it; set engine.shards to the number of processes"
-        )
 
 
 def _uneven_rows(

@@ -94,8 +94,10 @@ class RunConfig(Group):
         max_length=200,
     )
     seed: int = setting(0, "Seed of all random numbers of the run; any integer of up to 20 digits.")
-    model: ModelConfig = setting(meaning="The base model: a name, or a group of settings.")
-    env: EnvConfig = setting(meaning="The task: a kind, or a group of settings.")
+    model: ModelConfig = setting(
+        meaning="The base model: a name such as tiny-sums, or its settings."
+    )
+    env: EnvConfig = setting(meaning="The task: a kind such as sums, or its settings.")
     population: PopulationConfig = setting(
         PopulationConfig(), "Number of agents, and length of their training."
     )

@@ -178,7 +178,8 @@ def build_parts(
     """
     tokens = config.algorithm.longest_output(config.search_space()) or DEFAULT_OUTPUT_TOKENS
     # Build everything that does not need the base first, to report bad input before a model loads.
-    make = environment_of(config.env, config.seed, _prompts(config), tokens, task)
+    prompts = config.algorithm.prompts_per_step or DEFAULT_PROMPTS
+    make = environment_of(config.env, config.seed, prompts, tokens, task)
     cohort, start = build_cohort(agents, team=team)
     with working("render the prompts"):
         env = make(cohort.base.tokenizer)
@@ -314,20 +315,13 @@ def _whole_base(
     return base, start
 
 
-def settings_of_rounds(config: RunConfig) -> RoundSettings:
-    """Return the settings of the rounds of a run."""
+def settings_of_rounds(config: RunConfig, prompts: int = DEFAULT_PROMPTS) -> RoundSettings:
+    """Return the settings of the rounds of a run, with `prompts` a step where none are set."""
+    algorithm = config.algorithm
+    prompts = algorithm.prompts_per_step or prompts
     return round_settings(
-        config.population,
-        config.evolve,
-        config.record,
-        _prompts(config),
-        config.algorithm.group_size,
+        config.population, config.evolve, config.record, prompts, algorithm.group_size
     )
-
-
-def _prompts(config: RunConfig) -> int:
-    """Return P, the number of prompts or episode seeds of a GRPO step."""
-    return config.algorithm.prompts_per_step or DEFAULT_PROMPTS
 
 
 def round_settings(

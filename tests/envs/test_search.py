@@ -182,7 +182,7 @@ def test_it_is_set_by_hand(config, value, wrong, tmp_path):
         (
             named,
             {"evolve__hyperparameters": {"prompt": {"choices": ["plain", "plain"]}}},
-            "prompt.choices: expected each choice once, but 'plain' is there twice",
+            "prompt.choices: expected each choice once, got",
         ),
         (
             named,

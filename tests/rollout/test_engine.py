@@ -51,9 +51,6 @@ class ToySettings(RolloutSettings):
     def missing(self):
         yield "the toy lacks a wheel"
 
-    def plan_lines(self):
-        yield "generates", "a toy"
-
     def held_memory(self, load):
         return (Part("toy", 3_000_000, "engine.rollout"),)
 """
@@ -124,7 +121,6 @@ def test_check_reads_the_declaration_of_a_new_engine(with_toy):
     shown = " ".join(with_toy("check", max_decode_rows=3).stdout.split())
     for text in (
         "toy 3.0 MB",
-        "generates a toy",
         "warning: the toy lacks a wheel",
         "max_decode_rows has no effect with engine.rollout toy, which samples one row at a time",
     ):

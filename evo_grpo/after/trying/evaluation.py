@@ -36,7 +36,7 @@ from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.validation import number, whole
 from evo_grpo.settings import FitnessConfig, RunConfig
 from evo_grpo.settings.yaml import as_config
-from evo_grpo.training.resolve import task_of
+from evo_grpo.training.strategies import task_of
 from evo_grpo.types import Score
 
 JudgedOn = Literal["validation", "test"]

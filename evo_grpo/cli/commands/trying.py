@@ -24,7 +24,6 @@ from evo_grpo.cli.commands.app import (
     Split,
     app,
     from_zero,
-    refuse_folder,
     weights_of,
 )
 from evo_grpo.cli.commands.winner import PANEL
@@ -172,8 +171,6 @@ def evaluate(  # noqa: PLR0913 -- each is an option of the command
 
     if file is None and settings:
         raise typer.BadParameter("--set needs a CONFIG; give the run's own population.yaml")
-    if file is not None:
-        refuse_folder(file)
     loaded = None if file is None else config.load(file, settings or ())
     say(f"loading {adapter} ...", err=True)
     places = looking_in(code_folder(code), is_code=True), looking_in(beside(file))

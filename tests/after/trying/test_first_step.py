@@ -101,7 +101,7 @@ def test_a_given_answer_is_scored_without_a_model(dataset, monkeypatch):
 
 def prepare_row(config, number):
     """The right answer of a row, as the split of the run has it."""
-    from evo_grpo.training.resolve import task_of
+    from evo_grpo.training.strategies import task_of
 
     return task_of(config).splits["train"][number]["answer"]
 
