@@ -70,8 +70,28 @@ def as_config(config: RunConfig | str | Path | Mapping[str, Any]) -> RunConfig:
 
 def from_written(text: str, source: str) -> RunConfig:
     """Build a configuration from the text of `to_yaml` in a run folder, without anchors."""
-    settings = parse(text, source, WrittenOutLoader)
-    return _without_objects(_build(settings, (), source), source)
+    written = in_todays_keys(parse(text, source, WrittenOutLoader))
+    return _without_objects(_build(written, (), source), source)
+
+
+def in_todays_keys(settings: object) -> Any:  # noqa: ANN401 -- as it was given
+    """Return written settings in which `shards` counts parts; before 0.3, `overlap` did, too.
+
+    And with vLLM's stop sequences of that time as `algorithm.stop`.
+    """
+    engine: Any = settings.get("engine") if isinstance(settings, Mapping) else None
+    vllm: Any = engine.get("vllm") if isinstance(engine, Mapping) else None
+    if isinstance(vllm, Mapping) and "stop_sequences" in vllm:
+        own = dict(cast("Mapping[Any, Any]", vllm))
+        stop, engine = own.pop("stop_sequences"), {**engine, "vllm": own}
+        settings = {**cast("Mapping[Any, Any]", settings), "engine": engine}
+        if stop and engine.get("rollout") == "vllm":
+            settings["algorithm"] = {**settings.get("algorithm", {}), "stop": stop}
+    parts: Any = engine.get("overlap") if isinstance(engine, Mapping) else None
+    if type(parts) is not int:
+        return settings
+    engine = {**engine, "overlap": True, "shards": (engine.get("shards") or 1) * parts}
+    return {**cast("Mapping[Any, Any]", settings), "engine": engine}
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -187,10 +207,32 @@ def _apply(settings: dict[Any, Any], override: str) -> None:
             f"{where}: expected a value after =; write {'.'.join(names)}=null for none, or leave "
             "it out to keep the value of the file"
         )
+    value = parse(text, where)
+    if (joined := _joined(value)) is not None:
+        name, _, rest = joined.partition(":")
+        raise ConfigError(
+            f"{where}: expected a space after the colon in {shorten(joined)!r}: without it YAML "
+            f"reads one name without a value; write {{{shorten(name)}: {shorten(rest)}}}"
+        )
     here = settings
     for depth, name in enumerate(names[:-1], start=1):
         here[name] = here = _opened(here.get(name), names[:depth], where)
-    here[names[-1]] = parse(text, where)
+    here[names[-1]] = value
+
+
+def _joined(value: object) -> str | None:
+    """Return the first key that lacks a space after its colon, as in {a:1}; else None."""
+    if isinstance(value, list):
+        found = [_joined(one) for one in cast("list[object]", value)]
+        return next((one for one in found if one is not None), None)
+    if not isinstance(value, Mapping):
+        return None
+    for key, below in cast("Mapping[object, object]", value).items():
+        if below is None and isinstance(key, str) and ":" in key.strip(":"):
+            return key
+        if (found := _joined(below)) is not None:
+            return found
+    return None
 
 
 def _opened(inside: object, path: tuple[str, ...], where: str) -> dict[Any, Any]:

@@ -257,6 +257,19 @@ def test_what_no_policy_dropped_has_to_be_there(since_all, kept):
     assert all(f"round-000{kept}/agent-01" in text and "is missing" in text for text in damage)
 
 
+def test_the_parts_that_an_earlier_version_counted_in_overlap_are_no_damage(tmp_path):
+    parts = {"engine__shards": 2, "engine__overlap": True}
+    folder = run(small(population__rounds=1, **parts), out=tmp_path / "run")
+    text = (folder / "population.yaml").read_text()
+    earlier = text.replace("  shards: 2\n  overlap: true", "  shards: null\n  overlap: 2")
+    assert earlier != text
+    (folder / "population.yaml").write_text(earlier)
+    inputs = asdict(read_inputs_of(folder))
+    inputs["settings"] |= {"engine.shards": None, "engine.overlap": 2}
+    (folder / INPUTS).write_text(seal(inputs))
+    assert verify(folder).damage == []
+
+
 def test_a_policy_that_a_later_version_filled_in_dropped_nothing(since_all):
     with RunDir.open(since_all) as opened:
         inputs = read_inputs_of(since_all)

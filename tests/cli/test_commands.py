@@ -339,6 +339,8 @@ def test_check_takes_a_dataset():
         (["--set", "evolve.selection.sise=3"], "did you mean 'size'?"),
         (["--set", "algorithm.lr"], "--set algorithm.lr: expected a.b.c=value"),
         (["--set", "population.size=[1"], "--set population.size=[1, line 1"),
+        (["--set", "evolve.exploration={a:1}"], "a space after the colon in 'a:1'"),
+        (["--set", "evolve={exploration: [{a:1}]}"], "write {a: 1}"),
     ],
 )
 @pytest.mark.parametrize("command", ["check", "run"])

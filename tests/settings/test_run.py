@@ -1,9 +1,12 @@
 """What depends on the length of a run, filled in once: decisions, places and evaluations."""
 
 import pytest
+import yaml
 
+from evo_grpo.errors import ConfigError
 from evo_grpo.settings import from_dict
 from evo_grpo.settings.population import PopulationConfig
+from evo_grpo.settings.yaml import from_written
 
 MINIMAL = {"model": "tiny-sums", "env": "sums"}
 
@@ -140,3 +143,19 @@ def test_shares_are_those_of_the_rounds_that_a_limit_of_tokens_leaves():
     assert decisions(8 * 1024 * 4, output=4) == [2, 4, 6, 8]
     assert decisions(1) == [1]
     assert decisions(1e9) == [6, 12, 18, 24]
+
+
+@pytest.mark.parametrize(("shards", "parts"), [("null", 2), (3, 6)])
+def test_a_written_number_of_parts_of_each_shard_becomes_their_product(shards, parts):
+    text = f"model: tiny-sums\nenv: sums\nengine: {{overlap: 2, shards: {shards}}}"
+    engine = from_written(text, "population.yaml").engine
+    assert (engine.shards, engine.overlap) == (parts, True)
+
+
+@pytest.mark.parametrize(("rollout", "stop"), [("vllm", ["</a>"]), ("native", [])])
+def test_stop_sequences_of_an_earlier_run_are_read_as_stops(rollout, stop):
+    engine = {"rollout": rollout, "vllm": {"stop_sequences": ["</a>"]}}
+    settings = {"model": "tiny-sums", "env": "sums", "engine": engine}
+    assert from_written(yaml.safe_dump(settings), "population.yaml").algorithm.stop == stop
+    with pytest.raises(ConfigError, match=r"stop_sequences: .*algorithm.stop serves every engine"):
+        from_dict(settings)

@@ -20,7 +20,7 @@ from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings import RunConfig, StopConfig
 from evo_grpo.settings.engine import ENGINES
-from evo_grpo.settings.yaml import REMOVED, from_dict
+from evo_grpo.settings.yaml import REMOVED, from_dict, in_todays_keys
 from evo_grpo.training.inputs.recorded_inputs import (
     DATA,
     ROUNDS,
@@ -317,6 +317,6 @@ def _filled_in(settings: Mapping[str, Any]) -> dict[str, Any] | None:
                 return dict(settings)
         place[last] = value
     try:
-        return dict(flat(from_dict(nested).model_dump(mode="json")))
+        return dict(flat(from_dict(in_todays_keys(nested)).model_dump(mode="json")))
     except ConfigError:
         return None
