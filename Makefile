@@ -14,7 +14,7 @@
 #   make torture       kill runs at every touch of the disk, damage every file, fuzz; within an hour
 #   make torture-io    refuse every call of the disk, cut the power after every call; within an hour
 #   make test-trackers  the trackers with packages of their own, each following a run
-#   make test-outside  the adapters of GEM and verifiers against the packages themselves
+#   make test-outside  the adapters of GEM and verifiers, and rewards in TRL's style, against the packages
 #   make fuzz          look for inputs that break a property of tests/fuzz, ten minutes for each of
 #                      them; EVO_GRPO_FUZZ_SECONDS=60 for a minute, ARGS="-k cli" for some of them
 
@@ -186,7 +186,8 @@ $(OUTSIDE_STAMP): $(STAMP)
 # The variable turns the skip for a missing package into a failure.
 test-outside: $(OUTSIDE_STAMP)
 	PYTHONPATH=$(OUTSIDE) EVO_GRPO_OUTSIDE=$(OUTSIDE) $(TESTS) $(BIN)/python -m pytest -rs \
-	  tests/envs/adapters/test_gem.py tests/envs/adapters/test_verifiers.py $(ARGS)
+	  tests/envs/adapters/test_gem.py tests/envs/adapters/test_verifiers.py \
+	  tests/envs/rewards/test_trl_outside.py $(ARGS)
 
 $(TRACKERS_STAMP): $(STAMP)
 	@echo 'Installing into $(TRACKERS): less than a minute.'
@@ -258,10 +259,10 @@ OWN_CODE := tests/after/test_verify.py tests/after/test_arms_compare.py tests/af
   tests/cli/plan/test_gpu.py tests/cli/plan/test_runs_no_code.py tests/cli/test_fetching.py \
   tests/cli/test_foreign_text.py tests/cli/test_full_disk.py tests/cli/test_host_memory.py \
   tests/cli/test_steer.py tests/cli/test_stopping.py tests/envs/rewards tests/evolve tests/learn \
-  tests/population/ranks tests/population/test_evaluate.py tests/population/test_no_signal.py \
-  tests/population/test_plan.py tests/population/test_rollouts.py tests/population/test_round.py \
-  tests/population/test_steps.py tests/readers/test_dashboard.py tests/readers/test_database.py \
-  tests/readers/test_follow.py tests/readers/test_reader.py tests/readers/trackers \
+  tests/population/ranks tests/population/test_evaluate.py tests/population/test_plan.py \
+  tests/population/test_rollouts.py tests/population/test_round.py \
+  tests/population/test_stats.py tests/population/test_steps.py tests/readers/test_dashboard.py \
+  tests/readers/test_database.py tests/readers/test_follow.py tests/readers/test_reader.py tests/readers/trackers \
   tests/record/test_choice.py tests/record/test_log.py tests/record/test_study.py tests/rollout/vllm \
   tests/schema/test_patterns.py tests/settings/test_limits.py tests/settings/test_without_effect.py \
   tests/test_corruption.py tests/test_stop_rules.py tests/training/inputs tests/training/test_resuming.py \

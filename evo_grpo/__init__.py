@@ -15,10 +15,9 @@ if TYPE_CHECKING:
     from evo_grpo.after.arms import compare as compare
     from evo_grpo.after.arms import replay as replay
     from evo_grpo.after.export.export import export as export
-    from evo_grpo.after.recipe.recipe import recipe as recipe
+    from evo_grpo.after.recipe import recipe as recipe
     from evo_grpo.after.trying.answers import sample as sample
     from evo_grpo.after.trying.evaluation import evaluate_adapter as evaluate_adapter
-    from evo_grpo.after.trying.evaluation import evaluate_files as evaluate_files
     from evo_grpo.after.trying.first_step import try_config as try_config
     from evo_grpo.api.agent import CISPO as CISPO
     from evo_grpo.api.agent import GRPO as GRPO
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from evo_grpo.api.population import Population as Population
     from evo_grpo.api.runs import resume as resume
     from evo_grpo.api.runs import run as run
-    from evo_grpo.envs.dataset_env import DatasetEnv as DatasetEnv
+    from evo_grpo.envs.data.dataset import DatasetEnv as DatasetEnv
     from evo_grpo.envs.episodes.gym import MultiTurnGym as MultiTurnGym
     from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv as MultiTurnEnv
     from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper as TokenObservationWrapper
@@ -47,9 +46,8 @@ if TYPE_CHECKING:
     from evo_grpo.evolve.select.protocol import Selector as Selector
     from evo_grpo.evolve.select.tournament import TournamentSelection as TournamentSelection
     from evo_grpo.evolve.select.truncation import TruncationSelection as TruncationSelection
-    from evo_grpo.readers.database import deliver as deliver
-    from evo_grpo.readers.database import study_of as study_of
     from evo_grpo.readers.follow import follow as follow
+    from evo_grpo.readers.follow import study_of as study_of
     from evo_grpo.readers.report.figures.diagnostics import plot_diagnostics as plot_diagnostics
     from evo_grpo.readers.report.figures.fitness import plot_fitness as plot_fitness
     from evo_grpo.readers.report.figures.lineage import plot_lineage as plot_lineage
@@ -57,9 +55,9 @@ if TYPE_CHECKING:
     from evo_grpo.readers.report.run_page import write_report as write_report
     from evo_grpo.readers.trackers.in_process import Tracker as Tracker
     from evo_grpo.record.history import history as history
+    from evo_grpo.record.history import read_metrics as read_metrics
     from evo_grpo.record.leaderboard import leaderboard as leaderboard
     from evo_grpo.record.observer import Observer as Observer
-    from evo_grpo.record.step_metrics import read_metrics as read_metrics
     from evo_grpo.schema.search_space import HyperparameterConfig as HyperparameterConfig
     from evo_grpo.schema.search_space import RLParameter as RLParameter
     from evo_grpo.settings import RunConfig as RunConfig
@@ -71,7 +69,7 @@ _HOME = {
     "GRPO": "evo_grpo.api.agent",
     "GSPO": "evo_grpo.api.agent",
     "Candidate": "evo_grpo.evolve.explore.protocol",
-    "DatasetEnv": "evo_grpo.envs.dataset_env",
+    "DatasetEnv": "evo_grpo.envs.data.dataset",
     "Explorer": "evo_grpo.evolve.explore.protocol",
     "HalvingSelection": "evo_grpo.evolve.select.halving",
     "HyperparameterConfig": "evo_grpo.schema.search_space",
@@ -98,9 +96,7 @@ _HOME = {
     "Trial": "evo_grpo.evolve.explore.protocol",
     "TruncationSelection": "evo_grpo.evolve.select.truncation",
     "compare": "evo_grpo.after.arms",
-    "deliver": "evo_grpo.readers.database",
     "evaluate_adapter": "evo_grpo.after.trying.evaluation",
-    "evaluate_files": "evo_grpo.after.trying.evaluation",
     "export": "evo_grpo.after.export.export",
     "follow": "evo_grpo.readers.follow",
     "history": "evo_grpo.record.history",
@@ -109,13 +105,13 @@ _HOME = {
     "plot_fitness": "evo_grpo.readers.report.figures.fitness",
     "plot_lineage": "evo_grpo.readers.report.figures.lineage",
     "plot_schedules": "evo_grpo.readers.report.figures.schedules",
-    "read_metrics": "evo_grpo.record.step_metrics",
-    "recipe": "evo_grpo.after.recipe.recipe",
+    "read_metrics": "evo_grpo.record.history",
+    "recipe": "evo_grpo.after.recipe",
     "replay": "evo_grpo.after.arms",
     "resume": "evo_grpo.api.runs",
     "run": "evo_grpo.api.runs",
     "sample": "evo_grpo.after.trying.answers",
-    "study_of": "evo_grpo.readers.database",
+    "study_of": "evo_grpo.readers.follow",
     "try_config": "evo_grpo.after.trying.first_step",
     "write_report": "evo_grpo.readers.report.run_page",
 }

@@ -191,6 +191,23 @@ class Objective:
 
 
 @dataclass(frozen=True)
+class RewardScore:
+    """One reward function in an evaluation of one agent, without its weight.
+
+    Attributes:
+        name: Name of the function.
+        mean: Mean over prompts.
+        se: Standard error of the mean over prompts; NaN for a single sample.
+        n: Number of prompts on which it did not abstain.
+    """
+
+    name: str
+    mean: Number
+    se: Number
+    n: int
+
+
+@dataclass(frozen=True)
 class Score:
     """Fitness of one agent in one round.
 
@@ -208,6 +225,8 @@ class Score:
         steps: Steps of training behind the score. Of a round whose fitness is the mean reward of
             its training, all of `n`, and `per_prompt` is empty; in a decision, the entries at the
             end of `per_prompt` (`evolve.evidence`). 0 for an evaluation.
+        rewards: Each reward function by itself; empty without an evaluation, and where the
+            environment does not name them. After racing, those of the first look.
     """
 
     mean: Number
@@ -217,6 +236,7 @@ class Score:
     further: tuple[Objective, ...] = ()
     first_look: tuple[Number, ...] = ()
     steps: int = 0
+    rewards: tuple[RewardScore, ...] = ()
 
     @property
     def goals(self) -> tuple[Score, ...]:

@@ -42,7 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("population.checkpoints", "population.evaluate"),
     ("population.rules", "population.stats"),
     ("population.rollouts",),
-    ("population.no_signal", "population.steps"),
+    ("population.steps",),
     ("population",),
     ("training.sizing", "training.strategies"),
     ("training.steering", "training.writer"),

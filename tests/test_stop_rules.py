@@ -12,11 +12,12 @@ from evo_grpo import resume, run
 from evo_grpo.after.arms import compare
 from evo_grpo.after.verify import verify
 from evo_grpo.api.agent import GRPO
+from evo_grpo.evolve.intervals import interval
 from evo_grpo.record.files import seal
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.schedule import read_schedule
 from evo_grpo.record.steering import ask
-from evo_grpo.record.stopping import best_of, why_it_ended
+from evo_grpo.record.stopping import Played, why_it_ended
 from evo_grpo.record.summary import read_summary
 
 ROUNDS = 5
@@ -53,10 +54,12 @@ def test_a_run_without_rules_plays_all_rounds(whole):
 
 def rule_for(name, rounds, ends):
     """The rule of a name by which these rounds end after the one of number `ends`."""
-    bests = [best_of([agent.score for agent in record.agents]) for record in rounds]
-    if name == "fitness":
-        ends = next(n for n in range(1, ROUNDS) if bests[n] > max(bests[:n]))
-        return bests[ends], ends
+    bests = [Played.of(record).best for record in rounds]
+    if name in ("fitness", "rewards"):
+        scores = [[agent.score for agent in record.agents] for record in rounds]
+        sure = [max(interval(s.mean, s.se, s.n)[0] for s in of if s) for of in scores]
+        ends = next(n for n in range(1, ROUNDS) if sure[n] > max(sure[:n]))
+        return (sure[ends] if name == "fitness" else {"exact": sure[ends]}), ends
     if name == "tokens":
         of = [sum(a.tokens for a in r.agents) + r.evaluation_tokens for r in rounds]
         return float(sum(of[: ends + 1])), ends
@@ -66,7 +69,7 @@ def rule_for(name, rounds, ends):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fitness", "patience", "tokens"])
+@pytest.mark.parametrize("name", ["fitness", "rewards", "patience", "tokens"])
 def test_a_rule_ends_the_run_after_the_round_in_which_it_holds(tmp_path, whole, name):
     value, ends = rule_for(name, read_rounds(whole), 2)
     observer = Told()

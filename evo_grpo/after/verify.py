@@ -47,8 +47,7 @@ from evo_grpo.record.names import (
 )
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.replay import read_replay
-from evo_grpo.record.retention import Retention, kept_throughout
-from evo_grpo.record.run_dir import refuse_lost_lines
+from evo_grpo.record.run_dir import Retention, kept_throughout, refuse_lost_lines
 from evo_grpo.record.summary import read_summary, read_summary_of
 from evo_grpo.record.wording import count
 from evo_grpo.settings import RunConfig
@@ -194,11 +193,6 @@ def _check_settings(records: _Records, found: Findings) -> None:
             f"{folder / CONFIG}: expected the settings that {INPUTS} records, got others for "
             f"{', '.join(refused[:3])}; put the file back as it was"
         )
-    elif changed:
-        found.notes.append(
-            f"{folder / CONFIG}: {' and '.join(sorted(changed))} differ from {INPUTS}; a resume "
-            "uses and records the new values"
-        )
 
 
 def _check_end(records: _Records, found: Findings) -> None:
@@ -246,17 +240,9 @@ def _check_checkpoints(records: _Records, found: Findings) -> None:
     if not apart or best is None or best.checkpoint is None:
         return
     files = rounds[best.round].files_of(best.checkpoint)
-    # A stop may leave it missing or of an earlier round: a resume then copies it from its source.
-    if records.finished or not _is_same(folder / best.checkpoint, files) or not _is_behind(records):
+    # After a stop it may be missing or of an earlier round: a resume copies it from its source.
+    if records.finished or not _is_same(folder / best.checkpoint, files):
         found.compare(folder / BEST, files, f"round {best.round + 1} recorded")
-
-
-def _is_behind(records: _Records) -> bool:
-    """Return whether checkpoints/best is missing, or the best agent of earlier rounds."""
-    place, rounds = records.folder / BEST, records.rounds
-    bests = filter(None, (best_ever(rounds[:number]) for number in range(len(rounds))))
-    earlier = (rounds[one.round].files_of(str(one.checkpoint)) for one in bests)
-    return not place.exists() or any(_is_same(place, files) for files in earlier)
 
 
 def _is_same(folder: Path, files: Mapping[str, str]) -> bool:

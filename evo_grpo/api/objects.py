@@ -36,9 +36,6 @@ def separated(given: Mapping[str, Any], kind: str) -> tuple[AgentSettings, Objec
     Args:
         given: Keywords of a constructor by the names of `AGENT_KEYWORDS`, and `tokenizer`.
         kind: The algorithm: "grpo", "gspo" or "cispo".
-
-    Raises:
-        ConfigError: An object has a wrong type, or a setting is invalid.
     """
     own: dict[str, Any] = {**given}
     tokenizer, model, lora = own.pop("tokenizer", None), own.get("model"), own.get("lora")
@@ -75,11 +72,7 @@ def adapter_of(settings: AgentSettings, objects: Objects) -> RankAlpha:
 
 
 def _checked(settings: AgentSettings, objects: Objects) -> tuple[AgentSettings, Objects]:
-    """Check that an agent can begin with the adapter, unless an adapter to start from has others.
-
-    Raises:
-        ConfigError: The rank or alpha is searched, and that of the adapter is outside of the range.
-    """
+    """Check that an agent can begin with the adapter, unless one to start from has others."""
     named = settings.model is not None and settings.model.adapter is None
     if objects.lora is not None or named:
         adapter, above = adapter_of(settings, objects), ("hyperparameters",)
@@ -89,11 +82,7 @@ def _checked(settings: AgentSettings, objects: Objects) -> tuple[AgentSettings, 
 
 
 def checked_start(population: PopulationConfig, settings: AgentSettings, objects: Objects) -> Start:
-    """Return how the agents of a population start, with those of earlier runs in a list.
-
-    Raises:
-        ConfigError: See `start_problems` and `resolved_start`.
-    """
+    """Return how the agents of a population start, with those of earlier runs in a list."""
     size, space = population.size, settings.search_space()
     first = settings.algorithm.first_hparams(space, adapter_of(settings, objects))
     init = resolved_start(population.init, first, space, size, settings.seed)

@@ -121,7 +121,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         return f"Population({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        from evo_grpo.readers.report.notebook import as_html
+        from evo_grpo.readers.report.tables import as_html
 
         return as_html(self, repr(self))
 
@@ -237,11 +237,10 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         try:
             yield
         except BaseException:  # Ctrl-C too: the stop button of a notebook
-            kept = whole.put_back()
-            if kept is not None:
+            if whole.put_back():
                 rounds = self.rounds if out is None else read_rounds(out)
-                self.rounds = list(rounds[: kept.rounds])
-                self._after_rounds(kept.slots, planned)
+                self.rounds = list(rounds[: whole.rounds])
+                self._after_rounds(whole.slots, planned)
             raise
 
     def make_up(self, *, inherit_optimizer: bool) -> None:

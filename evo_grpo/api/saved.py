@@ -84,9 +84,6 @@ def load(
 
     Returns:
         The slots and rounds in population.json, the name of the algorithm, and the cohort.
-
-    Raises:
-        CheckpointError: A file is missing or damaged.
     """
     file = folder / POPULATION
     if not file.is_file():

@@ -35,13 +35,8 @@ def to_prompts(
 
     Returns:
         One prompt per observation.
-
-    Raises:
-        ShapeError: An observation has several rows of ids, or ids outside of the vocabulary.
     """
-    single = isinstance(observations, Prompt | Mapping | str)
-    items: Sequence[Observation] = [observations] if single else observations  # pyright: ignore[reportAssignmentType] -- narrowed by `single`
-    prompts = [_to_prompt(i, item, tokenizer) for i, item in enumerate(items)]
+    prompts = [_to_prompt(i, item, tokenizer) for i, item in enumerate(_listed(observations))]
     for i, prompt in enumerate(prompts):
         wrong = [t for t in prompt.token_ids if t < 0 or (vocabulary and t >= vocabulary)]
         if wrong:
@@ -51,6 +46,12 @@ def to_prompts(
                 "base model"
             )
     return prompts
+
+
+def _listed(observations: Observation | Sequence[Observation]) -> Sequence[Observation]:
+    if isinstance(observations, Prompt | Mapping | str):
+        return [observations]
+    return observations
 
 
 def _to_prompt(
@@ -92,8 +93,7 @@ def close_turns_with(
 
     Other observations are ignored.
     """
-    single = isinstance(observations, Prompt | Mapping | str)
-    for turn in [observations] if single else observations:
+    for turn in _listed(observations):
         if isinstance(turn, Turn):
             turn.episode.answered_by(ends, pad_id)
 
@@ -126,7 +126,7 @@ def to_batch(
     scale: Scale,
     vocabulary: int,
 ) -> tuple[list[Row], float]:
-    """Convert (ids, masks, rewards) into rows with advantages.
+    """Convert the experiences of `learn` into rows with advantages.
 
     Args:
         experiences: Ids (G, T) and action masks (G, T - 1) per group, and rewards (P, G) or
@@ -136,44 +136,41 @@ def to_batch(
 
     Returns:
         The rows, and the share of groups whose rewards are all equal.
-
-    Raises:
-        ShapeError: The shapes differ, no token was generated, or the number of rewards differs from
-            the number of completions.
-        RewardError: A reward is infinite or beyond 1e15.
     """
     ids, masks, rewards = experiences
     values = as_floats(rewards, "learn: rewards").reshape(-1)
-    parts: list[object] = [*ids, *masks]
-    if not all(isinstance(part, Tensor) and part.ndim == 2 for part in parts):
-        raise ShapeError(
-            "learn: expected one tensor of ids (G, T) and one of action masks (G, T - 1) per group"
-        )
-    sizes = [group.shape[0] for group in ids]
+    groups = enumerate(zip(ids, masks, strict=True))
+    sizes = [_size(number, group, mask, vocabulary) for number, (group, mask) in groups]
     if len(values) != sum(sizes):
         raise ShapeError(
             f"learn: expected one reward per completion, {sum(sizes)} for groups of {sizes}, "
             f"got {len(values)}"
         )
-    for number, group in enumerate(ids):
-        if group.numel() and not 0 <= int(group.min()) <= int(group.max()) < vocabulary:
-            raise ShapeError(
-                f"learn: group {number} holds token ids from {int(group.min())} to "
-                f"{int(group.max())}, but the base model's vocabulary is 0..{vocabulary - 1}; "
-                "pass the ids that get_action returned"
-            )
     size = sizes[0] if len(set(sizes)) == 1 else sizes
     rows = to_rows(ids, masks, group_advantages(values, size, scale=scale))
     check_generated(rows)
     return rows, zero_variance_fraction(values, size)
 
 
-def check_generated(rows: Sequence[Row]) -> None:
-    """Check that at least one token of the rows was generated.
+def _size(number: int, ids: Tensor, mask: Tensor, vocabulary: int) -> int:
+    """Check the ids and the mask of a group, and return its number of completions."""
+    shapes = [tuple(getattr(part, "shape", ())) for part in (ids, mask)]
+    if len(shapes[0]) != 2 or shapes[1] != (shapes[0][0], shapes[0][1] - 1):
+        raise ShapeError(
+            f"learn: group {number}: expected tensors of ids (G, T) and action masks (G, T - 1), "
+            f"got {shapes[0]} and {shapes[1]}"
+        )
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise ShapeError(
+            f"learn: group {number} holds token ids from {int(ids.min())} to {int(ids.max())}, but "
+            f"the base model's vocabulary is 0..{vocabulary - 1}; pass the ids that get_action "
+            "returned"
+        )
+    return len(ids)
 
-    Raises:
-        ShapeError: All action masks are empty.
-    """
+
+def check_generated(rows: Sequence[Row]) -> None:
+    """Check that at least one token of the rows was generated."""
     if not any(row.generated for row in rows):
         raise ShapeError(
             f"learn: expected at least one generated token, got {len(rows)} rows whose action "
@@ -183,32 +180,12 @@ def check_generated(rows: Sequence[Row]) -> None:
 
 
 def to_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], advantages: np.ndarray) -> list[Row]:
-    """Convert the tensors of `learn` into rows.
+    """Convert the tensors of `learn` into rows, cut after the last generated token.
 
-    Args:
-        ids: One tensor (G, T) int64 per group.
-        masks: One tensor (G, T - 1) per group, nonzero where the policy sampled the predicted
-            token.
-        advantages: (B,), in the order of the rows.
-
-    Returns:
-        B rows, cut after the last generated token.
-
-    Raises:
-        ShapeError: Shapes do not fit, or the rows of a group have different prompts, so that
-            their rewards have no common baseline.
+    Rows of a group with different prompts are refused: their rewards have no common baseline.
     """
-    if len(ids) != len(masks):
-        raise ShapeError(
-            f"learn: expected one action mask per group of ids, got {len(masks)} for {len(ids)}"
-        )
     rows: list[Row] = []
     for number, (group, mask) in enumerate(zip(ids, masks, strict=True)):
-        if mask.shape != (group.shape[0], group.shape[1] - 1):
-            raise ShapeError(
-                f"learn: group {number}: expected ids (G, T) and action masks (G, T - 1), got "
-                f"{tuple(group.shape)} and {tuple(mask.shape)}"
-            )
         for row, real in zip(group.cpu().numpy(), mask.cpu().numpy().astype(bool), strict=True):
             full = np.concatenate([[False], real])
             end = int(np.flatnonzero(full).max(initial=0)) + 1

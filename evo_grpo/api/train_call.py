@@ -60,16 +60,12 @@ def in_groups(
     population = PopulationConfig(size=size, **groups["population"])
     population = population.replace(rounds=played + population.rounds)
     record = RecordConfig(**groups["record"])
-    if record.storage is not None and given["out"] is None:
-        raise ConfigError(
-            "storage: expected out= too, since trials are made from the rounds in a run folder; "
-            "give out=, or omit storage"
-        )
-    if record.trackers and given["out"] is None:
-        raise ConfigError(
-            "trackers: expected out= too, since trackers read the log in a run folder; give out=, "
-            "or observer=evo_grpo.Tracker(...)"
-        )
+    for name in ("storage", "trackers"):
+        if getattr(record, name) and given["out"] is None:
+            raise ConfigError(
+                f"{name}: expected out= too, since the rounds are read from the log in a run "
+                f"folder; give out=, or omit {name}"
+            )
     return population, EvolveConfig(**evolve), record, own
 
 

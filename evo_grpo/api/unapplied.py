@@ -22,24 +22,20 @@ class Unapplied:
 
     Attributes:
         record: The last round of the call, with the plan.
-        marks: State of each agent at the end of the call, by name. A user may have changed it
-            since.
+        marks: State of each agent at the end of the call, which a user may have changed since.
     """
 
     record: RoundRecord
-    marks: Mapping[Slot, Mapping[str, object]]
+    marks: Mapping[Slot, object]
 
 
-def _mark(cohort: Cohort, slot: Slot) -> dict[str, object]:
+def _mark(cohort: Cohort, slot: Slot) -> object:
+    if slot not in cohort.agents:
+        return None
     state = cohort.agents[slot]
     # The version is None if another rank has the weights. A replaced optimizer has other moments.
     version = cohort.slots.versions[state.adapter] if cohort.is_local(slot) else None
-    return {
-        "weights": (version, state.steps),
-        "hyperparameters": state.hparams,
-        "member": state.member.id,
-        "optimizer": state.optimizer,
-    }
+    return version, state.steps, state.hparams, state.member.id, state.optimizer
 
 
 def note(cohort: Cohort, record: RoundRecord) -> None:
@@ -66,7 +62,7 @@ def withdraw(cohort: Cohort, slots: Sequence[Slot]) -> None:
 def is_unchanged(cohort: Cohort, slots: Sequence[Slot]) -> bool:
     """Return whether there is a plan for these agents, and none was changed since it was made."""
     found = _find(cohort, slots)
-    return found is not None and not _changes(cohort, slots, found)
+    return found is not None and not _changed(cohort, slots, found)
 
 
 def make_up(
@@ -81,20 +77,13 @@ def make_up(
     if found is None:
         return None
     cohort.unapplied.remove(found)
-    if changes := _changes(cohort, slots, found):
+    why = "the round ended without a plan" if found.record.plan is None else ""
+    if changed := _changed(cohort, slots, found):
+        why = f"agents were changed ({', '.join(map(str, changed))})"
+    if why:
         warnings.warn(
-            f"the selection after round {found.record.round + 1} is skipped, since its agents were "
-            f"changed ({'; '.join(changes)}); they continue unchanged. To have them selected, "
-            "change them after the next round",
-            UserWarning,
-            stacklevel=4,
-        )
-        return None
-    if found.record.plan is None:
-        warnings.warn(
-            f"there is no selection after round {found.record.round + 1}, which ended without a "
-            "plan: an earlier version played it, or its selection or exploration failed; its "
-            "agents continue unchanged",
+            f"the selection after round {found.record.round + 1} is skipped, since {why}: the "
+            "agents continue unchanged. To have agents selected, change them after the next round",
             UserWarning,
             stacklevel=4,
         )
@@ -110,18 +99,8 @@ def _find(cohort: Cohort, slots: Sequence[Slot]) -> Unapplied | None:
     return next((one for one in known if not one.marks.keys().isdisjoint(slots)), None)
 
 
-def _changes(cohort: Cohort, slots: Sequence[Slot], found: Unapplied) -> list[str]:
-    """Return descriptions of the changes to the agents since the last round."""
+def _changed(cohort: Cohort, slots: Sequence[Slot], found: Unapplied) -> list[Slot]:
+    """Return the agents that were changed since the last round; all if they are others now."""
     if list(slots) != list(found.marks):
-        before, now = (", ".join(map(str, s)) for s in (found.marks, slots))
-        return [f"they were agents {before}, and are agents {now}"]
-    changes: list[str] = []
-    for slot, before in found.marks.items():
-        if slot not in cohort.agents:
-            changes.append(f"agent {slot} is gone")
-            continue
-        now = _mark(cohort, slot)
-        changed = [name for name, value in now.items() if value != before[name]]
-        if changed:
-            changes.append(f"agent {slot}: {', '.join(changed)}")
-    return changes
+        return list(slots)
+    return [slot for slot, mark in found.marks.items() if _mark(cohort, slot) != mark]

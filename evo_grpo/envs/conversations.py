@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from evo_grpo.envs.data.rows import Row
+from evo_grpo.envs.data.tables import Row
 from evo_grpo.envs.messages import excerpt
 from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import DataError
@@ -38,9 +38,6 @@ def parts_of(row: DatasetRow, column: str) -> dict[str, Any]:
     """Return the messages that a model is asked with, as `messages`, and their target, as `target`.
 
     Text is a message of the user. Only the column `messages` has a target.
-
-    Raises:
-        DataError: The column holds no conversation.
     """
     messages = messages_of(row[column], f'the column "{column}"')
     if column != MESSAGES or messages[-1]["role"] != "assistant":
@@ -62,11 +59,7 @@ def with_parts(row: DatasetRow, parts: Mapping[str, Any]) -> DatasetRow:
 
 
 def messages_of(value: object, where: str) -> list[dict[str, Any]]:
-    """Return the messages of a conversation, or of text, with their content as text.
-
-    Raises:
-        DataError: It is neither; the message begins with `where`.
-    """
+    """Return the messages of a conversation, or of text, with their content as text."""
     if isinstance(value, str):
         if not _LOOKS.match(value):
             return [{"role": "user", "content": value}]
@@ -83,21 +76,7 @@ def messages_of(value: object, where: str) -> list[dict[str, Any]]:
             f"{where}: expected text or messages such as {_FORM}, got {excerpt(repr(value))}; "
             "mend or drop the row"
         )
-    return [
-        cast("dict[str, Any]", one)
-        if _is_plain(one)
-        else _message(one, f"{where}, message {number}")
-        for number, one in enumerate(messages)
-    ]
-
-
-def _is_plain(value: object) -> bool:
-    """Return whether a message needs no change, as nearly all."""
-    if type(value) is not dict:
-        return False
-    message = cast("dict[Any, Any]", value)
-    known = message.get("role") in ROLES and type(message.get("content")) is str
-    return known and (len(message) == 2 or all(one is not None for one in message.values()))
+    return [_message(one, f"{where}, message {n}") for n, one in enumerate(messages)]
 
 
 def _message(value: object, where: str) -> dict[str, Any]:
@@ -121,11 +100,7 @@ def _message(value: object, where: str) -> dict[str, Any]:
 
 
 def text_of(value: object, where: str) -> str:
-    """Return the content of a message as text; parts of text are joined.
-
-    Raises:
-        DataError: It is neither; the message begins with `where`.
-    """
+    """Return the content of a message as text; parts of text are joined."""
     if isinstance(value, str):
         return value
     parts = _as_list(value)

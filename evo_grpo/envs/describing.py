@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, cast
 
-from evo_grpo.envs.dataset_env import DatasetEnv
+from evo_grpo.envs.data.dataset import DatasetEnv
 from evo_grpo.envs.episodes.gym import MultiTurnGym
 from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper
 from evo_grpo.envs.single_turn import ReasoningGym

@@ -87,12 +87,7 @@ def find_function(path: str, where: str) -> Callable[..., Any]:
 def find_name(path: str, where: str) -> Found:
     """Look up "module:function" in the source of its module, without importing it.
 
-    Args:
-        path: A name as `loading.load_function` takes it.
-        where: The setting that holds the name, for messages.
-
-    Raises:
-        ConfigError: As `loading.load_function`, as far as the source shows it.
+    `where` is the setting that holds the name, for messages.
     """
     module, attribute = split_name(path, where)
     first, *rest = attribute.split(".")
@@ -156,13 +151,7 @@ class _Import(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """What the source of a module shows.
-
-    Attributes:
-        origin: The file of the module.
-        bound: Each name that it binds, with its definitions, imports and values.
-        is_complete: Whether it spells out all its names.
-    """
+    """The file of a module, what each name is bound to, and whether it spells out all names."""
 
     origin: str
     bound: Mapping[str, Sequence[ast.AST | _Import]]

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from evo_grpo.envs.loading import REWARD, Loader, load_function, split_name
 from evo_grpo.envs.messages import listed, nearest
-from evo_grpo.envs.rewards.from_settings import scorer_of
 from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
 from evo_grpo.errors import ConfigError
+from evo_grpo.settings.env import EnvConfig
 from evo_grpo.settings.given import Given
-from evo_grpo.settings.rewards import Reward
+from evo_grpo.settings.rewards import JudgeReward, ModelReward
 
 if TYPE_CHECKING:
     from evo_grpo.envs.prompts import Messages
-    from evo_grpo.settings import EnvConfig
 
 
 def checked_arguments(env: EnvConfig, taken_by: Callable[..., object]) -> dict[str, Any]:
-    """Return `env.args`, checked against the keyword-only parameters of a function.
-
-    Each argument has the type of the parameter's default; a default of None stands for an optional
-    number of rows.
-    """
-    check_names(env.kind, env.args, _keywords(taken_by))
+    """Return `env.args`, checked against the keyword-only parameters of a function."""
+    parameters = signature(taken_by).parameters.values()
+    check_names(
+        env.kind, env.args, [p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY]
+    )
     return checked_types(env.args, taken_by)
 
 
@@ -41,10 +39,12 @@ def check_names(kind: str, args: Iterable[str], known: Iterable[str]) -> None:
 
 
 def checked_types(args: Mapping[str, Any], taken_by: Callable[..., object]) -> dict[str, Any]:
-    """Return `env.args` after checking each against the type of the parameter's default."""
-    known = _keywords(taken_by)
+    """Return `env.args` after checking each against the type of the parameter's default.
+
+    A default of None stands for an optional number of rows.
+    """
     for name, value in args.items():
-        default = known[name].default
+        default = signature(taken_by).parameters[name].default
         expected: type = int if default is None else type(default)
         if (default is None and value is None) or (
             isinstance(value, expected) and not isinstance(value, bool)
@@ -68,27 +68,54 @@ def configured_rewards(
         if not own or not isinstance(env.reward_weights, Mapping):
             raise ConfigError("env.reward_weights: expected env.reward beside it, got none")
         return as_rewards(own, env.reward_weights)
-    for one in env.rewards:
+    return rewards_of(env.rewards, env.reward_weights, load, env.reward_style)
+
+
+def rewards_of(
+    given: object,
+    weights: Sequence[float] | Mapping[str, float] | None,
+    load: Loader = load_function,
+    style: Literal["trl"] | None = None,
+) -> tuple[RewardFunction, ...]:
+    """Return one reward or several, with weights, as `as_rewards` does.
+
+    Each is a function, its name, or the description of a reward model or a judge: a `ModelReward`,
+    a `JudgeReward`, or a mapping as in YAML's `env.reward`.
+    """
+    is_list = isinstance(given, Sequence) and not isinstance(given, str)
+    several = cast("Sequence[object]", given) if is_list else [given]
+    for one in several:
         if isinstance(one, str):
             split_name(one, REWARD)  # before any of them is imported
-    return as_rewards([_reward(one, load) for one in env.rewards], env.reward_weights)
+    return as_rewards([_reward(one, load) for one in several], weights, style)
 
 
-def _reward(given: Reward, load: Loader) -> Any:  # noqa: ANN401 -- what `as_rewards` takes
+def _reward(given: object, load: Loader) -> Any:  # noqa: ANN401 -- what `as_rewards` takes
     if isinstance(given, str):
         return load(given, REWARD)
-    return given.value if isinstance(given, Given) else scorer_of(given)
+    if isinstance(given, Given):
+        return given.value
+    if isinstance(given, Mapping):
+        (given,) = EnvConfig(kind="dataset", reward=cast("Any", given)).rewards
+    # Imported here: they load slowly, and most runs have neither.
+    if isinstance(given, ModelReward):
+        from evo_grpo.envs.rewards.reward_model import RewardModel
+
+        return RewardModel(given)
+    if isinstance(given, JudgeReward):
+        from evo_grpo.envs.rewards.judge import Judge
+
+        return Judge(given)
+    return given
 
 
 def configured_template(env: EnvConfig) -> str | Messages | None:
     """Return the prompt template of a configuration, or None."""
-    if env.prompt is not None:
-        return env.prompt
     if env.conversation is None:
-        return None
+        return env.prompt
+    if env.prompt is not None:
+        raise ConfigError(
+            "env: expected prompt (a raw template) or conversation (messages for the chat "
+            "template), got both"
+        )
     return [{"role": message.role, "content": message.content} for message in env.conversation]
-
-
-def _keywords(taken_by: Callable[..., object]) -> dict[str, Parameter]:
-    parameters = signature(taken_by).parameters
-    return {name: p for name, p in parameters.items() if p.kind is Parameter.KEYWORD_ONLY}

@@ -41,10 +41,6 @@ def load_function(path: str, where: str = REWARD) -> Callable[..., Any]:
         path: "module:function" or "package.module:object.method". Modules of `places.folders` are
             found after installed ones.
         where: The setting that holds the name, for messages.
-
-    Raises:
-        ConfigError: The name has another form; the module is missing, fails to import or belongs to
-            the standard library; or it has no such function.
     """
     module_name, attribute = split_name(path, where)
     module = _import(module_name, path, where)

@@ -23,14 +23,7 @@ _NO_MESSAGES = "expected messages for the chat template, got the raw text of a p
 def with_prompting(task: Task, given: PromptSettings, seed: int) -> Task:
     """Return a task with a system prompt, examples, template keywords and thinking tags.
 
-    Args:
-        task: The task, whose splits are complete: examples are taken from train alone.
-        given: The settings.
-        seed: The run's seed, which chooses the examples.
-
-    Raises:
-        ConfigError: See `prompting_template`.
-        DataError: A row lacks a column, or train has too few prompts to take examples from.
+    Examples are taken from train alone, by the seed of the run.
     """
     if given == type(given)():
         return task
@@ -52,7 +45,7 @@ def with_prompting(task: Task, given: PromptSettings, seed: int) -> Task:
         keywords=made.keywords,
         thinking=given.thinking,
         too_long=given.too_long,
-        prompts={name: one.raw for name, one in named.items()},
+        prompts={name: one.text or one.conversation or "" for name, one in named.items()},
     )
 
 
@@ -63,9 +56,6 @@ def named_template(
 
     The other arguments and the errors are those of `prompting_template`; without `env.prompts` it
     is what that function returns.
-
-    Raises:
-        ConfigError: There is no prompt of that name.
     """
     prompts = given.prompts or {}
     if name is None:
@@ -102,16 +92,7 @@ def prompting_template(
 ) -> Template:
     """Return a template with a system prompt, examples and keywords of the chat template.
 
-    Args:
-        template: The template of the question.
-        given: The settings; `prompts` is not read.
-        examples: Rows of the examples of `given.few_shot`.
-        above: The group that has the system prompt, for messages.
-
-    Raises:
-        ConfigError: A raw prompt has no place for a system message or for keywords of a chat
-            template; or the template has a system message already.
-        DataError: An example lacks a column.
+    `given.prompts` is not read; `above` is the group that has the system prompt, for messages.
     """
     if given.few_shot is not None:
         template = _solved_before(template, given.few_shot, examples)

@@ -16,10 +16,9 @@ from evo_grpo.envs.conversations import (
     parts_of,
     with_parts,
 )
-from evo_grpo.envs.data.rows import place_of
-from evo_grpo.envs.data.tables import NO_NONE, require_columns
+from evo_grpo.envs.data.tables import NO_NONE, place_of, require_columns
 from evo_grpo.envs.messages import excerpt
-from evo_grpo.envs.task import SPLITS, DatasetRow, RawTemplate, Split, Task
+from evo_grpo.envs.task import SPLITS, DatasetRow, Split, Task
 from evo_grpo.errors import ConfigError, DataError, EvoGrpoError, PromptTooLongError
 from evo_grpo.printable import shorten
 from evo_grpo.types import Prompt
@@ -62,12 +61,7 @@ class Template:
 
     @classmethod
     def of(cls, template: str | Messages | None) -> Template:
-        """Return the template for a raw string or a list of messages.
-
-        Raises:
-            ConfigError: It is neither, its braces name no columns, or a format is not plain or
-                wider than `WIDEST` characters.
-        """
+        """Return the template for a raw string or a list of messages."""
         if isinstance(template, str):
             made = cls(text=template)
         else:
@@ -82,11 +76,6 @@ class Template:
         if isinstance(raw, str):
             return cls(raw, None, task.keywords)
         return cls(None, raw, task.keywords)
-
-    @property
-    def raw(self) -> RawTemplate:
-        """The raw template, or the messages."""
-        return self.text or self.conversation or ""
 
     def columns(self) -> dict[str, str]:
         """Return its columns, each with a description, for `tables.require_columns`."""
@@ -107,13 +96,7 @@ class Template:
     ) -> tuple[list[DatasetRow], list[str]]:
         """Return rows with the parts of their conversations, and the text of each; see `plain`.
 
-        Args:
-            rows: The rows.
-            name: Name of the rows in messages, e.g. "train".
-            who: What needs the columns, for messages.
-
-        Raises:
-            DataError: A row lacks a column, or has a value that cannot be printed.
+        `name` and `who` are the rows and what needs the columns, for messages.
         """
         needs = dict.fromkeys(self.columns(), who)
         require_columns(rows, needs, name, filled=needs)
@@ -142,9 +125,6 @@ class Template:
 
         The system message of a column comes first, before examples. A raw template is a message of
         the user.
-
-        Raises:
-            DataError: A column does not fit; or there are two system messages to come first.
         """
         whole, filled = row, list[dict[str, Any]]()
         for message in self.conversation or ({"role": "user", "content": self.text or ""},):
@@ -178,10 +158,6 @@ class Template:
 
         The tokenizer puts its special tokens in front of a raw text; a chat template writes its
         own.
-
-        Raises:
-            ConfigError: The tokenizer has no chat template, or refuses the conversation.
-            DataError: A prompt has no token.
         """
         if not rows:
             return []
@@ -233,12 +209,8 @@ def _plain_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 class RenderedPrompts:
     """Prompts by split and row, rendered on first use.
 
-    Args:
-        splits: The rows.
-        template: The template.
-        tokenizer: The tokenizer.
-        answer: For `env.too_long: truncate_left`, the tokens that prompts leave for a completion
-            where the context allows it; None refuses a prompt that leaves none.
+    For `env.too_long: truncate_left`, `answer` is the number of tokens that prompts leave for a
+    completion where the context allows it; None refuses a prompt that leaves none.
     """
 
     def __init__(
@@ -277,12 +249,13 @@ class RenderedPrompts:
         text, ids = self._template.render(prompt.columns, self._tokenizer)
         return Prompt(index, text, ids, prompt.columns)
 
-    def limit(self, max_context_length: int) -> None:
-        """Render all prompts and check that each leaves room for one token.
+    def messages(self, prompt: Prompt) -> list[dict[str, Any]] | None:
+        """Return the conversation of a prompt; None for a raw template."""
+        template = self._template
+        return None if template.conversation is None else template.messages(prompt.columns)
 
-        Args:
-            max_context_length: Tokens of prompt and completion together, >= 2.
-        """
+    def limit(self, max_context_length: int) -> None:
+        """Render all prompts and check that each leaves room for a token in a context."""
         if max_context_length < 2:
             raise ConfigError(f"max_context_length: expected >= 2 tokens, got {max_context_length}")
         self.max_context_length = max_context_length
@@ -324,25 +297,24 @@ class RenderedPrompts:
 
 
 def fitting_rows(
-    rendered: Sequence[RenderedPrompts], splits: Mapping[Split, Sequence[DatasetRow]], most: int
+    rendered: Sequence[RenderedPrompts],
+    splits: Mapping[Split, Sequence[DatasetRow]],
+    most: int,
+    *,
+    whole: bool = True,
 ) -> dict[Split, list[DatasetRow]]:
     """Return the rows whose prompts, by each of several templates, have at most `most` tokens."""
     kept: dict[Split, list[DatasetRow]] = {}
     for split, rows in splits.items():
         longest = map(max, zip(*(one.lengths(split) for one in rendered), strict=True))
         kept[split] = [row for row, length in zip(rows, longest, strict=True) if length <= most]
-    return kept
-
-
-def check_some_fit(kept: Mapping[Split, Sequence[DatasetRow]], most: int) -> None:
-    """Raise DataError if `fitting_rows` has left a split without rows."""
-    for split, rows in kept.items():
-        if not rows:
+        if whole and not kept[split]:
             raise DataError(
                 f"env.too_long: expected a {split} row with a prompt of at most {most} tokens, the "
                 "examples of env.few_shot included, got none; shorten them, or raise "
                 "algorithm.max_model_len where the model allows it"
             )
+    return kept
 
 
 def chat(
@@ -350,11 +322,7 @@ def chat(
     tokenizer: PreTrainedTokenizerBase,
     keywords: Mapping[str, Any],
 ) -> str:
-    """Return the text of messages by the tokenizer's chat template.
-
-    Raises:
-        ConfigError: There is no chat template, or it refuses the messages.
-    """
+    """Return the text of messages by the tokenizer's chat template."""
     # Imported here: it comes with transformers, and is only needed once a tokenizer exists.
     from jinja2 import TemplateError
 
@@ -390,14 +358,13 @@ def _messages(template: object) -> tuple[Mapping[str, str], ...]:
     if not isinstance(template, Sequence) or isinstance(template, bytes) or not template:
         raise ConfigError(f"conversation template: expected {expected}, got {template!r}")
     for number, message in enumerate(template):
-        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+        if (
+            not isinstance(message, Mapping)
+            or set(message) != {"role", "content"}
+            or not all(isinstance(value, str) for value in message.values())
+        ):
             raise ConfigError(
-                f"conversation template, message {number}: expected the keys role and content, got "
-                f"{message!r}"
-            )
-        if not all(isinstance(value, str) for value in message.values()):
-            raise ConfigError(
-                f"conversation template, message {number}: expected role and content to be "
+                f"conversation template, message {number}: expected the keys role and content with "
                 f"strings, got {message!r}"
             )
         if message["role"] == MESSAGES and not re.fullmatch(r"\{\w+\}", message["content"]):

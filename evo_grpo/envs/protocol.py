@@ -79,9 +79,6 @@ def starts_under(
     """Return the same starts under the prompt of an agent, a name in `env.prompts`.
 
     None is the environment's own prompt.
-
-    Raises:
-        ConfigError: The environment has no prompt of this name.
     """
     if prompt is None:
         return starts
@@ -95,11 +92,7 @@ def starts_under(
 
 
 def check_prompts(env: Environment[Any], space: HyperparameterConfig) -> None:
-    """Check that an environment has the prompts that are searched.
-
-    Raises:
-        Problems: It has no prompt of one of the names.
-    """
+    """Check that an environment has the prompts that are searched."""
     names: Sequence[str] = getattr(env, "prompt_names", ())
     if found := list(prompt_problems(space, names)):
         raise Problems(*found).below("evolve", "hyperparameters")

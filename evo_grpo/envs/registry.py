@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.data.tables import require_columns
 from evo_grpo.envs.from_config import configured_rewards, configured_template
@@ -28,8 +28,8 @@ from evo_grpo.envs.loading import Loader, load_function
 from evo_grpo.envs.messages import listed, nearest
 from evo_grpo.envs.prompting import with_prompting
 from evo_grpo.envs.prompts import Template
+from evo_grpo.envs.rewards.functions import required_columns
 from evo_grpo.envs.task import SPLITS, Split, Task
-from evo_grpo.envs.thinking import COLUMN
 from evo_grpo.errors import ConfigError
 from evo_grpo.record.files import many_objects
 
@@ -43,7 +43,7 @@ class Family:
     """A family of environments.
 
     Attributes:
-        module: Name of the module that holds its `build`.
+        module: Name of the module in this package that holds its `build`.
         named: Whether its kinds are "<family>:<name>".
         multi_turn: Whether episodes have several turns.
         names_code: Whether its settings name modules, which `evo-grpo check` must not import.
@@ -58,27 +58,17 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "sums": Family("evo_grpo.envs.builtin.sums"),
-    "foods": Family("evo_grpo.envs.builtin.foods"),
-    "dataset": Family("evo_grpo.envs.data.dataset", names_code=True, reads=SPLITS),
-    "reasoning_gym": Family("evo_grpo.envs.adapters.reasoning_gym", named=True),
-    "gem": Family("evo_grpo.envs.adapters.gem", named=True, multi_turn=True),
-    "textarena": Family(
-        "evo_grpo.envs.adapters.textarena", named=True, multi_turn=True, names_code=True
-    ),
-    "verifiers": Family(
-        "evo_grpo.envs.adapters.verifiers", named=True, multi_turn=True, names_code=True
-    ),
+    "sums": Family("builtin.sums"),
+    "foods": Family("builtin.foods"),
+    "dataset": Family("data.dataset", names_code=True, reads=SPLITS),
+    "reasoning_gym": Family("adapters.reasoning_gym", named=True),
+    "gem": Family("adapters.gem", named=True, multi_turn=True),
+    "textarena": Family("adapters.textarena", named=True, multi_turn=True, names_code=True),
+    "verifiers": Family("adapters.verifiers", named=True, multi_turn=True, names_code=True),
     "trl": Family(
-        "evo_grpo.envs.adapters.trl_style",
-        named=True,
-        multi_turn=True,
-        names_code=True,
-        reads=("train",),
+        "adapters.trl_style", named=True, multi_turn=True, names_code=True, reads=("train",)
     ),
-    "python": Family(
-        "evo_grpo.envs.adapters.python_factory", named=True, multi_turn=True, names_code=True
-    ),
+    "python": Family("adapters.python_factory", named=True, multi_turn=True, names_code=True),
 }
 
 _REFUSED_OF_QUESTIONS = (
@@ -110,20 +100,9 @@ def build_task(env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
         seed: The run's seed: which rows are in which split follows from it.
         load: Turns the names of reward functions into functions. `finding.find_function` imports
             nothing; the task then has rows and prompts but cannot be scored.
-
-    Raises:
-        ConfigError: Unknown kind or arguments, a malformed template, or a reward function that
-            cannot be loaded.
-        DataError: A dataset is missing, empty, too small to divide, or lacks a column.
-        EngineUnavailable: The kind needs a package that is not installed.
     """
     family, name = _checked(env, multi_turn=False)
-    if env.prompt is not None and env.conversation is not None:
-        raise ConfigError(
-            "env: expected prompt (a raw template) or conversation (messages for the chat "
-            "template), got both"
-        )
-    build = import_module(family.module).build
+    build = _module(family).build
     task: Task
     if family.names_code:  # `build` has used the configured template and rewards
         task = build(name, env, seed, load)
@@ -137,15 +116,9 @@ def build_multi_turn(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
 
     This begins an episode, so that a missing package, file or setting is an error before a run.
     The environments share no state. Episodes without an own seed follow from the run's seed.
-
-    Raises:
-        ConfigError: Unknown kind, environment or arguments, or a setting of single-turn tasks.
-        DataError: The rows of a TRL-style environment are missing or empty.
-        EngineUnavailable: The environment needs a package or a download that is not there.
     """
     family, name = _checked(env, multi_turn=True)
-    factory: Callable[[], MultiTurnEnv] = import_module(family.module).build(name, env, seed)
-    return factory
+    return _module(family).build(name, env, seed)
 
 
 def check_multi_turn(env: EnvConfig, seed: int) -> None:
@@ -154,7 +127,7 @@ def check_multi_turn(env: EnvConfig, seed: int) -> None:
     A family whose kinds all belong to one package is built with that package, as for a run.
     """
     family, name = _checked(env, multi_turn=True)
-    module = import_module(family.module)
+    module = _module(family)
     look = module.check if family.names_code else module.build
     look(name, env, seed)
 
@@ -170,20 +143,19 @@ def kinds() -> list[str]:
     return [f"{key}:<name>" if family.named else key for key, family in FAMILIES.items()]
 
 
-def _found(kind: str) -> tuple[Family, str]:
-    """Return the family of a kind, and the name within it."""
-    key, colon, name = kind.partition(":")
-    family = FAMILIES.get(key)
-    if family is None or bool(name) != family.named or bool(colon) != family.named:
-        raise ConfigError(
-            f'env.kind: no task "{kind}".{nearest(kind, kinds())} Expected one of {listed(kinds())}'
-        )
-    return family, name
+def _module(family: Family) -> Any:  # noqa: ANN401 -- a module
+    return import_module(f"evo_grpo.envs.{family.module}")
 
 
 def _checked(env: EnvConfig, *, multi_turn: bool) -> tuple[Family, str]:
     """Return the family of a kind and the name within it; refuse settings of other kinds."""
-    family, name = _found(env.kind)
+    key, colon, name = env.kind.partition(":")
+    family = FAMILIES.get(key)
+    if family is None or bool(name) != family.named or bool(colon) != family.named:
+        raise ConfigError(
+            f'env.kind: no task "{env.kind}".{nearest(env.kind, kinds())} Expected one of '
+            f"{listed(kinds())}"
+        )
     if family.multi_turn != multi_turn:
         raise ConfigError(
             f'env.kind: "{env.kind}" is played over several turns and has no rows; build it with '
@@ -207,11 +179,7 @@ def _checked(env: EnvConfig, *, multi_turn: bool) -> tuple[Family, str]:
 def _overridden(task: Task, env: EnvConfig, load: Loader) -> Task:
     """Return a task with the template and the reward functions of the configuration, if any."""
     rewards = configured_rewards(env, load, task.rewards)
-    needs: dict[str, str] = {}
-    for reward in rewards:
-        needs |= reward.required_columns()
-    if env.thinking is not None:
-        needs.pop(COLUMN, None)
+    needs = required_columns(rewards, env.thinking)
     template = configured_template(env)
     if template is not None:
         made = Template.of(template)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from evo_grpo.envs.dataset_env import DatasetEnv
+from evo_grpo.envs.data.dataset import DatasetEnv
 from evo_grpo.envs.episodes.dialogue import opening
 from evo_grpo.envs.episodes.gym import MultiTurnGym
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
@@ -42,30 +42,32 @@ def resolve_environment(
         seed: Seed of the data and of the order of prompts of a named task.
         max_output_tokens: Tokens of one completion in a new environment.
         batch_size: P, prompts or episode seeds per step of a new environment; None is 4.
-
-    Raises:
-        ConfigError: `env` is something else, or needs a tokenizer and there is none.
     """
-    if (named := named_task(env)) is not None:
-        if tokenizer is None:
-            raise _no_tokenizer(f"env={named.kind!r}: a task by name")
-        size = batch_size or DEFAULT_PROMPTS
-        return environment_of(named, seed, size, max_output_tokens)(tokenizer)
-    if isinstance(env, DatasetEnv):
-        if tokenizer is None:
-            raise _no_tokenizer("env: a DatasetEnv")
-        size, order = batch_size or DEFAULT_PROMPTS, derive(seed, "env")
-        return ReasoningGym.from_task(env.task(seed), tokenizer, size, order)
+    made: Any = env
     if isinstance(env, TokenObservationWrapper):
         return MultiTurnGym.of(env)
-    made: Any = env
     if hasattr(made, "begin") and hasattr(made, "prompts"):
         return made
-    if isinstance(env, MultiTurnEnv):
-        return MultiTurnGym.of(_wrapped(env, tokenizer, max_output_tokens))
-    raise ConfigError(
-        "env: expected a DatasetEnv, a ReasoningGym, a MultiTurnGym, an environment with "
-        f"reset(seed) and step(action), or a task's name, got {shown(env)}"
+    named = named_task(env)
+    if named is None and not isinstance(env, DatasetEnv | MultiTurnEnv):
+        raise ConfigError(
+            "env: expected a DatasetEnv, a ReasoningGym, a MultiTurnGym, an environment with "
+            f"reset(seed) and step(action), or a task's name, got {shown(env)}"
+        )
+    if tokenizer is None:
+        what = type(env).__name__ if named is None else repr(named.kind)
+        raise ConfigError(
+            f"env: {what} needs the model's tokenizer; build the agents with the name of a "
+            "model or with tokenizer=, or pass an environment that has one"
+        )
+    size = batch_size or DEFAULT_PROMPTS
+    if named is not None:
+        return environment_of(named, seed, size, max_output_tokens)(tokenizer)
+    if isinstance(env, DatasetEnv):
+        return ReasoningGym.from_task(env.task(seed), tokenizer, size, derive(seed, "env"))
+    turns = EnvConfig.model_fields["max_turns"].default
+    return MultiTurnGym.of(
+        TokenObservationWrapper(made, tokenizer, turns, max_output_tokens=max_output_tokens)
     )
 
 
@@ -113,21 +115,3 @@ def environment_of(
         )
     built = build_task(config, seed) if task is None else task
     return lambda tokenizer: ReasoningGym.from_task(built, tokenizer, batch_size, order)
-
-
-def _wrapped(
-    env: MultiTurnEnv,
-    tokenizer: PreTrainedTokenizerBase | None,
-    max_output_tokens: int | None,
-) -> TokenObservationWrapper:
-    if tokenizer is None:
-        raise _no_tokenizer(f"env: {type(env).__name__}, a bare environment,")
-    max_turns = EnvConfig.model_fields["max_turns"].default
-    return TokenObservationWrapper(env, tokenizer, max_turns, max_output_tokens=max_output_tokens)
-
-
-def _no_tokenizer(what: str) -> ConfigError:
-    return ConfigError(
-        f"{what} needs the model's tokenizer; build the agents with the name of a model or with "
-        "tokenizer=, or pass an environment that has one"
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -12,33 +12,28 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from evo_grpo.envs.data.dataset import dataset_task
-from evo_grpo.envs.data.rows import place_of
+from evo_grpo.envs.data.dataset import Rewards, dataset_task
+from evo_grpo.envs.data.tables import place_of
+from evo_grpo.envs.from_config import rewards_of
 from evo_grpo.envs.messages import listed
 from evo_grpo.envs.prompting import with_prompting
-from evo_grpo.envs.prompts import (
-    Messages,
-    RenderedPrompts,
-    Template,
-    check_some_fit,
-    fitting_rows,
-)
+from evo_grpo.envs.prompts import Messages, RenderedPrompts, Template, fitting_rows
 from evo_grpo.envs.protocol import Floats
-from evo_grpo.envs.rewards.from_settings import made_of
-from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
+from evo_grpo.envs.rewards.judge import Judge
 from evo_grpo.envs.rewards.process import RewardProcess
-from evo_grpo.envs.rewards.reward_values import CompletionBatch
 from evo_grpo.envs.rewards.scorer import Board, Scorer
 from evo_grpo.envs.rewards.scoring import (
+    CompletionBatch,
     Scored,
     SetAside,
     score_batch,
     warn_of_silence,
     with_scorers,
 )
-from evo_grpo.envs.single_turn_play import SingleTurnPlay
+from evo_grpo.envs.rewards.trl_call import Samples
+from evo_grpo.envs.single_turn_play import Judged, SingleTurnPlay
 from evo_grpo.envs.task import SPLITS, Split, Task
-from evo_grpo.envs.template_keywords import dropped_sentence, warn_of_ignored
+from evo_grpo.envs.template_keywords import dropped_sentence, ignored_keywords
 from evo_grpo.envs.thinking import COLUMN, check_tags, parted
 from evo_grpo.errors import ConfigError, RewardError
 from evo_grpo.schema.problems import unknown_name
@@ -46,14 +41,10 @@ from evo_grpo.seeding import generator
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.settings.env import RewardCalls
 from evo_grpo.settings.prompting import PROMPTS, PromptSettings
-from evo_grpo.settings.rewards import JudgeReward, ModelReward
 from evo_grpo.types import CompletionGroup, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
-
-OneReward = Callable[..., Any] | RewardFunction | ModelReward | JudgeReward | Mapping[str, Any]
-RewardFn = OneReward | Sequence[OneReward]
 
 
 class ReasoningGym:
@@ -69,7 +60,7 @@ class ReasoningGym:
         test_dataset: Rows to judge the result on, once, at the end; types as for train_dataset.
         tokenizer: The base model's transformers tokenizer.
         reward_fn: One reward function or several; see `RewardFunction` for their arguments and
-            results. A reward model or a judge is a mapping, as in YAML's `env.reward`.
+            results. A name is "module:function"; a model or a judge is a mapping, as in YAML.
         conversation_template: Messages such as [{"role": "user", "content": "Q: {question}"}] for
             the chat template, or a raw string such as "Q: {question}\nA:". Braces name columns.
             With None, the column "prompt", "question" or "messages" is the message of the user, or
@@ -85,7 +76,7 @@ class ReasoningGym:
         name: Name in messages and records.
         max_output_tokens: Tokens of a usual answer, a hint; None is 32.
         **settings: prompts, system_prompt, few_shot, chat_template_kwargs, too_long, thinking,
-            reward_timeout, reward_failures, reward_errors and isolate, as YAML's `env` has them.
+            reward_timeout, reward_failures, reward_errors, reward_style and isolate, as in `env`.
 
     Raises:
         DataError: A dataset is missing, empty, or lacks a column.
@@ -101,7 +92,7 @@ class ReasoningGym:
         train_dataset: object,
         test_dataset: object,
         tokenizer: PreTrainedTokenizerBase,
-        reward_fn: RewardFn,
+        reward_fn: Rewards,
         conversation_template: str | Messages | None = None,
         *,
         batch_size: int = 8,
@@ -117,20 +108,16 @@ class ReasoningGym:
             raise ConfigError("test_dataset: expected rows to judge the result on, got None")
         own = {name: settings.pop(name) for name in PromptSettings.model_fields if name in settings}
         prompting = PromptSettings(**own)
-        sources: dict[Split, object] = {
-            "train": train_dataset,
-            "validation": validation_dataset,
-            "test": test_dataset,
-        }
+        sources = dict(zip(SPLITS, (train_dataset, validation_dataset, test_dataset), strict=True))
         task = dataset_task(
             seed,
             sources,
             conversation_template,
-            as_rewards(made_of(reward_fn), reward_weights),
+            rewards_of(reward_fn, reward_weights, style=settings.get("reward_style")),
             name=name,
             max_output_tokens=max_output_tokens or DEFAULT_OUTPUT_TOKENS,
             validation_from_few=True,
-            provided=(COLUMN,) if prompting.thinking is not None else (),
+            thinking=prompting.thinking,
         )
         task = with_prompting(replace(task, calls=RewardCalls(**settings)), prompting, seed)
         self._set_up(task, tokenizer, batch_size, seed, max_context_length)
@@ -144,14 +131,9 @@ class ReasoningGym:
         seed: int = 0,
         max_context_length: int | None = None,
     ) -> Self:
-        """Return the environment of a task.
+        """Return the environment of a task, your own or one of `registry.build_task`.
 
-        Args:
-            task: The task, from `registry.build_task` or your own.
-            tokenizer: The base model's transformers tokenizer.
-            batch_size: P, prompts per step, >= 1.
-            seed: Seed of the order of prompts.
-            max_context_length: As in the constructor.
+        The other arguments are those of the constructor.
         """
         env = cls.__new__(cls)
         env._set_up(task, tokenizer, batch_size, seed, max_context_length)
@@ -171,23 +153,28 @@ class ReasoningGym:
         self.batch_size = batch_size
         self.seed = seed
         self.max_output_tokens: int | None = task.max_output_tokens
-        warn_of_ignored(self.tokenizer.chat_template if task.keywords else None, task.keywords)
         if task.thinking is not None:
             check_tags(task.thinking, tokenizer)
         #: The task with all its rows, of which `env.too_long: drop` may leave some out.
         self.given = task
         self._limits: tuple[int, int] | None = None
+        #: The first prompt of the latest batch, in the order in which training takes them.
+        self._first = 0
         self._render(task, task.max_output_tokens)
         self._set_aside = SetAside(task.calls.reward_failures)
         #: Held where threads share a process or counts.
         self._shared = Lock()
         self._functions = [one for one in task.rewards if not isinstance(one.fn, Scorer)]
+        self._scorers = [one.fn for one in task.rewards if isinstance(one.fn, Scorer)]
+        self._judges = [one for one in self._scorers if isinstance(one, Judge)]
         isolated = task.calls.isolate == "process" and bool(self._functions)
         self._process = RewardProcess(self._functions, task.calls) if isolated else None
+        said = ignored_keywords(self.tokenizer.chat_template, task.keywords)
         for name in task.prompts or [None]:
             template = Template.of_task(task, name)
-            for sentence in dropped_sentence(template, task.splits["train"], tokenizer):
-                warnings.warn(sentence, UserWarning, stacklevel=3)
+            said += dropped_sentence(template, task.splits["train"], tokenizer)
+        for sentence in said:
+            warnings.warn(sentence, UserWarning, stacklevel=3)
         if max_context_length is not None:
             self.limit_context(max_context_length)
 
@@ -195,12 +182,11 @@ class ReasoningGym:
         """Take the rows of a task, and render their prompts anew."""
         self.task, self._answer_tokens = task, answer_tokens
         answer = answer_tokens if task.too_long == "truncate_left" else None
-        own = {
+        self._by_name = {
             name: RenderedPrompts(task.splits, Template.of_task(task, name), self.tokenizer, answer)
             for name in task.prompts or (None,)
         }
-        self._rendered = next(iter(own.values()))
-        self._by_name = {name: one for name, one in own.items() if name is not None}
+        self._rendered = next(iter(self._by_name.values()))
 
     @property
     def name(self) -> str:
@@ -237,15 +223,12 @@ class ReasoningGym:
             raise ConfigError(
                 f"batch: expected step >= 0 and size >= 1, got step {step}, size {size}"
             )
-        rows = len(self.task.splits["train"])
-        epochs: dict[int, Sequence[int]] = {}
-        picked: list[int] = []
-        for position in range(step * size, (step + 1) * size):
-            epoch, offset = divmod(position, rows)
-            if epoch not in epochs:
-                epochs[epoch] = self._order("train", "epoch", epoch)
-            picked.append(epochs[epoch][offset])
-        return [self._rendered.get("train", index) for index in picked]
+        rows, first, end = len(self.task.splits["train"]), step * size, (step + 1) * size
+        self._first = first
+        epochs = range(first // rows, (end - 1) // rows + 1)
+        orders = {epoch: self._order("train", "epoch", epoch) for epoch in epochs}
+        indices = [orders[place // rows][place % rows] for place in range(first, end)]
+        return [self._rendered.get("train", index) for index in indices]
 
     def prompts(self, split: Split, size: int | None = None) -> list[Prompt]:
         """Return a fixed seeded subset of a split, the same at every call.
@@ -268,15 +251,11 @@ class ReasoningGym:
     @property
     def prompt_names(self) -> tuple[str, ...]:
         """Names of the prompts in `env.prompts`; `prompts` and `batch` return the first ones."""
-        return tuple(self._by_name)
+        return tuple(self.task.prompts)
 
     def under(self, name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts of the same rows under the prompt of this name in `env.prompts`.
-
-        Raises:
-            ConfigError: There is none of this name.
-        """
-        if name not in self._by_name:
+        """Return the prompts of the same rows under the prompt of this name in `env.prompts`."""
+        if name not in self.task.prompts:
             text = unknown_name(name, self.prompt_names, PROMPTS)
             raise ConfigError(f"prompt of an agent: {text}")
         rendered = self._by_name[name]
@@ -302,19 +281,14 @@ class ReasoningGym:
             RewardError: A function raised, or returned anything but a finite number or None.
         """
         scored = self._scored(groups)
-        for failure in scored.failures:
-            raise RewardError(failure.text)
+        if scored.failures:
+            raise RewardError(scored.failures[0].text)
         return scored.rewards
 
-    def judge(self, groups: Sequence[CompletionGroup]) -> tuple[Floats, list[bool]]:
+    def judge(self, groups: Sequence[CompletionGroup]) -> Judged:
         """Score completions, and set aside the groups in which a reward cannot be used.
 
-        Returns:
-            (B, K) rewards, NaN in groups that are set aside; and for each group whether it is.
-
-        Raises:
-            RewardError: The task does not allow so many groups to be set aside, or a function
-                failed in another way.
+        More groups than the task allows, or another failure of a function, are a RewardError.
         """
         scored = self._scored(groups)
         failed = {position for failure in scored.failures for position in failure.positions}
@@ -328,14 +302,14 @@ class ReasoningGym:
             start = end
         with self._shared:
             self._set_aside.record(aside, scored.failures[0].text if scored.failures else "")
-        return scored.rewards, aside
+        return Judged(scored.rewards, aside, scored.logged)
 
     def begin(
         self, starts: Sequence[Sequence[Prompt]], group_sizes: Sequence[int]
     ) -> SingleTurnPlay:
         """Begin a play of one turn; see `Environment.begin`."""
-        names = [reward.name for reward in self.task.rewards]
-        return SingleTurnPlay(starts, group_sizes, self.judge, names)
+        apart = self.task.calls.reward_style == "trl"
+        return SingleTurnPlay(starts, group_sizes, self.judge, self.reward_names, apart=apart)
 
     def limit_context(self, max_context_length: int, answer_tokens: int | None = None) -> None:
         """Set the model's context and check that every prompt leaves room for one token.
@@ -355,14 +329,12 @@ class ReasoningGym:
             self._render(self.given, answer_tokens)  # the rows and prompts before another limit
             if self.given.too_long == "drop":
                 self._drop(max_context_length - 1)
-        for rendered in self._by_name.values() or [self._rendered]:
+        for rendered in self._by_name.values():
             rendered.limit(max_context_length)
 
     def _drop(self, most: int) -> None:
         """Leave out the rows with a prompt of more tokens."""
-        every = list(self._by_name.values()) or [self._rendered]
-        kept = fitting_rows(every, self.task.splits, most)
-        check_some_fit(kept, most)
+        kept = fitting_rows(list(self._by_name.values()), self.task.splits, most)
         total = sum(map(len, self.task.splits.values()))
         if dropped := total - sum(map(len, kept.values())):
             warnings.warn(
@@ -374,60 +346,71 @@ class ReasoningGym:
             self._render(replace(self.task, splits=kept), self._answer_tokens)
 
     def prepare_rewards(self, device: str) -> None:
-        """Load the reward models to a device, and check what judges need, before the first batch.
-
-        Raises:
-            ConfigError: Something is missing.
-        """
-        for scorer in self._scorers():
+        """Load the reward models to a device, and check what judges need."""
+        for scorer in self._scorers:
             scorer.prepare(device)
 
     def record_rewards(self, folder: Path, rank: int = 0) -> None:
         """Keep the answers of judges in a folder of the run, and use those that are there."""
-        for number, scorer in enumerate(self._scorers()):
-            name = f"{scorer.__name__}-{number}-rank-{rank}"
-            scorer.record_in(folder, name, counts=rank == 0)
+        for number, scorer in enumerate(self._scorers):
+            if isinstance(scorer, Judge):
+                name = f"{scorer.__name__}-{number}-rank-{rank}"
+                scorer.record_in(folder, name, counts=rank == 0)
 
     def share_rewards(self, board: Board, *, known: bool) -> None:
-        """Have judges ask each question once in all processes; see `Scorer.share`."""
-        for scorer in self._scorers():
-            scorer.share(board, known=known)
+        """Have judges ask each question once in all processes; see `Judge.share`."""
+        for judge in self._judges:
+            judge.share(board, known=known)
 
     def unrecorded_rewards(self) -> list[Mapping[str, Any]]:
         """Return, by judge, the answers that this process could not keep; see `keep_rewards`."""
-        return [scorer.unrecorded() for scorer in self._scorers()]
+        return [judge.unrecorded() for judge in self._judges]
 
     def keep_rewards(self, unrecorded: Sequence[Mapping[str, Any]]) -> None:
         """Keep what another process could not keep."""
-        for scorer, answers in zip(self._scorers(), unrecorded, strict=True):
-            scorer.record(answers)
+        for judge, answers in zip(self._judges, unrecorded, strict=True):
+            judge.record(answers)
 
     def spent_on_rewards(self) -> dict[str, float]:
         """Return what judges have cost since the start of the run, summed; empty without one."""
         total = Counter[str]()
-        for scorer in self._scorers():
-            total.update(scorer.spent())
+        for judge in self._judges:
+            total.update(judge.spent())
         return dict(total)
-
-    def _scorers(self) -> list[Scorer]:
-        return [one.fn for one in self.task.rewards if isinstance(one.fn, Scorer)]
 
     def close(self) -> None:
         """End the process of the reward functions, if they have one."""
         if self._process is not None:
             self._process.close()
 
+    def _samples(self, groups: Sequence[CompletionGroup]) -> Samples | None:
+        """Return what functions in TRL's style get beside texts."""
+        if self.task.calls.reward_style != "trl":
+            return None
+        messages: list[Any] = []
+        for group in groups:
+            by = next(
+                one
+                for one in self._by_name.values()
+                if one.of_row(group.prompt).text == group.prompt.text
+            )
+            messages += [by.messages(group.prompt)] * len(group.completions)
+        ids = [completion.token_ids for group in groups for completion in group.completions]
+        return Samples(ids, messages, self._first // self.batch_size)
+
     def _scored(self, groups: Sequence[CompletionGroup]) -> Scored:
-        rows = [
-            (group.prompt, completion.text) for group in groups for completion in group.completions
-        ]
-        answers, columns = self._parted(rows)
-        batch = CompletionBatch(
-            answers,
-            columns,
-            [prompt.text for prompt, _ in rows],
-            [place_of(prompt.columns, f"row {prompt.index}") for prompt, _ in rows],
-        )
+        prompts = [group.prompt for group in groups for _ in group.completions]
+        answers = [completion.text for group in groups for completion in group.completions]
+        columns = [prompt.columns for prompt in prompts]
+        if (tags := self.task.thinking) is not None:
+            texts = zip(answers, prompts, strict=True)
+            parts = [parted(text, prompt.text, tags) for text, prompt in texts]
+            answers = [answer for _, answer in parts]
+            rows = zip(columns, parts, strict=True)
+            columns = [{**own, COLUMN: thought} for own, (thought, _) in rows]
+        places = [place_of(prompt.columns, f"row {prompt.index}") for prompt in prompts]
+        texts = [prompt.text for prompt in prompts]
+        batch = CompletionBatch(answers, columns, texts, places, self._samples(groups))
         if self._process is not None:
             with self._shared:
                 scored = self._process.score(batch)
@@ -437,20 +420,6 @@ class ReasoningGym:
             scored = with_scorers(self.task.rewards, scored, batch, self.task.calls)
         warn_of_silence(self.task.rewards, scored)
         return scored
-
-    def _parted(
-        self, rows: Sequence[tuple[Prompt, str]]
-    ) -> tuple[list[str], list[Mapping[str, Any]]]:
-        """Return the answer in each completion, and the columns for its reward."""
-        tags = self.task.thinking
-        if tags is None:
-            return [text for _, text in rows], [prompt.columns for prompt, _ in rows]
-        parts = [parted(text, prompt.text, tags) for prompt, text in rows]
-        columns: list[Mapping[str, Any]] = [
-            {**prompt.columns, COLUMN: thought}
-            for (prompt, _), (thought, _) in zip(rows, parts, strict=True)
-        ]
-        return [answer for _, answer in parts], columns
 
     def _order(self, split: Split, purpose: str, epoch: int) -> list[int]:
         rows = len(self.task.splits[split])

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
 from evo_grpo.envs.protocol import Ask, Experience, Floats
 from evo_grpo.envs.rewards.scoring import reward_of_each
+from evo_grpo.record.vocabulary import LOGGED
 from evo_grpo.types import CompletionGroup, Prompt, Trajectory
 
 ANSWERS = ("answer", "solution", "ground_truth", "target", "label")
 """Usual names of the column with the right answer, which sample completions are recorded with."""
+
+
+class Judged(NamedTuple):
+    """The rewards of some groups.
+
+    Attributes:
+        rewards: (B, K) without weights, NaN in groups that are set aside.
+        aside: For each group whether it is set aside.
+        logged: What functions in TRL's style logged, by name.
+    """
+
+    rewards: Floats
+    aside: list[bool]
+    logged: Mapping[str, float]
 
 
 @final
@@ -22,18 +37,22 @@ class SingleTurnPlay:
     Args:
         prompts: The prompts of each agent.
         group_sizes: G of each agent, completions per prompt.
-        judge: Groups in order -> (B, K) rewards, and for each group whether it is set aside.
+        judge: Scores groups.
         names: Names of the K reward functions, for the mean of each; empty for no such metrics.
+        apart: Score the completions of each agent by a call of its own, as trainers of one do.
     """
 
     def __init__(
         self,
         prompts: Sequence[Sequence[Prompt]],
         group_sizes: Sequence[int],
-        judge: Callable[[Sequence[CompletionGroup]], tuple[Floats, list[bool]]],
+        judge: Callable[[Sequence[CompletionGroup]], Judged],
         names: Sequence[str] = (),
+        *,
+        apart: bool = False,
     ) -> None:
         self._request = Ask(prompts, group_sizes)
+        self._apart = apart
         self._judge = judge
         self._names = names
         self._groups: Sequence[Sequence[CompletionGroup]] | None = None
@@ -49,18 +68,27 @@ class SingleTurnPlay:
     def experiences(self) -> list[Experience]:
         """Score the completions of all agents; see `Play.experiences`."""
         groups = self._groups or []
-        rewards, aside = self._judge([group for mine in groups for group in mine])
-        ends = np.cumsum([sum(len(g.completions) for g in mine) for mine in groups])[:-1]
-        flags = iter(aside)
+        judged = map(self._judge, groups) if self._apart else self._together(groups)
         return [
             Experience(
                 tuple(t for group in mine for t in _trajectories(group)),
                 scores,
                 {
-                    "set_aside": float(sum(next(flags) for _ in mine)),
+                    "set_aside": float(sum(aside)),
                     **reward_of_each(self._names, scores),
+                    **{f"{LOGGED}{name}": value for name, value in logged.items()},
                 },
             )
+            for mine, (scores, aside, logged) in zip(groups, judged, strict=True)
+        ]
+
+    def _together(self, groups: Sequence[Sequence[CompletionGroup]]) -> list[Judged]:
+        """Score the completions of all agents by one call; return the part of each agent."""
+        rewards, aside, logged = self._judge([group for mine in groups for group in mine])
+        ends = np.cumsum([sum(len(g.completions) for g in mine) for mine in groups])[:-1]
+        flags = iter(aside)
+        return [
+            Judged(scores, [next(flags) for _ in mine], logged)
             for mine, scores in zip(groups, np.split(rewards, ends), strict=True)
         ]
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -19,36 +18,23 @@ if TYPE_CHECKING:
 
 LOOKED_AT = 1000
 """Rows among which one with many roles is looked for."""
-SETTING = "env.chat_template_kwargs"
 
 
-def ignored_keywords(chat_template: object, keywords: Iterable[str]) -> list[str]:
-    """Return the keywords that no chat template of a tokenizer reads.
+def ignored_keywords(chat_template: object, keywords: Collection[str]) -> list[str]:
+    """Return a sentence about keywords that a chat template, or each of several, does not read.
 
-    Args:
-        chat_template: A template in Jinja, or several by name. Anything else reads nothing.
-        keywords: Names of keyword arguments.
+    It is empty if there are none, or if the template is None, not known.
     """
-    named = list(keywords)
-    if not named:
+    if chat_template is None or not keywords:
         return []
     texts = chat_template.values() if isinstance(chat_template, Mapping) else [chat_template]
     read = {name for text in texts if isinstance(text, str) for name in _variables(text)}
-    return [name for name in named if name not in read]
-
-
-def warn_of_ignored(chat_template: object, keywords: Iterable[str]) -> None:
-    """Warn of keywords that the chat template ignores; see `ignored_keywords`."""
-    if found := ignored_keywords(chat_template, keywords):
-        warnings.warn(sentence_of_ignored(found), UserWarning, stacklevel=2)
-
-
-def sentence_of_ignored(names: Iterable[str]) -> str:
-    """Return a sentence about keywords that a chat template ignores."""
-    return (
-        f"{SETTING}: the model's chat template does not read {listed(names)}, so that the prompts "
-        "are the same without; check the spelling, or remove it"
-    )
+    if not (ignored := [name for name in keywords if name not in read]):
+        return []
+    return [
+        f"env.chat_template_kwargs: the model's chat template does not read {listed(ignored)}, so "
+        "that the prompts are the same without; check the spelling, or remove it"
+    ]
 
 
 def dropped_sentence(
@@ -82,12 +68,7 @@ def dropped_sentence(
 def rendered_chat(
     template: str, messages: Sequence[Mapping[str, Any]], keywords: Mapping[str, Any]
 ) -> str:
-    """Return the text of a conversation by a chat template, as transformers renders it.
-
-    Raises:
-        ValueError: The template leaves out the message that is to be continued.
-        Exception: It is malformed, or refuses the messages.
-    """
+    """Return the text of a conversation by a chat template, as transformers renders it."""
     mark = "@@continued@@ "
     given = dict(keywords)
     if continued := given.pop("continue_final_message", False):

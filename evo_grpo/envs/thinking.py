@@ -30,11 +30,7 @@ def parted(completion: str, prompt: str, tags: ThinkingTags) -> tuple[str, str]:
 
 
 def check_tags(tags: ThinkingTags, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse tags that a completion's text never has.
-
-    Raises:
-        ConfigError: A tag is a special token, which decoding leaves out.
-    """
+    """Refuse tags that are special tokens, which the text of a completion leaves out."""
     special: Any = tokenizer.all_special_tokens
     for name in ("start", "end"):
         tag = getattr(tags, name)

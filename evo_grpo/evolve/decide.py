@@ -40,8 +40,6 @@ class Standing:
     """An agent after an evaluation, as evolution sees it.
 
     Attributes:
-        slot: Slot of its weights.
-        member: Its member.
         hparams: The hyperparameters it trained with.
         history: Its scores, latest last; empty for an agent that failed.
         collapsed: Reason why it can no longer learn; empty if it can.
@@ -59,9 +57,6 @@ class Strategy:
     """The settings that choose the next generation.
 
     Attributes:
-        selector: Plans which agents survive and which are copied.
-        explorer: Varies the hyperparameters.
-        hp_config: Hyperparameters that may change, with their ranges.
         significance: Largest p-value at which a difference between two agents counts; None counts
             every difference.
         window: Latest scores of a member that the selector sees, >= 1.
@@ -90,21 +85,10 @@ def decide(  # noqa: PLR0913 -- a decision is made of all that a round has found
 ) -> tuple[Generation, tuple[Decision, ...]]:
     """Return the agents of the next round and the decisions about the agents of this one.
 
-    Args:
-        standings: The agents of this round, by position.
-        places: Number of places in the next round.
-        archive: The best agent before this round, in its own slot; None if no archive is kept.
-        strategy: The settings.
-        rng: Stream of all draws.
-        round: The round that has just been evaluated (0-based).
-        next_id: A member id that no member of the run has had.
-        trials: All agents of all rounds up to this one, for explorations that learn from them.
-        fresh: Scores of the archive and of the best agent of the round, by slot, from draws that
-            selected neither; without both of them, the archive is not compared.
-
-    Raises:
-        RunFailedError: No agent can be ranked, and there is no archive to restore.
-        ShapeError: The selector's plan cannot be carried out, or has more agents than places.
+    Standings are by position; the archive is the best agent before this round, in its own slot.
+    `round` was just evaluated, `next_id` is free, and `trials` are all agents of all rounds so far.
+    `fresh` are scores of the archive and of the best agent of the round, by slot, from draws that
+    selected neither; without both of them, the archive is not compared.
     """
     # If all agents are unusable, collapsed ones may continue: there are no others.
     any_usable = any(map(_usable, standings))

@@ -24,16 +24,10 @@ def starts_with(
 ) -> list[dict[str, Any]]:
     """Return `population.init` as a list, half of which is found and the rest drawn.
 
-    Agent 0 has the values of `first`. The next ones have those in `found`, up to half of all
-    places, and the others cover the ranges evenly; see `start_hparams`. Each mapping has all values
-    that may mutate, so that it holds without the runs that they come from.
-
-    Args:
-        first: The hyperparameters of the first agent.
-        hp_config: The ranges.
-        size: Number of agents.
-        found: Hyperparameters inside of the ranges, the best first.
-        seed: Seed of the run.
+    Agent 0 has the values of `first`. The next ones have those in `found`, the best first and
+    inside of the ranges, up to half of all places, and the others cover the ranges evenly; see
+    `start_hparams`. Each mapping has all values that may mutate, so that it holds without the runs
+    that they come from.
     """
     best = [one for one in dict.fromkeys(found) if one != first][: size // 2]
     drawn = spread(first, hp_config, size - 1 - len(best), generator(seed, "init"))
@@ -47,12 +41,6 @@ def carried_over(
 
     A number outside of its range is moved to the nearest end, or to the nearest choice. A name, or
     true or false, that is none of the choices is left out.
-
-    Args:
-        earlier: The hyperparameters of the earlier agent.
-        names: The hyperparameters that may mutate in both runs.
-        first: The hyperparameters of the first agent.
-        hp_config: The ranges.
     """
     found = first
     for name in (one for one in names if one not in CLIPS):

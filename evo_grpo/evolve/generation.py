@@ -126,10 +126,6 @@ def check_plan(name: str, plan: Sequence[Offspring], size: int, places: int) -> 
     """Check that a plan can be carried out on `size` agents with `places` in the next round.
 
     `name` is the method that returned the plan, for the message.
-
-    Raises:
-        ShapeError: The plan names a position that does not exist, fills no position, the same one
-            twice or more than `places`, or copies an agent that it overwrites or that leaves.
     """
     numbers = [number for one in plan for number in (one.position, one.parent)]
     if not all(is_whole(number) and 0 <= number < size for number in numbers):

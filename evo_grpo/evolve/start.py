@@ -51,10 +51,6 @@ def start_hparams(
 
     A list has one mapping per agent, with the values that differ from `first`. If a range has a
     `start`, values are drawn from it instead of the whole range.
-
-    Raises:
-        ConfigError: A list has the wrong length, an unknown name or an invalid value; or the ranges
-            of clip_low and clip_high allow no low < high.
     """
     first = with_first_choices(first, hp_config)
     if found := list(start_problems(first, hp_config, size, init)):
@@ -132,9 +128,6 @@ def sample_hparams(
     Draws are log-uniform, or uniform if the minimum of the range is 0 or there are choices. Ends
     of a clip pair and decay rates are drawn by their distance from 1. If a range has a `start`,
     values are drawn from it.
-
-    Raises:
-        ConfigError: The ranges of clip_low and clip_high allow no low < high.
     """
     plain, clip_ends = parts_of(base, hp_config)
     drawn = base
@@ -156,20 +149,16 @@ def latin_hypercube(rows: int, columns: int, rng: np.random.Generator) -> np.nda
 
 
 def draw_value(name: str, parameter: RLParameter, rng: np.random.Generator) -> Value:
-    """Draw a hyperparameter: one of its choices, or from its range; see `draw`."""
+    """Draw one of the choices of a hyperparameter, or a value from its range.
+
+    The ends of an integer get the same share as the values between.
+    """
     if parameter.choices is not None:
         return parameter.choices[int(rng.integers(len(parameter.choices)))]
-    distance = distance_range(name, parameter)
-    if distance is None:
-        return draw(parameter, rng)
-    return from_distance(name, parameter, draw(distance, rng))
-
-
-def draw(parameter: RLParameter, rng: np.random.Generator) -> float:
-    """Draw from a range; an int's ends get the same share as the values between."""
-    if parameter.dtype == "int" and parameter.min == 0:
-        return int(rng.integers(0, math.floor(parameter.max) + 1))
-    return value_at(parameter, 1.0 - rng.random())
+    measure = distance_range(name, parameter) or parameter
+    if measure.dtype == "int" and measure.min == 0:
+        return int(rng.integers(0, math.floor(measure.max) + 1))
+    return placed(name, parameter, 1.0 - rng.random())
 
 
 def placed(name: str, parameter: RLParameter, share: float) -> float:
@@ -308,9 +297,6 @@ def with_values(first: Hparams, values: Mapping[str, Any], searched: Iterable[st
 
     Reward weights, and what agents have in place of a setting of the run, such as a prompt or a
     rank, can be set if `first` has them, or if they are among the names in `searched`.
-
-    Raises:
-        Problems: A name is unknown, or a value is invalid.
     """
     own = filter(is_of_every_agent, MUTABLE)
     known = dict.fromkeys((*own, *first.named(), *searched))

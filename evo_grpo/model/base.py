@@ -31,6 +31,7 @@ from evo_grpo.model.refusal import unchanged_if_refused
 from evo_grpo.model.rotary import hold_frequencies, switch_length
 from evo_grpo.model.sparse import beyond, remedy, selection_length
 from evo_grpo.sources import resolve
+from evo_grpo.working import working
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -65,10 +66,6 @@ class SharedBase:
         model: A transformers causal language model; it is frozen in place.
         tokenizer: The tokenizer of the model, or None to work with token ids only.
         name: Name of the model in messages and checkpoints.
-
-    Raises:
-        ModelError: The model fails a check of `model.probing`, its end or padding token is outside
-            of the vocabulary, or its sparse attention selects too few tokens (see `model.sparse`).
     """
 
     def __init__(
@@ -166,10 +163,6 @@ class SharedBase:
 
         Returns:
             The frozen base.
-
-        Raises:
-            ModelError: The model cannot be loaded.
-            EngineUnavailable: `quantization` needs a package that is not installed.
         """
         source = resolve(name)
         where = pick_device(device)
@@ -177,7 +170,8 @@ class SharedBase:
         chosen = pick_dtype(dtype, where)
         if quantization is not None:
             extra = {**extra, **quantization_keywords(quantization, source, chosen, where)}
-        model, loaded = from_pretrained(source, chosen, extra, with_tokenizer=tokenizer is None)
+        with working(f"load the weights of {name}"):
+            model, loaded = from_pretrained(source, chosen, extra, with_tokenizer=tokenizer is None)
         tokenizer = tokenizer if tokenizer is not None else loaded
         if quantization is None:
             return cls(model.to("cpu" if on_host else where), tokenizer, name)

@@ -39,9 +39,6 @@ class Classifier:
         tokenizer: Its tokenizer.
         label: The output, by its label in the model's config; None for a model with one output.
         max_tokens: Longest input in tokens; None takes the positions of the model.
-
-    Raises:
-        ModelError: The model has several outputs and there is no label, or has no such label.
     """
 
     def __init__(
@@ -63,11 +60,7 @@ class Classifier:
     def load(
         cls, name: str, *, device: str, dtype: str, label: str | None, max_tokens: int | None
     ) -> Self:
-        """Load a classifier by the name of a folder or hub id, from safetensors alone.
-
-        Raises:
-            ModelError: It cannot be loaded, is no sequence classifier, or lacks the label.
-        """
+        """Load a classifier by the name of a folder or hub id, from safetensors alone."""
         where = pick_device(device)
         try:
             model, tokenizer = from_pretrained(
@@ -82,11 +75,7 @@ class Classifier:
             raise ModelError(f"env.reward: kind model: {error}") from error
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return a conversation as text, by the classifier's chat template.
-
-        Raises:
-            ConfigError: It has none, or refuses the conversation.
-        """
+        """Return a conversation as text, by the classifier's chat template."""
         # Imported here: it comes with transformers.
         from jinja2 import TemplateError
 

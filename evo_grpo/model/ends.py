@@ -35,10 +35,6 @@ class Ends:
     Attributes:
         ids: All tokens that end a completion.
         strings: The stop strings.
-
-    Raises:
-        ConfigError: `algorithm.stop` has a token that the model lacks, a string that no text of a
-            completion can have, or strings for a base without a tokenizer.
     """
 
     def __init__(self, base: SharedBase, algorithm: AlgorithmConfig) -> None:

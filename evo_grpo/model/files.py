@@ -101,11 +101,7 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def read_config(name: str, file: Path) -> dict[str, Any]:
-    """Return the config.json of a model.
-
-    Raises:
-        ModelError: It is not of the declared types, or contains no model_type.
-    """
+    """Return the config.json of a model."""
     config = read_object(name, file)
     if "model_type" not in config:
         raise ModelError(f"model {name!r}: expected a model_type in {file}, found none")
@@ -147,11 +143,7 @@ def gguf_header(name: str, file: Path) -> GgufHeader:
 
 
 def gguf_config(name: str, file: Path) -> tuple[GgufHeader, dict[str, Any]]:
-    """Return the header of a .gguf file, and what a config.json says by its keys.
-
-    Raises:
-        ModelError: The file is damaged, or a value is not of its type.
-    """
+    """Return the header of a .gguf file, and what a config.json says by its keys."""
     header = gguf_header(name, file)
     kind = str(header.values.get("general.architecture"))
     found = {key: header.values.get(f"{kind}.{theirs}") for key, theirs in GGUF_KEYS.items()}

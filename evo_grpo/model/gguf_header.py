@@ -48,10 +48,6 @@ def read_header(file: Path, sizes: Mapping[int, tuple[int, int]]) -> GgufHeader:
     """Read the header of a .gguf file, and check that the file contains all announced weights.
 
     `sizes` maps a tensor type to (weights, bytes) of one block: `GGML_QUANT_SIZES` of gguf.
-
-    Raises:
-        ValueError: The file is not a GGUF file, or is truncated.
-        OSError: The file cannot be read.
     """
     with file.open("rb") as stream:
         if stream.read(len(MAGIC)) != MAGIC:

@@ -123,11 +123,7 @@ def from_pretrained(
 def load_tokenizer(
     source: Source, revision: str | None = None, *, trust_remote_code: bool = False
 ) -> Any:  # noqa: ANN401 -- of any class
-    """Load the tokenizer of a model, without its weights; a revision of None takes the newest.
-
-    Raises:
-        ModelError: The model has none, or its files are damaged.
-    """
+    """Load the tokenizer of a model, without its weights; a revision of None takes the newest."""
     from transformers import AutoTokenizer
 
     given: dict[str, Any] = {"trust_remote_code": trust_remote_code}

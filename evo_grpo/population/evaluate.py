@@ -16,14 +16,14 @@ from functools import partial
 import numpy as np
 
 from evo_grpo.envs.protocol import Environment, Experience, StartT, starts_under
-from evo_grpo.envs.rewards.weights import fitness_rewards
+from evo_grpo.envs.rewards.weights import fitness_rewards, reward_names
 from evo_grpo.evolve.compare import compare
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.turns import Turns, alone, began, played, take_turns
 from evo_grpo.settings import FitnessConfig
 from evo_grpo.settings.evolve import TOKENS, FitnessReward, ObjectiveConfig
-from evo_grpo.types import Objective, Prompt, Score, Slot
+from evo_grpo.types import Objective, Prompt, RewardScore, Score, Slot
 
 RACE_LEVEL = 0.1
 """Two agents count as separated if the p-value of a paired test is at most this level."""
@@ -87,6 +87,7 @@ def evaluating(  # noqa: PLR0913 -- what is measured, and how, one argument each
             # NaN logits cannot select a token, so these completions do not come from the policy.
             rewards = np.full_like(rewards, np.nan)
         score = summarise(rewards, units)
+        score = replace(score, rewards=by_function(reward_names(env), experience.rewards, units))
         if further:
             goals = (measured(env, experience, one, units) for one in further)
             score = replace(score, further=tuple(goals))
@@ -112,6 +113,21 @@ def measured(
         values = weighted(*fitness_rewards(env, experience.rewards, objective.name))
     found = summarise(values, units)
     return Objective(objective.name, objective.minimize, found.mean, found.se, found.per_prompt)
+
+
+def by_function(
+    names: Sequence[str], rewards: np.ndarray, units: Sequence[int]
+) -> tuple[RewardScore, ...]:
+    """Return the score of each reward function by itself; none if the environment names none.
+
+    Takes K names, rewards (P * G, K) without weights, and the number of the prompt of each of P
+    rows; see `summarise`.
+    """
+    scores = (summarise(column, units) for column in rewards.T)
+    return tuple(
+        RewardScore(name, score.mean, score.se, score.n)
+        for name, score in zip(names, scores, strict=False)
+    )
 
 
 def evaluate_here(
@@ -181,7 +197,7 @@ def merged(first: Evaluation, more: Evaluation) -> Evaluation:
     rewards = np.concatenate(tables, axis=1).reshape(-1)
     own = first.score
     score = summarise(rewards, first.units)
-    score = replace(score, first_look=own.first_look or own.per_prompt)
+    score = replace(score, first_look=own.first_look or own.per_prompt, rewards=own.rewards)
     return Evaluation(
         score,
         first.experience,

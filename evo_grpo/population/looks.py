@@ -20,9 +20,6 @@ class AgentReport:
 
     Attributes:
         score: Its fitness, None if its update or its evaluation was not finite.
-        tally: Its metrics and counts in the steps of the round.
-        evaluation: The result of its evaluation.
-        saved: Its checkpoint.
         steps: GRPO steps that its slot has taken so far.
         dead_steps: Latest steps in a row in which all its groups had equal rewards.
         rank_error: Relative error of the cut of its rank before the round; None without one.
@@ -42,16 +39,16 @@ class RankReport:
     """The message of one rank to the first rank at the exchange of a round.
 
     Attributes:
-        agents: The reports of its agents, by slot.
         reduced: Engine settings that were lowered to save memory, with their present values.
-        files: The files of its checkpoints.
         fresh: The fresh evaluations of the archive and of the best agent that it has made.
+        judge_cost: What its judges have cost from the start of the run.
     """
 
     agents: Mapping[Slot, AgentReport]
     reduced: Mapping[str, int] = field(default_factory=dict[str, int])
     files: CheckpointFiles = field(default_factory=CheckpointFiles)
     fresh: Mapping[Slot, Evaluation] = field(default_factory=dict[Slot, Evaluation])
+    judge_cost: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ from evo_grpo.evolve.generation import Generation
 from evo_grpo.evolve.goals import best_first
 from evo_grpo.population.evaluate import why_unranked
 from evo_grpo.population.looks import AgentReport, RankReport
-from evo_grpo.population.no_signal import without_signal
 from evo_grpo.population.rules import RoundSettings
+from evo_grpo.population.stats import without_signal
 from evo_grpo.record.records import AgentRecord, NextAgents, RoundRecord
-from evo_grpo.record.stopping import Played, best_of, has_signal, rules_that_hold
+from evo_grpo.record.stopping import Played, has_signal, rules_that_hold
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.seeding import derive, generator
@@ -66,14 +66,11 @@ class PlanInputs:
     """The inputs of a plan besides the reports of its round.
 
     Attributes:
-        settings: Settings of the rounds.
-        hp_config: The hyperparameters that may change, with their bounds.
-        seed: Seed of the run.
         past: Records of the known rounds before this one.
         archive: The best agent before this round, None without an archive.
         fresh: Fresh scores of the archive and of the best agent of the round, by slot; empty where
             they were not measured.
-        fresh_tokens: Tokens sampled for them.
+        judge_cost: What judges have cost from the start of the run.
         next_id: A member id that no member of the run has had.
         task: Name of the environment, for errors.
         check: Raises for hyperparameters with which no agent can train; an exploration of the user
@@ -90,6 +87,7 @@ class PlanInputs:
     check: Callable[[Hparams], None] | None = None
     fresh: Mapping[Slot, Score] = field(default_factory=dict[Slot, Score])
     fresh_tokens: int = 0
+    judge_cost: float = 0.0
 
 
 def next_round(
@@ -105,19 +103,9 @@ def next_round(
 ) -> RoundPlan:
     """Return the plan of a round, which contains its record.
 
-    Args:
-        inputs: The other inputs of the plan.
-        agents: The reports of all agents of the round, in the order of their positions.
-        standings: The same agents; the history of each ends with its score of the round.
-        round: The round (0-based).
-        seconds: Wall seconds of the round so far.
-        starts: Training prompts, or episode seeds, used up to the end of the round.
-        reduced: Engine settings that were lowered; see `RankReport`.
-        limited: Whether a limit ends the training with this round.
-
-    Raises:
-        RunFailedError: No agent can be ranked, and there is no archive to continue from.
-        ShapeError: The selector's plan cannot be carried out.
+    `agents` are the reports of all agents by position, and `standings` the same agents, whose
+    histories end with the score of the round. `seconds` of it have passed, and `starts` training
+    prompts or episode seeds were used up to its end. With `limited`, a limit ends the training.
     """
     settings, reports = inputs.settings, list(agents.values())
     scores = [report.score for report in reports]
@@ -173,19 +161,39 @@ def _next_generation(
     standings: Sequence[Standing],
     round: int,
 ) -> tuple[Generation, tuple[Decision, ...]]:
-    """Return the agents of the next round."""
-    settings = inputs.settings
-    generation, decisions = next_agents(
-        settings,
-        _collapsed(inputs, reports, standings, last=False),
-        [report.tally.step_rewards for report in reports],
+    """Return the agents of the round after `round`, which is not the last.
+
+    All draws come from the random stream of the round. Where nothing is decided after the round,
+    all agents stay that have a fitness.
+    """
+    settings, past, space = inputs.settings, inputs.past, inputs.hp_config
+    standings = _collapsed(inputs, reports, standings, last=False)
+    if not settings.decides(round) and any(s.history and not s.collapsed for s in standings):
+        return keep_all(standings, inputs.next_id, drop=True)
+    played = [(a.hparams, a.score, record.round) for record in past for a in record.agents]
+    scores = [s.history[-1] if s.history else None for s in standings]
+    played += [(s.hparams, score, round) for s, score in zip(standings, scores, strict=True)]
+    rewards = [report.tally.step_rewards for report in reports]
+    generation, decisions = decide(
+        _with_training(settings, standings, rewards, past, round),
+        settings.room(round + 1, len(standings)),
         inputs.archive if settings.evolve.keeps_archive else None,
-        inputs.past,
+        Strategy(
+            settings.selector,
+            settings.explorer,
+            space,
+            settings.evolve.significance,
+            settings.evolve.fitness.window,
+            archive_level=ARCHIVE_LEVEL / len(settings.population.decided),
+        ),
+        generator(derive(inputs.seed, "evolve", round)),
         fresh=inputs.fresh,
         round=round,
-        hp_config=inputs.hp_config,
-        seed=inputs.seed,
         next_id=inputs.next_id,
+        trials=[
+            Trial(hparams, math.nan if score is None else score.mean, number)
+            for hparams, score, number in played
+        ],
     )
     # Before the round is recorded: a resume would apply the record, and fail again.
     if (check := inputs.check) is not None:
@@ -217,14 +225,21 @@ def _collapsed(
     last: bool,
 ) -> Sequence[Standing]:
     """Return the standings of a round, with a reason for each agent that can no longer learn."""
-    return find_collapsed(
-        inputs.settings,
-        standings,
-        [report.score for report in reports],
-        [report.tally.means().get("kl", 0.0) for report in reports],
-        [report.dead_steps for report in reports],
-        last=last,
-    )
+    least = inputs.settings.evolve.dead_steps
+    if not least:
+        return standings
+    ranked = [report.score for report in reports if report.score is not None]
+    best = max(ranked, key=lambda score: score.mean, default=None)
+    # After the last round there are no further steps in which a dead agent could learn.
+    least = 1 if last else least
+    found: list[Standing] = []
+    for standing, report in zip(standings, reports, strict=True):
+        score, dead, reason = report.score, report.dead_steps, ""
+        if score is not None and best is not None:
+            kl = report.tally.means().get("kl", 0.0)
+            reason = why_collapsed(score, best, kl, dead if dead >= least else 0, last=last)
+        found.append(replace(standing, collapsed=reason))
+    return found
 
 
 def _rules_that_hold(
@@ -236,9 +251,10 @@ def _rules_that_hold(
         return ()
     tokens = sum(report.tally.tokens + report.evaluation.tokens for report in reports)
     tokens += inputs.fresh_tokens
-    best = best_of([report.score for report in reports])
+    scores = [report.score for report in reports]
     signal = has_signal([report.tally.means() for report in reports])
-    return rules_that_hold(stop, inputs.past, Played(best, tokens, seconds, signal))
+    last = Played(scores, tokens, seconds, signal, inputs.judge_cost)
+    return rules_that_hold(stop, inputs.past, last)
 
 
 def least_reduced(reports: Sequence[RankReport]) -> dict[str, int]:
@@ -286,55 +302,6 @@ def _archived(
     return ((round, best[1].member.id) if enters else before), (old, new)
 
 
-def next_agents(  # noqa: PLR0913 -- a plan is made of all that a round has found
-    settings: RoundSettings,
-    standings: Sequence[Standing],
-    step_rewards: Sequence[Sequence[float | None]],
-    archive: Standing | None,
-    past: Sequence[RoundRecord],
-    *,
-    fresh: Mapping[Slot, Score],
-    round: int,
-    hp_config: HyperparameterConfig,
-    seed: int,
-    next_id: int,
-) -> tuple[Generation, tuple[Decision, ...]]:
-    """Return the agents of the round after `round`, which is not the last.
-
-    All draws come from the random stream of the round. Standings and `step_rewards`, the mean
-    reward of each step of the round, are by position. `past` are the earlier rounds. Where nothing
-    is decided after the round, all agents stay that have a fitness. For the other arguments see
-    `decide`.
-    """
-    if not settings.decides(round) and any(s.history and not s.collapsed for s in standings):
-        return keep_all(standings, next_id, drop=True)
-    played = [(a.hparams, a.score, record.round) for record in past for a in record.agents]
-    scores = [s.history[-1] if s.history else None for s in standings]
-    played += [(s.hparams, score, round) for s, score in zip(standings, scores, strict=True)]
-    standings = _with_training(settings, standings, step_rewards, past, round)
-    return decide(
-        standings,
-        settings.room(round + 1, len(standings)),
-        archive,
-        Strategy(
-            settings.selector,
-            settings.explorer,
-            hp_config,
-            settings.evolve.significance,
-            settings.evolve.fitness.window,
-            archive_level=ARCHIVE_LEVEL / len(settings.population.decided),
-        ),
-        generator(derive(seed, "evolve", round)),
-        fresh=fresh,
-        round=round,
-        next_id=next_id,
-        trials=[
-            Trial(hparams, math.nan if score is None else score.mean, number)
-            for hparams, score, number in played
-        ],
-    )
-
-
 def _with_training(
     settings: RoundSettings,
     standings: Sequence[Standing],
@@ -370,35 +337,6 @@ def _with_training(
     ]
 
 
-def find_collapsed(
-    settings: RoundSettings,
-    standings: Sequence[Standing],
-    scores: Sequence[Score | None],
-    kls: Sequence[float],
-    dead_steps: Sequence[int],
-    *,
-    last: bool,
-) -> Sequence[Standing]:
-    """Return the standings, with a reason for each agent that can no longer learn.
-
-    `scores` are None for failed agents. `kls` are in nats per token. `dead_steps` counts the latest
-    steps in a row in which all groups of an agent had equal rewards.
-    """
-    if not settings.evolve.dead_steps:
-        return standings
-    ranked = [score for score in scores if score is not None]
-    # After the last round there are no further steps in which a dead agent could learn.
-    enough = 1 if last else settings.evolve.dead_steps
-    best = max(ranked, key=lambda score: score.mean, default=None)
-    reasons = [
-        ""
-        if score is None or best is None
-        else why_collapsed(score, best, kl, dead if dead >= enough else 0, last=last)
-        for score, kl, dead in zip(scores, kls, dead_steps, strict=True)
-    ]
-    return [replace(s, collapsed=reason) for s, reason in zip(standings, reasons, strict=True)]
-
-
 def agent_record(standing: Standing, report: AgentReport, round: int, seed: int) -> AgentRecord:
     """Return the record of an agent in a round, without its share of the wall time."""
     tally, saved = report.tally, report.saved
@@ -430,11 +368,8 @@ def timed(
 ) -> RoundRecord:
     """Return a record with its times; agents share the wall time in proportion to their tokens.
 
-    Args:
-        record: The round.
-        phases: Wall seconds of each phase.
-        started: Start of the round, in seconds since 1970 (UTC).
-        seconds: Elapsed time. Use it for the end, since the wall clock may have been set back.
+    `started` is in seconds since 1970 (UTC). The end follows from the elapsed `seconds`, since the
+    wall clock may have been set back.
     """
     total = max(1, sum(agent.tokens for agent in record.agents))
     agents = tuple(replace(a, wall_seconds=seconds * a.tokens / total) for a in record.agents)

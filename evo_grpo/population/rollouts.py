@@ -71,14 +71,8 @@ def play_step(
 
     With `dynamic_sampling_tokens`, further calls replace groups whose rewards are all equal.
 
-    Args:
-        cohort: The agents.
-        env: The environment.
-        slots: The agents that play.
-        starts: For each agent its starts, the first P_i of one list.
-        first: Position of that list in the sequence of the environment.
-        stream: Path of the random stream of the step.
-        watch: Receives the seconds of generate and reward.
+    `starts` has the first P_i of one list for each agent; the list begins at start `first` of the
+    environment's sequence. `watch` receives the seconds of generate and reward.
     """
     experiences = yield from _played(cohort, env, slots, starts, stream=stream, watch=watch)
     counts = [len(own) for own in starts]

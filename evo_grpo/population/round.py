@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from evo_grpo.envs.protocol import Environment
+from evo_grpo.envs.rewards.weights import judge_cost
 from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.population.cohort.cohort import Cohort
@@ -32,7 +33,6 @@ from evo_grpo.population.looks import (
     look_at_archive,
     next_look,
 )
-from evo_grpo.population.no_signal import warn_without_signal
 from evo_grpo.population.plan import (
     PlanInputs,
     RoundPlan,
@@ -47,6 +47,7 @@ from evo_grpo.population.stats import (
     Tally,
     completion_rows,
     measured_in_training,
+    warn_without_signal,
 )
 from evo_grpo.population.steps import Limit, RunWriter, report_steps, train
 from evo_grpo.record.observer import Observer
@@ -78,17 +79,9 @@ class Round:
     """The state of a round while it is played.
 
     Attributes:
-        cohort: The agents and the parts that they share.
-        env: Provides prompts and rewards.
-        settings: Settings of the rounds.
-        slots: The agents that play.
         number: Number of the round (0-based).
-        writer: Writes the round.
-        observer: Receives the progress of the run.
         limit: Ends training early; None for no limit.
         past: Records of the known rounds before this one.
-        steering: Carries out requests.
-        watch: Measures the phases.
         began: Start of the round, in seconds since 1970 (UTC).
         start: Start of the round by `time.perf_counter`.
         histories: Scores of each agent before the round.
@@ -128,9 +121,6 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
     Returns:
         The record of the round. The cohort then holds the next generation, whose slots are
         `next_slots(record)`.
-
-    Raises:
-        RunFailedError: No agent can be ranked.
     """
     histories = {slot: tuple(cohort.agents[slot].history) for slot in slots}
     this = Round(
@@ -238,7 +228,8 @@ def report_of(
         )
         for slot, tally in tallies.items()
     }
-    return RankReport(agents, cohort.reduced(), this.writer.hand_over(), fresh)
+    cost = judge_cost(this.env)
+    return RankReport(agents, cohort.reduced(), this.writer.hand_over(), fresh, cost)
 
 
 def plan_and_record(
@@ -255,7 +246,8 @@ def plan_and_record(
         if again is not None:
             return again
     fresh = {slot: one for report in reports for slot, one in report.fresh.items()}
-    plan = plan_round(this, agents, fresh, starts, least_reduced(reports))
+    cost = sum(report.judge_cost for report in reports)
+    plan = plan_round(this, agents, fresh, starts, least_reduced(reports), cost)
     prompts = this.settings.evolve.fitness.prompts
     if plan.last and plan.record.between:
         # A rule ends the run between two decisions: the best agent is chosen by a whole evaluation.
@@ -280,6 +272,7 @@ def plan_round(
     fresh: Mapping[Slot, Evaluation],
     starts: int,
     reduced: Mapping[str, int],
+    cost: float,
 ) -> RoundPlan:
     """Plan a round from the reports of its agents; called on the first rank only."""
     cohort, scores = this.cohort, {slot: agent.score for slot, agent in agents.items()}
@@ -293,6 +286,7 @@ def plan_round(
         archive=None if cohort.archive is None else cohort.archive.standing(),
         fresh={slot: one.score for slot, one in fresh.items() if one.score.is_finite},
         fresh_tokens=sum(one.tokens for one in fresh.values()),
+        judge_cost=cost,
         next_id=cohort.next_member,
         task=this.env.name,
     )
@@ -404,9 +398,6 @@ def copies_in_order(
     """Yield the source and target of each copy, in an order that never overwrites a source first.
 
     `rank` returns the rank of a slot; copies between different ranks run at the same time.
-
-    Raises:
-        ShapeError: The copies form a cycle.
     """
     pairs = zip(generation.parents, generation.slots, strict=True)
     waiting = [(parent, slot) for parent, slot in pairs if parent != slot]

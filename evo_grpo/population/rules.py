@@ -19,19 +19,12 @@ class RoundSettings:
     """The settings of the rounds of a run.
 
     Attributes:
-        population: Number of agents, rounds and steps.
         evolve: Settings of evolution and fitness; `selector` and `explorer` below replace its
             `selection` and `exploration`.
-        record: Which files are recorded.
-        selector: Plans which agents survive and which are copied.
-        explorer: Varies the hyperparameters of the agents of the next round.
         prompts_per_step: P, the number of prompts or episode seeds, the same for every agent.
         rows_per_step: Completions that all agents together sample in a step. Each agent takes as
             many prompts as fill its equal share; when agents leave, the others share their
             completions. None gives every agent `prompts_per_step` prompts, whatever its group size.
-
-    Raises:
-        ConfigError: The numbers of places increase, or one of them is below 1.
     """
 
     population: PopulationConfig

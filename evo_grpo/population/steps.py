@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -21,6 +22,7 @@ from evo_grpo.population.turns import Turns, alone, take_turns
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.types import Score, Slot
+from evo_grpo.working import working
 
 
 class Limit(Protocol):
@@ -142,18 +144,20 @@ def train(  # noqa: PLR0913 -- a round meets all parts of a run
             if part is parts[0]:
                 observer.stage(round, "learn", step, settings.population.steps_per_round)
             prompts_of = dict(zip(slots, counts[step], strict=True))
-            used = yield from training(
-                cohort,
-                env,
-                part,
-                starts_from(env, first, max(counts[step])),
-                stream=(round, step),
-                watch=watch,
-                tallies=[tallies[slot] for slot in part],
-                prompts_per_agent=[prompts_of[slot] for slot in part],
-                first=first,
-                minibatches=settings.minibatches(len(slots)),
-            )
+            begins = not (past or step) and part is parts[0]
+            with working("take the first step") if begins else nullcontext():
+                used = yield from training(
+                    cohort,
+                    env,
+                    part,
+                    starts_from(env, first, max(counts[step])),
+                    stream=(round, step),
+                    watch=watch,
+                    tallies=[tallies[slot] for slot in part],
+                    prompts_per_agent=[prompts_of[slot] for slot in part],
+                    first=first,
+                    minibatches=settings.minibatches(len(slots)),
+                )
             first += max(counts[step])
             finished[step] += 1
             if finished[step] == len(parts) and len(tallies) == len(slots):

@@ -129,12 +129,7 @@ class Overlap:
         self._decided: bool | None = None
 
     def takes_turns(self, env: Environment[Any]) -> bool:
-        """Return whether the parts of this process take turns in an environment.
-
-        Raises:
-            ConfigError: They should, but plays of this environment must not go on side by side,
-                or it has fewer environments than parts.
-        """
+        """Return whether the parts of this process take turns in an environment."""
         able = self._able(env)
         if self._setting is True and not able and self._parts > 1:
             why = (

@@ -72,29 +72,18 @@ class StudyCopy:
         from optuna.storages import InMemoryStorage
 
         self._folder = expect_run(run)
-        self._config = read_config(self._folder)
+        config = read_config(self._folder)
         self.storage = InMemoryStorage()
-        self._begin()
-        self.update()
-
-    def _begin(self) -> None:
-        """Make the study, before any entry of the log is read."""
         self._cursor = START
         self._last: RoundRecord | None = None
-        further = self._config.evolve.fitness.further
+        further = config.evolve.fitness.further
         self._study = open_study(self.storage, self._folder.resolve().name, further=further)
-        self._lineage = Lineage(self._study, self._config.search_space())
+        self._lineage = Lineage(self._study, config.search_space())
         self._show()
+        self.update()
 
     def update(self) -> None:
-        """Read the entries that the run has appended since the last call.
-
-        A study that was deleted in the dashboard is made anew.
-        """
-        try:
-            self._study.get_trials(deepcopy=False)
-        except KeyError:  # the storage has no such study
-            self._begin()
+        """Read the entries that the run has appended since the last call."""
         before = self._cursor
         for self._cursor, entry in entries(self._folder, self._cursor):  # noqa: B020 -- it moves on
             if isinstance(entry, RoundDone):
@@ -287,8 +276,8 @@ def _keep_up(copy: StudyCopy, stop: threading.Event, say: Callable[[str], None])
     while not stop.wait(SECONDS):
         try:
             copy.update()
-        except KeyError:  # the study was deleted in the dashboard meanwhile
-            continue
+        except KeyError:  # the study was deleted in the dashboard
+            return
         except (EvoGrpoError, OSError) as error:
             if said != (said := str(error)):
                 say(f"the rounds cannot be read now, so the dashboard is not updated: {error}")

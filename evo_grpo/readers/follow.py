@@ -25,8 +25,8 @@ from evo_grpo.readers.trackers.base import open_tracker
 from evo_grpo.record.config import read_config
 from evo_grpo.record.folder import expect_run, is_run, is_trained, refuse_links_in_run
 from evo_grpo.record.log import Cursor
-from evo_grpo.record.names import COMPARE, COMPARED, REPORT_READER
-from evo_grpo.record.study import OPTUNA, StudyReader
+from evo_grpo.record.names import COMPARE, COMPARED, REPORT_READER, STUDY
+from evo_grpo.record.study import OPTUNA, StudyReader, study_name
 from evo_grpo.settings import RecordConfig
 from evo_grpo.settings.storage import check_driver, is_url
 from evo_grpo.settings.trackers import KINDS, TrackerConfig, check_trackers
@@ -97,6 +97,24 @@ def follow(
     return found
 
 
+def study_of(run: str | Path) -> tuple[str, str] | None:
+    """Return the name and the storage URL of a run's study, for `optuna.load_study`.
+
+    Args:
+        run: The run folder.
+
+    Returns:
+        The name and the URL, or None if the study is a journal in the run folder.
+    """
+    folder = expect_run(run)
+    config = read_config(folder)
+    storage = config.record.storage
+    if storage is None:
+        return None
+    name = study_name(config.name, read_inputs_of(folder).id)
+    return name, storage if is_url(storage) else f"sqlite:///{folder / STUDY}"
+
+
 def follow_all(
     run: str | Path,
     to: Sequence[str],
@@ -148,7 +166,7 @@ def _feedings(
                 reader = f"{OPTUNA}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
                 option = f"{OPTUNA} --storage {url}"
             for part in (folder, *_compared(folder)):
-                make = partial(StudyReader, part, read_inputs_of(part).id, url, warn=warn)
+                make = partial(StudyReader, part, read_inputs_of(part).id, url)
                 yield _Feeding(
                     part, reader, make, warn, from_start=True, label=label, option=option
                 )
@@ -264,13 +282,21 @@ class _Feeding(threading.Thread):
 
     def run(self) -> None:
         """Feed the reader until the run has ended."""
-        wait, last_reason, attempts = _FIRST_WAIT, "", ATTEMPTS_AFTER_END
-        if not is_trained(self._run_folder):
-            attempts = 1
+        wait = _FIRST_WAIT
+        attempts = ATTEMPTS_AFTER_END if is_trained(self._run_folder) else 1
         while not self._done:
             trained = is_trained(self._run_folder)
             try:
-                self._feed()
+                feed(
+                    self._run_folder,
+                    self._reader,
+                    self._make,
+                    follow=True,
+                    from_start=self._from_start,
+                    on_progress=self._note_progress,
+                    warn=self._warn,
+                )
+                self._done = True
             except BaseException as error:  # any error of a reader, so that the others continue
                 attempts -= not trained
                 if _is_final(error, trained) or attempts <= 0:
@@ -278,9 +304,7 @@ class _Feeding(threading.Thread):
                     if trained:  # after the end of the run, `followed` returns the error soon
                         self._warn(str(self._error))
                     return
-                if (reason := _reason(error)) != last_reason:
-                    last_reason = reason
-                    self._warn(f"{self._label}: {reason}; retrying while the run continues")
+                self._warn(f"{self._label}: {_reason(error)}; retrying while the run continues")
                 time.sleep(wait if trained else _FIRST_WAIT)
                 wait = min(2 * wait, _LONGEST_WAIT)
 
@@ -293,18 +317,6 @@ class _Feeding(threading.Thread):
                 f"the run; {self._remedy}"
             )
         return Followed(self._run_folder, self._label, self._id, self._rounds, error)
-
-    def _feed(self) -> None:
-        feed(
-            self._run_folder,
-            self._reader,
-            self._make,
-            follow=True,
-            from_start=self._from_start,
-            on_progress=self._note_progress,
-            warn=self._warn,
-        )
-        self._done = True
 
     def _note_progress(self, cursor: Cursor, id: str) -> None:
         self.last_progress, self._rounds, self._id = time.monotonic(), cursor.rounds, id

@@ -131,11 +131,6 @@ def feed(
     return file.cursor
 
 
-def id_of(run: Path, name: str) -> str:
-    """Return the id that a reader of a run has saved; empty if it has saved none."""
-    return _read(_file_of(run, name))[1]
-
-
 @final
 class ReaderFile:
     """The file with the cursor and the id of a reader, locked by one process at a time.
@@ -156,7 +151,7 @@ class ReaderFile:
 
     def __init__(self, run: Path, name: str, warn: Callable[[str], None] = _log.warning) -> None:
         """Wait for the lock, then read the file."""
-        self._file = _file_of(run, name)
+        self._file = run / READERS / f"{name}.json"
         self._locked = self._file.with_suffix(".lock")
         with writing(self._locked, f"follow --to {name.partition('-')[0]}"):
             self._file.parent.mkdir(exist_ok=True)
@@ -165,7 +160,9 @@ class ReaderFile:
         self._wait(f"{run}: another process feeds the reader {name}; waiting for its end", warn)
         self._saved_at = -math.inf
         try:
-            self.cursor, self.id = _read(self._file)
+            what = "the cursor and the id of a reader"
+            found = read_result(self._file, _POSITION, what, f"follow {run}")
+            self.cursor, self.id = (START, "") if found is None else (found[1].cursor, found[1].id)
         except BaseException:
             self.close()
             raise
@@ -208,14 +205,3 @@ class ReaderFile:
     def close(self) -> None:
         """Release the lock."""
         os.close(self._lock)
-
-
-def _file_of(run: Path, name: str) -> Path:
-    return run / READERS / f"{name}.json"
-
-
-def _read(file: Path) -> tuple[Cursor, str]:
-    """Return the cursor and the id of a reader."""
-    what = "the cursor and the id of a reader"
-    found = read_result(file, _POSITION, what, f"follow {file.parent.parent}")
-    return (START, "") if found is None else (found[1].cursor, found[1].id)

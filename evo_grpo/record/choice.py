@@ -11,16 +11,16 @@ from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.record.family import best_agent, best_ever, front
 from evo_grpo.record.folder import continuing
 from evo_grpo.record.names import BEST
+from evo_grpo.record.summary import SelectedAgent, select, winner_files
 from evo_grpo.record.view import RunView, view_of
-from evo_grpo.record.winner import SelectedAgent, select, winner_files
 from evo_grpo.schema.problems import nearest
 from evo_grpo.schema.validation import is_number
 
 if TYPE_CHECKING:
     from evo_grpo.record.records import AgentRecord, RoundRecord
 
-SHOWN_ROUNDS = 8
-"""Rounds whose checkpoints an error lists, the latest."""
+SHOWN = 24
+"""Checkpoints that an error lists, the latest."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,6 @@ class ChosenAgent:
     def loss(self) -> str:
         """`RunView.loss` of the winner; an empty string for every other agent."""
         return self.view.loss if self.is_winner else ""
-
-    @property
-    def better_ever(self) -> AgentRecord | None:
-        """The best agent of all rounds, where its fitness is greater and it was not a finalist."""
-        ever, own = best_ever(self.view.rounds), self.agent.fitness
-        finalists = () if self.view.summary is None else self.view.summary["candidates"]
-        if ever is None or ever.score is None or self.agent.kind == "mean":
-            return None
-        if any(one["kind"] == "archive" for one in finalists):
-            return None
-        return ever if own is None or ever.score.mean > own.mean else None
 
     @property
     def name(self) -> str:
@@ -250,17 +239,13 @@ def _where_it_is(found: ChosenAgent) -> ChosenAgent:
 
 
 def checkpoints_there(folder: Path, rounds: Sequence[RoundRecord]) -> str:
-    """Return the checkpoints of a run that exist, in words; rounds count from 1."""
-    parts: list[str] = []
-    for record in reversed(rounds):
-        agents = [
-            str(one.agent)
-            for one in record.agents
-            if one.checkpoint is not None and (folder / one.checkpoint).is_dir()
-        ]
-        if agents:
-            parts.append(f"round {record.round + 1}: agents {', '.join(agents)}")
-    more = [f"and {len(parts) - SHOWN_ROUNDS} rounds before"] if len(parts) > SHOWN_ROUNDS else []
+    """Return the latest checkpoints of a run that exist, in words; rounds count from 1."""
+    there = [
+        f"agent {one.agent} of round {record.round + 1}"
+        for record in reversed(rounds)
+        for one in record.agents
+        if one.checkpoint is not None and (folder / one.checkpoint).is_dir()
+    ]
     ever = best_ever(rounds) if (folder / BEST).is_dir() else None
     best = [] if ever is None else [f"the best ever: agent {ever.agent} of round {ever.round + 1}"]
-    return "; ".join([*parts[:SHOWN_ROUNDS], *more, *best]) or "none"
+    return ", ".join([*there[:SHOWN], *best]) or "none"

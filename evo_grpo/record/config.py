@@ -82,14 +82,11 @@ def read_settings(folder: Path) -> Mapping[str, Any]:
     text, file = config_text(folder), folder / CONFIG
     try:
         found = parse(text, str(file), WrittenOutLoader)
+        if not isinstance(found, dict):
+            raise ConfigError(f"they are no mapping: {found!r:.60}")
     except ConfigError as error:
         raise CheckpointError(
             f"{file}: expected the run's settings as they were written, but {error}; put the file "
             "back as it was"
         ) from error
-    if not isinstance(found, dict):
-        raise CheckpointError(
-            f"{file}: expected the run's settings, a mapping, got {found!r:.60}; put the file back "
-            "as it was"
-        )
     return cast("dict[str, Any]", found)

@@ -12,8 +12,7 @@ from evo_grpo.places import find
 from evo_grpo.record import columns
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.leaderboard import leaderboard_rows
-from evo_grpo.record.summary import read_summary
-from evo_grpo.record.winner import winner_of
+from evo_grpo.record.summary import read_summary, winner_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

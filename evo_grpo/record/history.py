@@ -1,13 +1,17 @@
-"""The history of a run: a row per round and agent, as a typed pandas frame."""
+"""The history of a run: a row per round and agent, or per GRPO step and agent."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
+from evo_grpo.errors import CheckpointError
 from evo_grpo.record import columns
-from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.files import load_json
+from evo_grpo.record.folder import expect_run, read_rounds, round_entries
+from evo_grpo.record.names import METRICS
+from evo_grpo.record.plain import MAX_LOG_BYTES, read_plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +21,7 @@ if TYPE_CHECKING:
     from evo_grpo.record.records import AgentRecord, RoundRecord
 
 #: Means over the GRPO steps of a round that get a column; NaN if an agent has none.
-METRICS = (
+MEANS = (
     "reward",
     "kl",
     "loss",
@@ -73,7 +77,7 @@ def history(run: str | Path | Sequence[RoundRecord]) -> pd.DataFrame:
         **dict.fromkeys(("fitness", "fitness_se"), "float64"),
         **columns.dtypes(names),
         **dict.fromkeys(("op", "mutated"), "string"),
-        **dict.fromkeys(METRICS, "float64"),
+        **dict.fromkeys(MEANS, "float64"),
         "tokens": "Int64",
         "wall_seconds": "float64",
         **dict.fromkeys(("checkpoint", "reason"), "string"),
@@ -95,10 +99,82 @@ def _row(agent: AgentRecord, names: Sequence[str], *, continues: bool) -> dict[s
         **columns.values(agent.hparams, names),
         "op": "continue" if continues else mutation.op,
         "mutated": "" if continues else ",".join(mutation.changes),
-        **{name: agent.metrics.get(name, math.nan) for name in METRICS},
+        **{name: agent.metrics.get(name, math.nan) for name in MEANS},
         "kl": columns.kl(agent),
         "tokens": agent.tokens,
         "wall_seconds": agent.wall_seconds,
         "checkpoint": agent.checkpoint,
         "reason": agent.reason,
     }
+
+
+WHERE = ("round", "step", "agent")
+"""Keys that identify the step and the agent of a row: integers, round and step 0-based."""
+
+
+def metric_rows(run: str | Path, finished: int | None = None) -> list[dict[str, Any]]:
+    """Return the metrics of the finished rounds of a run, a row per step and agent.
+
+    Args:
+        run: The run folder, finished or not.
+        finished: Number of finished rounds, if it is known; None reads it.
+
+    Returns:
+        Rows as recorded, ordered by round, step and agent: `round`, `step`, `agent`, then a number
+        for each metric, None if it was not finite. A round whose metrics were not kept has no
+        rows.
+
+    Raises:
+        RunNotFoundError: `run` is not a run folder.
+        CheckpointError: A line is damaged; the error names it.
+        RunDirError: Another version of this library wrote it.
+    """
+    folder = expect_run(run)
+    finished = len(read_rounds(folder)) if finished is None else finished
+    rows: list[dict[str, Any]] = []
+    for round, path in round_entries(folder / METRICS):
+        if round < finished:
+            lines = read_plain(path, MAX_LOG_BYTES).splitlines()
+            rows += [row_of(f"{path}, line {n}", line) for n, line in enumerate(lines, start=1)]
+    return rows
+
+
+def read_metrics(run: str | Path) -> pd.DataFrame:
+    """Return the metrics of each step and agent in the finished rounds of a run.
+
+    Args:
+        run: The run folder, finished or not.
+
+    Returns:
+        One row per step and agent, ordered by round, step and agent; no rows where metrics were not
+        kept. The columns: round, step and agent (Int64), then a float64 for each metric that any
+        step has, NaN if it was not finite or is missing. docs/metrics.md defines them.
+
+    Raises:
+        RunNotFoundError: `run` is not a run folder.
+        CheckpointError: A line is damaged; the error names it.
+    """
+    rows = metric_rows(run)
+    names = list(dict.fromkeys(name for row in rows for name in row if name not in WHERE))
+    types = {**dict.fromkeys(WHERE, "Int64"), **dict.fromkeys(names, "float64")}
+    return columns.frame(rows, types)
+
+
+def row_of(where: Path | str, line: bytes) -> dict[str, Any]:
+    """Return a line of metrics, or raise CheckpointError, which names its file and line."""
+    try:
+        row = load_json(line)
+        if not isinstance(row, dict) or not _is_row(cast("dict[str, Any]", row)):
+            raise ValueError("it is not a mapping of names to numbers with round, step and agent")
+    except ValueError as error:
+        raise CheckpointError(
+            f"{where}: expected the metrics of a step and an agent, but {error}; put the file back "
+            "as it was, from a copy"
+        ) from error
+    return cast("dict[str, Any]", row)
+
+
+def _is_row(row: dict[str, Any]) -> bool:
+    return all(type(row.get(name)) is int for name in WHERE) and all(
+        value is None or type(value) in (int, float) for value in row.values()
+    )

@@ -12,8 +12,7 @@ from evo_grpo.record.family import front, order
 from evo_grpo.record.files import atomic_write
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.names import LEADERBOARD
-from evo_grpo.record.summary import read_summary
-from evo_grpo.record.winner import rivals_of, winner_of
+from evo_grpo.record.summary import read_summary, rivals_of, winner_of
 from evo_grpo.schema.hparams import of_mean
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from evo_grpo.record.records import AgentRecord, RoundRecord
-    from evo_grpo.record.winner import SelectedAgent
+    from evo_grpo.record.summary import SelectedAgent
     from evo_grpo.schema.hparams import Hparams, Value
     from evo_grpo.types import Score
 

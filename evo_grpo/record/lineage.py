@@ -74,8 +74,6 @@ class Lineage:
             CheckpointError: The parent trial of an agent is missing.
         """
         self._begin(record)
-        if all((agent.agent, agent.round) in self._by_agent for agent in record.agents):
-            return []  # without reading the study, which takes longer the longer the run is
         self._update()
         # Parents live in earlier rounds, so the order among this round's agents does not matter.
         for agent in record.agents:

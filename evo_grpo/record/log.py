@@ -25,10 +25,10 @@ from evo_grpo.errors import CheckpointError, RunDirError
 from evo_grpo.record.config import read_config
 from evo_grpo.record.files import reading, to_line
 from evo_grpo.record.folder import expect_run, is_trained, parse_rounds, round_name
+from evo_grpo.record.history import WHERE, row_of
 from evo_grpo.record.names import METRICS, NOTES, ROUNDS, SUMMARY
 from evo_grpo.record.plain import MAX_LOG_BYTES, opened_plain, stamp_of
 from evo_grpo.record.records import to_json
-from evo_grpo.record.step_metrics import WHERE, row_of
 from evo_grpo.record.summary import read_summary
 from evo_grpo.settings import RunConfig
 from evo_grpo.types import Slot

@@ -280,7 +280,7 @@ def outline(record: RoundRecord) -> RoundRecord:
 
 def _without_prompts(score: Score) -> Score:
     further = tuple(replace(one, per_prompt=()) for one in score.further)
-    return replace(score, per_prompt=(), further=further, first_look=())
+    return replace(score, per_prompt=(), further=further, first_look=(), rewards=())
 
 
 def to_json(record: RoundRecord | Amendment) -> dict[str, Any]:

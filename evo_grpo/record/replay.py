@@ -17,7 +17,7 @@ from evo_grpo.record.files import atomic_write, seal
 from evo_grpo.record.folder import expect_run, read_result
 from evo_grpo.record.names import REPLAY_RESULT, REPLAYED
 from evo_grpo.record.plain import RelativePath
-from evo_grpo.record.schedule import Schedule, equal_prompts, trainings
+from evo_grpo.record.schedule import Schedule, equal_prompts
 from evo_grpo.types import Score
 
 if TYPE_CHECKING:
@@ -158,16 +158,10 @@ def unmoved(schedule: Schedule) -> str:
     """Return a sentence for a schedule without changes; empty if a hyperparameter changed."""
     if schedule.moves:
         return ""
-    moving, constant = trainings(schedule)
-    differ = (
-        "are trained in the same way and differ by chance"
-        if equal_prompts(moving.prompts, constant.prompts)
-        else "differ only in the prompts of each step"
-    )
     return (
-        "No hyperparameter changed on the winner's line: the schedule is its last values, and both "
-        f"{differ}. The replay still shows the spread between trainings, and how far the winner is "
-        "from agents that were trained outside a population."
+        "No hyperparameter changed on the winner's line: the schedule is its last values. The "
+        "replay still shows the spread between trainings, and how far the winner is from agents "
+        "that were trained outside a population."
     )
 
 

@@ -23,12 +23,12 @@ import shutil
 import time
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from evo_grpo.errors import CheckpointError, EvoGrpoError, RunDirError
 from evo_grpo.record import names
 from evo_grpo.record.digests import sha256_of
-from evo_grpo.record.family import best_ever
+from evo_grpo.record.family import best_agent, best_ever, front
 from evo_grpo.record.files import (
     FolderLock,
     append,
@@ -55,13 +55,17 @@ from evo_grpo.record.folder import (
 )
 from evo_grpo.record.plain import is_plain
 from evo_grpo.record.records import Amendment, outline, to_json
-from evo_grpo.record.requests import ids_of_requests
-from evo_grpo.record.retention import Retention, kept_checkpoints
+from evo_grpo.record.steering import ids_of_requests
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from evo_grpo.record.records import RoundRecord
+
+Retention = Literal["all", "last", "best"] | int
+"""Checkpoints to keep: of all rounds ("all"); of the last round ("last"); of the last round and of
+each earlier round's best agent ("best"); of the last n rounds (n). Those for a resume, of the best
+ever and of the front stay."""
 
 
 @final
@@ -386,3 +390,28 @@ def _parts(folder: Path) -> Iterator[Path]:
     for path in folder.glob(f"{names.STEERING}/*"):
         if names.REQUEST.fullmatch(path.name) or is_temporary(path):
             yield path
+
+
+def kept_checkpoints(rounds: Sequence[RoundRecord], policy: Retention) -> set[str]:
+    """Return the recorded paths of the checkpoints that a policy keeps."""
+    count = len(rounds) if policy == "all" else policy if isinstance(policy, int) else 1
+    kept = {a.checkpoint for record in rounds[-count:] for a in record.agents}
+    kept |= {agent.checkpoint for agent in front(rounds)}
+    if policy == "best":
+        kept |= {best.checkpoint for record in rounds if (best := best_agent(record)) is not None}
+    return {path for path in kept if path is not None}
+
+
+def kept_throughout(
+    rounds: Sequence[RoundRecord], policies: Sequence[tuple[int, Retention]]
+) -> set[str]:
+    """Return the paths of the checkpoints that remain after several policies, one after another.
+
+    Each policy comes with the number of rounds that were finished when it was last applied. A
+    checkpoint that a policy deleted stays deleted.
+    """
+    there = kept_checkpoints(rounds, "all")
+    for until, policy in policies:
+        played = rounds[:until]
+        there -= kept_checkpoints(played, "all") - kept_checkpoints(played, policy)
+    return there

@@ -13,8 +13,7 @@ from evo_grpo.record.files import plain_value
 from evo_grpo.record.folder import expect_run, read_rounds, refuse_objects
 from evo_grpo.record.names import REPLAYED
 from evo_grpo.record.records import HyperparameterName
-from evo_grpo.record.summary import read_summary
-from evo_grpo.record.winner import winning_lines
+from evo_grpo.record.summary import read_summary, winning_lines
 from evo_grpo.schema.hparams import Hparams
 
 if TYPE_CHECKING:

@@ -1,17 +1,27 @@
-"""Requests to a run: checked against the run folder before they are written there."""
+"""Requests to a run that trains: another process writes a file for each into the run folder.
+
+A request is checked against the folder, then written atomically; that needs no lock. The run
+removes the file after its rounds record the outcome of the request.
+"""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
+
+from pydantic import TypeAdapter
 
 from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.evolve.steer import ON_AGENTS, ON_RUN, Boundary, Membership, steer
 from evo_grpo.record.config import adapter_of, read_config
 from evo_grpo.record.family import next_member_id
+from evo_grpo.record.files import atomic_write, remove, seal, unseal
 from evo_grpo.record.folder import (
     config_text,
     expect_run,
@@ -19,19 +29,102 @@ from evo_grpo.record.folder import (
     read_rounds,
     refuse_objects,
 )
-from evo_grpo.record.names import BASELINE, LOCK
-from evo_grpo.record.plain import read_plain
+from evo_grpo.record.names import BASELINE, LOCK, REQUEST, STEERING
+from evo_grpo.record.plain import is_folder, read_plain, refuse_links
 from evo_grpo.record.records import RoundRecord
-from evo_grpo.record.requests import (
-    carried_out,
-    new_id,
-    read_requests,
-    remove_requests,
-    write_request,
-)
 from evo_grpo.record.summary import read_summary
+from evo_grpo.schema.validated import validated
+from evo_grpo.schema.validation import shown
 from evo_grpo.settings import RunConfig
 from evo_grpo.types import Member, Request, RequestOutcome, Slot
+
+FORMAT = 1
+"""Version of a request."""
+_SCHEMA = TypeAdapter(Request)
+
+
+@dataclass(frozen=True)
+class PendingRequests:
+    """The pending requests of a run.
+
+    Attributes:
+        requests: The requests, oldest first.
+        unread: File -> error, for files that are truncated, unrecognised or links.
+    """
+
+    requests: tuple[Request, ...]
+    unread: dict[str, str]
+
+
+def write_request(folder: Path, request: Request) -> Request:
+    """Write a request atomically, without a lock; return it with its id. Ids sort by the time.
+
+    Raises:
+        RunDirError: The folder of requests is a link or a file.
+    """
+    place = folder / STEERING
+    refuse_links(place)
+    if os.path.lexists(place) and not is_folder(place):
+        raise RunDirError(f"{place}: expected a folder of the run, got a file; remove it")
+    request = replace(request, id=f"{time.time_ns():020d}-{uuid4().hex[:8]}")
+    text = seal({"format": FORMAT, **asdict(request)})
+    atomic_write(place / f"{request.id}.json", text, "steer")
+    return request
+
+
+def ids_of_requests(folder: Path) -> frozenset[str]:
+    """Return the ids of the pending requests to a run, those of unreadable files too."""
+    place = folder / STEERING
+    names = os.listdir(place) if is_folder(place) else ()
+    return frozenset(Path(name).stem for name in names if REQUEST.fullmatch(name))
+
+
+def read_requests(folder: Path) -> PendingRequests:
+    """Return the pending requests; unreadable files are reported in `unread` and raise nothing."""
+    place, found, unread = folder / STEERING, list[Request](), dict[str, str]()
+    if os.path.lexists(place) and not is_folder(place):
+        return PendingRequests(
+            (), {STEERING: f"{place}: expected a folder of the run, got something else"}
+        )
+    with suppress(FileNotFoundError):
+        for name in sorted(os.listdir(place)):
+            if not REQUEST.fullmatch(name):
+                continue
+            try:
+                found.append(_read(place / name))
+            except FileNotFoundError:  # withdrawn in the meantime
+                continue
+            except RunDirError as error:
+                unread[name] = str(error)
+            except (OSError, ValueError) as error:
+                unread[name] = (
+                    f"{place / name}: expected a request as evo-grpo steer writes it, but {error}"
+                )
+    return PendingRequests(tuple(found), unread)
+
+
+def carried_out(rounds: Iterable[RoundRecord]) -> set[str]:
+    """Return the ids of the requests whose outcome is recorded in rounds."""
+    return {one.request.id for record in rounds for one in record.steering}
+
+
+def remove_requests(folder: Path, ids: Collection[str]) -> None:
+    """Remove requests; missing ones are ignored."""
+    place = folder / STEERING
+    if not is_folder(place):
+        return
+    for one in sorted(ids):
+        remove(place / f"{one}.json")
+
+
+def _read(file: Path) -> Request:
+    data = unseal(read_plain(file))
+    if data.pop("format", None) != FORMAT:
+        raise ValueError(f"it is not of format {FORMAT}")
+    request = validated(_SCHEMA, data)
+    if f"{request.id}.json" != file.name:
+        raise ValueError(f"its id is {shown(request.id)}, which is not its name")
+    return request
 
 
 @dataclass(frozen=True)
@@ -142,7 +235,7 @@ def ask(
     now = state_of(run)
     _check_run(now)
     request = Request(
-        "",  # the id is assigned after all checks
+        "",  # `write_request` assigns the id
         op,
         agent,
         source,
@@ -156,9 +249,7 @@ def ask(
         _check_agents(now, request)
     else:
         raise ConfigError(f"steer: expected one of {', '.join((*ON_AGENTS, *ON_RUN))}, got {op!r}")
-    request = replace(request, id=new_id(now.folder))
-    write_request(now.folder, request)
-    return request, now
+    return write_request(now.folder, request), now
 
 
 def cancel(run: str | Path) -> int:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from evo_grpo.evolve.intervals import interval
 from evo_grpo.settings.population import StopConfig
 
 if TYPE_CHECKING:
     from evo_grpo.record.records import RoundRecord
-    from evo_grpo.types import Score
+    from evo_grpo.types import RewardScore, Score
 
 
 _WORDS = {
-    "fitness": "the best fitness is {} or more",
+    "fitness": "the fitness of an agent is surely {} or more",
+    "rewards": "an agent surely reaches {}",
     "patience": "{} rounds in a row are no better than the best before them",
     "minutes": "{} minutes of training are over",
     "tokens": "{} tokens are sampled",
+    "judge_cost": "the judges have cost {}",
     "no_signal": "{} rounds in a row had no group with different rewards to learn from",
 }
 
@@ -28,38 +31,40 @@ class Played:
     """The values of a round that the rules read.
 
     Attributes:
-        best: The greatest fitness, -inf where no agent has one.
+        scores: The fitness of each agent, None where it has none.
         tokens: Tokens sampled in training and evaluation.
         seconds: Wall time.
         signal: Whether any agent had a group to learn from.
+        judge_cost: What the judges have cost from the start of the run to the end of the round.
     """
 
-    best: float
+    scores: Sequence[Score | None]
     tokens: int
     seconds: float
     signal: bool = True
+    judge_cost: float = 0.0
 
     @classmethod
     def of(cls, record: RoundRecord) -> Played:
         """Return the values of a recorded round."""
         known = record.started is not None and record.ended is not None
         return cls(
-            best_of([agent.score for agent in record.agents]),
+            [agent.score for agent in record.agents],
             sum(agent.tokens for agent in record.agents) + record.evaluation_tokens,
             (record.ended or 0.0) - (record.started or 0.0) if known else 0.0,
             has_signal([agent.metrics for agent in record.agents]),
         )
 
+    @property
+    def best(self) -> float:
+        """The greatest fitness, -inf where no agent has one."""
+        means = (score.mean for score in self.scores if score is not None)
+        return max(filter(math.isfinite, means), default=-math.inf)
+
 
 def has_signal(metrics: Sequence[Mapping[str, float]]) -> bool:
     """Return whether any agent had a group with different rewards; `metrics` are one per agent."""
     return any(one.get("zero_variance", 0.0) < 1 for one in metrics)
-
-
-def best_of(scores: Sequence[Score | None]) -> float:
-    """Return the greatest fitness of a round, -inf where no agent has one."""
-    means = (score.mean for score in scores if score is not None)
-    return max(filter(math.isfinite, means), default=-math.inf)
 
 
 def rules_that_hold(stop: StopConfig, past: Sequence[RoundRecord], last: Played) -> tuple[str, ...]:
@@ -73,16 +78,32 @@ def rules_that_hold(stop: StopConfig, past: Sequence[RoundRecord], last: Played)
 
 
 def _holding(stop: StopConfig, rounds: Sequence[Played]) -> Iterator[str]:
-    if stop.fitness is not None and rounds[-1].best >= stop.fitness:
+    evaluated = [one for one in rounds[-1].scores if one is not None and not one.steps]
+    if stop.fitness is not None and any(_surely(one, stop.fitness) for one in evaluated):
         yield "fitness"
+    if stop.rewards and any(_reaches(one, stop.rewards) for one in evaluated):
+        yield "rewards"
     if stop.patience is not None and _since_best(rounds) >= stop.patience:
         yield "patience"
     if stop.minutes is not None and sum(one.seconds for one in rounds) >= 60 * stop.minutes:
         yield "minutes"
     if stop.tokens is not None and sum(one.tokens for one in rounds) >= stop.tokens:
         yield "tokens"
+    if stop.judge_cost is not None and rounds[-1].judge_cost >= stop.judge_cost:
+        yield "judge_cost"
     if stop.no_signal is not None and _without_signal(rounds) >= stop.no_signal:
         yield "no_signal"
+
+
+def _surely(score: Score | RewardScore, least: float) -> bool:
+    """Return whether the lower end of the 95% interval over prompts has reached a value."""
+    return interval(score.mean, score.se, score.n)[0] >= least
+
+
+def _reaches(score: Score, least: Mapping[str, float]) -> bool:
+    """Return whether an agent surely reaches a value of each reward function that is named."""
+    found = {one.name: one for one in score.rewards}
+    return all(name in found and _surely(found[name], value) for name, value in least.items())
 
 
 def _without_signal(rounds: Sequence[Played]) -> int:
@@ -107,10 +128,13 @@ def why_it_ended(summary: Mapping[str, Any]) -> str:
 
 def rules_in_words(stop: StopConfig) -> str:
     """Return the rules that are set, in words; an empty string where none is."""
-    given = {rule: n for rule in _WORDS if (n := getattr(stop, rule)) is not None}
+    given = {rule: n for rule in _WORDS if (n := getattr(stop, rule)) not in (None, {})}
     words = [_WORDS[rule].format(_number(n)) for rule, n in given.items()]
     return ", or ".join(words) + (" (minutes are not repeatable)" if "minutes" in given else "")
 
 
 def _number(value: object) -> str:
+    if isinstance(value, Mapping):
+        named = cast("Mapping[str, object]", value).items()
+        return " and ".join(f"{_number(least)} in {name}" for name, least in named)
     return f"{value:,.12g}" if isinstance(value, int | float) else "?"

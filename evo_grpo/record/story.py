@@ -11,23 +11,26 @@ from evo_grpo.record.family import founder_of
 from evo_grpo.record.leaderboard import ties
 from evo_grpo.record.stopping import why_it_ended
 from evo_grpo.record.summary import gain_sign
-from evo_grpo.record.wording import count, hyperparameter, listed, measured_on, number, with_error
+from evo_grpo.record.wording import (
+    combined,
+    count,
+    hyperparameter,
+    listed,
+    measured_on,
+    number,
+    with_error,
+)
 from evo_grpo.schema.shown import short_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from evo_grpo.record.records import AgentRecord, RoundRecord
-    from evo_grpo.record.winner import SelectedAgent
+    from evo_grpo.record.summary import SelectedAgent
     from evo_grpo.types import Score
 
 VALUES_SHOWN = 5
 """The number of values of a hyperparameter up to which a schedule shows all of them."""
-#: Why a finalist of a kind wins a tie.
-_WHY = {
-    "mean": "the mean wins, since averaging usually helps",
-    "last": "an agent wins over one that trained for fewer rounds",
-}
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,12 @@ class Sentence:
 
     Attributes:
         kind: "ended" (the rule that ended the run before its last round), "result" (the winner on
-            test prompts), "passes" (the same by pass@k), "leader" (the best agent before the end),
-            "winner" (the winner, and the agent that it descends from), "schedule" (how its
-            hyperparameters moved), "choice" (the final comparison), "validation" (why that score
-            differs from the test score), "share" (its part of the training tokens), "judge" (what
-            the judge has cost), "guess" (the
-            result without evolution) or "missing" (a fact that this run does not have, and why).
+            test prompts), "rewards" (the same by reward function), "passes" (the same by pass@k),
+            "leader" (the best agent before the end), "winner" (the winner, and the agent that it
+            descends from), "schedule" (how its hyperparameters moved), "choice" (the final
+            comparison), "validation" (why that score differs from the test score), "share" (its
+            part of the training tokens), "judge" (what the judge has cost), "guess" (the result
+            without evolution) or "missing" (a fact that this run does not have, and why).
         text: The sentence, with a capital letter and a full stop. Names in it come from files:
             escape it.
     """
@@ -111,6 +114,8 @@ def _finished(
     if why := why_it_ended(summary):
         yield Sentence("ended", f"Ended early: {why}.")
     yield _result(summary)
+    if parts := _by_reward(summary):
+        yield Sentence("rewards", f"By reward: {listed(parts)}.")
     if passes := summary.get("passes"):
         yield Sentence("passes", _passes(passes))
     yield Sentence("winner", _winner(rounds, winner, alone=alone))
@@ -119,8 +124,7 @@ def _finished(
         yield Sentence(
             "choice",
             f"It won the final comparison on {measured_on(winner.final)}: "
-            f"{_scored(winner.final)} against {rivals_text(winner, rivals)}."
-            + _why_not_the_greatest(winner, rivals),
+            f"{_scored(winner.final)} against {rivals_text(winner, rivals)}.",
         )
     yield from _validation(winner, alone=alone)
     if not alone:
@@ -129,14 +133,6 @@ def _finished(
         yield Sentence("judge", _judge(judge))
     if comparison is not None:
         yield Sentence("guess", guess_sentence(comparison))
-
-
-def _why_not_the_greatest(winner: SelectedAgent, rivals: Sequence[SelectedAgent]) -> str:
-    """Return why a winner won over a finalist with a greater score; empty if there is none."""
-    own = math.nan if winner.final is None else winner.final.mean
-    if winner.kind not in _WHY or not any(r.final and r.final.mean > own for r in rivals):
-        return ""
-    return f" Where a difference may be chance, {_WHY[winner.kind]}."
 
 
 def _not_judged(
@@ -208,6 +204,17 @@ def _result(summary: Mapping[str, Any]) -> Sentence:
     return Sentence("result", f"{text}.")
 
 
+def _by_reward(summary: Mapping[str, Any]) -> list[str]:
+    """Return how each of several reward functions moved from base to winner."""
+    base, best = (summary[name].get("rewards", {}) for name in ("base", "best"))
+    return [
+        f"{name} {with_error(base[name]['mean'], base[name]['se'])} → "
+        f"{with_error(one['mean'], one['se'])}"
+        for name, one in best.items()
+        if len(best) > 1 and name in base and None not in (one["mean"], base[name]["mean"])
+    ]
+
+
 def _passes(passes: Sequence[Mapping[str, Any]]) -> str:
     parts: list[str] = []
     for one in passes:
@@ -277,23 +284,14 @@ def _schedules(
             which = "round" if len(by_hand) == 1 else "rounds"
             text = f"{own} values were changed by hand before {which} {listed(by_hand)}."
             yield Sentence("schedule", text)
-        cuts = [one for one in line if "rank_error" in one.metrics]
-        if cuts:
-            errors = [
-                f"{number(one.metrics['rank_error'], 2)} before round {one.round + 1}"
-                for one in cuts
-            ]
-            text = f"{own} adapter was cut with a relative error of {listed(errors)}."
-            yield Sentence("schedule", text)
 
 
 def _moves(line: Sequence[AgentRecord], mutable: Sequence[str]) -> str:
     """Return the values that moved along a line of ancestors, then those that could and did not."""
-    changed = dict.fromkeys(_combined(name) for one in line for name in one.mutation.changes)
-    names = [*changed, *(name for name in map(_combined, mutable) if name not in changed)]
+    changed = (name for one in line for name in one.mutation.changes)
     moved: list[str] = []
     still: list[str] = []
-    for name in dict.fromkeys(names):
+    for name in combined([*changed, *mutable]):
         values = [value for value, _ in groupby(hyperparameter(one.hparams, name) for one in line)]
         if len(values) == 1:
             still.append(f"{short_name(name)} {'at' if still else 'stayed at'} {values[0]}")
@@ -302,10 +300,6 @@ def _moves(line: Sequence[AgentRecord], mutable: Sequence[str]) -> str:
             values = [*values[: VALUES_SHOWN - 2], "…", values[-1]]
         moved.append(f"{short_name(name)} went {' → '.join(values)}")
     return ", its ".join([*moved, *still]) or "values were fixed: no hyperparameter may mutate"
-
-
-def _combined(name: str) -> str:
-    return "clip_coef" if name.startswith("clip_") else name
 
 
 def _validation(winner: SelectedAgent, *, alone: bool) -> Iterator[Sentence]:
@@ -320,21 +314,13 @@ def _validation(winner: SelectedAgent, *, alone: bool) -> Iterator[Sentence]:
     selecting = winner.final or fitness
     if alone or selecting is None or test is None or math.isnan(test.mean):
         return
-    score = "its fitness" if winner.final is None else "its score in the final comparison"
-    if number(selecting.mean, 2) == number(test.mean, 2):
-        text = f"The test score is the same as {score}."
-    elif selecting.mean > test.mean:
-        text = (
+    if number(test.mean, 2) != number(selecting.mean, 2) and test.mean < selecting.mean:
+        score = "its fitness" if winner.final is None else "its score in the final comparison"
+        yield Sentence(
+            "validation",
             f"The test score is lower than {score}: that score selected the winner, so it "
-            "overestimates it; the test prompts selected nothing."
+            "overestimates it; the test prompts selected nothing.",
         )
-    else:
-        more = " and more of them" if test.n > selecting.n else ""
-        text = (
-            f"The test score is higher than {score}: it comes from other prompts{more}. Usually it "
-            "is lower, because validation scores select the winner."
-        )
-    yield Sentence("validation", text)
 
 
 def _share(rounds: Sequence[RoundRecord], lines: Sequence[Sequence[AgentRecord]]) -> str:

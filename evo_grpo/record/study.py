@@ -5,10 +5,8 @@ Optuna takes a second to load, so only the functions that open a study import it
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -16,14 +14,13 @@ from inspect import unwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from evo_grpo.errors import ConfigError
+from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.record.config import read_config
-from evo_grpo.record.files import atomic_write, many_objects, remove, to_line
+from evo_grpo.record.files import atomic_write, many_objects, remove
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import Entry, RoundDone, RunFinished
 from evo_grpo.record.names import JOURNAL, STUDY, STUDY_ASIDES, SUMMARY
-from evo_grpo.record.records import to_json
 from evo_grpo.record.summary import read_summary
 from evo_grpo.settings.evolve import ObjectiveConfig
 from evo_grpo.settings.storage import check_driver, is_url
@@ -42,10 +39,6 @@ _NAME_CHARACTERS = 400
 """Optuna keeps names of at most 512 characters."""
 
 
-def _warn(text: str) -> None:
-    warnings.warn(text, UserWarning, stacklevel=2)
-
-
 @final
 class StudyReader:
     """Writes the trials of a run; a reader of its log (see `evo_grpo.readers.reader.Reader`).
@@ -57,30 +50,19 @@ class StudyReader:
         run: The run folder.
         run_id: Id of the run.
         url: URL of a database, as in `record.storage`; None for the file in the run folder.
-        id: Name of the study; empty at first.
-        warn: Called with a message if the run changes to another study.
+        id: Not used: the name of the study follows from the run.
 
     Attributes:
-        id: Name of the study. If the study in a database has trials of a copy of the run with other
-            results, the reader warns and changes to a study with another name.
+        id: Name of the study.
     """
 
-    def __init__(
-        self,
-        run: Path,
-        run_id: str,
-        url: str | None = None,
-        id: str = "",
-        *,
-        warn: Callable[[str], None] = _warn,
-    ) -> None:
-        self._run, self._run_id, self._url, self._warn = run, run_id, url, warn
+    def __init__(self, run: Path, run_id: str, url: str | None = None, id: str = "") -> None:
+        self._run, self._run_id, self._url = run, run_id, url
         self._config = config = read_config(run)
         journal = url is None and config.record.storage is None
         self._file = run / (JOURNAL if journal else STUDY)
-        self._name = config.name if journal else study_name(config.name, run_id)
         self._attributes = {} if journal else self._study_attributes()
-        self.id = id or self._name
+        self.id = config.name if journal else study_name(config.name, run_id)
         self._storage: RDBStorage | None = None
         self._content: Callable[[], bytes] | None = None
         self._lineage: Lineage | None = None
@@ -114,6 +96,7 @@ class StudyReader:
             EngineUnavailable: The driver of the database is not installed.
             DatabaseError: The database cannot be used; the message quotes its error.
             CheckpointError: The run folder is damaged.
+            RunDirError: The study has trials of a copy of this run with other results.
         """
         if not isinstance(entry, RoundDone | RunFinished):
             return
@@ -164,12 +147,13 @@ class StudyReader:
         # Compare the last round once more: a copy of the run may have added its trials meanwhile.
         compared = [record] if self._last is None else [self._last, record]
         if self._url is not None and any(map(lineage.conflicts_with, compared)):
-            self._change_study(record)
-            for before in read_rounds(self._run)[: record.round + 1]:
-                self._add(before)
-        else:
-            lineage.record(record)
-            self._last = record
+            raise RunDirError(
+                f"{self._run}: expected its trials in study {self.id} of {self._url}, got those of "
+                "a copy of this run with other results; write them to another database with: "
+                f"evo-grpo follow {self._run} --to {OPTUNA} --storage URL"
+            )
+        lineage.record(record)
+        self._last = record
 
     def _open(self) -> Lineage:
         from evo_grpo.record.database import connect, in_memory
@@ -182,17 +166,6 @@ class StudyReader:
         study = open_study(storage, self.id, self._attributes, further)
         self._lineage = Lineage(study, self._config.search_space())
         return self._lineage
-
-    def _change_study(self, record: RoundRecord) -> None:
-        """Change to another study, whose name is derived from the round: a retry finds it again."""
-        old, line = self.id, to_line(to_json(record), sort_keys=True)
-        digest = hashlib.sha256(f"{old} {line}".encode(errors="replace")).hexdigest()[:6]
-        self._disconnect()
-        self.id, self._last = f"{self._name}-{digest}", None
-        self._warn(
-            f"record.storage: study {old} in {self._url} holds trials of a copy of this run with "
-            f"other results; the trials of {self._run} are in study {self.id} from now on"
-        )
 
 
 def study_is_written(run: Path) -> bool:

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from evo_grpo.record.records import AgentRecord, RoundRecord
-    from evo_grpo.record.winner import SelectedAgent
+    from evo_grpo.record.summary import SelectedAgent
     from evo_grpo.schema.search_space import HyperparameterConfig
+    from evo_grpo.settings import RunConfig
 
 FEW_ENDED = 0.5
 """Share of completions that sample the end token, below which the limit of tokens is too low."""
@@ -71,8 +72,7 @@ class Trouble:
 
     Attributes:
         kind: "failed", "collapsed", "kl", "ratio_max", "clip_fraction", "sampler_gap",
-            "equal_rewards", "entropy", "cut", "dropped", "set_aside", "memory", "bound" or
-            "few_prompts".
+            "equal_rewards", "entropy", "cut", "dropped", "set_aside", "memory" or "bound".
         text: The problem; rounds count from 1. Parts of it come from files: escape it.
         remedy: The remedy, in the imperative; settings by their path in population.yaml.
         round: The first round (0-based) with the problem.
@@ -94,10 +94,7 @@ class Trouble:
 def find_trouble(
     rounds: Sequence[RoundRecord],
     winner: SelectedAgent | None = None,
-    *,
-    prompts: int = 0,
-    space: HyperparameterConfig | None = None,
-    dropout: float = 0.0,
+    settings: RunConfig | None = None,
 ) -> list[Trouble]:
     """Return the problems of a run, ordered by their first round.
 
@@ -105,20 +102,17 @@ def find_trouble(
         rounds: The finished rounds, first to last.
         winner: The winner, or before the end the best agent: its values are compared with the
             bounds of their ranges.
-        prompts: Prompts of an evaluation; 0 if they are not known.
-        space: The hyperparameters that may change, with these ranges; None if they are not known.
-        dropout: Dropout of the adapters.
+        settings: The settings of the run; None if they are not known.
     """
     found: list[Trouble] = []
     for look in (_failed, _collapsed, _signs, _equal_rewards, _entropy, _cut,
                  _left_out, _memory):  # fmt: skip
         found += look(rounds)
-    if dropout:
+    if settings is not None and settings.model.lora.dropout:
         # Training drops parts of the adapters, sampling does not: a gap is no fault of the engine.
         found = [one for one in found if one.kind != "sampler_gap"]
-    found += _few_prompts(rounds, prompts)
-    if space is not None and winner is not None:
-        found += _at_bounds(winner.record, space)
+    if settings is not None and winner is not None:
+        found += _at_bounds(winner.record, settings.search_space())
     return sorted(found, key=lambda one: one.round)
 
 
@@ -254,38 +248,13 @@ def _memory(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
             return
 
 
-def _few_prompts(rounds: Sequence[RoundRecord], wanted: int) -> Iterator[Trouble]:
-    """Yield that selection had too few prompts to tell agents apart, fewer than were asked for."""
-    compared = [
-        (record, decision)
-        for record in rounds
-        for decision in record.decisions
-        if decision.other is not None and 0 < decision.prompts < wanted
-    ]
-    # Also with a single prompt, whose error is NaN.
-    tied = [one for one in compared if not abs(one[1].difference) > 2 * one[1].error]
-    if tied:
-        record, decision = tied[0]
-        yield Trouble(
-            "few_prompts",
-            f"selection had {count(decision.prompts, 'validation prompt')} in place of {wanted}, "
-            f"and could not tell agents apart in {len(tied)} of "
-            f"{count(len(compared), 'comparison')}",
-            "add validation rows, or take more samples of each with evolve.fitness.samples",
-            record.round,
-        )
-
-
 def _at_bounds(last: AgentRecord, space: HyperparameterConfig) -> Iterator[Trouble]:
     """Yield the values of an agent that are at a bound of their range."""
     for name in space.names():
-        value = last.hparams.named().get(name)
-        bounds = {"min": space[name].min, "max": space[name].max}
-        if isinstance(value, str | bool):
+        value, ends = last.hparams.named().get(name), space[name]
+        if isinstance(value, str | bool) or ends.min == ends.max:
             continue  # a name has no bound
-        if isinstance(value, list) or value is None or bounds["min"] == bounds["max"]:
-            continue
-        for end, bound in bounds.items():
+        for end, bound in (("min", ends.min), ("max", ends.max)):
             if value == bound != 0:
                 chosen = space[name].choices is not None
                 yield Trouble(

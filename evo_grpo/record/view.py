@@ -26,13 +26,20 @@ from evo_grpo.record.config import read_settings
 from evo_grpo.record.family import FamilyMember, founders, tree
 from evo_grpo.record.files import load_json
 from evo_grpo.record.folder import config_text, expect_run, read_rounds, round_name
-from evo_grpo.record.leaderboard import leaderboard_rows
+from evo_grpo.record.leaderboard import fitness_text, leaderboard_rows, order_text
 from evo_grpo.record.names import COMPLETIONS
 from evo_grpo.record.plain import MAX_LOG_BYTES, inside, read_plain
 from evo_grpo.record.story import Sentence, tell_story
-from evo_grpo.record.summary import gain_interval, gain_sign, read_summary, score_of
+from evo_grpo.record.summary import (
+    SelectedAgent,
+    gain_interval,
+    gain_sign,
+    read_summary,
+    rivals_of,
+    score_of,
+    winner_of,
+)
 from evo_grpo.record.trouble import Trouble, find_trouble
-from evo_grpo.record.winner import SelectedAgent, rivals_of, winner_of
 from evo_grpo.record.wording import count, with_error
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings import RunConfig
@@ -135,6 +142,11 @@ class RunView:
         return leaderboard_rows(self.rounds, self.summary)
 
     @cached_property
+    def order(self) -> str:
+        """How the leaderboard is ordered and what its fitness is, where that is unusual."""
+        return f"{order_text(self.leaderboard)} {fitness_text(self.rounds)}".strip()
+
+    @cached_property
     def family(self) -> tuple[FamilyMember, ...]:
         """The members without a parent, each with its offspring; then a mean that won."""
         return (*tree(self.rounds), *self._mean())
@@ -180,16 +192,7 @@ class RunView:
     @cached_property
     def troubles(self) -> list[Trouble]:
         """The problems of the run, with their remedies."""
-        own = self.settings
-        if own is None:
-            return find_trouble(self.rounds, self.winner)
-        return find_trouble(
-            self.rounds,
-            self.winner,
-            prompts=own.evolve.fitness.prompts,
-            space=own.search_space(),
-            dropout=own.model.lora.dropout,
-        )
+        return find_trouble(self.rounds, self.winner, self.settings)
 
     @property
     def played(self) -> Iterator[AgentRecord]:

@@ -30,6 +30,10 @@ class Metric:
 
 REWARD_OF = "reward/"
 """Prefix of the metric of one of several reward functions; the function's name follows."""
+VALIDATION = "validation/"
+"""Prefix of the metric of one of several reward functions on validation prompts."""
+LOGGED = "logged/"
+"""Prefix of what a reward function in TRL's style logged with `log_metric`."""
 HYPERPARAMETER = "hyperparameters/"
 """Prefix of the metric of a hyperparameter."""
 OBJECTIVE = "objective_"
@@ -43,6 +47,13 @@ OF_STEPS = (
         f"{REWARD_OF}<function>",
         "Mean reward of one of several reward functions, without its weight; left out in a step "
         "in which it abstained from all completions.",
+        "",
+        "step",
+        "mean",
+    ),
+    Metric(
+        f"{LOGGED}<name>",
+        "Mean of what reward functions with `env.reward_style: trl` logged by `log_metric`.",
         "",
         "step",
         "mean",
@@ -137,6 +148,12 @@ OF_ROUNDS = (
         f"{OBJECTIVE}<name>",
         "Mean of an objective beside fitness on the validation prompts, and with `_se` behind its "
         "name the standard error of it.",
+        "",
+        "round",
+    ),
+    Metric(
+        f"{VALIDATION}<function>",
+        "Mean of one of several reward functions on the validation prompts, without its weight.",
         "",
         "round",
     ),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from evo_grpo.schema.shown import short_name, shown_value
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from evo_grpo.schema.hparams import Hparams, Value
     from evo_grpo.types import Score
@@ -51,6 +51,11 @@ def listed(parts: Sequence[object]) -> str:
     """Return an enumeration: "1", "1 and 2", "1, 2 and 3"."""
     words = [str(part) for part in parts]
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def combined(names: Iterable[str]) -> list[str]:
+    """Return hyperparameters, each once, with clip_coef in place of its two ends."""
+    return list(dict.fromkeys("clip_coef" if n.startswith("clip_") else n for n in names))
 
 
 def hyperparameter(hparams: Hparams, name: str) -> str:

@@ -1,9 +1,10 @@
-"""The interface of rollout engines: sample completions for many agents in one call."""
+"""The interface of rollout engines, which sample completions for many agents in one call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pkgutil import resolve_name
 
 from evo_grpo.errors import ModelError, PromptTooLongError, ShapeError
 from evo_grpo.model.lora.slots import AdapterSlots
@@ -150,3 +151,26 @@ another adapter of the same name. Engines read `settings.engine`, and the contex
 `settings.algorithm.max_model_len`. A factory raises ModelError if the engine cannot run the base
 model, and EngineUnavailable if a package that it needs is not installed.
 """
+
+
+def engine_class(engine: EngineConfig) -> type[RolloutEngine]:
+    """Return the class of the selected engine, which is imported now: some load large packages.
+
+    `ENGINES` in `evo_grpo/settings/engine.py` is the table of engines.
+    """
+    return resolve_name(engine.rollout_settings.implementation)
+
+
+def make_engine(slots: AdapterSlots, settings: AgentSettings) -> RolloutEngine:
+    """Make the selected engine; an `EngineFactory`."""
+    factory: EngineFactory = resolve_name(settings.engine.rollout_settings.implementation)
+    return factory(slots, settings)
+
+
+def check_engine(engine: EngineConfig) -> None:
+    """Check that the selected engine can be used, before a model is loaded or a file is written.
+
+    Raises:
+        EngineUnavailable: The engine is not installed.
+    """
+    engine_class(engine).check(engine)

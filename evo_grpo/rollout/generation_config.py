@@ -8,36 +8,40 @@ instance, still has a probability under the policy, so the ratio would compare o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from evo_grpo.model.base import SharedBase
+from evo_grpo.schema.validation import shown
 from evo_grpo.settings.algorithm import AlgorithmConfig
 
 _UNSET: tuple[Any, ...] = (None, [], (), {})
-#: Option -> its neutral value and the effect of another value in `generate`, in the order of
-#: transformers.
-_ACTS: Mapping[str, tuple[object, str]] = {
-    "guidance_scale": (1, "mixes in the logits of an empty prompt"),
-    "sequence_bias": (None, "adds to the logits of some sequences"),
-    # The prompt is the encoder's input to `generate`, also of a model that has no encoder.
-    "encoder_repetition_penalty": (1, "favours or avoids the tokens of the prompt"),
-    "no_repeat_ngram_size": (0, "repeats no n-gram of prompt and completion"),
-    "encoder_no_repeat_ngram_size": (0, "repeats no n-gram of the prompt"),
-    "bad_words_ids": (None, "never completes some sequences"),
-    "forced_bos_token_id": (None, "forces the token after a prompt of one token"),
-    "forced_eos_token_id": (None, "forces the last token"),
-    "exponential_decay_length_penalty": (None, "raises the end token from some length on"),
-    "suppress_tokens": (None, "never samples some tokens"),
-    "begin_suppress_tokens": (None, "never begins with some tokens"),
-    "watermarking_config": (None, "favours some tokens as a watermark"),
+#: Options that no setting stands for -> the value with which each does nothing. The prompt is the
+#: encoder's input to `generate`, also of a model that has no encoder.
+_ACTS: Mapping[str, object] = {
+    "guidance_scale": 1,
+    "sequence_bias": None,
+    "encoder_repetition_penalty": 1,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "watermarking_config": None,
+    "constraints": None,
+    "force_words_ids": None,
+    "num_beams": 1,
+    "dola_layers": None,
 }
 #: The same for options that act only with `do_sample`.
-_SAMPLES: Mapping[str, tuple[object, str]] = {
-    "top_h": (None, "samples from a set of bounded entropy"),
-    "typical_p": (1, "samples from the locally typical tokens"),
-    "epsilon_cutoff": (0, "samples no token below this probability"),
-    "eta_cutoff": (0, "samples no token below a cutoff that follows the entropy"),
+_SAMPLES: Mapping[str, object] = {
+    "top_h": None,
+    "typical_p": 1,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
 }
 
 
@@ -49,72 +53,41 @@ def warn_of_processors(base: SharedBase, algorithm: AlgorithmConfig, mutates: bo
         algorithm: The sampling settings that rollouts do apply.
         mutates: Whether the repetition penalty is a hyperparameter that mutates.
     """
-    config = getattr(base.model, "generation_config", None)
-    if config is None:
-        return
+    config: Any = getattr(base.model, "generation_config", None)
+
+    def value_of(name: str) -> Any:  # noqa: ANN401 -- of any option, in any release
+        return getattr(config, name, None)
+
+    samples = bool(value_of("do_sample"))
     found = [
-        *_searches(config),
-        *_without_setting(config),
-        *_set_otherwise(config, algorithm, mutates=mutates),
+        f"{name}={shown(value_of(name))}"
+        for name, neutral in {**_ACTS, **(_SAMPLES if samples else {})}.items()
+        if value_of(name) not in _UNSET and value_of(name) != neutral
     ]
+    # Contrastive search; the default top_k of `generate` is 50.
+    if not samples and (value_of("penalty_alpha") or 0) > 0 and value_of("top_k") != 1:
+        found.append(f"penalty_alpha={value_of('penalty_alpha')}")
+    strings: Any = value_of("stop_strings") or []
+    strings = [strings] if isinstance(strings, str) else strings
+    # The setting that each of these options has, and whether that does the same.
+    least, penalty = algorithm.min_output_tokens, algorithm.repetition_penalty
+    for name, setting, same in (
+        (
+            "repetition_penalty",
+            "repetition_penalty",
+            mutates or value_of("repetition_penalty") in (None, 1, penalty),
+        ),
+        ("min_length", "min_output_tokens", (value_of("min_length") or 0) <= least),
+        ("min_new_tokens", "min_output_tokens", (value_of("min_new_tokens") or 0) <= least),
+        ("stop_strings", "stop", set(strings) <= set(algorithm.stop)),
+    ):
+        if not same:
+            found.append(f"{name}={shown(value_of(name))} (the setting is algorithm.{setting})")
     if found:
         warnings.warn(
             f"generation_config of {base.name!r}: rollouts follow the settings of the run and "
-            f"ignore that generate {'; '.join(found)}. Set these options to None in the model's "
-            "generation_config; otherwise the trained model answers differently under generate "
-            "than in training",
+            f"ignore {', '.join(found)}; set these options to None there, or the trained model "
+            "answers differently under generate than in training",
             UserWarning,
             stacklevel=4,
         )
-
-
-def _searches(config: Any) -> Iterator[str]:  # noqa: ANN401 -- a GenerationConfig, of any release
-    """Yield the ways in which `generate` searches instead of sampling token by token."""
-    for name in ("constraints", "force_words_ids"):
-        if getattr(config, name, None) is not None:
-            yield f"searches for completions that hold some tokens ({name})"
-    beams: Any = getattr(config, "num_beams", None) or 1
-    if beams > 1:
-        yield f"searches with {beams} beams (num_beams)"
-        groups: Any = getattr(config, "num_beam_groups", None) or 1
-        if groups > 1:
-            yield f"keeps {groups} groups of beams apart (num_beam_groups)"
-        return
-    # The default top_k of `generate` is 50.
-    several = getattr(config, "top_k", None)
-    contrasts = (getattr(config, "penalty_alpha", None) or 0) > 0
-    if contrasts and not getattr(config, "do_sample", None) and (several is None or several > 1):
-        yield "prefers likely tokens that differ from the text so far (penalty_alpha)"
-    if getattr(config, "dola_layers", None) is not None:
-        yield "contrasts the logits of several layers (dola_layers)"
-
-
-def _without_setting(config: Any) -> Iterator[str]:  # noqa: ANN401 -- as above
-    """Yield the options that have no corresponding setting."""
-    samples = bool(getattr(config, "do_sample", None))
-    for name, (neutral, effect) in {**_ACTS, **(_SAMPLES if samples else {})}.items():
-        value: Any = getattr(config, name, None)
-        if value not in _UNSET and value != neutral:
-            yield f"{effect} ({name})"
-
-
-def _set_otherwise(config: Any, algorithm: AlgorithmConfig, *, mutates: bool) -> Iterator[str]:  # noqa: ANN401 -- as above
-    """Yield the options whose corresponding setting has another value."""
-    penalty: Any = getattr(config, "repetition_penalty", None)
-    own = algorithm.repetition_penalty
-    if penalty not in (None, 1, own) and not mutates:
-        yield (
-            f"divides the logits of tokens seen before by {penalty} (repetition_penalty; the "
-            f"setting of that name is {own})"
-        )
-    for name in ("min_length", "min_new_tokens"):
-        least: Any = getattr(config, name, None) or 0
-        if least > algorithm.min_output_tokens:
-            yield (
-                f"ends after {least} tokens at the earliest ({name}; min_output_tokens is "
-                f"{algorithm.min_output_tokens})"
-            )
-    strings: Any = getattr(config, "stop_strings", None) or []
-    wanted = [strings] if isinstance(strings, str) else list(strings)
-    if missing := [one for one in wanted if one not in algorithm.stop]:
-        yield f"stops at {missing!r} (stop_strings; set algorithm.stop)"

@@ -24,7 +24,7 @@ from pydantic_core import PydanticUndefined
 
 from evo_grpo.schema.messages import REMEDY, describe, shown
 from evo_grpo.schema.problems import Path, Problem, Problems
-from evo_grpo.schema.validation import plain_number, unwritable
+from evo_grpo.schema.validation import is_number, plain_number, unwritable
 
 MUTATES = "mutates"
 MOST_LEVELS = 60
@@ -185,6 +185,22 @@ def one_or_several(value: object) -> object:
     for item in items:
         _writable(str(item))
     return value if isinstance(value, str) else items
+
+
+def pair(
+    good: Callable[[float, float], bool], expected: str, *, or_none: bool = False
+) -> BeforeValidator:
+    """Return a validator that accepts two numbers, as a list or a tuple, for which `good` holds."""
+
+    def check(value: object) -> object:
+        items = cast("list[Any]", list(value)) if isinstance(value, list | tuple) else []
+        if len(items) == 2 and all(map(is_number, items)) and good(*items):
+            return tuple(float(item) for item in items)
+        if value is None and or_none:
+            return None
+        raise ValueError(expected)
+
+    return BeforeValidator(check)
 
 
 def as_list(value: object) -> object:

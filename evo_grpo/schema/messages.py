@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import date
 from types import UnionType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -62,9 +62,6 @@ OTHER_NAMES: dict[str, str] = {
     "pop_size": "population.size",
 }
 """Names of settings in other libraries -> the paths in population.yaml here."""
-
-OTHER_MEANINGS = {"per_device_train_batch_size": "which counts prompts, not completions"}
-"""Names of settings in other libraries -> what the setting here counts instead."""
 
 _NOUNS: dict[str, str] = {
     "bool_type": "true or false",
@@ -132,7 +129,7 @@ def unknown_key(root: type[BaseModel], group: type[BaseModel] | None, path: Path
     """Return the message for an unknown key, with the nearest key or the right place."""
     names = list(group.model_fields) if group is not None else []
     key = str(path[-1])
-    elsewhere = [p for p in leaves(root) if p[-1] == key]
+    elsewhere = dict.fromkeys(p for p in leaves(root) if p[-1] == key)
     if (other := other_name(key, names)) is not None:
         return f"unknown key; here it is {other}."
     if near := nearest(key, names):
@@ -156,28 +153,29 @@ def other_name(key: str, names: Collection[str]) -> str | None:
     if path is None:
         return None
     name = path.rpartition(".")[2]
-    meaning = f", {OTHER_MEANINGS[key]}" if key in OTHER_MEANINGS else ""
-    return f"{name if name in names else path}{meaning}"
+    return name if name in names else path
 
 
-def groups_in(annotation: object) -> Iterator[type[BaseModel]]:
-    """Yield the groups that an annotation such as `dict[str, Range]` or `Group | None` holds."""
+def groups_in(annotation: object, *, values: bool = True) -> Iterator[type[BaseModel]]:
+    """Yield the groups that an annotation such as `Group | None` holds.
+
+    With `values` also those that are values of a mapping or a list, as in `dict[str, Range]`.
+    """
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-    for argument in get_args(annotation):
-        yield from groups_in(argument)
+    if values or get_origin(annotation) not in (dict, list, tuple):
+        for argument in get_args(annotation):
+            yield from groups_in(argument, values=values)
 
 
 def leaves(group: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the path of every plain setting below a group."""
+    """Yield the path of every plain setting below a group, of a union those of each member."""
     for name, field in group.model_fields.items():
-        inner = None
-        if getattr(field.annotation, "__origin__", None) is None:
-            inner = next(groups_in(field.annotation), None)
-        if inner is None:
+        groups = list(groups_in(field.annotation, values=False))
+        if not groups:
             yield (*path, name)
-        else:
-            yield from leaves(inner, (*path, name))
+        for one in groups:
+            yield from leaves(one, (*path, name))
 
 
 def _problems(found: ErrorDetails, root: type[BaseModel]) -> Iterator[Problem]:
@@ -325,10 +323,6 @@ def _remedy(field: FieldInfo | None) -> str:
 
 
 def _missing(group: type[BaseModel] | None, path: Path) -> str:
-    if path == ("model",):
-        return "missing; expected a model, for instance model: tiny-sums"
-    if path == ("env",):
-        return "missing; expected a task, for instance env: sums"
     field = group.model_fields.get(str(path[-1])) if group is not None else None
     meaning = (field.description or "").rstrip(".") if field is not None else ""
     return f"missing; expected {meaning[:1].lower()}{meaning[1:]}" if meaning else "missing"

@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.schema.group import Group, setting, wrong_keys
+from evo_grpo.schema.group import Group, pair, setting, wrong_keys
 from evo_grpo.schema.hparams import (
     CLIP_ENDS,
     DRAWN_AT_START,
@@ -26,7 +26,6 @@ from evo_grpo.schema.hparams import (
     MUTABLE,
     REWARD_WEIGHT,
     SCHEDULE,
-    WARMUP,
     Hparams,
     Value,
     has_no_order,
@@ -35,7 +34,6 @@ from evo_grpo.schema.hparams import (
 )
 from evo_grpo.schema.messages import other_name, shown
 from evo_grpo.schema.problems import MOST_PROBLEMS, Problem, Problems, nearest, refuse
-from evo_grpo.schema.shown import shown_value
 from evo_grpo.schema.validation import is_number
 
 Choices = tuple[Value, ...]
@@ -43,36 +41,12 @@ Choices = tuple[Value, ...]
 CLIPS = ("clip_coef", *CLIP_ENDS)
 ROUNDING = 1e-12
 """Tolerance of a range for rounding: 1 - 0.8 is not exactly 0.2."""
-_SHARED = ("model", "quantization", "quantize", "dtype", "env", "engine", "base", "rollout")
-"""Groups and settings, by which people try to search what all agents share."""
-_ALSO_CALLED = {
-    f"{LORA}r": ("rank", "r", "lora_r", "lora_rank"),
-    f"{LORA}alpha": ("alpha", "lora_alpha"),
-    f"{LORA}target_modules": ("target_modules", "modules", "targets", "target_sets"),
-    WARMUP: ("warmup", "warmup_proportion", "warmup_ratio", "warmup_steps"),
-    "adam_beta1": ("beta1",),
-    "adam_beta2": ("beta2", "betas"),
-}
-_BY_OTHER_NAME = {other: name for name, others in _ALSO_CALLED.items() for other in others}
-"""What people call a hyperparameter, with or without its group before it."""
 DECADE = 10.0
 """Factor by which lr may move in either direction when no range is given."""
 
 
 def _type_name(value: object) -> object:
     return {int: "int", float: "float"}.get(value, value) if isinstance(value, type) else value
-
-
-def _pair(value: object) -> object:
-    """Accept two numbers, the lower one first, as a tuple or a list."""
-    if value is None:
-        return None
-    if isinstance(value, list | tuple):
-        items = cast("list[object]", list(value))
-        numbers = [n for n in items if isinstance(n, int | float) and not isinstance(n, bool)]
-        if len(numbers) == len(items) == 2 and numbers[0] <= numbers[1]:
-            return tuple(float(n) for n in numbers)
-    raise ValueError("two numbers [low, high] with low <= high, or null")
 
 
 def _choices(value: object) -> object:
@@ -87,15 +61,18 @@ def _choices(value: object) -> object:
         elif all(map(is_number, items)):
             found = sorted(cast("list[float]", items))
         else:
-            lists = any(isinstance(one, list | tuple) for one in items)
-            hint = " (lists of layers by their names in model.lora.target_sets)" if lists else ""
-            raise ValueError(f"names alone, numbers alone, or true and false{hint}")
+            raise ValueError("names alone, numbers alone, or true and false")
         if len(set(found)) == len(found):
             return tuple(found)
-        twice = next(one for place, one in enumerate(found) if one in found[:place])
-        named = plain_choice(twice) if isinstance(twice, bool) else repr(twice)
-        raise ValueError(f"each choice once, but {named} is there twice")
+        raise ValueError("each choice once")
     raise ValueError("a list of names or of numbers, or of true and false")
+
+
+_Start = pair(
+    lambda low, high: low <= high,
+    "two numbers [low, high] with low <= high, or null",
+    or_none=True,
+)
 
 
 class RLParameter(Group):
@@ -124,7 +101,7 @@ class RLParameter(Group):
     )
     shrink_factor: float = setting(0.8, "Factor of a mutation that lowers the value.", gt=0, lt=1)
     grow_factor: float = setting(1.2, "Factor of a mutation that raises the value.", gt=1)
-    start: Annotated[tuple[float, float] | None, BeforeValidator(_pair)] = setting(
+    start: Annotated[tuple[float, float] | None, _Start] = setting(
         None,
         "`[low, high]` inside the range. The first population is drawn from it; mutations move "
         "between `min` and `max`. null draws from the whole range.",
@@ -143,9 +120,6 @@ class RLParameter(Group):
             text = f"RLParameter: expected at most {', '.join(names)}, got {len(values)} values"
             raise ConfigError(f"{text}; leave the last ones out")
         given = dict(zip(names, values, strict=False))
-        if twice := [name for name in given if name in settings]:
-            text = f"RLParameter: {twice[0]}: expected it once, got it by position and by name"
-            raise ConfigError(f"{text}; remove one")
         super().__init__(**given, **settings)
 
     @model_validator(mode="after")
@@ -342,14 +316,8 @@ class HyperparameterConfig:
         return hash(tuple(self.parameters.items()))
 
     def __repr__(self) -> str:
-        shown: list[str] = []
-        for name, p in self.parameters.items():
-            if p.choices is not None:
-                shown.append(f"{name}=RLParameter(choices={list(p.choices)})")
-                continue
-            start = "" if p.start is None else f", start=({p.start[0]:g}, {p.start[1]:g})"
-            shown.append(f"{name}=RLParameter(min={p.min:g}, max={p.max:g}{start})")
-        return f"HyperparameterConfig({', '.join(shown)})"
+        ranges = ", ".join(f"{name}={one!r}" for name, one in self.parameters.items())
+        return f"HyperparameterConfig({ranges})"
 
 
 def _one_by_one(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -378,13 +346,7 @@ def default_ranges(lr: float) -> dict[str, RLParameter]:
 def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
     """Return a range with the type of its hyperparameter; both ends are valid values."""
     if not is_mutable(name):
-        if name.partition(".")[0] in _SHARED:
-            raise Problems.one(
-                "expected a hyperparameter of an agent; all agents share one base model, its "
-                "precision and quantization, the task and each pass: give the run one value"
-            )
-        known = name.removeprefix(LORA).removeprefix(SCHEDULE)
-        near, other = _BY_OTHER_NAME.get(known, nearest(name, MUTABLE)), other_name(name, MUTABLE)
+        near, other = nearest(name, MUTABLE), other_name(name, MUTABLE)
         hint = f" Did you mean {near!r}?" if near else ""
         hint = f" Here it is {other}." if other in MUTABLE else hint
         raise Problems.one(
@@ -392,13 +354,7 @@ def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
             f"{REWARD_WEIGHT}<name of a reward function>"
         )
     if not isinstance(given, RLParameter | Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
-        ends = cast("list[object]", list(given)) if isinstance(given, list | tuple) else []
-        if len(ends) != 2 or not all(map(is_number, ends)):
-            ends = [1e-6, 3e-4]
-        text = (
-            f"expected a range, a mapping with min and max, got {shown(given)}; write "
-            f"{{min: {shown_value(ends[0])}, max: {shown_value(ends[1])}}}"
-        )
+        text = f"expected a range, got {shown(given)}; write {{min: 1e-6, max: 3e-4}}"
         if has_no_order(name):
             known = "true, false" if type_of(name) is bool else "..."
             text = f"expected {{choices: [{known}]}}, got {shown(given)}; name the possible values"

@@ -33,6 +33,7 @@ from evo_grpo.settings.loss import level_problems
 from evo_grpo.settings.model import ModelConfig
 from evo_grpo.settings.population import PopulationConfig
 from evo_grpo.settings.prompting import prompt_problems
+from evo_grpo.settings.rewards import JudgeReward
 
 
 class DoubtfulSetting(UserWarning):
@@ -59,6 +60,12 @@ def run_problems(
     """Yield contradictions among the settings of a run, with their YAML paths."""
     yield from below(_env(env), "env")
     yield from below(_counts(population, evolve), "population")
+    judges = [one for one in env.rewards if isinstance(one, JudgeReward)]
+    free = not any(one.input_price or one.output_price for one in judges)
+    cost = population.stop.judge_cost is not None and free and not env.objects()
+    priced = "a judge with a price (input_price, output_price) in env.reward"
+    row = ("stop.judge_cost", cost, priced, "add the prices, or remove the rule")
+    yield from below(contradictions(population, row), "population")
     space = search_space(evolve.hyperparameters, algorithm.hparams())
     first = algorithm.first_hparams(space, model.lora.rank_alpha)
     yield from below(fitness_problems(space, evolve.fitness), "evolve", "fitness")
@@ -206,31 +213,13 @@ def doubtful_settings(
     evolve: EvolveConfig,
     engine: EngineConfig,
 ) -> Iterator[str]:
-    """Yield a sentence for each valid but doubtful combination of settings.
-
-    Settings without any effect are found by `evo_grpo.settings.without_effect`.
-    """
+    """Yield a sentence for each valid but doubtful combination of settings."""
     space = search_space(evolve.hyperparameters, algorithm.hparams())
-    several, same = population.size > 1, isinstance(population.init, str) and not space
-    never = population.rounds == 1 and evolve.selection.kind != "none"
-    others, size = "sharded" if engine.zero == 3 else "replicated", population.size
-    if several and same:
+    if population.size > 1 and isinstance(population.init, str) and not space:
         yield "evolve.hyperparameters is empty, so all agents train alike; leave it out"
     yield from _uneven_rows(population, algorithm, space)
-    if several and never:
-        yield "population.rounds is 1: selection and mutation happen between rounds, so never here"
     if why := divides_quantized(engine):
         yield why
-    if engine.zero is not None:
-        yield (
-            f"engine.zero {engine.zero}: agents take turns, so a step of {size} agents takes "
-            f"{size} steps of one agent; zero: null with base: {others} trains them all at once"
-        )
-    if engine.base == "sharded" and engine.shards == 1:
-        yield (
-            "engine.base sharded saves nothing with engine.shards 1, where one process has all of "
-            "it; set engine.shards to the number of processes"
-        )
 
 
 def _uneven_rows(

@@ -65,6 +65,12 @@ class RewardCalls(Group):
         "Effect of an exception in a reward function, or of a result that is not a number: `stop` "
         "ends the run, `set_aside` sets the group aside; see `reward_failures`.",
     )
+    reward_style: Literal["trl"] | None = setting(
+        None,
+        "`trl` calls reward functions as TRL's GRPOTrainer does, once for each agent: with "
+        "`prompts` and `completions` (messages, where the model gets a conversation), "
+        "`completion_ids`, all columns, `trainer_state`, `log_metric` and `log_extra`.",
+    )
     isolate: Literal["process"] | None = setting(
         None,
         "`process` calls reward functions in a separate process, which is stopped if one hangs and "
@@ -143,6 +149,7 @@ class EnvConfig(Group):
     reward_timeout: float | None = same_as(RewardCalls, "reward_timeout")
     reward_failures: float = same_as(RewardCalls, "reward_failures")
     reward_errors: Literal["stop", "set_aside"] = same_as(RewardCalls, "reward_errors")
+    reward_style: Literal["trl"] | None = same_as(RewardCalls, "reward_style")
     isolate: Literal["process"] | None = same_as(RewardCalls, "isolate")
 
     @property

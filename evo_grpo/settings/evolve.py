@@ -104,7 +104,7 @@ class FitnessConfig(Group):
         "Validation prompts of a round after which nothing is decided. 0 samples none: the fitness "
         "of such a round is the mean reward of its training. null: 0 where agents train as fitness "
         "measures (the same rewards, prompt, temperature and lengths), else 8; and `prompts` with "
-        "`population.stop.fitness` or `patience`. A run records the number.",
+        "`population.stop.fitness`, `rewards` or `patience`. A run records the number.",
         ge=0,
     )
     racing: float = setting(

@@ -16,9 +16,6 @@ from evo_grpo.settings.algorithm import AlgorithmConfig
 from evo_grpo.settings.model import ModelConfig
 from evo_grpo.sources import embedded_models
 
-SHOWN = 3
-"""Most values in a warning."""
-
 
 class UsualLR(NamedTuple):
     """The usual lr of a kind of model.
@@ -72,7 +69,7 @@ def unusual_lr(
     begin: Iterable[Hparams],
     ranges: Mapping[str, RLParameter] | None,
 ) -> str | None:
-    """Return one sentence if an lr that was given is far from usual; None otherwise.
+    """Return one sentence about the first lr that was given and is far from usual; None for none.
 
     Args:
         model: The model; None stands for a transformers module.
@@ -92,14 +89,11 @@ def unusual_lr(
     if (span := (ranges or {}).get("lr")) is not None:
         name = "evolve.hyperparameters.lr"
         given |= {f"{name}.min": span.min, f"{name}.max": span.max}
-    far = [f"{name} {shown_value(lr)}" for name, lr in given.items() if not low <= lr <= high]
-    if not far:
+    far = (f"{name} {shown_value(lr)}" for name, lr in given.items() if not low <= lr <= high)
+    if (first_far := next(far, None)) is None:
         return None
-    verb = "is" if len(far) == 1 else "are"
-    if len(far) > SHOWN:
-        far[SHOWN:] = [f"and {len(far) - SHOWN} more"]
     return (
-        f"{', '.join(far)} {verb} far from the usual lr of {usual.models}, "
+        f"{first_far} is far from the usual lr of {usual.models}, "
         f"{shown_value(usual.low)} to {shown_value(usual.high)}: agents may learn nothing, or "
         f"collapse; leave lr and its range out to search there from {shown_value(usual.lr)}"
     )

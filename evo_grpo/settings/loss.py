@@ -3,11 +3,11 @@
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self, cast
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import model_validator
 
-from evo_grpo.schema.group import Group, computable, contradictions, same_as, setting
+from evo_grpo.schema.group import Group, computable, contradictions, pair, same_as, setting
 from evo_grpo.schema.hparams import (
     ClipCoef,
     Factor,
@@ -25,17 +25,13 @@ SamplerCorrection = Literal[
 ]
 
 
-def _pair(value: object) -> object:
-    """Accept two numbers >= 0, also as a list, as YAML and JSON have them."""
-    if isinstance(value, list | tuple):
-        items = cast("list[object]", list(value))
-        numbers = [n for n in items if isinstance(n, int | float) and not isinstance(n, bool)]
-        if len(numbers) == len(items) == 2 and all(0 <= n <= MOST for n in numbers):
-            return tuple(float(n) for n in numbers)
-    raise ValueError(f"two finite numbers from 0 to {MOST:g}, k and lambda")
-
-
-Pair = Annotated[tuple[float, float], BeforeValidator(_pair)]
+Pair = Annotated[
+    tuple[float, float],
+    pair(
+        lambda k, scale: 0 <= k <= MOST and 0 <= scale <= MOST,
+        f"two finite numbers from 0 to {MOST:g}, k and lambda",
+    ),
+]
 Cap = Annotated[float, computable(LEAST)]
 
 

@@ -5,7 +5,7 @@
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Self, cast
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import BeforeValidator
 
 from evo_grpo.schema.group import (
     Group,
@@ -41,16 +41,6 @@ def _named(value: object) -> object:
     raise ValueError("a mapping of names to layers, such as {attention: [q_proj, v_proj]}")
 
 
-def _different(sets: dict[str, str | list[str]]) -> dict[str, str | list[str]]:
-    """Check that no two sets have equal layers."""
-    known: dict[object, str] = {}
-    for name, own in sets.items():
-        other = known.setdefault(own if isinstance(own, str) else frozenset(own), name)
-        if other != name:
-            raise ValueError(f"sets that differ, but {other!r} and {name!r} have the same layers")
-    return sets
-
-
 def _ranks(value: object) -> object:
     return _by_name(value, lambda rank: type(rank) is int and rank >= 1, "an integer >= 1")
 
@@ -81,7 +71,7 @@ def _by_name(value: object, good: Callable[[Any], bool], expected: str) -> objec
 
 Modules = Annotated[str | list[str], BeforeValidator(_modules)]
 NoModules = Annotated[str | list[str] | None, BeforeValidator(_no_modules)]
-TargetSets = Annotated[dict[str, Modules], BeforeValidator(_named), AfterValidator(_different)]
+TargetSets = Annotated[dict[str, Modules], BeforeValidator(_named)]
 Ranks = Annotated[dict[str, int], BeforeValidator(_ranks)]
 Alphas = Annotated[dict[str, float], BeforeValidator(_alphas)]
 Scale = Annotated[float | None, computable(LEAST, MOST)]

@@ -97,7 +97,10 @@ def read_text(path: Path) -> str:
     """Return the content of a YAML file of at most `MAX_YAML_BYTES`."""
     try:
         if path.is_dir():
-            raise ConfigError(f"{path}: expected a YAML file, got a folder")
+            raise ConfigError(
+                f"{path}: expected a YAML file, got a folder; name the file in it, or continue "
+                f"a run with: evo-grpo resume {path}"
+            )
         with path.open("rb") as file:  # read no further than needed: it may be a device
             data = file.read(MAX_YAML_BYTES + 1)
     except FileNotFoundError:

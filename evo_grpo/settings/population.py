@@ -95,7 +95,14 @@ class StopConfig(Group):
     """Rules that end training before the last round; the first that holds ends it."""
 
     fitness: float | None = setting(
-        None, "Stop when the best fitness of a round is at least this value; null: no such rule."
+        None,
+        "Stop when the fitness of an agent is surely at least this value: when the lower end of "
+        "its 95% interval over the validation prompts of a round is. null: no such rule.",
+    )
+    rewards: dict[str, float] = setting(
+        factory=dict[str, float],
+        meaning="Stop when one agent surely reaches the value of each reward function named, by "
+        "the same interval of its mean without weights, for instance `{exact: 0.9}`.",
     )
     patience: int | None = setting(
         None,
@@ -112,6 +119,12 @@ class StopConfig(Group):
     tokens: float | None = setting(
         None, "Stop when this many tokens were sampled in training and evaluation.", gt=0
     )
+    judge_cost: float | None = setting(
+        None,
+        "Stop when the judges of the run have cost this much, by their prices; the comparison with "
+        "the base at the end asks them once more.",
+        gt=0,
+    )
     no_signal: int | None = setting(
         3,
         "Stop when no agent had a group to learn from, one whose completions got different "
@@ -122,7 +135,7 @@ class StopConfig(Group):
     @property
     def is_empty(self) -> bool:
         """Whether no rule is set."""
-        return all(value is None for _, value in self)
+        return all(value in (None, {}) for _, value in self)
 
 
 class PopulationConfig(Group):

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import AfterValidator, BeforeValidator, model_validator
+from pydantic import BeforeValidator, model_validator
 
 from evo_grpo.schema.group import Group, PlainMapping, plain, recorded, setting
 from evo_grpo.schema.problems import Problem, Problems, unknown_name
@@ -24,24 +24,6 @@ def _examples(value: object) -> object:
     if not rows or not all(isinstance(row, Mapping) for row in rows):
         raise ValueError("an integer >= 1, or a list of rows, each a mapping of column to value")
     return recorded(plain(value))
-
-
-#: Keywords that a prompt gives the template itself, and those of tokenization.
-_OWN_KEYWORDS = (
-    *("messages", "conversation", "chat_template", "add_generation_prompt"),
-    *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
-    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
-)
-
-
-def _keywords(value: object) -> object:
-    for name in cast("Mapping[str, object]", value) if isinstance(value, Mapping) else ():
-        if name in _OWN_KEYWORDS:
-            raise ValueError(
-                "keywords that the template itself reads, such as enable_thinking, and not "
-                f"{name}, which evo-grpo sets"
-            )
-    return value
 
 
 class FewShot(Group):
@@ -112,20 +94,8 @@ def prompt_problems(space: HyperparameterConfig, known: Sequence[str]) -> Iterat
             yield Problem(("prompt", "choices"), unknown_name(str(one), known, PROMPTS))
 
 
-_MISSING = frozenset(
-    {"#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>"}
-    | {"N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"}
-)
-"""Texts that pandas reads from a table, such as leaderboard.csv, as a missing value."""
-
-
 def _prompts(value: object) -> object:
     names = list(cast("Mapping[object, object]", value)) if isinstance(value, Mapping) else []
-    for name in names:
-        if isinstance(name, str) and name in _MISSING:
-            raise ValueError(
-                f"another name than {name!r}, which reads as a missing value in leaderboard.csv"
-            )
     if value is None or (names and all(names)):
         return value
     raise ValueError('a mapping of at least one name to a prompt, such as {short: "Be brief."}')
@@ -149,7 +119,7 @@ class PromptSettings(Group):
     few_shot: FewShot | None = setting(
         None, "Solved examples in front of each question; null has none."
     )
-    chat_template_kwargs: Annotated[PlainMapping, AfterValidator(_keywords)] = setting(
+    chat_template_kwargs: PlainMapping = setting(
         factory=dict[str, Any],
         meaning="Keyword arguments of the tokenizer's chat template, for instance "
         "`{enable_thinking: false}` for Qwen3.",

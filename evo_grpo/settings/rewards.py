@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, model_validator
 
-from evo_grpo.schema.group import Group, PlainMapping, contradictions, setting
+from evo_grpo.schema.group import Group, PlainMapping, contradictions, pair, setting
 from evo_grpo.schema.messages import shown
 from evo_grpo.schema.problems import Path, Problem, Problems, nearest, refuse
 from evo_grpo.schema.validation import unwritable
@@ -26,17 +26,13 @@ class Message(Group):
     content: str = setting(meaning="A template; `{column}` is replaced by the value of the row.")
 
 
-def _pair(value: object) -> object:
-    """Accept two numbers, the first below the second, also as a list."""
-    if isinstance(value, list | tuple):
-        items = cast("list[object]", list(value))
-        numbers = [n for n in items if isinstance(n, int | float) and not isinstance(n, bool)]
-        if len(numbers) == len(items) == 2 and -1e15 <= numbers[0] < numbers[1] <= 1e15:
-            return tuple(float(n) for n in numbers)
-    raise ValueError("two numbers, the lowest and the highest score, for instance [0, 10]")
-
-
-Bounds = Annotated[tuple[float, float], BeforeValidator(_pair)]
+Bounds = Annotated[
+    tuple[float, float],
+    pair(
+        lambda low, high: -1e15 <= low < high <= 1e15,
+        "two numbers, the lowest and the highest score, for instance [0, 10]",
+    ),
+]
 
 
 def _variable(value: object) -> object:

@@ -94,8 +94,10 @@ class RunConfig(Group):
         max_length=200,
     )
     seed: int = setting(0, "Seed of all random numbers of the run; any integer of up to 20 digits.")
-    model: ModelConfig = setting(meaning="The base model: a name, or a group of settings.")
-    env: EnvConfig = setting(meaning="The task: a kind, or a group of settings.")
+    model: ModelConfig = setting(
+        meaning="The base model: a name such as tiny-sums, or its settings."
+    )
+    env: EnvConfig = setting(meaning="The task: a kind such as sums, or its settings.")
     population: PopulationConfig = setting(
         PopulationConfig(), "Number of agents, and length of their training."
     )
@@ -212,7 +214,7 @@ def settled(
     fitness = evolve.fitness
     if fitness.between is None:
         stop = population.stop
-        whole = stop.fitness is not None or stop.patience is not None
+        whole = stop.fitness is not None or stop.rewards or stop.patience is not None
         alike = _trains_as_fitness(population, evolve, algorithm, space)
         between = fitness.prompts if whole else 0 if alike else fitness.in_between
         evolve = evolve.replace(fitness=fitness.replace(between=between))

@@ -27,7 +27,6 @@ _SERVER = re.compile(
     r"(?:\?(?P<query>[^@#\s{}]*))?"
 )
 _SQLITE = re.compile(r"sqlite:///[^?#{}]+")
-_OTHER_DRIVERS = re.compile(r"postgres(?:ql)?(?:\+\w+)?://")
 _PASSWORD = re.compile(r"//[^@]*:[^@/]*@|//[^@/]*:[^@]*@")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 #: libpq's parameter for the path of a password file, which is not a password.
@@ -48,11 +47,6 @@ def check_storage(value: object) -> object:
             return value
         if _SERVER.fullmatch(value):
             return value
-        if (other := _OTHER_DRIVERS.match(value)) and other[0] != "postgresql+psycopg://":
-            raise Problems.one(
-                f"expected postgresql+psycopg://, the driver that comes with the extra postgres, "
-                f"got {other[0]}"
-            )
     raise Problems.one(f"expected {EXPECTED}, got {_masked(value)}")
 
 
@@ -83,12 +77,8 @@ def _has_password(url: str) -> bool:
 
 
 def _masked(value: object) -> str:
-    """Return the value for a message; of a string that may hold a password, only the scheme."""
-    if isinstance(value, list | tuple | dict):
-        return "a list or a mapping"
-    if not isinstance(value, str) or not any(sign in value for sign in "@=:/?"):
+    """Return the value for a message; of one that may hold a password, only the scheme."""
+    if isinstance(value, str | int | float) and not any(sign in str(value) for sign in "@=:/?"):
         return shown(value)
-    scheme = _SCHEME.match(value)
-    if scheme is None:
-        return "another string (not shown, for it may hold a password)"
-    return f"another URL that begins with {scheme[0]}"
+    scheme = _SCHEME.match(value) if isinstance(value, str) else None
+    return f"another URL that begins with {scheme[0]}" if scheme else "what may hold a password"

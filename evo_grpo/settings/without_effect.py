@@ -12,11 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from evo_grpo.evolve.explore.schedule import ROUND, ScheduleExploration
 from evo_grpo.schema.group import Group
 from evo_grpo.schema.hparams import LossType
 from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig
-from evo_grpo.schema.shown import shown_value
 
 if TYPE_CHECKING:
     from evo_grpo.schema.hparams import Hparams
@@ -37,6 +35,8 @@ RATIO_IS_ONE = (
 NOTHING_DRAWN = (
     "has no effect: population.init draws nothing; set that to latin_hypercube, or leave start out"
 )
+_ONCE_GREEDY = {"samples": 1, "test_samples": 1, "final_samples": 1, "racing": 0}
+"""Settings of `evolve.fitness` that ask for further completions -> the value that asks for none."""
 Row = tuple[str, object, str]
 """Path of a setting, whether it has no effect, and the rest of the sentence."""
 
@@ -245,19 +245,9 @@ def _algorithm(seen: Seen) -> Iterator[Finding]:
     )
 
 
-def _still(seen: Seen) -> Iterator[Finding]:
-    for name in seen.ranges.names():
-        least, most, choices = (getattr(seen.ranges[name], e) for e in ("min", "max", "choices"))
-        only = shown_value(choices[0]) if choices else f"{least:g}"
-        still = len(choices) == 1 if choices else least == most
-        which = "its only choice is" if choices else "min and max are both"
-        yield from _that_apply((f"{RANGES}.{name}", still, f"never moves: {which} {only}"))
-
-
 def _engine(seen: Seen) -> Iterator[Finding]:
     engine = seen.engine
     with_rollout = f"has no effect with engine.rollout {engine.rollout}"
-    of_host = f"has no effect with engine.device {engine.device}, whose memory is the host's"
     yield from _that_apply(
         *(
             (f"engine.{name}", own != type(own)(), f"{with_rollout}; set that to {name}")
@@ -267,11 +257,6 @@ def _engine(seen: Seen) -> Iterator[Finding]:
         *(
             (f"engine.{name}", _is_given(engine, name), f"{with_rollout}, {why}")
             for name, why in engine.rollout_settings.ignores.items()
-        ),
-        (
-            "engine.offload_adapters",
-            engine.offload_adapters and engine.device in ("cpu", "mps"),
-            f"{of_host}; leave it out",
         ),
     )
 
@@ -283,7 +268,6 @@ def _run(seen: Seen) -> Iterator[Finding]:
         return
     fitness, exploration, init = evolve.fitness, evolve.exploration, population.init
     only_copies = getattr(exploration, "copies_only", False)
-    last = exploration.rounds[-1][ROUND] if isinstance(exploration, ScheduleExploration) else 0
     # The archive may restore the best agent, which is a copy too, with any selection.
     copies = getattr(evolve.selection, "copies", True)
     inherits = evolve.inherit_optimizer or copies or evolve.keeps_archive
@@ -296,12 +280,6 @@ def _run(seen: Seen) -> Iterator[Finding]:
             only_copies and not copies,
             f"has no effect: it changes only copies, and {nobody}; choose another one of both",
         ),
-        (
-            "evolve.exploration.rounds",
-            last > population.rounds,
-            f"has an entry for round {last} without effect: population.rounds is "
-            f"{population.rounds}; raise that, or leave it out",
-        ),
         ("evolve.inherit_optimizer", not inherits, f"has no effect: {nobody}; leave it out"),
         *(
             (f"{RANGES}.{name}.start", not drawn and seen.ranges[name].start, NOTHING_DRAWN)
@@ -310,20 +288,10 @@ def _run(seen: Seen) -> Iterator[Finding]:
         *(
             (
                 f"evolve.fitness.{name}",
-                not fitness.temperature and getattr(fitness, name) > 1 and _is_given(fitness, name),
+                getattr(fitness, name) > least and _is_given(fitness, name),
                 f"{greedy}; leave it out, or give a temperature",
             )
-            for name in ("samples", "test_samples", "final_samples")
-        ),
-        (
-            "evolve.fitness.racing",
-            fitness.racing and not fitness.temperature,
-            f"{greedy}; leave it out, or give a temperature",
-        ),
-        (
-            "evolve.fitness.final_samples",
-            fitness.objectives and _is_given(fitness, "final_samples"),
-            "has no effect with evolve.fitness.objectives, whose winner it never compares",
+            for name, least in ({} if fitness.temperature else _ONCE_GREEDY).items()
         ),
     )
 
@@ -331,7 +299,5 @@ def _run(seen: Seen) -> Iterator[Finding]:
 def without_effect(seen: Seen) -> list[Finding]:
     """Return all settings that were given and have no effect."""
     return [
-        finding
-        for found in (_clip_range, _algorithm, _still, _engine, _run)
-        for finding in found(seen)
+        finding for found in (_clip_range, _algorithm, _engine, _run) for finding in found(seen)
     ]

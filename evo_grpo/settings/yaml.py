@@ -165,17 +165,14 @@ def without_removed(settings: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[P
     """Return settings without removed ones, and a problem for each that asks for what is gone."""
     kept, found = dict(settings), list[Problem]()
     for path, (harmless, why) in REMOVED.items():
-        groups = [kept]
+        group = kept
         for name in path[:-1]:
-            inside = groups[-1].get(name)
-            groups.append(
-                dict(cast("Mapping[Any, Any]", inside)) if isinstance(inside, Mapping) else {}
-            )
-        if path[-1] not in groups[-1]:
-            continue
-        for name, above, below in zip(path, groups, groups[1:], strict=False):
-            above[name] = below
-        given = groups[-1].pop(path[-1])
+            inside = group.get(name)
+            copied = dict(cast("Mapping[Any, Any]", inside)) if isinstance(inside, Mapping) else {}
+            if copied:
+                group[name] = copied
+            group = copied
+        given = group.pop(path[-1], harmless)
         if given != harmless:
             text = (
                 f"expected {harmless}, got {shown(given)}: it was removed, {why}; leave it out, or "

@@ -13,8 +13,7 @@ from peft import LoraConfig
 
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.envs.resolve import environment_of
-from evo_grpo.envs.rewards.names import check_rewards
-from evo_grpo.envs.rewards.weights import named_weights
+from evo_grpo.envs.rewards.weights import check_rewards, named_weights
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.select.own import CheckedSelector
@@ -22,20 +21,25 @@ from evo_grpo.evolve.start import Start, start_hparams
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.loading import pick_device
 from evo_grpo.model.lora.files import AdapterCopy
-from evo_grpo.model.lora.from_peft import take_over, trainable
+from evo_grpo.model.lora.load import take_over, trainable
 from evo_grpo.model.refusal import unchanged_if_refused
 from evo_grpo.model.sharding import ShardedLayers
 from evo_grpo.population.cohort.adapters import rank_alpha
 from evo_grpo.population.cohort.cohort import Cohort
-from evo_grpo.population.cohort.same_base import agree_on_path, check_same_base
-from evo_grpo.population.cohort.starting import check_adapters, check_widths, start_with
+from evo_grpo.population.cohort.starting import (
+    agree_on_path,
+    check_adapters,
+    check_same_base,
+    check_widths,
+    start_with,
+)
 from evo_grpo.population.ranks.deal import deal
 from evo_grpo.population.ranks.ranks import find_team
 from evo_grpo.population.ranks.team import Team
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.record.records import RoundRecord
+from evo_grpo.rollout.engine import check_engine
 from evo_grpo.rollout.generation_config import warn_of_processors
-from evo_grpo.rollout.registry import check_engine
 from evo_grpo.schema.problems import Problems
 from evo_grpo.settings import (
     AgentSettings,
@@ -54,6 +58,7 @@ from evo_grpo.training.sizing.machine import torch_build, unseen_gpus
 from evo_grpo.training.start_adapter import lora_config, read_start
 from evo_grpo.training.strategies import check_explorer, explorer, selector
 from evo_grpo.types import Slot
+from evo_grpo.working import working
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +119,13 @@ class Prepared:
         """Check that reward functions exist, and that rounds can be played as settings ask."""
         evolve, space = self.round_settings.evolve, self.cohort.hp_config
         fitness = evolve.fitness
-        check_rewards(named_weights(self.env), space, fitness.reward, fitness.objectives)
+        check_rewards(
+            named_weights(self.env),
+            space,
+            fitness.reward,
+            fitness.objectives,
+            self.round_settings.population.stop.rewards,
+        )
         if found := list(fitness_problems(space, fitness)):
             raise Problems(*found).below("evolve", "fitness")
         own = isinstance(self.round_settings.selector, CheckedSelector)
@@ -145,7 +156,8 @@ def prepare(config: RunConfig, task: Task | None = None, team: Team | None = Non
     team.wait_for_all()  # every rank checks its input before any rank loads a model
     cohort, env, start = build_parts(config, config.agents(), task, team)
     slots = add_agents(cohort, config.population.size, config.population.init, start)
-    cohort.open_engine()
+    with working("start the rollout engine"):
+        cohort.open_engine()
     team.wait_for_all()
     return Prepared(cohort, env, rounds, slots)
 
@@ -166,10 +178,12 @@ def build_parts(
     """
     tokens = config.algorithm.longest_output(config.search_space()) or DEFAULT_OUTPUT_TOKENS
     # Build everything that does not need the base first, to report bad input before a model loads.
-    make = environment_of(config.env, config.seed, _prompts(config), tokens, task)
+    prompts = config.algorithm.prompts_per_step or DEFAULT_PROMPTS
+    make = environment_of(config.env, config.seed, prompts, tokens, task)
     cohort, start = build_cohort(agents, team=team)
-    env = make(cohort.base.tokenizer)
-    cohort.adapt_to(env)
+    with working("render the prompts"):
+        env = make(cohort.base.tokenizer)
+        cohort.adapt_to(env)
     return cohort, env, start
 
 
@@ -301,20 +315,13 @@ def _whole_base(
     return base, start
 
 
-def settings_of_rounds(config: RunConfig) -> RoundSettings:
-    """Return the settings of the rounds of a run."""
+def settings_of_rounds(config: RunConfig, prompts: int = DEFAULT_PROMPTS) -> RoundSettings:
+    """Return the settings of the rounds of a run, with `prompts` a step where none are set."""
+    algorithm = config.algorithm
+    prompts = algorithm.prompts_per_step or prompts
     return round_settings(
-        config.population,
-        config.evolve,
-        config.record,
-        _prompts(config),
-        config.algorithm.group_size,
+        config.population, config.evolve, config.record, prompts, algorithm.group_size
     )
-
-
-def _prompts(config: RunConfig) -> int:
-    """Return P, the number of prompts or episode seeds of a GRPO step."""
-    return config.algorithm.prompts_per_step or DEFAULT_PROMPTS
 
 
 def round_settings(

@@ -7,7 +7,6 @@ process only at its end. The log is the queue: the same command later sends the 
 
 from __future__ import annotations
 
-import atexit
 import os
 import shlex
 import subprocess
@@ -40,14 +39,7 @@ _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables of a launcher, removed because the process is not a rank of the run."""
 
 _left_alone: list[subprocess.Popen[bytes]] = []
-"""Processes that are still running after the wait for them."""
-
-
-@atexit.register
-def _forget() -> None:
-    """Prevent Python's warning at exit about processes that are still running."""
-    for process in _left_alone:
-        process.returncode = process.poll() or 0
+"""Processes that are still running after the wait for them: Python warns of one that is deleted."""
 
 
 @final

@@ -13,7 +13,7 @@ from evo_grpo.envs.describing import DIGEST, environment_parts, reward_parts, so
 from evo_grpo.envs.resolve import named_task
 from evo_grpo.errors import ConfigError
 from evo_grpo.model.lora.configs import read_config as read_adapter_config
-from evo_grpo.model.lora.from_peft import trainable
+from evo_grpo.model.lora.load import trainable
 from evo_grpo.model.refusal import unchanged_if_refused
 from evo_grpo.population.ranks.team import Team, is_one_of_several
 from evo_grpo.population.rules import RoundSettings
@@ -29,7 +29,13 @@ from evo_grpo.settings import RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
 from evo_grpo.settings.given import Given
 from evo_grpo.settings.trackers import check_trackers
-from evo_grpo.training.assemble import Objects, Prepared, add_agents, build_cohort, round_settings
+from evo_grpo.training.assemble import (
+    Objects,
+    Prepared,
+    add_agents,
+    build_cohort,
+    settings_of_rounds,
+)
 from evo_grpo.training.environments import environment_for
 from evo_grpo.training.followers import Followers
 from evo_grpo.training.inputs.differences import check_inputs
@@ -157,14 +163,7 @@ class FromPython:
 
     def round_settings(self, config: RunConfig, prompts: int | None = None) -> RoundSettings:
         """Return the settings of rounds; `prompts` are those of a step, where no setting has it."""
-        algorithm = config.algorithm
-        settings = round_settings(
-            config.population,
-            config.evolve,
-            config.record,
-            algorithm.prompts_per_step or prompts or DEFAULT_PROMPTS,
-            algorithm.group_size,
-        )
+        settings = settings_of_rounds(config, prompts or DEFAULT_PROMPTS)
         own: dict[str, Any] = {
             place: from_object(name, method, self.strategies[name])
             for name, place, method in STRATEGIES

@@ -13,8 +13,7 @@ from evo_grpo.evolve.claims import TIE_LEVEL, claims
 from evo_grpo.evolve.compare import compare
 from evo_grpo.population.checkpoints.write import snapshot_agent
 from evo_grpo.population.cohort.cohort import Cohort
-from evo_grpo.population.cohort.mean import may_mix, mix_agents
-from evo_grpo.population.cohort.spares import add_spare_like
+from evo_grpo.population.cohort.spares import add_spare_like, may_mix, mix_agents
 from evo_grpo.population.cohort.state import AgentState
 from evo_grpo.population.evaluate import Evaluation, evaluate, pass_at
 from evo_grpo.record.family import best_ever, founder_of, leading_agent, playing_on
@@ -25,7 +24,7 @@ from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.training.assemble import Prepared
 from evo_grpo.training.environments import spent_on_rewards
-from evo_grpo.types import Member, Mutation, Score, Slot
+from evo_grpo.types import Member, Mutation, RewardScore, Score, Slot
 
 PRECEDENCE = ("mean", "last", "archive")
 """Kinds of finalists; one has to be significantly better to win against one before it."""
@@ -262,10 +261,9 @@ def judge(
     correct = fitness.correct or 0.0
     return {
         "split": "test",
-        "base": {**_score(base), "per_prompt": base.per_prompt},
+        "base": _tested(base),
         "best": {
-            **_score(tested),
-            "per_prompt": tested.per_prompt,
+            **_tested(tested),
             "kind": best.kind,
             "agent": best.agent,
             "member": best.member.id,
@@ -279,6 +277,11 @@ def judge(
         "rounds": len(rounds),
         "wall_seconds": seconds,
     }
+
+
+def _tested(score: Score) -> Mapping[str, Any]:
+    rewards = {one.name: _score(one) for one in score.rewards}
+    return {**_score(score), "per_prompt": score.per_prompt, "rewards": rewards}
 
 
 def _passes(k: int, correct: float, results: Sequence[Evaluation]) -> dict[str, Any]:
@@ -320,5 +323,5 @@ def _parents(member: Member) -> list[int]:
     return [one for one in (member.parent, member.second_parent) if one is not None]
 
 
-def _score(score: Score) -> Mapping[str, float]:
+def _score(score: Score | RewardScore) -> Mapping[str, float]:
     return {"mean": score.mean, "se": score.se, "n": score.n}

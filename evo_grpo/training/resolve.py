@@ -8,14 +8,12 @@ from collections.abc import Mapping
 import torch
 
 from evo_grpo.envs.data.hub import pinned
-from evo_grpo.envs.registry import build_task, is_multi_turn
-from evo_grpo.envs.rewards.names import check_rewards
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError
 from evo_grpo.model.loading import pick_device, pick_dtype
 from evo_grpo.population.ranks.team import Team, is_silent_rank
 from evo_grpo.record.earlier import resolved_start
-from evo_grpo.rollout.registry import check_engine
+from evo_grpo.rollout.engine import check_engine
 from evo_grpo.settings import DoubtfulSetting, RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.settings.cross_checks import divides_quantized
@@ -32,6 +30,7 @@ from evo_grpo.training.sizing.machine import (
 )
 from evo_grpo.training.sizing.model_size import check_adapters_fit, read_model_size
 from evo_grpo.training.start_adapter import with_adapter
+from evo_grpo.training.strategies import task_of
 
 
 def resolve(config: RunConfig, team: Team) -> tuple[RunConfig, Task | None]:
@@ -77,17 +76,6 @@ def checked_task(config: RunConfig, team: Team | None = None) -> Task | None:
     check_trackers(config.record.trackers)
     task = task_of(config)
     _check_memory(config, _setup(config, task, 1 if team is None else team.size))
-    return task
-
-
-def task_of(config: RunConfig) -> Task | None:
-    """Build the single-turn task of a run; return None if its episodes have several turns."""
-    if is_multi_turn(config.env.kind):
-        return None
-    task = build_task(config.env, config.seed)
-    weights = {reward.name: reward.weight for reward in task.rewards}
-    fitness = config.evolve.fitness
-    check_rewards(weights, config.search_space(), fitness.reward, fitness.objectives)
     return task
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from evo_grpo.errors import CheckpointError, RunDirError
@@ -13,6 +12,7 @@ from evo_grpo.model.lora.load import fit_slot
 from evo_grpo.population.checkpoints.manifest import read_attributes
 from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.population.rollouts import starts_from
 from evo_grpo.population.round import apply, recorded_generation
 from evo_grpo.record.digests import check_digests
 from evo_grpo.record.family import archived_agent, next_member_id
@@ -79,16 +79,13 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
     inherit = prepared.round_settings.evolve.inherit_optimizer
     apply(cohort, slots, generation, inherit_optimizer=inherit)
     cohort.reserve_members(next_member_id(rounds))
+    if starts := rounds[-1].starts:
+        starts_from(prepared.env, starts - 1, 1)  # a reward in TRL's style is told how far it is
     return generation.slots
 
 
-@dataclass(frozen=True)
-class _Checkpoint:
-    """A checkpoint to load: its folder, the digests of its files, and their origin in words."""
-
-    place: Path
-    files: Mapping[str, str]
-    origin: str
+_Checkpoint = tuple[Path, Mapping[str, str], str]
+"""A checkpoint to load: its folder, the digests of its files, and their origin in words."""
 
 
 def _checkpoint(
@@ -101,7 +98,7 @@ def _checkpoint(
         )
     origin = f"round {record.round + 1} recorded for agent {record.agent}"
     files = played.files_of(record.checkpoint)
-    return _Checkpoint(inside(folder, copy or record.checkpoint), files, origin)
+    return inside(folder, copy or record.checkpoint), files, origin
 
 
 def _fit(cohort: Cohort, slot: Slot, place: Path) -> None:
@@ -123,11 +120,10 @@ def _fit(cohort: Cohort, slot: Slot, place: Path) -> None:
 def _load(cohort: Cohort, checkpoints: Mapping[Slot, _Checkpoint]) -> None:
     """Load the agents of this rank; send their counters, which records lack, to all ranks."""
     found: dict[Slot, dict[str, int]] = {}
-    for slot, checkpoint in checkpoints.items():
+    for slot, (place, files, origin) in checkpoints.items():
         if not cohort.is_local(slot):
             continue
-        place = checkpoint.place
-        check_digests(place, checkpoint.files, checkpoint.origin)
+        check_digests(place, files, origin)
         saved = str(read_attributes(place)["base_digest"])
         live = base_digest(cohort.base)
         if comparable_digests(saved, live) and saved != live:

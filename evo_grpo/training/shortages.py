@@ -23,31 +23,15 @@ def shortages(rows: Mapping[str, int], prompts: int, fitness: FitnessConfig) -> 
         prompts: Prompts of a GRPO step.
         fitness: The settings of evaluations.
     """
-    for key, split, wanted, effect in (
-        (
-            "algorithm.prompts_per_step",
-            "train",
-            prompts,
-            "a step uses some of them twice; add rows, or lower it",
-        ),
-        (
-            "evolve.fitness.prompts",
-            "validation",
-            fitness.prompts,
-            "selection uses only these; add rows, or take more samples of each with "
-            "evolve.fitness.samples",
-        ),
-        (
-            "evolve.fitness.test_prompts",
-            "test",
-            fitness.test_prompts,
-            "the final result uses only these; add rows, or take more samples of each with "
-            "evolve.fitness.test_samples",
-        ),
+    for key, split, wanted in (
+        ("algorithm.prompts_per_step", "train", prompts),
+        ("evolve.fitness.prompts", "validation", fitness.prompts),
+        ("evolve.fitness.test_prompts", "test", fitness.test_prompts),
     ):
         number = rows.get(split, wanted)
         if wanted > number:
-            yield f"{key} is {wanted}, but {split} has {count(number, 'row')}: {effect}"
+            rest = "only these are used; add rows, or lower it"
+            yield f"{key} is {wanted}, but {split} has {count(number, 'row')}: {rest}"
 
 
 def few_prompts(task: Task) -> Iterator[str]:

@@ -19,12 +19,12 @@ from evo_grpo.population.round import Steerer
 from evo_grpo.record.family import next_member_id
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
-from evo_grpo.record.requests import (
+from evo_grpo.record.run_dir import RunDir
+from evo_grpo.record.steering import (
     carried_out,
     read_requests,
     remove_requests,
 )
-from evo_grpo.record.run_dir import RunDir
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.types import Request, RequestOutcome
 
@@ -61,7 +61,6 @@ class RunSteering(Steerer):
         self._amend = amend
         self._next_id = 0
         self._done: set[str] = set()
-        self._reported: set[str] = set()
 
     def record_resumed(
         self, rounds: Sequence[RoundRecord], before: int, observer: Observer
@@ -133,22 +132,10 @@ class RunSteering(Steerer):
         """Carry out the requests in the folder."""
         # Announce first: requests made from now on name the next round and wait for its end.
         self.folder.lock.write_round(plan.record.round + 1)
-        found = read_requests(self._place)
-        for name, text in found.unread.items():
-            if self._first_time(name):
-                remedy = f"withdraw it with: evo-grpo steer {self.path} cancel"
-                plan = self._noting(plan, f"{text}; it is left alone: {remedy}")
-        fresh = [request for request in found.requests if request.id not in self._done]
+        found = read_requests(self._place).requests
+        fresh = [request for request in found if request.id not in self._done]
         done: list[RequestOutcome] = []
-        if plan.last:
-            for request in (one for one in fresh if one.op not in ON_RUN):
-                if self._first_time(request.id):
-                    text = (
-                        f"{request}: kept, for no round follows; carried out by: evo-grpo resume "
-                        f"{self.path} --rounds N"
-                    )
-                    plan = self._noting(plan, text)
-        else:
+        if not plan.last:  # else they are kept for a run of more rounds
             plan, done, self._next_id = with_agents_steered(
                 plan, fresh, self.hp_config, self._next_id
             )
@@ -164,12 +151,6 @@ class RunSteering(Steerer):
                 paused = request.op == "pause"
         self._done |= {one.request.id for one in done}
         return with_steering(plan, done, self._next_id)
-
-    def _first_time(self, name: str) -> bool:
-        """Return whether a request has not been reported yet, and mark it as reported."""
-        first = name not in self._reported
-        self._reported.add(name)
-        return first
 
 
 def resumed(

@@ -1,11 +1,13 @@
-"""Creates the selection and the exploration that settings name, without importing torch."""
+"""Creates the task and the strategies that settings name, without importing torch."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
 from evo_grpo.envs.finding import find_name
-from evo_grpo.envs.loading import load_function
+from evo_grpo.envs.loading import Loader, load_function
+from evo_grpo.envs.registry import build_task, is_multi_turn
+from evo_grpo.envs.rewards.weights import check_rewards
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.optuna import OptunaExploration
 from evo_grpo.evolve.explore.own import CheckedExplorer
@@ -18,11 +20,12 @@ from evo_grpo.schema.problems import Problems
 from evo_grpo.schema.validation import shown
 
 if TYPE_CHECKING:
+    from evo_grpo.envs.task import Task
     from evo_grpo.evolve.explore.protocol import Explorer
     from evo_grpo.evolve.explore.registry import Exploration
     from evo_grpo.evolve.select.protocol import Selector
     from evo_grpo.evolve.select.registry import Selection
-    from evo_grpo.settings import AgentSettings, EvolveConfig
+    from evo_grpo.settings import AgentSettings, EvolveConfig, RunConfig
 
 
 def selector(selection: Selection, significance: float | None = None) -> Selector:
@@ -64,6 +67,21 @@ def check_strategies(evolve: EvolveConfig) -> None:
             raise _refused_arguments(strategy, where, f"TypeError: {wrong}")
         if found.lacks(method):
             raise _without_method(strategy, where, method, "an object without it")
+
+
+def task_of(config: RunConfig, load: Loader = load_function) -> Task | None:
+    """Build the single-turn task of a run; return None if its episodes have several turns.
+
+    With `finding.find_function` as `load`, no code that the settings name is imported.
+    """
+    if is_multi_turn(config.env.kind):
+        return None
+    task = build_task(config.env, config.seed, load)
+    weights = {reward.name: reward.weight for reward in task.rewards}
+    fitness = config.evolve.fitness
+    stop = config.population.stop.rewards
+    check_rewards(weights, config.search_space(), fitness.reward, fitness.objectives, stop)
+    return task
 
 
 def check_explorer(explorer: Explorer, settings: AgentSettings) -> None:

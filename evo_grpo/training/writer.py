@@ -27,9 +27,8 @@ from evo_grpo.record.folder import round_name
 from evo_grpo.record.leaderboard import write_csv
 from evo_grpo.record.names import COMPLETIONS
 from evo_grpo.record.records import RoundRecord, SavedAgent
-from evo_grpo.record.requests import remove_requests
-from evo_grpo.record.retention import Retention
-from evo_grpo.record.run_dir import RunDir, checkpoint_name
+from evo_grpo.record.run_dir import Retention, RunDir, checkpoint_name
+from evo_grpo.record.steering import remove_requests
 from evo_grpo.types import Slot
 
 WAITING = 2

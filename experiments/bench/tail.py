@@ -79,13 +79,17 @@ def compare(
     work = Work(rows // (AGENTS * GROUP), GROUP, 8 * watched.middle)
     job = Job(*population(load_base(shape), AGENTS, work, max_decode_rows=PLACES), work)
     done: dict[str, tuple[int, int]] = {}
+    own_cache = decode.cache_for
 
     def counted(name: str, *, hands_on: bool) -> Callable[[], None]:
         def generate() -> None:
             job._calls = 0  # the same lengths each time
             watched.done = watched.steps = 0
             engine.hands_on_places = lambda device: hands_on
+            # No other cache takes further rows.
+            decode.cache_for = (lambda _, *sizes: FixedCache(*sizes)) if hands_on else own_cache
             job.generate()
+            decode.cache_for = own_cache
             done[name] = watched.done, watched.steps
 
         return generate

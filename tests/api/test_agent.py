@@ -439,7 +439,11 @@ def test_dr_grpo_divides_by_the_limit_in_force():
     [
         (([torch.full((2, 3), 99999)], [torch.ones(2, 2)], [1, 2]), "group 0 holds token ids from"),
         (([torch.full((2, 3), -1)], [torch.ones(2, 2)], [1, 2]), "group 0 holds token ids from -1"),
-        (([[1, 2]], [torch.ones(2, 2)], [1, 2]), "one tensor of ids"),
+        (([[1, 2]], [torch.ones(2, 2)], [1, 2]), r"group 0: expected tensors of ids \(G, T\) and"),
+        (
+            ([torch.ones(2, 3)], [torch.ones(2, 3)], [1, 2]),
+            r"group 0: .* \(2, 3\) and \(2, 3\)",
+        ),
         (
             ([torch.ones(2, 3).long()], [torch.zeros(2, 2)], [1, 2]),
             "learn: expected at least one generated token, got 2 rows whose action masks are all F",

@@ -38,7 +38,7 @@ def test_what_cannot_be_played_is_named():
     with pytest.raises(ConfigError, match="loop: expected an integer"):
         agent.test("sums", 0)
     mute = GRPO(model=build_model())
-    with pytest.raises(ConfigError, match="Count, a bare environment, needs the model's tokenizer"):
+    with pytest.raises(ConfigError, match="env: Count needs the model's tokenizer"):
         mute.test(Count())
 
 

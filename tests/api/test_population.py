@@ -135,7 +135,7 @@ def test_a_task_by_name_needs_a_tokenizer():
     from tiny_cohort import build_model
 
     population = GRPO.population(size=1, model=build_model())
-    with pytest.raises(ConfigError, match="env='sums': a task by name needs the model's tokenizer"):
+    with pytest.raises(ConfigError, match="env: 'sums' needs the model's tokenizer"):
         population.train("sums")
 
 

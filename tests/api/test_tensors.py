@@ -79,13 +79,6 @@ def test_a_row_without_a_generated_token_is_a_row_of_none():
     assert [r.generated for r in rows] == [0, 1]
 
 
-def test_shapes_are_checked():
-    with pytest.raises(ShapeError, match=r"group 0: expected ids \(G, T\).*got \(2, 3\) and"):
-        to_rows([torch.ones(2, 3)], [torch.ones(2, 3)], np.ones(2))
-    with pytest.raises(ShapeError, match="one action mask per group of ids, got 0 for 1"):
-        to_rows([torch.ones(2, 3)], [], np.ones(2))
-
-
 def test_a_group_of_several_prompts_is_refused():
     ids = torch.tensor([[3, 4, 5], [3, 6, 5]])
     mask = torch.tensor([[0, 1], [0, 1]])

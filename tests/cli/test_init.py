@@ -146,9 +146,7 @@ def test_no_file_is_replaced_unasked():
     Path("my_rewards.py").write_text("mine = 1\n")
     result = evo("init", "--template", "dataset")
     assert result.exit_code == 2
-    assert (
-        "error: my_rewards.py: already exists, and the template 'dataset' writes" in result.stderr
-    )
+    assert "error: my_rewards.py: already exists; choose another name or folder" in result.stderr
     assert written() == {"my_rewards.py"}
     assert evo("init", "--template", "dataset", "--force").exit_code == 0
     assert Path("my_rewards.py").read_text() == companions("dataset")["my_rewards.py"]
@@ -170,9 +168,7 @@ def test_another_folder():
 
 def test_a_name_that_is_taken_by_the_template():
     message = evo("init", "questions.csv", "--template", "dataset").stderr
-    assert (
-        "error: questions.csv: expected another name, for the template 'dataset' writes" in message
-    )
+    assert "error: questions.csv: expected another name; the template 'dataset' writes" in message
 
 
 def test_an_unknown_template():

@@ -11,7 +11,7 @@ from evo_grpo import run
 from evo_grpo.readers import follow
 from evo_grpo.readers.trackers import in_process
 from evo_grpo.record import log
-from evo_grpo.record.step_metrics import WHERE
+from evo_grpo.record.history import WHERE
 from evo_grpo.record.vocabulary import metric
 from evo_grpo.settings.trackers import KINDS
 from evo_grpo.training import followers

@@ -53,6 +53,13 @@ def tokenizer():
     return build()
 
 
+@pytest.fixture(scope="session")
+def chat_tokenizer():
+    """With a chat template that takes a system message."""
+    refused = "{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    return build(CHAT_TEMPLATE.replace(refused, ""))
+
+
 @pytest.fixture
 def rows():
     return [{"question": f"{n}+1=", "answer": str(n + 1), "level": n % 3} for n in range(40)]

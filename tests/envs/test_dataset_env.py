@@ -61,6 +61,13 @@ def test_rewards_weights_and_calls_are_those_given(tokenizer):
     assert list(task.splits["test"]) == ROWS[:3]
 
 
+def test_a_reward_may_take_what_was_thought(tokenizer):
+    env = DatasetEnv(ROWS, lambda completion, thinking: float(len(thinking)), thinking={})
+    assert resolved(env, tokenizer).task.thinking is not None
+    with pytest.raises(DataError, match='no column "thinking"'):
+        DatasetEnv(ROWS, lambda completion, thinking: 1.0)
+
+
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
@@ -83,5 +90,5 @@ def test_what_cannot_be_used_is_refused_at_once(given, error, message):
 
 
 def test_agents_without_a_tokenizer_cannot_play_it():
-    with pytest.raises(ConfigError, match="env: a DatasetEnv needs the model's tokenizer"):
+    with pytest.raises(ConfigError, match="env: DatasetEnv needs the model's tokenizer"):
         resolved(DatasetEnv(ROWS, right), None)

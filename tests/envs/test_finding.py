@@ -221,7 +221,6 @@ SCORES = "my_pkg/scores.py"
     [
         ("from .scores import score", "score"),
         ("from .scores import exact as score", "score"),
-        ("from my_pkg.scores import score", "score"),
         ("from .scores import judge", "judge.score"),
         ("try:\n    from .scores import score\nexcept ImportError:\n    score = None", "score"),
     ],
@@ -265,12 +264,9 @@ def test_what_a_module_defines_itself_or_nobody_leads_nowhere_else(package, text
     assert modules("my_pkg:score") == [INIT]
 
 
-def test_imports_in_a_circle_end(package):
+def test_imports_in_a_circle_end_and_a_missing_module_is_named_without_a_file(package):
     modules = package({INIT: "from .scores import score", SCORES: "from my_pkg import score"})
     assert modules("my_pkg:score") == [INIT, SCORES]
-
-
-def test_a_module_that_is_missing_on_the_way_is_named_without_a_file(package):
     package({INIT: "from .gone import score"})
     assert defining_files("my_pkg:score")["my_pkg.gone"] is None
 

@@ -62,11 +62,6 @@ def test_a_raw_text_gets_the_token_that_begins_a_text_and_not_the_one_that_ends_
     assert closing.eos_token_id not in ids
 
 
-def test_an_end_token_that_the_template_writes_is_kept(tokenizer):
-    _, ids = Template.of("{question}<eos>").render(ROW, tokenizer)
-    assert ids[-1] == tokenizer.eos_token_id
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -77,9 +72,12 @@ def test_an_end_token_that_the_template_writes_is_kept(tokenizer):
         ([], "expected a raw string or a list of messages"),
         (7, "expected a raw string or a list of messages .* got 7"),
         (None, "got None"),
-        ([{"role": "user"}], "message 0: expected the keys role and content, got {'role': 'user'}"),
+        ([{"role": "user"}], "message 0: expected the keys role and content with strings, got"),
         (["hello"], "message 0: expected the keys role and content"),
-        ([{"role": "user", "content": 3}], "message 0: expected role and content to be strings"),
+        (
+            [{"role": "user", "content": 3}],
+            "message 0: expected the keys role and content with str",
+        ),
     ],
 )
 def test_a_malformed_template_is_named(template, message):
@@ -101,16 +99,6 @@ def test_a_conversation_the_chat_template_refuses_is_named(tokenizer):
         ConfigError, match="refuses messages with the roles system, user: no system"
     ):
         template.render(ROW, tokenizer)
-
-
-def test_a_prompt_without_a_token_is_named(tokenizer):
-    with pytest.raises(DataError, match="the prompt '' has no token"):
-        Template.of("{question}").render({"question": ""}, tokenizer)
-
-
-def test_a_format_that_does_not_fit_the_value_is_named():
-    with pytest.raises(DataError, match="cannot be filled"):
-        Template.of("{question:03d}").plain(ROW)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +132,9 @@ def test_a_format_up_to_the_limit_is_kept():
 
 
 @pytest.mark.parametrize(
-    ("template", "value"), [("{q:c}", 10**9), ("{q:d}", None), ("{q:\0}", 1)], ids=range(3)
+    ("template", "value"),
+    [("{q:c}", 10**9), ("{q:d}", None), ("{q:\0}", 1), ("{q:03d}", "1+1=")],
+    ids=range(4),
 )
 def test_a_value_that_its_format_refuses_is_named(template, value):
     with pytest.raises(DataError, match="cannot be filled"):

@@ -254,13 +254,6 @@ def test_what_is_wrong_with_a_dataset_is_named(folder, changes, error, message):
     assert caught.value.exit_code == 2
 
 
-def test_an_empty_dataset_is_named(folder):
-    (folder / "train.jsonl").write_text("")
-    named = r"train: expected at least one row in 'train\.jsonl', got none"
-    with pytest.raises(DataError, match=named):
-        build_task(dataset(), 0)
-
-
 def test_a_dataset_with_nothing_to_ask_is_named(folder):
     (folder / "train.jsonl").write_text('{"text": "a", "answer": "b"}')
     with pytest.raises(

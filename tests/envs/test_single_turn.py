@@ -6,12 +6,7 @@ from evo_grpo.envs.registry import build_task
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.envs.single_turn_play import right_answer
 from evo_grpo.envs.task import Task
-from evo_grpo.errors import (
-    ConfigError,
-    DataError,
-    PromptTooLongError,
-    RewardError,
-)
+from evo_grpo.errors import ConfigError, DataError, PromptTooLongError, RewardError
 from evo_grpo.settings import EnvConfig
 from evo_grpo.types import Completion, CompletionGroup
 

@@ -132,7 +132,7 @@ def test_check_counts_what_a_run_leaves_out_or_cuts(settings, tmp_path):
 
 def test_a_sample_of_rows_does_not_refuse_a_split(settings, monkeypatch):
     monkeypatch.setattr(prompt_lengths, "MOST_READ", 3)  # one row of each split
-    monkeypatch.setattr(prompt_lengths, "fitting_rows", lambda *_: {s: [] for s in SPLITS})
+    monkeypatch.setattr(prompt_lengths, "fitting_rows", lambda *_, **__: {s: [] for s in SPLITS})
     assert sum(make_plan(settings("drop")).rows.values()) == 30
 
 

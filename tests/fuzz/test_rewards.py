@@ -15,10 +15,9 @@ from hypothesis import example
 from hypothesis import strategies as st
 from reward_scores import SET_ASIDE, STOP, score
 
-from evo_grpo.envs.episodes.step_values import check_reset, check_step
+from evo_grpo.envs.episodes.multi_turn import check_reset, check_step
 from evo_grpo.envs.rewards.functions import RewardFunction
-from evo_grpo.envs.rewards.reward_values import LARGEST, CompletionBatch
-from evo_grpo.envs.rewards.scoring import score_batch
+from evo_grpo.envs.rewards.scoring import LARGEST, CompletionBatch, score_batch
 from evo_grpo.errors import DataError, RewardError
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=6)

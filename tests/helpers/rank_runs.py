@@ -9,7 +9,7 @@ from forked import Forked
 from ranks import finish, start
 from small_run import SETTINGS, outcome
 
-from evo_grpo.record.step_metrics import metric_rows
+from evo_grpo.record.history import metric_rows
 
 #: Five agents on two shards, three and two, then two and two, then two and one: agents move, a
 #: child's parent may live elsewhere, and a step has several micro-batches.

@@ -1,7 +1,6 @@
 """Rewards of some completions, where any reward that cannot be used is an error."""
 
-from evo_grpo.envs.rewards.reward_values import CompletionBatch
-from evo_grpo.envs.rewards.scoring import score_batch, warn_of_silence
+from evo_grpo.envs.rewards.scoring import CompletionBatch, score_batch, warn_of_silence
 from evo_grpo.errors import RewardError
 from evo_grpo.settings.env import RewardCalls
 

@@ -121,7 +121,7 @@ def rows_of(groups, advantages):
 
 
 def no_rewards(groups):
-    return np.zeros((sum(len(g.completions) for g in groups), 1)), [False] * len(groups)
+    return np.zeros((sum(len(g.completions) for g in groups), 1)), [False] * len(groups), {}
 
 
 def fresh(rows, **changes):

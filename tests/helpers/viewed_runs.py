@@ -14,18 +14,17 @@ from random_runs import make_run
 from rich.console import Console
 from shown_run import SUMMARY, run_folder
 
-from evo_grpo.after.export.card import card
+from evo_grpo.after.export.card import Use, card
 from evo_grpo.after.export.contents import BaseModel, Contents
-from evo_grpo.after.export.snippet import Use
 from evo_grpo.cli import events
 from evo_grpo.readers.dashboard import study_note
-from evo_grpo.readers.report.notebook import as_html
-from evo_grpo.readers.terminal.ending import show_ending
-from evo_grpo.readers.terminal.result import family_tree, leaderboard_markdown
+from evo_grpo.readers.report.tables import as_html
+from evo_grpo.readers.terminal.result import family_tree, leaderboard_markdown, show_ending
 from evo_grpo.record.choice import ChosenAgent
 from evo_grpo.record.family import best_ever, leading_agent
 from evo_grpo.record.leaderboard import from_records
 from evo_grpo.record.view import RunView
+from evo_grpo.settings import from_dict
 
 KINDS = ("last", "archive", "mean", "unfinished")
 """Which finalist won; or that none has yet."""
@@ -96,8 +95,9 @@ def displays(view: RunView) -> dict[str, str]:
     if view.winner is not None:
         base = BaseModel("tiny-sums", None, "tiny-sums")
         choice = ChosenAgent(_empty_folder(), view, view.winner, {})
-        use = Use.of(base, Contents({}), {"env": "sums"})
-        text["card"] = card(choice, {"env": "sums"}, use, "digest")
+        config = from_dict({"model": "tiny-sums", "env": "sums"})
+        use = Use.of(base, Contents({}), config)
+        text["card"] = card(choice, config, use, "digest")
     return text
 
 

@@ -20,7 +20,7 @@ from tiny_cohort import PLAIN, fresh, image, make_rows, perturb
 from evo_grpo import GRPO
 from evo_grpo.errors import ConfigError
 from evo_grpo.learn.rows import AgentBatch
-from evo_grpo.model.lora.target_sets import TargetSets
+from evo_grpo.model.lora.targets import TargetSets
 from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.population.cohort.spares import add_spare_like

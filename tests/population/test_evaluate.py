@@ -13,6 +13,7 @@ from evo_grpo.evolve.compare import compare
 from evo_grpo.evolve.intervals import interval
 from evo_grpo.population.evaluate import (
     Evaluation,
+    by_function,
     equal_starts,
     evaluate,
     evaluate_here,
@@ -59,6 +60,16 @@ def test_one_prompt_is_judged_by_its_samples():
     assert score.mean == 0.5
     assert score.se == pytest.approx(np.std([1, 0, 0, 1], ddof=1) / 2)
     assert math.isnan(summarise(np.array([1.0]), range(1)).se)  # one sample has no spread
+
+
+def test_each_reward_function_has_a_score_of_its_own():
+    """Over two prompts with two answers each; the second function abstains on one prompt."""
+    rewards = np.array([[1.0, 5.0], [0.0, 7.0], [1.0, NAN], [1.0, NAN]])
+    first, second = by_function(("exact", "length"), rewards, range(2))
+    assert (first.name, first.mean, first.n) == ("exact", 0.75, 2)
+    assert first.se == pytest.approx(np.std([0.5, 1], ddof=1) / math.sqrt(2))
+    assert (second.name, second.mean, second.n) == ("length", 6.0, 1)
+    assert by_function((), rewards, range(2)) == ()
 
 
 def score_of(*rewards):

@@ -33,7 +33,7 @@ def scripted(prepared, live, monkeypatch):
             size = len(group.completions)
             alive = live(group.agent, group.prompt.text)
             rewards += [float(alive and number == 0) for number in range(size)]
-        return np.array(rewards)[:, None], [False] * len(groups)
+        return np.array(rewards)[:, None], [False] * len(groups), {}
 
     monkeypatch.setattr(prepared.env, "judge", judge)
     return scored

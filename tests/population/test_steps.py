@@ -182,7 +182,7 @@ def test_a_step_that_shapes_long_completions_equals_one_on_paper(loss, given, mo
     def judge(groups):
         texts = [one.text for group in groups for one in group.completions]
         scores = [[sum(map(ord, text)) % 7 / 7] for text in texts]
-        return np.array(scores), [False] * len(groups)
+        return np.array(scores), [False] * len(groups), {}
 
     monkeypatch.setattr(prepared.env, "judge", judge)
 

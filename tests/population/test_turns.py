@@ -17,8 +17,7 @@ from evo_grpo import GRPO, MultiTurnGym, run
 from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.rewards.process import RewardProcess
-from evo_grpo.envs.rewards.reward_values import CompletionBatch
-from evo_grpo.envs.rewards.scoring import score_batch
+from evo_grpo.envs.rewards.scoring import CompletionBatch, score_batch
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import ConfigError, RewardError, RunFailedError
 from evo_grpo.population import turns

@@ -18,11 +18,10 @@ from evo_grpo.readers.report.figures.schedules import plot_improvement
 from evo_grpo.readers.report.run_page import report_html
 from evo_grpo.readers.report.side_by_side import plot_progress, side_by_side
 from evo_grpo.readers.report.tables import headline
-from evo_grpo.readers.terminal.ending import show_ending
 from evo_grpo.readers.terminal.live import LiveTable
 from evo_grpo.readers.terminal.plain import PlainLines
-from evo_grpo.readers.terminal.result import family_tree
-from evo_grpo.readers.trackers.values import values_of
+from evo_grpo.readers.terminal.result import family_tree, show_ending
+from evo_grpo.readers.trackers.base import values_of
 from evo_grpo.record.arms import tokens_to_train
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.log import RoundDone

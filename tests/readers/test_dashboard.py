@@ -174,25 +174,6 @@ def test_rounds_that_are_finished_meanwhile_are_shown(tmp_path):
     assert verify(tmp_path / "run").damage == []
 
 
-def test_a_study_that_is_deleted_in_the_dashboard_is_made_anew(folder):
-    with Dashboard(folder) as dashboard:
-        before, study = dashboard.study()
-        there = f"{dashboard.url}/api/studies/{before['study_id']}"
-        request = urllib.request.Request(there, method="DELETE")
-        dashboard.browser.open(request, timeout=SECONDS).close()
-        until = time.monotonic() + SECONDS
-        while not (found := json.loads(dashboard.get("/api/studies"))["study_summaries"]):
-            assert time.monotonic() < until, "no study is there"
-            time.sleep(0.2)
-        (after,) = found
-        assert after["study_id"] != before["study_id"]
-        while len(dashboard.study()[1]["trials"]) < len(study["trials"]):
-            assert time.monotonic() < until, "trials are missing"
-            time.sleep(0.2)
-        dashboard.process.terminate()
-        assert "Traceback" not in dashboard.process.communicate(timeout=SECONDS)[1]
-
-
 def test_a_port_that_is_taken_is_named(folder):
     pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed")
     with socket.socket() as taken:

@@ -16,7 +16,7 @@ from evo_grpo.after.verify import verify
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.readers.dashboard import StudyCopy
-from evo_grpo.readers.database import study_of
+from evo_grpo.readers.follow import study_of
 from evo_grpo.readers.report.run_page import write_report
 from evo_grpo.readers.report.side_by_side import side_by_side
 from evo_grpo.record.config import read_config, read_settings

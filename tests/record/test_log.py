@@ -10,8 +10,8 @@ from small_run import Told, small
 from evo_grpo import resume, run
 from evo_grpo.errors import CheckpointError, RunNotFoundError
 from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.history import metric_rows
 from evo_grpo.record.log import START, Cursor, RoundDone, RunFinished, RunStarted, StepDone, entries
-from evo_grpo.record.step_metrics import metric_rows
 from evo_grpo.record.summary import read_summary
 
 CONFIG = small(population__steps_per_round=2)

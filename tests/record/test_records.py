@@ -19,7 +19,7 @@ from evo_grpo.record.records import (
     score_from_json,
     to_json,
 )
-from evo_grpo.record.retention import kept_checkpoints
+from evo_grpo.record.run_dir import kept_checkpoints
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Member, Mutation, Score
 

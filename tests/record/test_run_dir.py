@@ -16,7 +16,7 @@ from shown_run import SUMMARY
 
 from evo_grpo.errors import CheckpointError, RunDirError, RunFailedError, RunNotFoundError
 from evo_grpo.readers.report.run_page import write_report
-from evo_grpo.record.family import best_ever
+from evo_grpo.record.family import best_agent, best_ever
 from evo_grpo.record.files import atomic_write, remove, seal, to_line, unseal
 from evo_grpo.record.folder import (
     config_text,
@@ -30,8 +30,9 @@ from evo_grpo.record.folder import (
 )
 from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.record.records import NextAgents, outline
-from evo_grpo.record.run_dir import RunDir, checkpoint_name
+from evo_grpo.record.run_dir import RunDir, checkpoint_name, kept_checkpoints, kept_throughout
 from evo_grpo.record.summary import read_summary
+from evo_grpo.settings import RecordConfig
 from evo_grpo.types import Decision, Mutation, Request, RequestOutcome
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -575,28 +576,16 @@ def test_checkpoints_of_two_rounds_without_a_line_are_dropped(tmp_path, make_run
     assert sorted(entry.name for entry in (folder / "checkpoints").iterdir()) == left
 
 
-@pytest.mark.parametrize("lost", [1, 2])
-def test_lost_lines_are_refused_where_nothing_is_left_to_go_on_from(tmp_path, make_run, lost):
+@pytest.mark.parametrize(("lost", "end"), [(1, 0), (2, 0), (0, -2), (0, -41), (0, -201)])
+def test_lost_lines_are_refused_where_nothing_is_left_to_go_on_from(tmp_path, make_run, lost, end):
     folder = filled(tmp_path / "run", make_run(rounds=4))
     with RunDir.open(folder) as run:
         run.drop_checkpoints("last")
     path = folder / "rounds.jsonl"
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-lost]))
-    with pytest.raises(CheckpointError, match=r"expected the line of round 4, .*put it back"):
-        RunDir.open(folder)
-
-
-@pytest.mark.parametrize("cut", [1, 40, 200])
-def test_a_cut_last_line_is_refused_where_the_round_before_it_has_no_checkpoints(
-    tmp_path, make_run, cut
-):
-    folder = filled(tmp_path / "run", make_run(rounds=3))
-    with RunDir.open(folder) as run:
-        run.drop_checkpoints("last")
-    path = folder / "rounds.jsonl"
-    path.write_bytes(path.read_bytes()[: -1 - cut])
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[: 4 - lost])[: end or None])
     before = tree(folder)
-    with pytest.raises(CheckpointError, match=r"expected the line of round 3, .*put it back"):
+    with pytest.raises(CheckpointError, match=r"expected the line of round 4, .*put it back"):
         RunDir.open(folder)
     assert tree(folder) == before
 
@@ -847,3 +836,67 @@ def test_the_best_is_kept_where_a_kill_left_half_of_what_was_dropped(tmp_path, m
         best = run.path / "checkpoints" / "best"
         kept = {path.name: path.read_text() for path in best.iterdir()}
     assert kept == {name: f"the {name}" for name in ("attributes.json", "optimizer.safetensors")}
+
+
+def of_rounds(records, *numbers):
+    return {a.checkpoint for number in numbers for a in records[number].agents}
+
+
+@pytest.mark.parametrize(
+    ("policy", "rounds"),
+    [("all", range(5)), ("last", [4]), (1, [4]), (3, [2, 3, 4]), (9, range(5))],
+)
+def test_whole_rounds_stay(make_run, policy, rounds):
+    records = make_run(rounds=5)
+    assert kept_checkpoints(records, policy) == of_rounds(records, *rounds)
+
+
+def test_the_best_of_each_round_stays_beside_the_last(make_run):
+    records = make_run(rounds=4)
+    best = {best_agent(record).checkpoint for record in records[:3]}
+    assert kept_checkpoints(records, "best") == of_rounds(records, 3) | best
+
+
+def test_what_was_not_saved_is_not_kept(make_run):
+    (record,) = make_run(rounds=1)
+    agents = tuple(replace(agent, checkpoint=None) for agent in record.agents)
+    assert kept_checkpoints([replace(record, agents=agents)], "best") == set()
+
+
+@pytest.mark.parametrize(
+    ("policies", "rounds"),
+    [
+        ([(5, "all")], range(5)),
+        ([(2, "last"), (5, "all")], [1, 2, 3, 4]),
+        ([(4, 2), (5, "all")], [2, 3, 4]),
+        ([(2, "all"), (5, "last")], [4]),
+        ([(0, "last"), (5, "all")], range(5)),
+        ([(3, "last"), (3, "all"), (5, 3)], [2, 3, 4]),
+    ],
+)
+def test_no_policy_brings_back_what_an_earlier_one_dropped(make_run, policies, rounds):
+    records = make_run(rounds=5)
+    assert kept_throughout(records, policies) == of_rounds(records, *rounds)
+
+
+def test_policies_that_follow_one_another_keep_what_they_would_round_by_round(make_run):
+    records, changes = make_run(rounds=8), {0: "all", 2: "best", 4: 3, 6: "best", 7: "all"}
+    there, policy = set(), "all"
+    for number, record in enumerate(records):
+        policy = changes.get(number, policy)
+        played = records[:number]
+        there &= kept_checkpoints(played, policy)  # as a resume does
+        there |= {agent.checkpoint for agent in record.agents}
+        there &= kept_checkpoints(records[: number + 1], policy)
+    policies = [(2, "all"), (4, "best"), (6, 3), (7, "best"), (8, "all")]
+    assert kept_throughout(records, policies) == there
+
+
+def test_no_round_keeps_nothing():
+    assert kept_checkpoints([], "last") == set()
+
+
+def test_the_best_ever_has_a_copy_unless_all_stay():
+    records = [RecordConfig(checkpoints=policy) for policy in ("all", "last", "best", 2)]
+    assert [r.keeps_best_apart(archive=False) for r in records] == [False, True, True, True]
+    assert records[0].keeps_best_apart(archive=True)

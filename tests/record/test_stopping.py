@@ -13,6 +13,7 @@ from evo_grpo.record.stopping import (
     why_it_ended,
 )
 from evo_grpo.settings.population import StopConfig
+from evo_grpo.types import RewardScore, Score
 
 
 def played(*best, tokens=0, seconds=0.0):
@@ -33,8 +34,10 @@ def played(*best, tokens=0, seconds=0.0):
 @pytest.mark.parametrize(
     ("rule", "best", "holds"),
     [
-        ({"fitness": 0.9}, (0.5, 0.9), True),
-        ({"fitness": 0.9}, (0.95, 0.8), False),  # the round's own best, not the best ever
+        # Of four prompts with a standard error of 0.05 the interval reaches 0.159 below the mean.
+        ({"fitness": 0.9}, (0.5, 1.06), True),
+        ({"fitness": 0.9}, (0.5, 1.05), False),
+        ({"fitness": 0.9}, (1.2, 0.8), False),  # of this round, not of any
         ({"fitness": 0.9}, (0.5, None), False),
         ({"patience": 2}, (0.5, 0.5, 0.4), True),  # equal is not better
         ({"patience": 2}, (0.5, 0.4, 0.500001), False),
@@ -82,9 +85,37 @@ def test_no_signal_counts_rounds_in_which_all_groups_of_all_agents_are_equal(sha
     )
 
 
+def scored(*means, n=9, steps=0, error=0.01):
+    """The score of an agent with a reward function `a`, `b`, ... for each mean."""
+    rewards = (RewardScore(name, m, error, n) for name, m in zip("abc", means, strict=False))
+    return Score(sum(means), error, n, steps=steps, rewards=tuple(rewards))
+
+
+@pytest.mark.parametrize(
+    ("scores", "holds"),
+    [
+        ([scored(0.9, 0.5)], True),
+        ([scored(0.81, 0.5)], False),  # its interval reaches below 0.8
+        ([scored(0.9, 0.1), scored(0.5, 0.9)], False),  # no agent reaches both
+        ([scored(0.9)], False),  # an earlier version did not measure it
+        ([scored(0.9, 0.5, n=1, error=math.nan)], False),
+        ([scored(0.9, 0.5, steps=8), None], False),  # rewards of training, in a round in between
+    ],
+)
+def test_one_agent_surely_reaches_all_rewards_named(scores, holds):
+    rules = StopConfig(rewards={"a": 0.8, "b": 0.4})
+    assert rules_that_hold(rules, [], Played(scores, 1, 1.0)) == (("rewards",) if holds else ())
+
+
+def test_judges_may_cost_so_much():
+    rules = StopConfig(judge_cost=0.5)
+    assert rules_that_hold(rules, [], Played([], 1, 1.0, judge_cost=0.5)) == ("judge_cost",)
+    assert rules_that_hold(rules, [], Played([], 1, 1.0, judge_cost=0.49)) == ()
+
+
 def test_all_that_hold_are_told():
     past, last = played(0.5, 0.5)
-    rules = StopConfig(fitness=0.5, patience=1, minutes=99, tokens=1)
+    rules = StopConfig(fitness=0.3, patience=1, minutes=99, tokens=1)
     assert rules_that_hold(rules, past, last) == ("fitness", "patience", "tokens")
 
 
@@ -107,7 +138,10 @@ def test_rules_in_words():
         "3 rounds in a row had no group with different rewards to learn from"
     )
     assert rules_in_words(StopConfig(fitness=0.95, tokens=5e6, no_signal=None)) == (
-        "the best fitness is 0.95 or more, or 5,000,000 tokens are sampled"
+        "the fitness of an agent is surely 0.95 or more, or 5,000,000 tokens are sampled"
+    )
+    assert rules_in_words(StopConfig(rewards={"a": 0.9, "b": 0}, no_signal=None)) == (
+        "an agent surely reaches 0.9 in a and 0 in b"
     )
     summary = {"rounds": 3, "stopped": {"patience": 4}}
     assert why_it_ended(summary) == (

@@ -2,12 +2,21 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
-from shown_run import SUMMARY, mean_won
+from shown_run import SUMMARY, candidate, mean_won, two_rounds
 
 from evo_grpo.errors import CheckpointError
-from evo_grpo.record.summary import gain_interval, gain_sign, read_summary
+from evo_grpo.record.story import rivals_text
+from evo_grpo.record.summary import (
+    gain_interval,
+    gain_sign,
+    read_summary,
+    rivals_of,
+    winner_of,
+    winning_lines,
+)
 
 
 def changed(path, value):
@@ -64,3 +73,82 @@ def test_a_gain_is_claimed_by_the_test_and_not_by_its_interval(better, sign):
     summary = {**SUMMARY, **dict(zip(names, scores, strict=True)), "gain": gain, "gain_se": 0.006}
     assert gain_interval(summary)[0] > 0 or better < 0
     assert gain_sign(summary) == sign
+
+
+def played(lines):
+    return [[(one.round, one.agent) for one in line] for line in lines]
+
+
+def test_a_line_leads_from_the_first_round_to_the_winner():
+    rounds = two_rounds()
+    assert played(winning_lines(rounds, SUMMARY["best"])) == [[(0, 0), (1, 1)]]
+    assert played(winning_lines(rounds, mean_won()["best"])) == [
+        [(0, 0), (1, 1)],
+        [(0, 0), (1, 0)],
+    ]
+
+
+def test_the_line_of_the_best_ever_ends_where_it_was_the_best():
+    rounds = two_rounds()
+    first = rounds[0].agents[0]
+    better = replace(first, score=replace(first.score, mean=0.9))
+    rounds[0] = replace(rounds[0], agents=(better, rounds[0].agents[1]))
+    best = {**SUMMARY["best"], "kind": "archive", "agent": 0, "member": 0}
+    assert played(winning_lines(rounds, best)) == [[(0, 0)]]
+    winner = winner_of(rounds, {**SUMMARY, "best": best})
+    assert winner.name == "agent 0 as it was after round 1"
+    assert winner.fitness.mean == 0.9
+
+
+def test_a_winner_has_its_scores_each_with_its_prompts():
+    winner = winner_of(two_rounds(), SUMMARY)
+    assert (winner.name, winner.member) == ("agent 1", 2)
+    assert (winner.fitness.mean, winner.fitness.n) == (0.75, 64)
+    assert winner.final is None
+    assert (winner.test.mean, winner.test.se, winner.test.n) == (0.807, 0.02, 256)
+    assert rivals_of(two_rounds(), SUMMARY) == ()
+
+
+def test_a_mean_that_won_has_no_fitness():
+    winner = winner_of(two_rounds(), mean_won())
+    assert winner.name == "the mean of agents 1 and 0"
+    assert winner.fitness is None
+    assert (winner.final.mean, winner.final.n) == (0.72, 64)
+
+
+def test_before_the_end_the_best_agent_of_the_last_round_leads():
+    assert winner_of([], None) is None
+    leader = winner_of(two_rounds(), None)
+    assert (leader.kind, leader.agent, leader.test, leader.final) == ("last", 1, None, None)
+
+
+ARCHIVE = candidate("archive", 0, 0, [], 0.8, tie=True)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "text"),
+    [
+        (
+            mean_won()["candidates"],
+            "0.70 (agent 1, a tie) and 0.60 (agent 0 as it was after round 2)",
+        ),
+        # The best ever may be the same member as the best of the last round.
+        (
+            [candidate("last", 1, 2, [0], 0.7), candidate("archive", 1, 2, [0], 0.6, tie=True)],
+            "0.60 (agent 1 as it was after round 2, a tie)",
+        ),
+        (
+            [candidate("last", 1, 2, [0], 0.7), ARCHIVE],
+            "0.80 (agent 0 as it was after round 2, not significantly ahead)",
+        ),
+        (
+            [candidate("last", 1, 2, [0], 0.7), candidate("mean", None, 3, [2, 0], None)],
+            "no finite score (the mean of agents 1 and 0)",
+        ),
+    ],
+)
+def test_finalists_that_lost_are_named_with_their_scores(candidates, text):
+    summary = mean_won() if len(candidates) == 3 else SUMMARY
+    summary = {**summary, "candidates": candidates}
+    rivals = rivals_of(two_rounds(), summary)
+    assert rivals_text(winner_of(two_rounds(), summary), rivals) == text

@@ -7,20 +7,9 @@ import pytest
 from shown_run import SUMMARY, agent, small_config, two_rounds
 
 from evo_grpo.record.records import RoundRecord
+from evo_grpo.record.summary import winner_of
 from evo_grpo.record.trouble import find_trouble
-from evo_grpo.record.winner import winner_of
 from evo_grpo.types import Decision
-
-
-def troubles(rounds, winner, config):
-    """Those of a run with these settings."""
-    return find_trouble(
-        rounds,
-        winner,
-        prompts=config.evolve.fitness.prompts,
-        space=config.search_space(),
-        dropout=config.model.lora.dropout,
-    )
 
 
 def changed(metrics, round=1, **more):
@@ -37,7 +26,7 @@ def kinds(rounds):
 
 def test_a_good_run_has_none():
     rounds = two_rounds()
-    assert troubles(rounds, winner_of(rounds, SUMMARY), small_config()) == []
+    assert find_trouble(rounds, winner_of(rounds, SUMMARY), small_config()) == []
     assert find_trouble([]) == []
 
 
@@ -96,15 +85,15 @@ def test_dropped_episodes_and_memory():
 def test_a_value_that_ended_at_a_bound_of_its_range():
     config = small_config("evolve.hyperparameters={lr: {min: 1e-4, max: 1.2e-3}}")
     rounds = two_rounds()
-    (one,) = troubles(rounds, winner_of(rounds, SUMMARY), config)
+    (one,) = find_trouble(rounds, winner_of(rounds, SUMMARY), config)
     assert one.sentence == (
         "the best agent's lr ended at the max of its range, 1.2e-3: widen it: "
         "evolve.hyperparameters.lr.max"
     )
     # Before the end those of the best agent.
-    assert troubles(rounds, winner_of(rounds, None), config) == [one]
+    assert find_trouble(rounds, winner_of(rounds, None), config) == [one]
     failed = [RoundRecord(0, (agent(0, 0, 0, None),), {})]
-    found = troubles(failed, winner_of(failed, None), config)
+    found = find_trouble(failed, winner_of(failed, None), config)
     assert [one.kind for one in found] == ["failed"]
 
 
@@ -128,7 +117,7 @@ def test_a_metric_beyond_its_bound_is_told_once_for_each_agent(metric, value, sa
 def test_lora_dropout_explains_a_gap_between_sampler_and_trainer():
     rounds = changed({"sampler_gap": 0.2})
     told = [
-        {one.kind for one in troubles(rounds, None, small_config(*given))}
+        {one.kind for one in find_trouble(rounds, None, small_config(*given))}
         for given in ((), ("model.lora.dropout=0.1",))
     ]
     assert told[0] - told[1] == {"sampler_gap"}
@@ -148,27 +137,3 @@ def test_entropy_that_is_gone_is_told():
 def test_groups_that_were_set_aside_are_counted():
     (one,) = find_trouble(changed({"set_aside": 2.0}))
     assert one.text.startswith("4 groups had to be set aside, the first in round 2")
-
-
-def compared(difference, prompts):
-    decision = Decision("kept", 1, 0, difference, 0.05, prompts, "agent 1 keeps its weights")
-    return changed({}, 0, decisions=(decision,))
-
-
-def test_few_validation_prompts_are_told_where_they_mattered():
-    config = small_config()
-    wanted = config.evolve.fitness.prompts
-
-    def told(difference, prompts):
-        return [t for t in troubles(compared(difference, prompts), None, config)]
-
-    (one,) = told(0.08, wanted - 1)
-    assert (one.kind, one.round) == ("few_prompts", 0)
-    assert one.sentence == (
-        f"selection had {wanted - 1} validation prompts in place of {wanted}, and could not tell "
-        "agents apart in 1 of 1 comparison: add validation rows, or take more samples of each with "
-        "evolve.fitness.samples"
-    )
-    assert told(0.5, wanted - 1) == []  # it told them apart
-    assert told(0.08, wanted) == []
-    assert find_trouble(compared(0.08, wanted - 1)) == []  # the settings are not known

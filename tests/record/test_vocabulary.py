@@ -6,10 +6,10 @@ import pytest
 from small_run import small
 
 from evo_grpo import run
-from evo_grpo.readers.trackers.values import values_of
+from evo_grpo.readers.trackers.base import values_of
 from evo_grpo.record import vocabulary
+from evo_grpo.record.history import WHERE, metric_rows
 from evo_grpo.record.log import RoundDone
-from evo_grpo.record.step_metrics import WHERE, metric_rows
 from evo_grpo.record.vocabulary import VOCABULARY, metric, over_steps
 
 ROOT = Path(__file__).resolve().parents[2]

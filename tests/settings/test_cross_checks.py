@@ -4,7 +4,6 @@ import pytest
 from small_run import small
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.settings import warnings
 
 
 @pytest.mark.parametrize(("parts", "got"), [({}, 1), ({"shards": 2}, 2), ({"overlap": True}, 2)])
@@ -26,15 +25,6 @@ def test_agents_in_host_memory_are_refused_with_deepspeed():
         ConfigError, match=r"offload_adapters: expected false with zero 2, got true; leave"
     ):
         small(engine={"offload_adapters": True, "zero": 2})
-
-
-def test_a_device_whose_memory_is_the_hosts_gains_nothing():
-    engine = {"offload_adapters": True, "shards": 3}
-    said = "engine.offload_adapters has no effect with engine.device cpu, whose memory is the"
-    assert any(said in line for line in warnings(small(engine={"device": "cpu", **engine})))
-    assert not any(
-        "offload" in line for line in warnings(small(engine={"device": "auto", **engine}))
-    )
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,6 @@ def test_a_file_names_its_rows(tmp_path):
             "reward: expected a function as a string, a mapping with kind",
         ),
         ({"few_shot": {"rows": 0, "answer": "x"}}, "few_shot.rows: expected an integer >= 1, or"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "and not tokenize, which evo-grpo sets"),
     ],
 )
 def test_what_is_neither_name_nor_object_is_named(changes, message):

@@ -69,8 +69,7 @@ def test_a_given_lr_or_range_decides():
                 "algorithm": {"lr": 0.1},
                 "evolve": {"hyperparameters": {"lr": {"min": 1e-9, "max": 1}}},
             },
-            "algorithm.lr 0.1, evolve.hyperparameters.lr.min 1e-9, "
-            "evolve.hyperparameters.lr.max 1 are far",
+            "algorithm.lr 0.1 is far",
         ),
         (
             "owner/name",

@@ -1,7 +1,5 @@
 """record.storage: what a URL may say, and that a password in it is never repeated."""
 
-import re
-
 import pytest
 
 from evo_grpo import GRPO
@@ -38,12 +36,10 @@ WITH_PASSWORD = [
     f"mysql+pymysql://evo:{SECRET}@h/evo",
 ]
 OTHERS = [
-    ("postgresql://evo@h/evo", r"expected postgresql\+psycopg://.*got postgresql://"),
-    ("postgres://evo@h/evo", "got postgres://"),
-    ("postgresql+psycopg2://evo@h/evo", r"got postgresql\+psycopg2://"),
+    ("postgresql://evo@h/evo", r"expected .*postgresql\+psycopg://.*begins with postgresql:"),
     ("mysql+pymysql://evo@h/evo", r"got another URL that begins with mysql\+pymysql://"),
-    (f"evo:{SECRET}@h/evo", "got another string"),
-    (f"password={SECRET}", "got another string"),
+    (f"evo:{SECRET}@h/evo", "got what may hold"),
+    (f"password={SECRET}", "got what may hold a password"),
     ("postgresql+psycopg://evo@h", "begins with"),
     ("postgresql+psycopg://evo@h/", "begins with"),
     ("postgresql+psycopg://evo@h/evo#x", "begins with"),
@@ -52,10 +48,8 @@ OTHERS = [
     ("sqlite:///:memory:", "begins with"),
     ("sqlite:///file:x?mode=ro", "begins with"),
     ("sqllite", "got the string 'sqllite'"),
-    ("", "got the string ''"),
-    (True, "got true"),
     (5432, "got 5432"),
-    ([f"x:{SECRET}"], "got a list or a mapping"),
+    ([f"x:{SECRET}"], "got what may hold a password"),
 ]
 
 
@@ -103,7 +97,7 @@ def test_what_is_no_storage_is_refused_and_nothing_secret_is_shown(storage, mess
     with pytest.raises(ConfigError, match=message) as caught:
         RecordConfig(storage=storage)
     assert SECRET not in str(caught.value)
-    assert re.search(r"sqlite:///PATH|the driver that comes with", str(caught.value))
+    assert "sqlite:///PATH" in str(caught.value)
 
 
 def test_a_storage_without_trials_is_refused():

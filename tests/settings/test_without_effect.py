@@ -199,7 +199,6 @@ LOW, HIGH = {"min": 0.7, "max": 0.9}, {"min": 1.1, "max": 1.4}
             {"update_epochs": 1, "batch_size": 16, "hyperparameters": {"clip_coef": CLIPS}},
             {"clip_coef"},
         ),
-        ({"hyperparameters": {"lr": {"min": 2e-2, "max": 2e-2}}}, {"lr"}),
     ],
 )
 def test_ranges_that_never_act(given, dead):

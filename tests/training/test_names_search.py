@@ -22,7 +22,7 @@ from evo_grpo import (
     write_report,
 )
 from evo_grpo.errors import ConfigError
-from evo_grpo.readers.trackers.values import of_agent, values_of
+from evo_grpo.readers.trackers.base import of_agent, values_of
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.log import RoundDone
 from evo_grpo.record.steering import ask
@@ -219,12 +219,11 @@ AT = "evolve.hyperparameters"
         ({SHAPING: {"min": 0, "max": 1}}, {}, f"{AT}.{SHAPING}: expected choices"),
         ({SHAPING: {"choices": [0, 1]}}, {}, "expected true and false, which values of kl_shaping"),
         ({SHAPING: {"choices": ["true"]}}, {}, "expected true and false, which values of"),
-        ({SHAPING: {"choices": [True, True]}}, {}, "each choice once, but true is there twice"),
+        ({SHAPING: {"choices": [True, True]}}, {}, "each choice once, got"),
         ({SHAPING: True}, {}, f"{AT}.{SHAPING}: expected {{choices: [true, false]}}, got true"),
         ({"group_size": {"choices": [True, 4]}}, {}, "expected names alone, numbers alone, or"),
         ({"group_size": {"choices": [True]}}, {}, "expected integers, which values of group_size"),
         ({"adam_beta2": {"min": 0.9, "max": 1}}, {}, "adam_beta2.max: expected a number in [0, 1)"),
-        ({"beta2": {"min": 0.9, "max": 0.99}}, {}, "Did you mean 'adam_beta2'?"),
         ({}, {"algorithm__adam_beta1": -0.1}, "adam_beta1: expected a number in [0, 1), got"),
         ({}, {"algorithm__adam_beta2": 0.9999999}, "a number from 0 to 0.999999, which float32"),
         ({"max_output_tokens": {"min": 0, "max": 4}}, {}, f"{AT}.max_output_tokens.min: expected"),
@@ -238,7 +237,6 @@ AT = "evolve.hyperparameters"
             {"algorithm__max_model_len": 32},
             f"{AT}.max_output_tokens: expected less than max_model_len (32)",
         ),
-        ({"warmup_steps": {"min": 1, "max": 4}}, {}, f"Did you mean '{WARMUP}'?"),
         (
             {WARMUP: {"min": 0.1, "max": 0.4}},
             {},
@@ -249,14 +247,7 @@ AT = "evolve.hyperparameters"
             {"algorithm__lr_schedule": {"steps": 9}},
             f"algorithm.{WARMUP}: expected a value inside {AT}.{WARMUP} [0.1, 0.4], got 0.05",
         ),
-        ({"model.name": {"choices": ["a"]}}, {}, "all agents share one base model"),
-        ({"quantization": {"choices": ["int8"]}}, {}, "all agents share one base model"),
-        ({"engine.rollout": {"choices": ["vllm"]}}, {}, "all agents share one base model"),
-        (
-            {},
-            {"env__prompts": {"brief": "Be brief.", "NaN": "Think."}},
-            "env.prompts: expected another name than 'NaN', which reads as a missing value",
-        ),
+        ({"quantization": {"choices": ["int8"]}}, {}, "nothing of that name can mutate"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_named_before_anything_trains(ranges, changes, text):

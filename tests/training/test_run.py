@@ -21,7 +21,6 @@ from evo_grpo import resume, run
 from evo_grpo.after.export.export import export
 from evo_grpo.errors import (
     CheckpointError,
-    ConfigError,
     ModelError,
     RewardAbortError,
     RunDirError,
@@ -36,7 +35,7 @@ from evo_grpo.record.family import ancestry, best_ever
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.record.observer import Observer
-from evo_grpo.record.retention import kept_checkpoints
+from evo_grpo.record.run_dir import kept_checkpoints
 from evo_grpo.record.summary import read_summary
 from evo_grpo.training.assemble import prepare
 from evo_grpo.training.restoring import restore
@@ -465,46 +464,26 @@ def interrupted(stopped_after_a_round, tmp_path):
     return shutil.copytree(stopped_after_a_round, tmp_path / "run")
 
 
-def test_a_missing_checkpoint_stops_a_resume(interrupted):
-    file = interrupted / "checkpoints/round-0000/agent-01/actor/adapter_model.safetensors"
-    file.unlink()
-    with pytest.raises(CheckpointError, match=r"agent-01.*recorded for agent 1 .*got no file"):
-        resume(interrupted)
-
-
-def test_a_truncated_checkpoint_stops_a_resume(interrupted):
-    file = interrupted / "checkpoints/round-0000/agent-01/optimizer.safetensors"
-    file.write_bytes(file.read_bytes()[:40])
-    with pytest.raises(CheckpointError, match=r"optimizer.safetensors: it is not the one"):
-        resume(interrupted)
-
-
-def test_a_changed_checkpoint_stops_a_resume(interrupted):
-    file = interrupted / "checkpoints/round-0000/agent-01/actor/adapter_model.safetensors"
+def change(file):
+    """Change the tensors of a file; those of an optimizer, its first moments."""
     tensors = load_file(file)
-    name = next(iter(tensors))
+    name = next((key for key in tensors if key.endswith(".exp_avg")), next(iter(tensors)))
     save_file({**tensors, name: tensors[name] + 1e-3}, file)
-    with pytest.raises(CheckpointError, match="not the one that round 1 recorded for agent 1"):
-        resume(interrupted)
 
 
-def change_moments(run):
-    file = run / "checkpoints/round-0000/agent-01/optimizer.safetensors"
-    tensors = load_file(file)
-    key = next(key for key in tensors if key.endswith(".exp_avg"))
-    save_file({**tensors, key: tensors[key] + 1e-3}, file)
-
-
-def test_changed_moments_stop_a_resume(interrupted):
-    change_moments(interrupted)
-    named = "agent-01/optimizer.safetensors: it is not the one that round 1 recorded for agent 1"
-    with pytest.raises(CheckpointError, match=named):
-        resume(interrupted)
-
-
-def test_missing_moments_stop_a_resume(interrupted):
-    (interrupted / "checkpoints/round-0000/agent-01/optimizer.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"agent-01/optimizer.safetensors: .*got no file"):
+@pytest.mark.parametrize("file", ["actor/adapter_model.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (Path.unlink, "got no file"),
+        (lambda file: file.write_bytes(file.read_bytes()[:40]), "it is not the one that round 1"),
+        (change, "it is not the one that round 1 recorded for agent 1"),
+    ],
+    ids=["missing", "truncated", "changed"],
+)
+def test_a_damaged_checkpoint_stops_a_resume(interrupted, file, damage, message):
+    damage(interrupted / "checkpoints/round-0000/agent-01" / file)
+    with pytest.raises(CheckpointError, match=rf"agent-01.*{file}: .*{message}"):
         resume(interrupted)
 
 
@@ -514,13 +493,6 @@ def test_another_agents_checkpoint_stops_a_resume(interrupted):
     (folder / "agent-02").rename(folder / "agent-01")
     (folder / "spare").rename(folder / "agent-02")
     with pytest.raises(CheckpointError, match="not the one that round 1 recorded"):
-        resume(interrupted)
-
-
-def test_another_population_size_stops_a_resume(interrupted):
-    file = interrupted / "population.yaml"
-    file.write_text(file.read_text().replace("size: 3", "size: 4"))
-    with pytest.raises(ConfigError, match=r"population.size was 3 and is 4; put it back"):
         resume(interrupted)
 
 

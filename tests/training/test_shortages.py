@@ -26,10 +26,10 @@ def test_a_run_warns_as_check_does(tmp_path):
     assert said(caught) == list(make_plan(config).warnings)
     few = [text for text in said(caught) if text.startswith("evolve.fitness")]
     assert few == [
-        "evolve.fitness.prompts is 6, but validation has 5 rows: selection uses only these; add "
-        "rows, or take more samples of each with evolve.fitness.samples",
-        "evolve.fitness.test_prompts is 6, but test has 4 rows: the final result uses only these; "
-        "add rows, or take more samples of each with evolve.fitness.test_samples",
+        "evolve.fitness.prompts is 6, but validation has 5 rows: only these are used; add rows, or "
+        "lower it",
+        "evolve.fitness.test_prompts is 6, but test has 4 rows: only these are used; add "
+        "rows, or lower it",
     ]
 
 

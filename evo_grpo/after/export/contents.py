@@ -20,6 +20,7 @@ from evo_grpo.sources import PACKAGED, Source, embedded_digests, resolve
 
 if TYPE_CHECKING:
     from evo_grpo.record.choice import ChosenAgent
+    from evo_grpo.settings import RunConfig
 
 INSIDE = f"./{BASE}"
 """The name of a base inside the export, relative to its folder."""
@@ -111,32 +112,30 @@ def read_adapter_files(choice: ChosenAgent) -> dict[str, bytes]:
     return read
 
 
-def find_base(choice: ChosenAgent, config: Mapping[str, Any], adapter: bytes) -> BaseModel:
+def find_base(choice: ChosenAgent, config: RunConfig, adapter: bytes) -> BaseModel:
     """Return the base of an agent, from the run's settings and its adapter_config.json."""
-    model, engine = _mapping(config.get("model")), _mapping(config.get("engine"))
-    name = str(model.get("name") or config.get("model"))
-    attributes, keywords = _attributes(choice), _mapping(model.get("config"))
-    source = None if "model" in _objects(choice, attributes) else _source(name)
+    name, attributes = config.model.name, _attributes(choice)
+    is_object = "model" in _objects(choice, attributes)
+    source = None if is_object else _source(name)
     said = str(_json(adapter, ADAPTER).get("base_model_name_or_path") or name)
     if source is None:
-        reference = said if "model" in _objects(choice, attributes) else name
+        reference = said if is_object else name
     elif not source.local:
         reference = source.path
     elif source.gguf_file or name in embedded_digests():
         reference = INSIDE
     else:
         reference = os.path.abspath(source.path)
-    revision = keywords.get("revision")
-    dtype = attributes.get("dtype")
+    revision = config.model.config.get("revision")
     return BaseModel(
         name,
         source,
         reference,
         revision=revision if isinstance(revision, str) else None,
-        own_code=bool(model.get("trust_remote_code")),
-        dtype=dtype if isinstance(dtype, str) else _FLOAT,
+        own_code=config.model.trust_remote_code,
+        dtype=str(attributes.get("dtype") or _FLOAT),
         digest=attributes.get("base_digest"),
-        quantization=engine.get("quantization"),
+        quantization=config.engine.quantization,
     )
 
 
@@ -267,10 +266,6 @@ def _json(data: bytes, name: str) -> dict[str, Any]:
     return cast("dict[str, Any]", found)
 
 
-def _mapping(value: object) -> dict[str, Any]:
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
-
-
 def _rank(config: Mapping[str, Any]) -> int:
-    ranks = [config.get("r"), *_mapping(config.get("rank_pattern")).values()]
+    ranks = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
     return max((rank for rank in ranks if isinstance(rank, int)), default=8)

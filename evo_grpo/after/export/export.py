@@ -4,18 +4,18 @@ choice    record/choice.py: the agent, as it was after a round
 contents  contents.py: its adapter, its tokenizer, and a base that is found nowhere else; or a model
 card      card.py, card.md.jinja: the agent, its scores and schedule, and code that runs as printed
 writing   writing.py: writes a folder completely, or nothing that loads
-pushing   pushing.py: pushes the folder to the Hub
+pushing   here: in one commit with the files of the export, and no others
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evo_grpo.after.export.card import card
+from evo_grpo.after.export.card import Use, card
 from evo_grpo.after.export.contents import (
     BaseModel,
     adapter_contents,
@@ -23,23 +23,25 @@ from evo_grpo.after.export.contents import (
     merged_contents,
     read_adapter_files,
 )
-from evo_grpo.after.export.pushing import Push
-from evo_grpo.after.export.snippet import Use
 from evo_grpo.after.export.writing import (
     ADAPTER,
     CARD,
     OF_ANSWERS,
     WEIGHTS,
     check_target,
+    is_export_file,
     write_export,
 )
-from evo_grpo.errors import ConfigError
+from evo_grpo.errors import ConfigError, RunFailedError
+from evo_grpo.printable import redacted, shorten
 from evo_grpo.record.choice import ChosenAgent, choose_of
-from evo_grpo.record.config import read_settings
+from evo_grpo.record.config import read_config
 from evo_grpo.record.files import writing
 
 FORMAT = 1
 """Version of export.json."""
+TOKEN = "HF_TOKEN"
+"""The environment variable with the token, which huggingface_hub reads too."""
 
 
 def export(  # noqa: PLR0913 -- all but the first two have defaults
@@ -116,11 +118,12 @@ def export_choice(
             f"{choice.loss}; use the base model, export another agent by its number, or this one "
             "with --anyway (anyway=True in Python)"
         )
-    pushing = None if push is None else Push.prepare(push)
+    if push is not None:
+        check_push(push)
     adapter = read_adapter_files(choice)
     with writing(target, "export"):
         place = check_target(target, force=force)
-    config = read_settings(choice.run)
+    config = read_config(choice.run)
     base = find_base(choice, config, adapter[ADAPTER])
     if push is not None and not merge and os.path.isabs(base.reference):
         raise ConfigError(
@@ -137,8 +140,8 @@ def export_choice(
         names = write_export(place, files, contents.fills, about)
     for note in contents.notes:
         warnings.warn(note, UserWarning, stacklevel=3)
-    if pushing is not None:
-        pushing.push(place, names)
+    if push is not None:
+        push_files(push, place, names)
     return target
 
 
@@ -158,3 +161,64 @@ def _about(choice: ChosenAgent, base: BaseModel, *, dtype: str | None) -> dict[s
         "merged": dtype,
         **{name: values[name] for name in OF_ANSWERS if name in values},
     }
+
+
+def check_push(repository: str) -> None:
+    """Check the name of a repository and the token, before anything is written."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repository)
+        if repository.count("/") != 1:
+            raise HFValidationError(f"expected owner/name, got {repository!r}")
+    except HFValidationError as error:
+        raise ConfigError(
+            f"push: expected a repository of the Hub as owner/name, got "
+            f"{shorten(repository)!r}: {shorten(str(error))}"
+        ) from error
+    if not _token():
+        raise ConfigError(
+            f"push: expected a token of the Hub with write access in the environment, as "
+            f"{TOKEN}, got none; make one on huggingface.co/settings/tokens"
+        )
+
+
+def push_files(repository: str, folder: Path, names: Sequence[str]) -> None:
+    """Push the files of an export in one commit.
+
+    Files of an earlier export that this one does not have are removed from the repository.
+    """
+    # Imported here: it takes a second, and few exports are pushed.
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, errors
+
+    # The base class of the errors of its HTTP client.
+    http: type[Exception] = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage] -- documented there
+    api = HfApi(token=_token())
+    try:
+        api.create_repo(repository, private=True, exist_ok=True)
+        there = api.list_repo_files(repository)
+        stale = [name for name in there if name not in names and is_export_file(name)]
+        operations: list[Any] = [CommitOperationDelete(name) for name in stale]
+        operations += [CommitOperationAdd(name, str(folder / name)) for name in names]
+        api.create_commit(repository, operations, commit_message="Export from evo-grpo")
+    except (http, OSError, RuntimeError, ValueError) as error:
+        raise RunFailedError(
+            f"push: {repository}: {_why(error)}; the export in {folder} is complete: "
+            f"push it again with --force, or with: hf upload {repository} {folder}"
+        ) from error
+
+
+def _token() -> str:
+    return os.environ.get(TOKEN, "").strip()
+
+
+def _why(error: Exception) -> str:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    said = shorten(redacted(f"{type(error).__name__}: {error}", _token()))
+    if isinstance(error, HfHubHTTPError):
+        if error.response.status_code in (401, 403):
+            return f"the Hub refuses the token in {TOKEN}, which needs write access there ({said})"
+        return f"the Hub refused ({said})"
+    return f"the Hub cannot be reached; check the network ({said})"

@@ -75,11 +75,8 @@ def write_export(
     The files of an earlier export are removed. Even after a kill, the folder is either complete or
     cannot be loaded. `about` is the content of the manifest except the files.
     """
-    there = target.is_dir()
-    # Inside an existing folder: its parent may be another disk, or not writable.
-    above = target if there else target.parent
-    create_folder(above)
-    aside = above / f"{_ASIDE}{os.getpid()}"
+    create_folder(target)
+    aside = target / f"{_ASIDE}{os.getpid()}"
     shutil.rmtree(aside, ignore_errors=True)  # left by a kill
     aside.mkdir()
     try:
@@ -92,11 +89,8 @@ def write_export(
         manifest = {**about, "files": digests}
         (aside / MANIFEST).write_bytes(json.dumps(manifest, indent=1).encode() + b"\n")
         sync_tree(aside)
-        if there:
-            _replace(target, aside)
-        else:
-            aside.rename(target)
-        sync_names(above)
+        _replace(target, aside)
+        sync_names(target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return [*digests, MANIFEST]

@@ -14,7 +14,6 @@ from evo_grpo.after.trying.policy import (
     Policy,
     adapter_of,
     check_answers,
-    check_temperature,
     config_of,
     loaded,
     played_out,
@@ -147,11 +146,13 @@ def answers(  # noqa: PLR0913 -- the arguments of `sample`
     """
     whole(1).check("n", n)
     whole().check("seed", seed)
-    check_temperature(temperature)
     # For rows the code that the task names is imported and called.
     command = f"sample {choice.run} --row N" if rows else None
     call = f"evo_grpo.sample({str(choice.run)!r}, rows=[...], env=...)"
     config = config_of(choice, command, allow, env=env, call=call)
+    fitness = config.evolve.fitness
+    if temperature is not None:
+        fitness = fitness.replace(temperature=temperature)
     adapter, own = adapter_of(choice), choice.agent.record.hparams
     # For rows the environment has the prompts and the length of an answer.
     how = None if rows else _how(config.env, config.seed, own.prompt, raw=raw)
@@ -162,9 +163,6 @@ def answers(  # noqa: PLR0913 -- the arguments of `sample`
         how = how or _how(config.env, config.seed, own.prompt, raw=raw)
         slots = {choice.title: policy.slot, **({"base": None} if base else {})}
         numbers = count(1)
-        fitness = config.evolve.fitness
-        if temperature is not None:
-            fitness = fitness.replace(temperature=temperature)
 
         def sampler() -> PopulationSampler:
             return PopulationSampler.compared(

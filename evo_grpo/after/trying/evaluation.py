@@ -6,20 +6,17 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from evo_grpo.after.export.writing import exported_values
 from evo_grpo.after.trying.policy import (
-    Policy,
     adapter_of,
     check_answers,
-    check_temperature,
     config_of,
     loaded,
 )
-from evo_grpo.envs.protocol import Environment
 from evo_grpo.envs.resolve import named_task
 from evo_grpo.errors import CheckpointError, ConfigError, RunFailedError
 from evo_grpo.evolve.claims import TEST_LEVEL, claims
@@ -29,17 +26,17 @@ from evo_grpo.model.lora.configs import read_config
 from evo_grpo.model.lora.files import CONFIG as ADAPTER_CONFIG
 from evo_grpo.places import looking_in
 from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
-from evo_grpo.population.evaluate import Evaluation, evaluate, pass_at
+from evo_grpo.population.evaluate import Evaluation, evaluate
+from evo_grpo.population.evaluate import pass_at as pass_at_k
 from evo_grpo.record.choice import choose_of
 from evo_grpo.record.code import beside, code_folder
 from evo_grpo.record.files import plain_value
 from evo_grpo.record.folder import is_run
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.validation import number, whole
-from evo_grpo.settings import RunConfig
-from evo_grpo.settings.evolve import FitnessReward
+from evo_grpo.settings import FitnessConfig, RunConfig
 from evo_grpo.settings.yaml import as_config
-from evo_grpo.training.resolve import task_of
+from evo_grpo.training.strategies import task_of
 from evo_grpo.types import Score
 
 JudgedOn = Literal["validation", "test"]
@@ -61,7 +58,6 @@ class Judged:
         gain: Adapter minus base, over the prompts that both answered.
         gain_se: Paired standard error of the gain, NaN from fewer than two prompts.
         interval: Interval of the gain with probability `LEVEL`, by Student's t over prompts.
-        file: The test file of the prompts, None for the split of the configuration.
         correct: The least reward of a correct completion, for `passes`.
         k: Completions of pass@k; None for the mean reward.
         passes: pass@k for each k that was asked for.
@@ -79,7 +75,6 @@ class Judged:
     gain: float | None = None
     gain_se: float | None = None
     interval: tuple[float, float] | None = None
-    file: str | None = None
     correct: float = 1.0
     k: int | None = None
     passes: tuple[Judged, ...] = ()
@@ -87,7 +82,7 @@ class Judged:
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values; numbers that are not finite are None."""
-        about = ("adapter", "task", "split", "samples", "temperature", "file", "correct", "sign")
+        about = ("adapter", "task", "split", "samples", "temperature", "correct", "sign")
         found = {name: getattr(self, name) for name in about} | self._measured()
         passes = [{"k": one.k, **one._measured()} for one in self.passes]
         return {"level": LEVEL, **plain_value({**found, "passes": passes})}
@@ -99,62 +94,6 @@ class Judged:
             for who, score in scores.items()
         }
         return {**means, "gain": self.gain, "gain_se": self.gain_se, "interval": self.interval}
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """The settings of an evaluation; see `evaluate_adapter`."""
-
-    split: JudgedOn = "test"
-    prompts: int | None = None
-    samples: int | None = None
-    temperature: float | None = None
-    passes: Sequence[int] = ()
-    correct: float | None = None
-    base: bool = True
-    reward: FitnessReward = None
-
-    def __post_init__(self) -> None:
-        if self.split not in ("validation", "test"):
-            raise ConfigError(f"split: expected validation or test, got {self.split!r}")
-        for name in ("prompts", "samples"):
-            if (value := getattr(self, name)) is not None:
-                whole(1).check(name, value)
-        for k in self.passes:
-            whole(1).check("pass_at", k)
-        check_temperature(self.temperature)
-        if self.correct is not None:
-            number(math.isfinite, "a finite number").check("correct", self.correct)
-
-    def in_run(self, run: RunConfig) -> _Asked:
-        """Return the settings with those of a run where none are given.
-
-        Raises:
-            ConfigError: pass@k needs more completions than are sampled.
-        """
-        fitness = run.evolve.fitness
-        if self.temperature is not None:
-            fitness = fitness.replace(temperature=self.temperature)
-        # Validation repeats the draws of the final comparison, and its samples where it has any.
-        test = self.split == "test"
-        usual = fitness.test_samples if test else fitness.final_samples or fitness.samples
-        most = max(self.passes, default=1)
-        samples = fitness.per_prompt(self.samples or max(usual, most))
-        if most > samples:
-            greedy = " at temperature 0, where all of them are equal" if samples == 1 else ""
-            raise ConfigError(
-                f"pass_at: expected at most {samples}, the completions of a prompt{greedy}, got "
-                f"{most}; "
-                + ("give a temperature above 0" if greedy else "give as many samples, or leave k")
-            )
-        correct = fitness.correct if self.correct is None else self.correct
-        return replace(
-            self,
-            samples=samples,
-            temperature=fitness.temperature,
-            correct=1.0 if correct is None else correct,
-            reward=fitness.counted,
-        )
 
 
 def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
@@ -208,139 +147,84 @@ def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
             reward.
         EvoGrpoError: The base or the task cannot be loaded.
     """
-    asked = _Asked(split, prompts, samples, temperature, _several(pass_at), correct, base)
-    (judged,) = _evaluated(Path(adapter), config, (), asked, allow, code, env)
-    return judged
-
-
-def evaluate_files(  # noqa: PLR0913 -- all but the first three have defaults
-    adapter: str | Path,
-    files: str | Path | Sequence[str | Path],
-    config: RunConfig | str | Path | Mapping[str, Any] | None = None,
-    *,
-    prompts: int | None = None,
-    samples: int | None = None,
-    temperature: float | None = None,
-    pass_at: int | Sequence[int] = (),
-    correct: float | None = None,
-    base: bool = True,
-    allow: Sequence[str] = (),
-    code: str | Path | None = None,
-) -> list[Judged]:
-    """Evaluate an adapter on several test files, each in place of `env.test`.
-
-    The model is loaded once. All files are read and checked before.
-
-    Args:
-        adapter: See `evaluate_adapter`, also for all other arguments and for what is raised.
-        files: Files of rows with the columns that prompt and reward of the task use; the task must
-            be of kind `dataset`.
-        config: See `evaluate_adapter`.
-        prompts: Number of prompts of each file; None takes all.
-        samples: See `evaluate_adapter`.
-        temperature: See `evaluate_adapter`.
-        pass_at: See `evaluate_adapter`.
-        correct: See `evaluate_adapter`.
-        base: See `evaluate_adapter`.
-        allow: See `evaluate_adapter`.
-        code: See `evaluate_adapter`.
-
-    Returns:
-        One result per file, in order.
-
-    Raises:
-        ConfigError: No file is given, or the task has rows of its own.
-        DataError: A file cannot be read, or lacks a column.
-    """
-    asked = _Asked("test", prompts, samples, temperature, _several(pass_at), correct, base)
-    given = [files] if isinstance(files, str | Path) else list(files)
-    if not given:
-        raise ConfigError("files: expected at least one test file, got none")
-    return _evaluated(Path(adapter), config, given, asked, allow, code, None)
-
-
-def _several(value: int | Sequence[int]) -> tuple[int, ...]:
-    return tuple(value) if isinstance(value, Sequence) else (value,)
-
-
-def _evaluated(
-    adapter: Path,
-    config: RunConfig | str | Path | Mapping[str, Any] | None,
-    files: Sequence[str | Path],
-    asked: _Asked,
-    allow: Sequence[str],
-    code: str | Path | None,
-    env: object,
-) -> list[Judged]:
-    """Return the result on each test file; on the split of the configuration without files."""
+    if split not in ("validation", "test"):
+        raise ConfigError(f"split: expected validation or test, got {split!r}")
+    passes = tuple(pass_at) if isinstance(pass_at, Sequence) else (pass_at,)
+    given = [("prompts", prompts), ("samples", samples), *(("pass_at", k) for k in passes)]
+    for what, value in given:
+        whole(1).or_none().check(what, value)
+    number(math.isfinite, "a finite number").or_none().check("correct", correct)
     with ExitStack() as stack:  # files and modules are found as in a run
         stack.enter_context(looking_in(code_folder(code), is_code=True))
         stack.enter_context(looking_in(beside(config)))
-        name, folder, run, own = _found(adapter, config, allow, env)
+        name, folder, run, own = _found(Path(adapter), config, allow, env)
         if (named := named_task(env)) is not None:
             run, env = run.replace(env=named), None
-        asked = asked.in_run(run)
-        if files and run.env.kind != "dataset":
-            raise ConfigError(
-                f"files: expected a task of kind dataset, whose test rows come from a file, got "
-                f"{run.env.kind!r}, which has rows of its own; leave the files out"
-            )
-        runs = [run.replace(env=run.env.replace(test=str(file))) for file in files] or [run]
-        tasks = [task_of(one) if env is None else None for one in runs]
+        fitness = run.evolve.fitness
+        if temperature is not None:
+            fitness = fitness.replace(temperature=temperature)
+        samples = _samples(fitness, split, samples, max(passes, default=1))
+        if correct is None:
+            correct = 1.0 if fitness.correct is None else fitness.correct
+        task = task_of(run) if env is None else None
         policy = stack.enter_context(
-            loaded(runs[0], folder, with_env=True, task=tasks[0], env=env, own=own)
+            loaded(run, folder, with_env=True, task=task, env=env, own=own)
         )
         assert policy.env is not None, "loaded with with_env=True"
-        if not files:
-            fitness = run.evolve.fitness
-            usual = fitness.test_prompts if asked.split == "test" else fitness.prompts
-            asked = replace(asked, prompts=asked.prompts or usual)
-            return [_judged(policy, policy.env, asked, name, None)]
-        found: list[Judged] = []
-        for file, one, task in zip(files, runs, tasks, strict=True):
-            assert task is not None, "a dataset is built from its settings"
-            made = policy.environment(one, task) if found else policy.env
-            found.append(_judged(policy, made, asked, name, str(file)))
-        return found
+        usual = fitness.test_prompts if split == "test" else fitness.prompts
+        # Base first, as at the end of a run: the same batch gives the same bits.
+        found = evaluate(
+            policy.cohort,
+            policy.env,
+            [*([None] if base else []), policy.slot],
+            policy.env.prompts(split, prompts or usual),
+            samples=samples,
+            temperature=fitness.temperature,
+            reward=fitness.counted,
+            stream=("test",) if split == "test" else ("final",),
+        )
+        about = name, policy.env.name, split, samples, fitness.temperature
+    return _judged(found, about, passes, correct)
 
 
 def _judged(
-    policy: Policy, env: Environment[Any], asked: _Asked, name: str, file: str | None
+    found: Sequence[Evaluation],
+    about: tuple[str, str, str, int, float],
+    passes: Sequence[int],
+    correct: float,
 ) -> Judged:
-    """Evaluate the adapter of a policy, and its base, on the prompts of an environment."""
-    samples, temperature, correct = asked.samples, asked.temperature, asked.correct
-    assert samples is not None, "set by _Asked.in_run"
-    assert temperature is not None, "set by _Asked.in_run"
-    assert correct is not None, "set by _Asked.in_run"
-    prompts = env.prompts(asked.split, asked.prompts)
-    # Base first, as at the end of a run: the same batch gives the same bits.
-    found = evaluate(
-        policy.cohort,
-        env,
-        [*([None] if asked.base else []), policy.slot],
-        prompts,
-        samples=samples,
-        temperature=temperature,
-        reward=asked.reward,
-        stream=("test",) if asked.split == "test" else ("final",),
-    )
-    for who, one in zip(["the base", name] if asked.base else [name], found, strict=True):
+    """Return the result of evaluations, that of the base before that of the adapter."""
+    name, base = about[0], len(found) > 1
+    for who, one in zip(["the base", name] if base else [name], found, strict=True):
         _check_finite(who, one)
-    about = name, env.name, asked.split, samples, temperature
 
     def judged(scores: Sequence[Score], **more: Any) -> Judged:
-        gain = _gain(name, scores[1], scores[0]) if asked.base else {}
-        return Judged(*about, scores[-1], **gain, file=file, correct=correct, **more)
+        gain = _gain(name, scores[1], scores[0]) if base else {}
+        return Judged(*about, scores[-1], **gain, correct=correct, **more)
 
     scores = [one.score for one in found]
     return judged(
         scores,
-        sign=claims(scores[::-1], 0, TEST_LEVEL)[1] if asked.base else None,
+        sign=claims(scores[::-1], 0, TEST_LEVEL)[1] if base else None,
         passes=tuple(
-            judged([pass_at(one.rewards, one.units, k, correct) for one in found], k=k)
-            for k in asked.passes
+            judged([pass_at_k(one.rewards, one.units, k, correct) for one in found], k=k)
+            for k in passes
         ),
     )
+
+
+def _samples(fitness: FitnessConfig, split: JudgedOn, samples: int | None, most: int) -> int:
+    """Return the completions of a prompt: those of a run if none are given, at least `most`."""
+    # Validation repeats the draws of the final comparison, and its samples where it has any.
+    usual = fitness.test_samples if split == "test" else fitness.final_samples or fitness.samples
+    found = fitness.per_prompt(samples or max(usual, most))
+    if most > found:
+        greedy = " at temperature 0, where all of them are equal" if found == 1 else ""
+        raise ConfigError(
+            f"pass_at: expected at most {found}, the completions of a prompt{greedy}, got {most}; "
+            + ("give a temperature above 0" if greedy else "give as many samples, or leave k")
+        )
+    return found
 
 
 def _gain(name: str, own: Score, base: Score) -> dict[str, Any]:

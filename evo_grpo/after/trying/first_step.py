@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,6 +213,7 @@ def try_config(
     answer: str | None = None,
     code: str | Path | None = None,
     env: object = None,
+    notify: Callable[[str], None] | None = None,
 ) -> Tried:
     """Sample the untrained model at the settings of a run, and score its answers.
 
@@ -225,6 +226,7 @@ def try_config(
         answer: A text to score as the answer to each prompt, without a model.
         code: A folder in which files and modules of the task are found too.
         env: The environment, in place of the task of `config`.
+        notify: Called with a sentence on what the questions to a judge cost, before they are asked.
 
     Raises:
         ConfigError: There is no such row, a number is out of range, or an answer is given to a task
@@ -250,7 +252,7 @@ def try_config(
             own = run.algorithm.max_model_len, read_model_size(run.model.name).context
             if isinstance(gym, ReasoningGym) and (known := [one for one in own if one]):
                 gym.limit_context(min(known), run.algorithm.longest_output(run.search_space()))
-            return _scored(gym, run.env.kind, split, numbers, answer)
+            return _scored(gym, run.env.kind, split, numbers, answer, notify)
         agents = run.agents().replace(engine=run.engine.replace(zero=None))
         if env is None:
             cohort, made, start = build_parts(run, agents)
@@ -260,15 +262,22 @@ def try_config(
         (slot,) = add_agents(cohort, 1, "same", start)
         cohort.open_engine()
         stack.callback(cohort.close_engine)
-        return _sampled(cohort, slot, made, _starts(made, split, numbers), samples)
+        return _sampled(cohort, slot, made, _starts(made, split, numbers), samples, notify)
 
 
 def _sampled(
-    cohort: Cohort, slot: Slot, env: Environment[Any], starts: Sequence[Any], samples: int | None
+    cohort: Cohort,
+    slot: Slot,
+    env: Environment[Any],
+    starts: Sequence[Any],
+    samples: int | None,
+    notify: Callable[[str], None] | None,
 ) -> Tried:
     """Sample and score as the first agent of the run would."""
     hparams = cohort.agents[slot].hparams
     size = samples or hparams.group_size
+    every = [one for one in starts for _ in range(size)]
+    _tell_of_judges(env, every, cohort.output_tokens(hparams), notify)
     sampler = PopulationSampler.in_training(cohort, [slot], stream=("try",))
     begin = time.perf_counter()
     asked = starts_under(env, hparams.prompt, starts)
@@ -279,7 +288,28 @@ def _sampled(
     return _tried(env, found, size, scoring - begin, time.perf_counter() - scoring)
 
 
-def _scored(env: object, kind: str, split: Split, numbers: Sequence[int], text: str) -> Tried:
+def _tell_of_judges(
+    env: Environment[Any], starts: Sequence[Any], tokens: int, notify: Callable[[str], None] | None
+) -> None:
+    """Say what the questions to the judges of a task cost; `starts` has one for each answer."""
+    if notify is None or not isinstance(env, ReasoningGym):
+        return
+    from evo_grpo.envs.rewards.judge import Judge  # it loads asyncio, and few runs have one
+
+    for reward in env.task.rewards:
+        if isinstance(reward.fn, Judge):
+            rows = [{**one.columns, "prompt": one.text} for one in starts]
+            notify(reward.fn.questions(rows, tokens))
+
+
+def _scored(
+    env: object,
+    kind: str,
+    split: Split,
+    numbers: Sequence[int],
+    text: str,
+    notify: Callable[[str], None] | None,
+) -> Tried:
     """Score a text as the answer to each prompt; of the model, only the tokenizer is needed."""
     if not isinstance(env, ReasoningGym):
         raise ConfigError(
@@ -289,6 +319,7 @@ def _scored(env: object, kind: str, split: Split, numbers: Sequence[int], text: 
     env.prepare_rewards("cpu")
     ids = tuple(env.tokenizer(text, add_special_tokens=False)["input_ids"])
     prompts = _starts(env, split, numbers)
+    _tell_of_judges(env, prompts, len(ids), notify)
     answer = (Completion(ids, text, None, ended=True),)
     play = env.begin([prompts], [1])
     play.tell([[CompletionGroup(-1, prompt, answer) for prompt in prompts]])

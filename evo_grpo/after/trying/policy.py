@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from evo_grpo.envs.protocol import Environment, Play
-from evo_grpo.envs.resolve import environment_of
 from evo_grpo.envs.task import Split, Task
 from evo_grpo.errors import CheckpointError, ConfigError, RunDirError, RunFailedError
 from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
@@ -23,9 +22,7 @@ from evo_grpo.record.digests import check_digests
 from evo_grpo.record.folder import recorded_objects
 from evo_grpo.record.plain import inside
 from evo_grpo.schema.hparams import LORA, Hparams
-from evo_grpo.schema.validation import LEAST, MOST, number
 from evo_grpo.settings import RunConfig
-from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
 from evo_grpo.settings.model import LoraSettings
 from evo_grpo.training.assemble import add_agents, build_cohort, build_parts
 from evo_grpo.training.environments import environment_for
@@ -42,18 +39,6 @@ class Policy:
     cohort: Cohort
     env: Environment[Any] | None
     slot: Slot
-
-    def environment(self, config: RunConfig, task: Task) -> Environment[Any]:
-        """Return the environment of another single-turn task of a configuration.
-
-        Raises:
-            PromptTooLongError: A prompt does not fit the context.
-        """
-        tokenizer = self.cohort.base.tokenizer
-        assert tokenizer is not None, "the first environment has set it"
-        env = environment_of(config.env, config.seed, DEFAULT_PROMPTS, None, task)(tokenizer)
-        self.cohort.adapt_to(env)
-        return env
 
 
 @contextmanager
@@ -117,17 +102,6 @@ def loaded(
         cohort.close_engine()
 
 
-def check_temperature(temperature: float | None) -> None:
-    """Refuse a sampling temperature that is neither 0 nor computable; None is that of the run."""
-    rule = number(
-        lambda v: v == 0 or LEAST <= v <= MOST,
-        f"0 for greedy decoding, or a number that float32 computes with, from {LEAST:g} to "
-        f"{MOST:g}",
-    )
-    if temperature is not None:
-        rule.check("temperature", temperature)
-
-
 def check_answers(who: str, logprobs: Iterable[Sequence[float] | None]) -> None:
     """Refuse answers whose log-probs (one sequence each) have a NaN: the tokens are arbitrary."""
     if any(math.isnan(value) for own in logprobs for value in own or ()):
@@ -155,10 +129,6 @@ def config_of(
         allow: Names of files, and of parts of the environment, that may have changed.
         env: The environment, where the run was given an object.
         call: The call in Python that `env` is given to, for messages.
-
-    Raises:
-        RunDirError: The base of the run was a Python object.
-        ConfigError: The environment, a setting or a file differs from that of the run.
     """
     recorded, given = recorded_objects(choice.run), FromPython(env)
     if base := [name for name in ("model", "tokenizer") if name in recorded]:
@@ -182,12 +152,7 @@ def config_of(
 
 
 def adapter_of(choice: ChosenAgent) -> Path:
-    """Return the PEFT folder of an agent of a run, with the digests that the run recorded.
-
-    Raises:
-        CheckpointError: A file is missing or was changed.
-        RunDirError: The folder lies behind a link.
-    """
+    """Return the PEFT folder of an agent of a run, with the digests that the run recorded."""
     folder = inside(choice.run, choice.checkpoint or ".")
     files = {n: d for n, d in choice.files.items() if n.startswith("actor/")}
     if not choice.checkpoint or not files:

@@ -25,14 +25,14 @@ def show_sampled(console: Console, sampled: Sequence[Sampled]) -> None:
     for one in sampled:
         say(console, f"{one.who}:", "dim")
         for text, reward, ended in zip(one.texts, one.rewards, one.ended, strict=True):
-            first, *rest = text.split("\n")
             said = "" if reward is None else f"  [reward {number(reward, 2)}]"
-            cut = "" if ended else " ..."
-            lines = [first, *rest]
-            lines[-1] += cut + said
-            for place, line in enumerate(lines):
-                say(console, f"{'    ' if place else '  - '}{line}", wrap=True)
+            _show_answer(console, text, ("" if ended else " ...") + said)
     console.print()
+
+
+def _show_answer(console: Console, text: str, after: str) -> None:
+    for place, line in enumerate((text + after).split("\n")):
+        say(console, f"{'    ' if place else '  - '}{line}", wrap=True)
 
 
 def show_tried(console: Console, tried: Tried) -> None:
@@ -42,14 +42,10 @@ def show_tried(console: Console, tried: Tried) -> None:
         for line in prompt.prompt.split("\n"):
             say(console, f"> {line}", "bold", wrap=True)
         for answer in prompt.answers:
-            first, *rest = (answer.text or answer.error).split("\n")
             values = ", ".join(f"{name} {number(x, 2)}" for name, x in answer.rewards.items())
             total = "" if len(answer.rewards) < 2 else f", sum {number(answer.reward, 2)}"
             cut = "" if answer.ended else " ... (cut off)"
-            lines = [first, *rest]
-            lines[-1] += f"{cut}  [{values}{total}]"
-            for place, line in enumerate(lines):
-                say(console, f"{'    ' if place else '  - '}{line}", wrap=True)
+            _show_answer(console, answer.text or answer.error, f"{cut}  [{values}{total}]")
         console.print()
     for line in tried.sentences():
         say(console, line, wrap=True)
@@ -58,7 +54,7 @@ def show_tried(console: Console, tried: Tried) -> None:
 def show_judged(console: Console, judged: Judged) -> None:
     """Print the mean reward of an adapter, that of its base, and the difference."""
     each = count(judged.samples, "sample")
-    where = f"{count(judged.own.n, judged.split + ' prompt')} of {judged.file or judged.task}"
+    where = f"{count(judged.own.n, judged.split + ' prompt')} of {judged.task}"
     how = f"{each} each at temperature {judged.temperature:g}"
     if not judged.temperature:
         how = "decoded greedily"

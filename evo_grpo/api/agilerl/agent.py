@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from abc import ABC
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, final
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from torch.optim.lr_scheduler import LambdaLR
 
 from evo_grpo.api.agent import Agent
@@ -20,12 +20,10 @@ from evo_grpo.api.agilerl.configs import CosineLRScheduleConfig, VLLMConfig
 from evo_grpo.api.population import Population
 from evo_grpo.api.saved import load_one
 from evo_grpo.errors import ConfigError
-from evo_grpo.model.base import SharedBase
 from evo_grpo.population.zero.setup import stage_of
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.validation import whole
 from evo_grpo.settings.keywords import AGENT_KEYWORDS
-from evo_grpo.settings.without_effect import WithoutEffect
 from evo_grpo.types import Slot
 
 POLICY, OPTIMIZER = "actor", "optimizer"
@@ -53,7 +51,6 @@ class AgileRLAgent(Agent, ABC):
         """Build an agent over its own base; the agents of `population` share one."""
         given = Arguments.of(args, kwargs)
         self._build(*given.translated(self.kind), index=given.index)
-        _warn_of_other_padding(self.cohort.base)
 
     @classmethod
     def population(  # pyright: ignore[reportIncompatibleMethodOverride] -- AgileRL's own signature: positions, and size is required
@@ -75,15 +72,7 @@ class AgileRLAgent(Agent, ABC):
         args, named = without_spaces(args, kwargs, then=_WRAPPER)
         wrapper, settings = (named.pop(name, None) for name in _WRAPPER)
         arguments = Arguments.of(args, named)
-        if wrapper is None and settings is not None:
-            _warn_without_effect("wrapper_kwargs: has no effect without wrapper_cls; leave it out")
-        if arguments.index:
-            _warn_without_effect(
-                f"index: {arguments.index} has no effect: the agents of a population have 0 to "
-                "size - 1; leave it out"
-            )
         agents = cls._build_several(*arguments.translated(cls.kind), size=int(size), init="same")
-        _warn_of_other_padding(agents[0].cohort.base)
         if wrapper is None:
             return Population(agents[0].cohort, agents)
         wrapped = [wrapper(agent, **(settings or {})) for agent in agents]
@@ -123,14 +112,13 @@ class AgileRLAgent(Agent, ABC):
                 hyperparameters; arguments without effect have their defaults.
         """
         cohort, state, settings = agent.cohort, agent.state, agent.settings
-        hparams = {name: v for name, v in agent.hparams if name in agent.hparams.to_dict()}
+        known = agent.hparams.to_dict()
+        hparams = {name: v for name, v in agent.hparams if name in known}
         values = {name: getattr(Arguments, name, None) for name in ARGUMENTS}
         for name, ours in KEYWORDS.items():
             values[name] = hparams.get(ours, _value_at(settings, AGENT_KEYWORDS[ours]))
-        schedule, vllm = (
-            settings.algorithm.lr_schedule,
-            VLLMConfig.of(settings.engine, settings.algorithm.stop),
-        )
+        schedule = settings.algorithm.lr_schedule
+        vllm = VLLMConfig.of(settings.engine, settings.algorithm.stop)
         values.update(
             model_config=values["model_config"] or None,
             hp_config=cohort.hp_config or None,
@@ -179,12 +167,11 @@ class AgileRLAgent(Agent, ABC):
         path: str | Path,
         load_optimizer: bool = False,
         overwrite_reference_adapter: bool = False,
-        overwrite_critic_adapter: bool | None = None,
+        overwrite_critic_adapter: bool = True,
         merge_lora_configs: bool = False,
     ) -> None:
-        """See `Agent.load_checkpoint`; `overwrite_critic_adapter` is refused."""
-        if overwrite_critic_adapter is not None:
-            raise ConfigError("overwrite_critic_adapter: GRPO has no critic; leave it out")
+        """See `Agent.load_checkpoint`; there is no critic."""
+        del overwrite_critic_adapter
         super().load_checkpoint(
             path, load_optimizer, overwrite_reference_adapter, merge_lora_configs
         )
@@ -262,16 +249,8 @@ class AgileRLAgent(Agent, ABC):
         self.training = training
 
     def reinit_optimizers(self, optimizer: object = None) -> None:
-        """Replace AdamW, the only optimizer, by a new one without moments.
-
-        Args:
-            optimizer: None, or an object whose `name` is "optimizer".
-
-        Raises:
-            ConfigError: It names another optimizer.
-        """
-        if optimizer is not None:
-            _check_name("reinit_optimizers: optimizer", optimizer, OPTIMIZER)
+        """Replace AdamW, the only optimizer, whatever is named, by a new one without moments."""
+        del optimizer
         self.state.optimizer = self.cohort.fresh_optimizer(self.slot, self.hparams)
 
     @staticmethod
@@ -322,17 +301,12 @@ class AgileRLAgent(Agent, ABC):
         self.state.hooks.append(hook)
 
     def register_network_group(self, group: object) -> None:
-        """Accept the group of the network "actor", the only network of the agent.
-
-        Raises:
-            ConfigError: The evaluation network of the group is another one.
-        """
-        network = getattr(group, "eval_network", group)
-        _check_name("register_network_group: evaluation network", network, POLICY)
+        """Accept a group of networks: the only network of an agent is "actor"."""
+        del group
 
     def to_device(self, *experiences: Any) -> tuple[Any, ...]:
         """Move tensors, including those in lists, tuples and mappings, to the base's device."""
-        return tuple(_moved(value, self.cohort.base.device) for value in experiences)
+        return tuple(send_to_device(list(experiences), self.cohort.base.device))
 
     def recompile(self) -> None:
         """Compile as the setting `torch_compiler` does, with its mode, or `default` if None."""
@@ -363,61 +337,18 @@ class CISPO(AgileRLAgent):
     kind = "cispo"
 
 
-def _warn_without_effect(text: str) -> None:
-    warnings.warn(text, WithoutEffect, stacklevel=3)
-
-
-def _warn_of_other_padding(base: SharedBase) -> None:
-    pad_id, pad_token = base.padding or (0, None)
-    if pad_token is None or base.tokenizer is None:
-        return
-    own = base.tokenizer.convert_ids_to_tokens(pad_id)
-    if own != pad_token:
-        warnings.warn(
-            f"pad_token: expected the string of token {pad_id}, {own!r}, got {pad_token!r}; the id "
-            "is what is written into padding",
-            UserWarning,
-            stacklevel=3,
-        )
-
-
-def _check_name(what: str, given: object, only: str) -> None:
-    """Check that an object, or its `name`, names the only one that an agent has."""
-    name = getattr(given, "name", given)
-    if name != only:
-        raise ConfigError(f"{what}: expected {only!r}, the only one, got {name!r}")
-
-
 def _value_at(settings: Any, path: tuple[str | int, ...]) -> Any:  # noqa: ANN401 -- of any setting
     for part in path:
         settings = getattr(settings, str(part), None)
     return settings
 
 
-def _moved(value: Any, device: torch.device) -> Any:  # noqa: ANN401 -- any nesting of tensors
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        other: Any = copy.copy(value)  # keeps a subclass, such as an observation of a turn
-        other.update({k: _moved(v, device) for k, v in value.items()})
-        return other
-    if isinstance(value, list | tuple):
-        parts = [_moved(v, device) for v in value]
-        # The constructor of a named tuple takes its elements as arguments.
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
-
-
 def _space_dim(space: Any) -> tuple[Any, ...]:  # noqa: ANN401 -- any gymnasium space, or TextSpace
     """Return the size of a gymnasium-like space.
 
-    Args:
-        space: Box (its shape), Discrete (n,), MultiDiscrete (its sizes, in one row), MultiBinary
-            (n,) or its shape, Dict or Tuple (one entry per part), a list of spaces, or a text space
-            (its vocabulary).
-
-    Raises:
-        ConfigError: For anything else.
+    It is the shape of a Box, (n,) of a Discrete, the sizes of a MultiDiscrete in one row, (n,) or
+    the shape of a MultiBinary, one entry per part of a Dict, a Tuple or a list of spaces, and the
+    vocabulary of a text space.
     """
     parts = getattr(space, "spaces", space)
     if isinstance(parts, dict | list | tuple):

@@ -19,7 +19,7 @@ from evo_grpo.model.loading import merge_dtype_keywords
 from evo_grpo.population.zero.setup import stage_of
 from evo_grpo.schema.problems import Path, Problem, Problems
 from evo_grpo.schema.search_space import HyperparameterConfig
-from evo_grpo.schema.validation import flag, is_number, shown, whole
+from evo_grpo.schema.validation import flag, is_number, whole
 from evo_grpo.settings import AgentSettings, LoraSettings
 from evo_grpo.settings.keywords import AGENT_KEYWORDS, unknown_keyword
 from evo_grpo.settings.run import without_effect_of_agents
@@ -29,6 +29,8 @@ from evo_grpo.training.assemble import Objects
 SPACES = ("observation_space", "action_space")
 """The first two arguments in AgileRL's examples; a language model needs neither."""
 
+CONTEXT = 1024
+"""AgileRL's default of `max_model_len`."""
 DEFAULT_LORA = LoraSettings(r=16, alpha=32)
 
 _NO_EFFECT = {
@@ -41,13 +43,6 @@ _NO_EFFECT = {
     "clone": "use agent.clone()",
 }
 """Arguments of which only the default acts, and why."""
-
-_OBJECTS = {
-    "lora_config": LoraConfig,
-    "vllm_config": VLLMConfig,
-    "cosine_lr_schedule_config": CosineLRScheduleConfig,
-}
-"""Arguments that are objects, whose keywords have other names and defaults elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,7 @@ class Arguments:
     micro_batch_size_per_gpu: int | None = None
     max_output_tokens: int | None = None
     min_output_tokens: int | None = 0
-    max_model_len: int | None = 1024
+    max_model_len: int | None = CONTEXT
     hf_generate_chunk_size: int | None = None
     lora_config: LoraConfig | None = None
     cosine_lr_schedule_config: CosineLRScheduleConfig | None = None
@@ -129,25 +124,17 @@ class Arguments:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Self:
-        """Return the arguments of a call; see `without_spaces`.
-
-        Raises:
-            ConfigError: An argument is unknown.
-        """
+        """Return the arguments of a call; see `without_spaces`."""
         args, keywords = without_spaces(args, keywords)
         for name in keywords:
             if name not in ARGUMENTS:
                 raise unknown_keyword("the constructor", name, dict.fromkeys(ARGUMENTS))
-        return cls(*args, **keywords)._fitting()
+        return cls(*args, **keywords)
 
     def translated(self, kind: str) -> tuple[AgentSettings, Objects]:
-        """Return the settings and objects of an agent; warns about arguments without effect.
+        """Return the settings and objects of an agent; warn about arguments without effect.
 
-        Args:
-            kind: The algorithm: grpo, gspo or cispo.
-
-        Raises:
-            ConfigError: A value is out of range, or values contradict each other.
+        `kind` is the algorithm: grpo, gspo or cispo.
         """
         if (self.actor_network is None) == (self.model_name is None):
             raise ConfigError(
@@ -159,9 +146,6 @@ class Arguments:
         whole(0).check("index", self.index)
         for name in ("use_vllm", "reduce_memory_peak"):
             flag().check(name, getattr(self, name))
-        for name, expected in _OBJECTS.items():
-            if not isinstance(value := getattr(self, name), expected | None):
-                raise ConfigError(f"{name}: expected a {expected.__name__}, got {shown(value)}")
         stage = stage_of(self.accelerator)
         try:
             settings, objects = separated(self._keywords(stage), kind)
@@ -191,6 +175,8 @@ class Arguments:
             min_output_tokens=self.min_output_tokens or 0,
             lora=self.lora_config,
         )
+        if self._is_cut:
+            keywords["max_output_tokens"] = CONTEXT - 1
         if self.lora_config is None and not isinstance(self.actor_network, PeftModel):
             keywords["lora"] = DEFAULT_LORA
         if stage is not None:
@@ -204,46 +190,24 @@ class Arguments:
             keywords.update((self.vllm_config or VLLMConfig()).keywords())
         return keywords
 
-    def _fitting(self) -> Self:
-        """Return the arguments with `max_output_tokens` below the default `max_model_len`.
-
-        Scripts for AgileRL leave its default of 1024 in place, which cuts longer completions.
-        """
-        longest, context = self.max_output_tokens, 1024
-        # Other types are refused with the other settings.
-        if not isinstance(longest, int) or self.max_model_len != context or longest < context:
-            return self
-        warnings.warn(
-            f"max_output_tokens: expected less than max_model_len ({context}), so that a prompt "
-            f"fits too, got {longest}; completions are cut there, raise max_model_len",
-            UserWarning,
-            stacklevel=4,
-        )
-        return replace(self, max_output_tokens=context - 1)
+    @property
+    def _is_cut(self) -> bool:
+        """Whether answers do not fit AgileRL's default context, which scripts leave in place."""
+        longest = self.max_output_tokens
+        return isinstance(longest, int) and self.max_model_len == CONTEXT <= longest
 
     def _without_effect(self, settings: AgentSettings) -> dict[str, str]:
         """Return the arguments without effect, by AgileRL's names, with reasons."""
-        default, vllm = type(self), self.vllm_config or VLLMConfig()
+        default = type(self)
         found = {
             name: f"{getattr(self, name)} has no effect: {why}"
             for name, why in _NO_EFFECT.items()
             if getattr(self, name) != getattr(default, name)
         }
-        if self.pad_token is not None and self.pad_token_id is None:
-            found["pad_token"] = "has no effect without pad_token_id; give the id of that token too"
-        if self.reduce_memory_peak and self.micro_batch_size_per_gpu not in (None, 1):
-            found["micro_batch_size_per_gpu"] = (
-                "has no effect with reduce_memory_peak=True, which takes one row at a time; leave "
-                "one of them out"
-            )
-        if self.use_vllm and self.hf_generate_chunk_size is not None:
-            found["hf_generate_chunk_size"] = (
-                "has no effect with use_vllm=True, which makes its own batches"
-            )
+        if self._is_cut:
+            found["max_output_tokens"] = f"completions are cut at max_model_len={CONTEXT}, raise it"
         if self.vllm_config is not None and not self.use_vllm:
             found["vllm_config"] = "has no effect without use_vllm=True; leave it out"
-        if vllm.sleep_mode_level != 1 and not vllm.sleep_mode:
-            found["vllm_config.sleep_mode_level"] = "has no effect without sleep_mode=True"
         for path, why in without_effect_of_agents(settings):
             ours, _, rest = path.partition(".")
             name = _NAMES.get(ours, ours)

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Self
 
-from evo_grpo.errors import ConfigError
 from evo_grpo.learn.objective.lr_schedule import lr_factor
 from evo_grpo.schema.problems import Path, Problem, Problems
-from evo_grpo.schema.validation import shown
 from evo_grpo.settings import EngineConfig, LRSchedule, VLLMSettings
 
 
@@ -41,9 +39,6 @@ class VLLMConfig:
         kv_cache_memory_bytes: Bytes for keys and values.
         lora_staging_dir: Folder in which adapters are handed to vLLM.
         python: The Python that runs vLLM; None takes this one. Not AgileRL's.
-
-    Raises:
-        ConfigError: `sleep_mode_level` is neither 1 nor 2.
     """
 
     tensor_parallel_size: int = 1
@@ -66,14 +61,6 @@ class VLLMConfig:
     kv_cache_memory_bytes: int | None = None
     lora_staging_dir: str | None = None
     python: str | None = None
-
-    def __post_init__(self) -> None:
-        """Check the settings that `engine.vllm` does not have."""
-        if self.sleep_mode_level not in (1, 2):
-            raise ConfigError(
-                f"sleep_mode_level: expected 1 or 2, got {shown(self.sleep_mode_level)}; leave "
-                "sleep_mode out to keep the engine awake"
-            )
 
     def keywords(self) -> dict[str, Any]:
         """Return the keywords of `evo_grpo`: `vllm`, `stop`, and `max_decode_rows` if it is set."""
@@ -100,16 +87,14 @@ class VLLMConfig:
         vllm = engine.rollout_settings
         if not isinstance(vllm, VLLMSettings):
             return None
-        given: dict[str, Any] = {name: getattr(vllm, ours) for name, ours in VLLM_NAMES.items()}
-        given = {name: _UNSAID.get(name) if v is None else v for name, v in given.items()}
+        given: dict[str, Any] = {n: getattr(vllm, ours) for n, ours in VLLM_NAMES.items()}
+        given = {n: _UNSAID.get(n) if v is None else v for n, v in given.items()}
         given.update(
             sleep_mode=vllm.sleep_level > 0,
             sleep_mode_level=vllm.sleep_level or 1,
             dtype=None if vllm.dtype == "auto" else vllm.dtype,
             stop_sequences=list(stop) or None,
-            max_num_seqs=_UNSAID["max_num_seqs"]
-            if engine.max_decode_rows is None
-            else engine.max_decode_rows,
+            max_num_seqs=engine.max_decode_rows or _UNSAID["max_num_seqs"],
         )
         return cls(**given)
 

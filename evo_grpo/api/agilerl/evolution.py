@@ -13,9 +13,8 @@ from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.evolve.select.rank import rank
 from evo_grpo.evolve.select.tournament import TournamentSelection as Tournament
 from evo_grpo.schema.search_space import warn_if_nothing_mutates
-from evo_grpo.schema.validation import Rule, is_whole, whole
+from evo_grpo.schema.validation import whole
 from evo_grpo.seeding import generator
-from evo_grpo.types import KEPT_SCORES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,10 +31,10 @@ class TournamentSelection:
     """Keeps the best agent and gives every other place to the winner of a tournament.
 
     Args:
-        tournament_size: Agents per tournament, 1 to population_size; 1 draws parents at random.
+        tournament_size: Agents per tournament, at most all; 1 draws parents at random.
         elitism: Whether the best agent always keeps its place.
-        population_size: Agents in the population, at least 2; only bounds `tournament_size`.
-        eval_loop: Number of a member's latest scores that are averaged, 1 to 100.
+        population_size: Agents in the population; not used, the population has its size.
+        eval_loop: Number of a member's latest scores that are averaged; 100 are kept.
         rand_seed: Seed of the draws of `select`; None is 0. `plan` gets a generator instead.
 
     Raises:
@@ -50,21 +49,8 @@ class TournamentSelection:
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        whole(2, "one agent alone has nobody to compete with").check(
-            "population_size", self.population_size
-        )
-        Rule(
-            lambda v: is_whole(v) and 1 <= v <= KEPT_SCORES,
-            f"an integer from 1 to {KEPT_SCORES}",
-            "an agent keeps no more of its scores",
-        ).check("eval_loop", self.eval_loop)
-        whole(1).check("tournament_size", self.tournament_size)
-        if self.tournament_size > self.population_size:
-            raise ConfigError(
-                "TournamentSelection: tournament_size must not exceed "
-                f"population_size={self.population_size}, "
-                f"got {self.tournament_size}: an agent meets another one only once in a tournament"
-            )
+        for name in ("tournament_size", "population_size", "eval_loop"):
+            whole(1).check(name, getattr(self, name))
         self.strategy = Tournament(size=self.tournament_size, elitism=self.elitism)
         self._calls = 0
 

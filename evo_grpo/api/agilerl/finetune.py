@@ -6,7 +6,6 @@ Both play the same rounds as `run(config)`, until a budget is spent.
 # No annotations from __future__ here: see `evo_grpo.schema.group`.
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +55,7 @@ class FinetuneSettings(Group):
         max_steps: Completions to sample in training, over the whole population, >= 1; the step
             that reaches it is finished. An episode of three turns counts three.
         num_epochs: Passes over the train rows, for prompts from a dataset. It takes precedence over
-            `max_steps`, as in AgileRL, with a warning.
+            `max_steps`, as in AgileRL.
         evaluation_interval: GRPO steps of every agent between two evaluations, >= 1; the last
             step is always followed by one.
         evo_steps: GRPO steps between two evolutions; None evolves at every evaluation.
@@ -95,47 +94,25 @@ class FinetuneSettings(Group):
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> Self:
-        """Check keywords.
-
-        Raises:
-            ConfigError: A name is unknown, a value is out of range, or a keyword needs another one.
-            CheckpointError: A folder to write to is a file.
-        """
+        """Return the checked keywords."""
         settings = cls(**keywords)
-        settings._refuse_what_misses_another()
+        for name, other in (
+            ("checkpoint_interval", "checkpoint_path"),
+            ("checkpoint_path", "checkpoint_interval"),
+            ("save_elite", "elite_path"),
+        ):
+            if getattr(settings, name) and getattr(settings, other) is None:
+                raise ConfigError(f"{name}: has no effect without {other}; pass that too")
         # Checked before hours of training.
         for name in ("checkpoint_path", "elite_path"):
             if getattr(settings, name) is not None:
                 check_folder(name, getattr(settings, name))
-        if settings.num_epochs is not None and settings.max_steps is not None:
-            warnings.warn(
-                f"max_steps={settings.max_steps}: has no effect beside "
-                f"num_epochs={settings.num_epochs}, which decides how long the training is, as in "
-                "AgileRL; leave one of them out",
-                UserWarning,
-                stacklevel=3,
-            )
         return settings
 
     @property
     def evolves(self) -> bool:
         """Whether agents are selected or mutated."""
         return self.tournament is not None or self.mutation is not None
-
-    def _refuse_what_misses_another(self) -> None:
-        if self.evo_steps is not None and not self.evolves:
-            raise ConfigError(
-                f"evo_steps={self.evo_steps}: has no effect without tournament or mutation; pass "
-                "that too"
-            )
-        one, other = "checkpoint_interval", "checkpoint_path"
-        for name, missing in ((one, other), (other, one)):
-            if getattr(self, name) is not None and getattr(self, missing) is None:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)}: has no effect without {missing}; pass that too"
-                )
-        if self.save_elite and self.elite_path is None:
-            raise ConfigError("save_elite=True: expected elite_path, the folder to save it in")
 
 
 class Budget:
@@ -179,14 +156,12 @@ class Checkpoints(RunWriter):
         folder: Folder of the checkpoints, None for no checkpoints.
         every: GRPO steps between two checkpoints.
         budget: Counts the steps taken.
-        first: Offset of the agent number in the names of folders.
         saved: Steps at the last checkpoint.
     """
 
     folder: Path | None
     every: int
     budget: Budget
-    first: int = 0
     saved: int = 0
 
     def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> SavedAgent:
@@ -195,7 +170,7 @@ class Checkpoints(RunWriter):
         taken = self.budget.taken
         if self.folder is None or taken // self.every <= self.saved // self.every:
             return SavedAgent()
-        path = self.folder / f"step-{taken:06d}" / f"agent-{self.first + slot:02d}"
+        path = self.folder / f"step-{taken:06d}" / f"agent-{slot:02d}"
         return saved_agent(str(path), save_agent(cohort, slot, path))
 
     def round_over(self) -> None:
@@ -204,14 +179,10 @@ class Checkpoints(RunWriter):
             self.saved = self.budget.taken
 
 
-def split_by_base(pop: object) -> list[Population[Any]]:
-    """Return a population per base: agents of one base train together.
-
-    Raises:
-        ConfigError: The argument is not a population, or it is empty.
-    """
+def as_population(pop: object) -> Population[Any]:
+    """Return one agent, a list of agents over one base or a Population as a population."""
     if isinstance(pop, Population):
-        return [pop]
+        return pop
     agents: list[Any] = [pop]
     if not hasattr(pop, "cohort") and isinstance(pop, Iterable):
         agents = list(cast("Iterable[Any]", pop))
@@ -221,12 +192,14 @@ def split_by_base(pop: object) -> list[Population[Any]]:
             f"pop: expected an agent, a list of agents or a Population, got {kinds}; make one with "
             "GRPO(...) or GRPO.population(size=...)"
         )
-    if len({id(agent) for agent in agents}) < len(agents):
-        raise ConfigError("pop: the same agent is in the list twice; use agent.clone()")
-    teams: dict[int, list[Any]] = {}
-    for agent in agents:
-        teams.setdefault(id(agent.cohort), []).append(agent)
-    return [Population(mine[0].cohort, mine) for mine in teams.values()]
+    bases = len({id(agent.cohort) for agent in agents})
+    if bases > 1 or len({agent.slot for agent in agents}) < len(agents):
+        got = f"agents over {bases} bases" if bases > 1 else "the same agent twice"
+        raise ConfigError(
+            f"pop: expected different agents over one base, got {got}; make them with "
+            "GRPO.population(size=...) or agent.clone()"
+        )
+    return Population(agents[0].cohort, agents)
 
 
 def train(
@@ -234,13 +207,8 @@ def train(
     env: Environment[Any],
     settings: FinetuneSettings,
     budget: Budget,
-    *,
-    first: int = 0,
 ) -> None:
-    """Train and evolve agents that share a base until the budget is spent.
-
-    `first` is the offset of the agent number in the names of checkpoints.
-    """
+    """Train and evolve the agents of a population until the budget is spent."""
     cohort = population.cohort
     cohort.adapt_to(env)
     prompts = settings.prompts_per_step or env.batch_size
@@ -252,7 +220,6 @@ def train(
         None if settings.checkpoint_path is None else Path(settings.checkpoint_path),
         settings.checkpoint_interval or 1,
         budget,
-        first,
     )
     # Agents of a list have no record of their rounds. Their steps never decrease, so a second call
     # continues with other prompts and other random numbers.
@@ -333,8 +300,8 @@ def finetune_llm_reasoning(
     """Finetune agents on prompts with a reward: one turn each.
 
     Args:
-        pop: One agent, a list of agents, or a Population. Agents of one base train together, in
-            the same forward passes; those with bases of their own train one base after the other.
+        pop: One agent, a list of agents over one base, or a Population; they train together, in
+            the same forward passes.
         env: Prompts and rewards; all agents get the same ones.
         env_fn: Makes the environment, instead of `env`.
         **settings: See `FinetuneSettings`; without max_steps and num_epochs it is one pass over
@@ -350,7 +317,7 @@ def finetune_llm_reasoning(
     chosen = FinetuneSettings.of(settings)
     if (env is None) == (env_fn is None):
         raise ConfigError("env: expected exactly one of env= and env_fn=")
-    prompts = env if env is not None else env_fn() if env_fn is not None else None
+    prompts = env_fn() if env_fn is not None else env
     if not isinstance(prompts, ReasoningGym):
         raise ConfigError(
             f"env: expected a ReasoningGym, got {type(prompts).__name__}; episodes of several "
@@ -392,15 +359,16 @@ def finetune_llm_multiturn(
         raise ConfigError("num_epochs: episodes have no epochs; give max_steps instead")
     whole(1).check("max_turns", max_turns)
 
-    def environment(team: Population[Any]) -> MultiTurnGym:
-        first = team.cohort.agents[team.slots[0]].hparams
+    def environment(population: Population[Any]) -> MultiTurnGym:
+        cohort = population.cohort
+        first = cohort.agents[population.slots[0]].hparams
         rows = first.batch_size or 4 * first.group_size
         return MultiTurnGym(
             env_factory,
-            team.cohort.base.tokenizer,
+            cohort.base.tokenizer,
             max_turns=max_turns,
             batch_size=max(1, math.ceil(rows / first.group_size)),
-            seed=derive(team.cohort.seed, "env"),
+            seed=derive(cohort.seed, "env"),
         )
 
     return _finetune(pop, environment, chosen, None)
@@ -422,31 +390,16 @@ def _finetune(
     settings: FinetuneSettings,
     steps: int | None,
 ) -> PopT:
-    """Train the agents of one base after those of another, each with its share of the budget."""
-    teams = split_by_base(pop)
-    if len(teams) > 1 and settings.tournament is not None:
-        raise ConfigError(
-            f"tournament: the agents are over {len(teams)} different bases, so none can be "
-            "copied over another; make them over one with GRPO.population(size=...) or "
-            "agent.clone()"
-        )
-    size = sum(len(team) for team in teams)
-    counted = settings.max_steps or DEFAULT_MAX_STEPS
-    # Each base numbers its agents from 0; in the names of checkpoints they follow one another.
-    first = 0
-    for team in teams:
-        env = environment(team)
-        completions = None if steps else math.ceil(counted * len(team) / size)
-        count = max(team.slots) + 1
-        try:
-            train(team, env, settings, Budget(completions, steps, settings.max_reward), first=first)
-        finally:
-            if isinstance(env, MultiTurnGym):
-                env.close()
-        first += count
+    population = as_population(pop)
+    env = environment(population)
+    completions = None if steps else settings.max_steps or DEFAULT_MAX_STEPS
+    try:
+        train(population, env, settings, Budget(completions, steps, settings.max_reward))
+    finally:
+        if isinstance(env, MultiTurnGym):
+            env.close()
     if settings.save_elite is not False and settings.elite_path is not None:
-        best = max((agent for team in teams for agent in team), key=_last_fitness)
-        save_llm_checkpoint(best, settings.elite_path)
+        save_llm_checkpoint(max(population, key=_last_fitness), settings.elite_path)
     return pop
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from evo_grpo.envs import single_turn
+from evo_grpo.envs.data.dataset import Rewards
 from evo_grpo.envs.prompts import Messages
-from evo_grpo.envs.single_turn import RewardFn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
@@ -45,7 +45,7 @@ class ReasoningGym(single_turn.ReasoningGym):
         train_dataset: object,
         test_dataset: object,
         tokenizer: PreTrainedTokenizerBase,
-        reward_fn: RewardFn,
+        reward_fn: Rewards,
         conversation_template: str | Messages,
         data_batch_size_per_gpu: int = 8,
         *,

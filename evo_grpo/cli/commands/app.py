@@ -1,21 +1,22 @@
-"""The Typer application, the options that several commands share, and error handling."""
+"""The Typer application, and the options of several commands with their completion."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
 
-from evo_grpo.cli.completion import complete_run, complete_setting
 from evo_grpo.cli.failures import errors_to_exit_codes
-from evo_grpo.cli.options import option_as_setting
 from evo_grpo.cli.output import say
-from evo_grpo.errors import ConfigError
+from evo_grpo.printable import printable
 
 DEBUG = "evo_grpo.debug"
+RUNS = "runs"
+"""Parent folder of runs without --out."""
 
 
 class Commands(TyperGroup):
@@ -28,14 +29,8 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 -- typer does not export the type of ctx
         """Run a command; see the class docstring."""
-        arguments = list(ctx.args)
         with errors_to_exit_codes(lambda: ctx.meta.get(DEBUG, False)):
-            try:
-                return super().invoke(ctx)
-            except Exception as error:
-                if (message := option_as_setting(error, arguments)) is not None:
-                    raise ConfigError(message) from None
-                raise
+            return super().invoke(ctx)
 
 
 app = typer.Typer(
@@ -45,6 +40,30 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def complete_run(incomplete: str) -> list[str]:
+    """Return the run folders that match, in runs/ and in the folder that was typed.
+
+    If there are none, the shell completes folder names.
+    """
+    from evo_grpo.record.folder import is_run
+
+    beside = Path(incomplete if incomplete.endswith("/") else Path(incomplete).parent)
+    found: set[str] = set()
+    for place in {Path(RUNS), beside}:
+        with suppress(OSError):  # a missing or unreadable folder
+            found |= {str(path) for path in place.iterdir() if is_run(path)}
+    return sorted(one for one in found if one.startswith(incomplete) and printable(one) == one)
+
+
+def complete_setting(incomplete: str) -> list[str]:
+    """Return the matching paths of settings, such as algorithm.lr."""
+    from evo_grpo.schema.messages import leaves
+    from evo_grpo.settings import RunConfig
+
+    names = set(map(".".join, leaves(RunConfig)))
+    return sorted(name for name in names if name.startswith(incomplete))
 
 
 def _remember_debug(ctx: typer.Context, value: bool) -> bool:
@@ -161,6 +180,7 @@ Round = Annotated[
     typer.Option(
         "--round",
         metavar="R",
+        min=1,
         help="The agent as it was after this round (from 1); without an agent, the best agent of "
         "the round.",
     ),
@@ -191,29 +211,8 @@ def _options(
 
 
 def from_zero(round: int | None) -> int | None:
-    """Convert a 1-based round number into a 0-based one; raise ConfigError below 1."""
-    if round is not None and round < 1:
-        raise ConfigError(f"--round: expected a number >= 1, got {round}")
+    """Convert a 1-based round number into a 0-based one."""
     return None if round is None else round - 1
-
-
-def refuse_folder(file: Path) -> None:
-    """Raise ConfigError if the configuration file is a folder, with the right command for it."""
-    if not file.is_dir():
-        return
-    from evo_grpo.record.folder import is_run
-    from evo_grpo.record.names import CONFIG
-
-    if is_run(file):
-        remedy = (
-            f"continue this run with: evo-grpo resume {file}; or start another run of the same "
-            f"configuration with: evo-grpo run {file / CONFIG}"
-        )
-    elif (file / CONFIG).is_file():
-        remedy = f"name the file in it: {file / CONFIG}"
-    else:
-        remedy = f"write a configuration with: evo-grpo init {file / CONFIG}"
-    raise ConfigError(f"{file}: expected a YAML file, got a folder; {remedy}")
 
 
 def weights_of(given: Sequence[str] | None) -> dict[str, float] | None:

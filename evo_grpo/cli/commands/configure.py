@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +16,6 @@ from evo_grpo.cli.commands.app import (
     Settings,
     Split,
     app,
-    refuse_folder,
 )
 from evo_grpo.cli.output import say, warn, write, write_file
 from evo_grpo.errors import ConfigError, ModelError
@@ -47,7 +45,14 @@ def init(
     if template not in TEMPLATES:
         raise ConfigError(f"--template: expected one of {', '.join(TEMPLATES)}, got {template!r}")
     named = {path.parent / name: text for name, text in companions(template, path.name).items()}
-    _check_places(path, named, template, force=force)
+    _check_place(path)
+    if path in named:
+        raise ConfigError(f"{path}: expected another name; the template {template!r} writes it too")
+    for file in () if force else (path, *named):
+        if file.exists():
+            raise ConfigError(
+                f"{file}: already exists; choose another name or folder, or replace it with --force"
+            )
     for file, text in named.items():
         write_file(file, text)
     write_file(path, read_template(template, path.name))
@@ -84,15 +89,13 @@ def check(
     Of a hub model, only config.json and the files of the chat template are fetched.
     """
     from evo_grpo import settings as config
-    from evo_grpo.cli.plan.document import plan_document
-    from evo_grpo.cli.plan.plan import make_plan
+    from evo_grpo.cli.plan.plan import make_plan, plan_document
     from evo_grpo.cli.plan.render import render_plan
     from evo_grpo.places import looking_in
     from evo_grpo.readers.terminal.console import show, standard_output
     from evo_grpo.record.code import beside
-    from evo_grpo.training.sizing.gpus import parse_gpu
+    from evo_grpo.training.sizing.machine import parse_gpu
 
-    refuse_folder(file)
     card = None if gpu is None else parse_gpu(gpu)
     with looking_in(beside(file)):
         plan = make_plan(config.load(file, settings or ()), gpu=card, online=not offline)
@@ -141,7 +144,6 @@ def try_(  # noqa: PLR0913 -- each is an option of the command
     from evo_grpo.record.code import beside
 
     numbers = _numbers(rows)
-    refuse_folder(file)
     loaded = config.load(file, settings or ())
     with looking_in(beside(file)), warnings_to(warn):
         say(f"loading {loaded.model.name} ...", err=True)
@@ -150,7 +152,13 @@ def try_(  # noqa: PLR0913 -- each is an option of the command
         from evo_grpo.record.files import to_line
 
         tried = try_config(
-            loaded, rows=numbers, split=split, samples=samples, answer=answer, code=code
+            loaded,
+            rows=numbers,
+            split=split,
+            samples=samples,
+            answer=answer,
+            code=code,
+            notify=lambda text: say(text, err=True),
         )
     if as_json:
         write(to_line(tried.to_json(), indent=1) + "\n")
@@ -180,10 +188,7 @@ def schema(
     if out is None:
         write(_schema_text())
         return
-    if not out.parent.is_dir():
-        raise ConfigError(f"{out}: there is no folder {out.parent}; create it first")
-    if out.is_dir():
-        raise ConfigError(f"{out}: expected the name of a file to write, got a folder")
+    _check_place(out)
     write_file(out, _schema_text())
     say(f"wrote {out}; name it in a YAML file: # yaml-language-server: $schema={out}")
 
@@ -224,42 +229,24 @@ def doctor(as_json: AsDocument = False, debug: Debug = False) -> None:
     """Print versions, devices, memory and extras, to paste into an issue."""
     from evo_grpo.cli.doctor import examine
 
-    found = examine()
+    lines, warnings = examine()
     if as_json:
-        document = {"installation": dict(found.lines), "warnings": found.warnings}
+        document = {"installation": dict(lines), "warnings": warnings}
         write(json.dumps(document, indent=2) + "\n")
         return
-    width = max(len(title) for title, _ in found.lines)
-    for title, text in found.lines:
+    width = max(len(title) for title, _ in lines)
+    for title, text in lines:
         say(f"{title:<{width}}  {text}")
-    for text in found.warnings:
+    for text in warnings:
         say(f"warning: {text}")
 
 
-def _check_places(path: Path, named: Iterable[Path], template: str, *, force: bool) -> None:
-    """Refuse to write over something, or where nothing can be written."""
-    if path.is_dir():
-        raise ConfigError(
-            f"{path}: expected the name of a file to write, got a folder; for instance "
-            f"{path / 'population.yaml'}"
-        )
-    if path.exists() and not force:
-        raise ConfigError(
-            f"{path}: already exists; choose another name, or replace it with --force"
-        )
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path}: there is no folder {path.parent}; create it first")
-    for file in named:
-        if file == path:
-            raise ConfigError(
-                f"{path}: expected another name, for the template {template!r} writes a file of "
-                "its own under this one"
-            )
-        if file.exists() and not force:
-            raise ConfigError(
-                f"{file}: already exists, and the template {template!r} writes a file of that "
-                "name; choose another folder, or replace it with --force"
-            )
+def _check_place(file: Path) -> None:
+    """Refuse a path at which no file can be written."""
+    if file.is_dir():
+        raise ConfigError(f"{file}: expected the name of a file to write, got a folder")
+    if not file.parent.is_dir():
+        raise ConfigError(f"{file}: there is no folder {file.parent}; create it first")
 
 
 def _schema_text() -> str:

@@ -28,8 +28,8 @@ def leaderboard(
 ) -> None:
     """Print the agents of a run, the winner first."""
     from evo_grpo.readers.terminal import result
-    from evo_grpo.readers.terminal.console import say, show, standard_output
-    from evo_grpo.record.leaderboard import fitness_text, from_records, order_text
+    from evo_grpo.readers.terminal.console import standard_output
+    from evo_grpo.record.leaderboard import from_records
     from evo_grpo.record.view import view_of
 
     if as_json + as_csv + as_markdown > 1:
@@ -47,11 +47,8 @@ def leaderboard(
             else result.leaderboard_markdown([*map(str, frame)], view.leaderboard) + "\n"
         )
         return
-    console = standard_output()
     if view.rounds:
-        show(console, result.leaderboard_table(view.leaderboard, console.width))
-        if order := f"{order_text(view.leaderboard)} {fitness_text(view.rounds)}".strip():
-            say(console, order, "dim", wrap=True)
+        result.show_leaderboard(standard_output(), view)
     _say_missing(view, folder)
 
 
@@ -199,25 +196,6 @@ def follow(
 
     names = [name.strip() for name in to.split(",")] if to else []
     feed_readers(folder, names, storage, outside=outside, quiet=quiet)
-
-
-@app.command(rich_help_panel=PANEL, hidden=True)
-def deliver(
-    folder: Run,
-    storage: Annotated[
-        str | None,
-        typer.Option(
-            "--storage",
-            metavar="URL",
-            help="Another database than that of the run's settings; without a password.",
-        ),
-    ] = None,
-    debug: Debug = False,
-) -> None:
-    """Name the command that copies the trials of a run into a database."""
-    from evo_grpo.readers.database import deliver as moved
-
-    moved(folder, storage=storage)
 
 
 @app.command(rich_help_panel=PANEL)

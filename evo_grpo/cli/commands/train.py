@@ -22,7 +22,6 @@ from evo_grpo.cli.commands.app import (
     Run,
     Settings,
     app,
-    refuse_folder,
 )
 from evo_grpo.cli.launching import launch_ranks, reporting_early_errors
 from evo_grpo.cli.output import say
@@ -66,7 +65,6 @@ def run(  # noqa: PLR0913 -- one argument for each option
 
     audience = Audience(quiet=quiet, as_json=as_json)
     with audience.errors(), reporting_early_errors(), looking_in(beside(file)):
-        refuse_folder(file)
         loaded = config.load(file, settings or ())
         _check_report(report)
         launch_ranks(nproc, sys.argv[1:])

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -24,7 +24,6 @@ from evo_grpo.cli.commands.app import (
     Split,
     app,
     from_zero,
-    refuse_folder,
     weights_of,
 )
 from evo_grpo.cli.commands.winner import PANEL
@@ -134,14 +133,6 @@ def evaluate(  # noqa: PLR0913 -- each is an option of the command
         int | None,
         typer.Option("--prompts", metavar="N", min=1, help="How many; default: as in the run."),
     ] = None,
-    test: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--test",
-            metavar="FILE",
-            help="Test rows in place of env.test, all of them. May be repeated.",
-        ),
-    ] = None,
     samples: Annotated[
         int | None,
         typer.Option(
@@ -180,34 +171,27 @@ def evaluate(  # noqa: PLR0913 -- each is an option of the command
 
     if file is None and settings:
         raise typer.BadParameter("--set needs a CONFIG; give the run's own population.yaml")
-    if test and split != "test":
-        raise typer.BadParameter("--test replaces the test rows; leave out --split")
-    if file is not None:
-        refuse_folder(file)
     loaded = None if file is None else config.load(file, settings or ())
     say(f"loading {adapter} ...", err=True)
     places = looking_in(code_folder(code), is_code=True), looking_in(beside(file))
     with places[0], places[1], warnings_to(warn):
-        from evo_grpo.after.trying.evaluation import evaluate_adapter, evaluate_files
+        from evo_grpo.after.trying.evaluation import evaluate_adapter
         from evo_grpo.after.trying.show import show_judged
         from evo_grpo.record.files import to_line
 
-        how: dict[str, Any] = {
-            "prompts": prompts,
-            "samples": samples,
-            "temperature": temperature,
-            "pass_at": pass_at or (),
-            "correct": correct,
-            "base": base,
-            "allow": allow or (),
-        }
-        if test:
-            found = evaluate_files(adapter, test, loaded, **how)
-        else:
-            found = [evaluate_adapter(adapter, loaded, split=split, **how)]
+        found = evaluate_adapter(
+            adapter,
+            loaded,
+            split=split,
+            prompts=prompts,
+            samples=samples,
+            temperature=temperature,
+            pass_at=pass_at or (),
+            correct=correct,
+            base=base,
+            allow=allow or (),
+        )
     if as_json:
-        documents = [one.to_json() for one in found]
-        write(to_line(documents if test else documents[0], indent=1) + "\n")
+        write(to_line(found.to_json(), indent=1) + "\n")
         return
-    for one in found:
-        show_judged(standard_output(), one)
+    show_judged(standard_output(), found)

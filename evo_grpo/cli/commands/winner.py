@@ -31,7 +31,6 @@ from evo_grpo.printable import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from evo_grpo.record.choice import ChosenAgent
     from evo_grpo.record.replay import Replay
 
 PANEL = "The winner"
@@ -90,8 +89,6 @@ def export(  # noqa: PLR0913 -- each is an option of the command
     say(f'wrote {written}: {choice.title}; in that folder, {how}.from_pretrained(".") loads it')
     if push is not None:
         say(f"pushed to https://huggingface.co/{push}; a new repository is private")
-    if not named:
-        _offer_best_ever(choice)
 
 
 def _target(out: Path | None, best: Path | None, *, named: bool) -> Path:
@@ -106,16 +103,6 @@ def _target(out: Path | None, best: Path | None, *, named: bool) -> Path:
     return out
 
 
-def _offer_best_ever(choice: ChosenAgent) -> None:
-    """Print a hint if an agent of an earlier round was better than the winner."""
-    ever = choice.better_ever
-    if ever is not None and ever.score is not None:
-        say(
-            f"agent {ever.agent} was better after round {ever.round + 1}, by validation "
-            f"{ever.score.mean:.3f}: --best-ever writes that one"
-        )
-
-
 @app.command(rich_help_panel=PANEL)
 def recipe(
     folder: Run,
@@ -127,12 +114,6 @@ def recipe(
         str | None,
         typer.Option("--model", metavar="NAME", help="Another model; the values stay."),
     ] = None,
-    size: Annotated[
-        int,
-        typer.Option(
-            "--size", min=1, help="Agents: one follows the schedule, several search around it."
-        ),
-    ] = 1,
     rounds: Annotated[
         int | None,
         typer.Option("--rounds", min=1, help="Rounds; default: those of the winner's line."),
@@ -145,11 +126,9 @@ def recipe(
     debug: Debug = False,
 ) -> None:
     """Write the winner's settings and schedule as a run, for the same or another model."""
-    from evo_grpo.after.recipe.recipe import recipe as write_recipe
+    from evo_grpo.after.recipe import recipe as write_recipe
 
-    written = write_recipe(
-        folder, out, model=model, size=size, rounds=rounds, steps=steps, force=force
-    )
+    written = write_recipe(folder, out, model=model, rounds=rounds, steps=steps, force=force)
     say(f"wrote {written}; next: evo-grpo check {written}, then evo-grpo run {written}")
 
 
@@ -169,8 +148,8 @@ def replay(
 ) -> None:
     """Compare the winner's schedule with its last values: train agents with each."""
     from evo_grpo.places import looking_in
-    from evo_grpo.readers.terminal import arms as shown
     from evo_grpo.readers.terminal import console as screen
+    from evo_grpo.readers.terminal import result as shown
     from evo_grpo.record.code import code_folder
     from evo_grpo.record.names import REPLAY
     from evo_grpo.record.replay import read_replay

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from evo_grpo.envs.finding import find_function
-from evo_grpo.envs.registry import build_task, check_multi_turn, is_multi_turn
-from evo_grpo.envs.rewards.names import check_rewards
+from evo_grpo.envs.registry import check_multi_turn, is_multi_turn
 from evo_grpo.envs.task import LazyRows, Task
-from evo_grpo.envs.template_keywords import ignored_keywords, sentence_of_ignored
+from evo_grpo.envs.template_keywords import ignored_keywords
 from evo_grpo.envs.thinking import COLUMN
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings import EngineConfig, RunConfig, warnings
@@ -20,13 +19,13 @@ from evo_grpo.settings.storage import check_driver
 from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.training.shortages import few_prompts, shortages
 from evo_grpo.training.sizing.chat_template import chat_template_of, has_chat_template
-from evo_grpo.training.sizing.gpus import Gpu
 from evo_grpo.training.sizing.hub_files import fetch_small_files
 from evo_grpo.training.sizing.machine import (
     FEW_ROWS,
     FEW_TOKENS,
     LIMITS,
     Fit,
+    Gpu,
     Setup,
     dtypes,
     fit_of,
@@ -41,7 +40,7 @@ from evo_grpo.training.sizing.model_size import (
     read_model_size,
 )
 from evo_grpo.training.sizing.prompt_lengths import FirstPrompt, PromptLengths, read_prompts
-from evo_grpo.training.strategies import check_strategies
+from evo_grpo.training.strategies import check_strategies, task_of
 
 
 class Plan(NamedTuple):
@@ -118,12 +117,6 @@ class Plan(NamedTuple):
         return None if known is None else trained_bytes(known, reference=own)
 
     @property
-    def stored_bytes(self) -> int | None:
-        """Bytes of one agent in a checkpoint or sent to another process; None if unknown."""
-        known, own = self.adapter_parameters, self.config.algorithm.separate_reference
-        return None if known is None else stored_bytes(known, reference=own)
-
-    @property
     def base_bytes(self) -> dict[str, int]:
         """Bytes of the base by dtype; with `auto`, those on the CPU and those on CUDA."""
         quantization = self.config.engine.quantization
@@ -134,8 +127,8 @@ class Plan(NamedTuple):
     @property
     def checkpoint_bytes(self) -> int | None:
         """Most bytes of all checkpoints, adapters and optimizer states; None if unknown."""
-        stored = self.stored_bytes
-        if stored is None:
+        known, own = self.adapter_parameters, self.config.algorithm.separate_reference
+        if known is None:
             return None
         policy = self.config.record.checkpoints
         # The rounds that are kept when the checkpoints are largest.
@@ -149,7 +142,7 @@ class Plan(NamedTuple):
         mean = int(self.finalists > 1 and self.places[-1] > 1)
         if policy != "all" and kept > sum(self.places[-count:]):
             mean = 0  # written after the number of agents has decreased
-        return (kept + best + mean) * stored
+        return (kept + best + mean) * stored_bytes(known, reference=own)
 
 
 def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False) -> Plan:
@@ -167,7 +160,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
             usable; or the driver of a database or the package of a tracker is not installed.
     """
     config = _check_first(config)
-    task = _read_task(config)
+    task = task_of(config, find_function)
     hint = DEFAULT_OUTPUT_TOKENS if task is None else task.max_output_tokens
     config = config.settled(hint)
     check_strategies(config.evolve)
@@ -218,7 +211,6 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
             *((f"model {base.name}: {base.note}",) if silent and base.parameters is None else ()),
             *shortages(rows, prompts, config.evolve.fitness),
             *(() if task is None else few_prompts(task)),
-            *_short_context(config, base, longest),
             *(() if fit is None or fit.fits else (fit.sentence(),)),
             *_of_models(config),
             *dropped,
@@ -260,9 +252,11 @@ def _missing_packages(engine: EngineConfig) -> Iterator[str]:
 
 
 def _check_first(config: RunConfig) -> RunConfig:
-    """Check the packages of records; return the settings with what earlier runs start it with."""
+    """Check packages and a game; return the settings with what earlier runs start it with."""
     check_driver(config.record.storage)
     check_trackers(config.record.trackers)
+    if is_multi_turn(config.env.kind):
+        check_multi_turn(config.env, config.seed)
     if not isinstance(config.population.init, dict):
         return config
     # Imported here: the order of a leaderboard needs numpy.
@@ -285,9 +279,7 @@ def _of_models(config: RunConfig) -> Iterator[str]:
                 "unknown until it is downloaded"
             )
     keywords = config.env.chat_template_kwargs
-    template = chat_template_of(config.model.name) if keywords else None
-    if template is not None and (found := ignored_keywords(template, keywords)):
-        yield sentence_of_ignored(found)
+    yield from ignored_keywords(chat_template_of(config.model.name) if keywords else None, keywords)
 
 
 def _memory(
@@ -324,18 +316,6 @@ def _replacing_tokens(config: RunConfig) -> int:
     """Return the most tokens of a round for the replacement of groups with equal rewards."""
     own = config.algorithm.dynamic_sampling_tokens or 0
     return own * config.population.size * config.population.steps_per_round
-
-
-def _read_task(config: RunConfig) -> Task | None:
-    """Return the single-turn task of a run; None if its episodes have several turns."""
-    if is_multi_turn(config.env.kind):
-        check_multi_turn(config.env, config.seed)
-        return None
-    task = build_task(config.env, config.seed, find_function)
-    weights = {reward.name: reward.weight for reward in task.rewards}
-    fitness = config.evolve.fitness
-    check_rewards(weights, config.search_space(), fitness.reward, fitness.objectives)
-    return task
 
 
 def _read_prompts(
@@ -391,11 +371,52 @@ def _group_sizes(config: RunConfig) -> tuple[int, int]:
     return int(space["group_size"].min), int(space["group_size"].max)
 
 
-def _short_context(config: RunConfig, base: ModelSize, longest: int) -> Iterator[str]:
-    """Yield a warning if completions leave no room for a prompt in the model's context."""
-    context = config.algorithm.max_model_len or base.context
-    if context is not None and longest >= context:
-        yield (
-            f"completions of up to {longest} tokens leave no room for a prompt in a context of "
-            f"{context}; lower algorithm.max_output_tokens"
-        )
+def plan_document(plan: Plan, source: str) -> dict[str, Any]:
+    """Return a plan as plain values; tokens are upper bounds, sizes bytes, unknown ones None."""
+    fit = plan.fit
+    return {
+        "file": source,
+        "config": plan.config.model_dump(mode="json"),
+        "task": plan.task,
+        "rows": plan.rows,
+        "prompt_tokens": None if plan.prompts is None else plan.prompts._asdict(),
+        "first_prompt": None if plan.first is None else plan.first._asdict(),
+        "reward_calls": list(plan.calls),
+        "places": list(plan.places),
+        "decisions": list(plan.decisions),
+        "rows_per_step": plan.rows_per_step,
+        "tokens": {
+            "a_round": plan.tokens_per_round,
+            "evaluations": list(plan.evaluation_tokens),
+            "final_comparison": plan.final_tokens,
+            "test": plan.test_tokens,
+            "run": plan.total_tokens,
+        },
+        "base": {
+            "name": plan.base.name,
+            "architecture": plan.base.architecture,
+            "parameters": plan.base.parameters,
+            "context": plan.base.context,
+            "bytes": plan.base_bytes,
+        },
+        "adapter_parameters": plan.adapter_parameters,
+        "bytes_per_agent": plan.bytes_per_agent,
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "memory": [
+            {
+                "dtype": memory.dtype,
+                "peak": memory.peak,
+                "parts": {part.name: part.bytes for part in memory.parts},
+            }
+            for memory in plan.memory
+        ],
+        "fit": fit
+        and {
+            "place": fit.setup.place,
+            "bytes": fit.setup.capacity,
+            "fits": fit.fits,
+            "chosen": dict(fit.chosen),
+            "proposal": fit.proposal and dict(fit.proposal.changes),
+        },
+        "warnings": list(plan.warnings),
+    }

@@ -94,10 +94,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "the run", f"at most {plan.total_tokens:,} tokens"
     yield "base model", _base(plan)
     yield "an agent", _agent(plan)
-    yield "reference", _reference(plan)
     yield from _memory(plan)
-    yield from config.engine.rollout_settings.plan_lines()
-    yield from _ranks(plan)
     yield from _files(plan)
 
 
@@ -258,14 +255,11 @@ def _schedule(exploration: ScheduleExploration) -> str:
 
 
 def _lr(plan: Plan) -> str:
-    """Return the lr of the first agent, and the rule for the default."""
+    """Return the lr of the first agent, and the default."""
     config = plan.config
-    usual, lr, ranges = usual_lr(config.model), config.algorithm.lr, config.search_space()
+    usual, lr = usual_lr(config.model), shown_value(config.algorithm.lr)
     default = f"{shown_value(usual.lr)} in [{shown_value(usual.low)}, {shown_value(usual.high)}]"
-    span = ranges["lr"] if "lr" in ranges.names() else None
-    if span is not None and (lr, span.min, span.max) == (usual.lr, usual.low, usual.high):
-        return f"{default}, the default for {usual.models}"
-    return f"{shown_value(lr)} to begin with; the default for {usual.models} is {default}"
+    return f"{lr} to begin with; the default for {usual.models} is {default}"
 
 
 def _base(plan: Plan) -> str:
@@ -308,15 +302,6 @@ def _agent(plan: Plan) -> str:
     )
 
 
-def _reference(plan: Plan) -> str:
-    """Return the reference of the KL term."""
-    start = plan.config.model.adapter
-    text = "the base with adapters off" if start is None else f"the start adapter, {start}"
-    if plan.config.algorithm.separate_reference:
-        return f"a frozen adapter per agent, at first {text}"
-    return text if start is None else f"{text}, in one slot for all agents"
-
-
 def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield the peak memory of one process, and the parts of the first plan."""
     if not plan.memory:
@@ -338,15 +323,6 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "", f"{verdict} the {format_bytes(fit.setup.capacity)} of {fit.setup.place}"
     if fit.chosen:
         yield "", f"chosen: {', '.join(f'{name} {value:,}' for name, value in fit.chosen.items())}"
-
-
-def _ranks(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield the bytes that processes send each other, if there may be several."""
-    most = plan.config.most_processes
-    if most == 1 or plan.stored_bytes is None:
-        return
-    size = format_bytes(plan.stored_bytes)
-    yield "processes", f"up to {most}; a child whose parent is in another one is sent: {size}"
 
 
 def _files(plan: Plan) -> Iterator[tuple[str, str]]:

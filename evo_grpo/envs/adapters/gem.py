@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.adapters.helpers import (
@@ -15,8 +16,7 @@ from evo_grpo.envs.adapters.helpers import (
     quiet,
     try_out,
 )
-from evo_grpo.envs.episodes.multi_turn import close
-from evo_grpo.envs.episodes.step_values import check_step, check_text
+from evo_grpo.envs.episodes.multi_turn import check_step, check_text, close
 
 if TYPE_CHECKING:
     from evo_grpo.settings import EnvConfig
@@ -38,11 +38,8 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], GemEnv]:
     entry, settings = _find(kind, name)
     check_arguments(kind, args, entry)
 
-    def make() -> GemEnv:
-        return GemEnv(lambda: entry(**{**settings, **args}), kind, seed)
-
-    try_out(kind, make, seed)
-    return make
+    make = partial(GemEnv, partial(entry, **{**settings, **args}), kind, seed)
+    return try_out(kind, make, seed)
 
 
 class GemEnv:

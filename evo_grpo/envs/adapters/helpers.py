@@ -16,20 +16,17 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import Any, TextIO, TypeVar, cast
 
 import numpy as np
 
-from evo_grpo.envs.episodes.multi_turn import close
+from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, close
 from evo_grpo.envs.from_config import check_names
 from evo_grpo.envs.messages import excerpt, listed, nearest
 from evo_grpo.errors import ConfigError, EngineUnavailable, EvoGrpoError
 from evo_grpo.printable import shorten
 
-if TYPE_CHECKING:
-    from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv
-
-
+EnvT = TypeVar("EnvT", bound=MultiTurnEnv)
 _SEEDS = 2**32
 # Keeps environments in two threads from drawing from each other's generators.
 _LOCK = threading.RLock()
@@ -137,8 +134,8 @@ def check_integer(name: str, value: object, low: int) -> int:
     return value
 
 
-def try_out(kind: str, make: Callable[[], MultiTurnEnv], seed: int) -> None:
-    """Begin an episode, so that a missing file or a bug is an error before the run."""
+def try_out(kind: str, make: Callable[[], EnvT], seed: int) -> Callable[[], EnvT]:
+    """Return a factory after beginning an episode, so that errors come before the run."""
     try:
         env = make()
         try:
@@ -154,6 +151,7 @@ def try_out(kind: str, make: Callable[[], MultiTurnEnv], seed: int) -> None:
             f"{shorten(message)}; install or download what it asks for, or choose "
             "another"
         ) from error
+    return make
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from evo_grpo.envs.adapters.helpers import check_call, try_out
-from evo_grpo.envs.episodes.multi_turn import close
 from evo_grpo.envs.finding import find_name
 from evo_grpo.envs.loading import load_function
 from evo_grpo.errors import ConfigError
@@ -32,16 +31,7 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
             raise _incomplete(kind, name, type(game).__name__, missing, is_trl=is_trl)
         return game
 
-    try_out(kind, make, seed)
-    pair = make(), make()
-    for game in pair:
-        close(game)
-    if pair[0] is pair[1]:
-        raise ConfigError(
-            f'env.kind: "{kind}": expected a new environment from each call, got the same one '
-            "twice; episodes that are played side by side would mix"
-        )
-    return make
+    return try_out(kind, make, seed)
 
 
 def check(name: str, env: EnvConfig, seed: int) -> None:

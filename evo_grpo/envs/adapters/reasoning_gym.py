@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.adapters.helpers import check_name, global_generators_kept, load_package
-from evo_grpo.envs.data.tables import divide
+from evo_grpo.envs.data.dataset import divide
 from evo_grpo.envs.from_config import check_names, checked_types
 from evo_grpo.envs.messages import listed
 from evo_grpo.envs.rewards.functions import RewardFunction
@@ -56,10 +56,6 @@ def reasoning_gym_task(
         train_size: Questions to learn from, >= 1.
         validation_size: Questions for selection, >= 1.
         test_size: Questions judged at the end, >= 1.
-
-    Raises:
-        ConfigError: No such dataset, or it refuses its settings.
-        EngineUnavailable: The package is not installed.
     """
     shares = {"train": train_size, "validation": validation_size, "test": test_size}
     for split, share in shares.items():
@@ -74,8 +70,14 @@ def reasoning_gym_task(
     source = _create(
         dataset, {**args, "size": sum(shares.values()), "seed": derive(seed, dataset) % 2**31}
     )
-    with global_generators_kept():
-        entries = _generate(dataset, source)
+    try:
+        with global_generators_kept():
+            entries = [dict(source[number]) for number in range(len(source))]
+    except Exception as error:  # settings that pass the dataset's own check may still fail here
+        raise ConfigError(
+            f'env.args: "{dataset}" makes no questions with these settings: '
+            f"{type(error).__name__}: {error}"
+        ) from error
     rows: dict[str, DatasetRow] = {entry["question"]: entry for entry in entries}
     divided = divide(list(rows.values()), shares, lambda row: row["question"], seed)
     return Task(
@@ -127,14 +129,4 @@ def _create(dataset: str, settings: dict[str, Any]) -> ProceduralDataset:
         raise ConfigError(
             f'env.args: "{dataset}" refuses these settings: {error or type(error).__name__}; '
             f"it has: {listed(fields)}"
-        ) from error
-
-
-def _generate(dataset: str, source: ProceduralDataset) -> list[dict[str, Any]]:
-    try:
-        return [dict(source[number]) for number in range(len(source))]
-    except Exception as error:  # settings that pass the dataset's own check may still fail here
-        raise ConfigError(
-            f'env.args: "{dataset}" makes no questions with these settings: '
-            f"{type(error).__name__}: {error}"
         ) from error

@@ -6,6 +6,7 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from evo_grpo.envs.adapters.helpers import (
     quiet,
     try_out,
 )
-from evo_grpo.envs.episodes.step_values import check_flag, check_reward
+from evo_grpo.envs.episodes.multi_turn import check_flag, check_reward
 from evo_grpo.envs.finding import find_name
 from evo_grpo.envs.loading import Loader, load_function
 from evo_grpo.errors import ConfigError
@@ -92,11 +93,10 @@ def build(
     given = args.get("players")
     players = None if given is None else check_integer("players", given, 1)
 
-    def make() -> TextArenaEnv:
-        return TextArenaEnv(make_game, play, kind=kind, player=player, players=players, seed=seed)
-
-    try_out(kind, make, seed)
-    return make
+    make = partial(
+        TextArenaEnv, make_game, play, kind=kind, player=player, players=players, seed=seed
+    )
+    return try_out(kind, make, seed)
 
 
 class TextArenaEnv:

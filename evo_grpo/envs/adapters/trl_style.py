@@ -11,12 +11,13 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.adapters.helpers import PrivateGenerators, check_call, check_integer, try_out
 from evo_grpo.envs.conversations import is_conversation, messages_of, text_of
 from evo_grpo.envs.data.tables import read_rows
-from evo_grpo.envs.episodes.step_values import check_reward
+from evo_grpo.envs.episodes.multi_turn import check_reward
 from evo_grpo.envs.finding import find_name
 from evo_grpo.envs.loading import load_function
 from evo_grpo.envs.rewards.calls import await_result
@@ -58,13 +59,9 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], TrlStyleEnv]:
     max_turns, settings = _arguments(env.args)
     check_call(kind, settings, made_by)
 
-    def make() -> TrlStyleEnv:
-        return TrlStyleEnv(
-            lambda: made_by(**settings), rows, kind=kind, max_turns=max_turns, seed=seed
-        )
-
-    try_out(kind, make, seed)
-    return make
+    made = partial(made_by, **settings)
+    make = partial(TrlStyleEnv, made, rows, kind=kind, max_turns=max_turns, seed=seed)
+    return try_out(kind, make, seed)
 
 
 def check(name: str, env: EnvConfig, seed: int) -> None:

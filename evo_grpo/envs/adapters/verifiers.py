@@ -3,7 +3,7 @@
 verifiers calls a model; here `step` supplies the completions. The unchanged `Env.run` of verifiers
 runs with an agent whose turns `step` answers, so tasksets with games of several turns work like
 those with one question. Only `Agents`, `Agent` and `Interaction`, which call a model server, are
-replaced by classes of this module.
+replaced here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import inspect
 import itertools
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pkgutil import iter_modules
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -26,7 +28,7 @@ from evo_grpo.envs.adapters.helpers import (
     quiet,
     try_out,
 )
-from evo_grpo.envs.episodes.step_values import check_flag, check_reward
+from evo_grpo.envs.episodes.multi_turn import check_flag, check_reward
 from evo_grpo.envs.finding import is_installed
 from evo_grpo.envs.loading import is_standard, search_here, standard_library
 from evo_grpo.envs.messages import nearest
@@ -50,13 +52,9 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], VerifiersEnv]:
         env: Of its `args`, `tasks` is the number of tasks that are read (default 1000); all others
             are settings of the taskset.
         seed: Seed of the episodes that are begun without a seed.
-
-    Raises:
-        EngineUnavailable: verifiers is not installed, or the taskset needs more than text: a
-            container, tool servers, a judge model, or several agents.
     """
     kind, args = env.kind, env.args
-    _refuse_standard(kind, name)
+    _module(kind, name)  # refuses the standard library
     vf = load_package(kind, "verifiers.v1", PACKAGE, REMEDY)
     count = check_integer("tasks", args.get("tasks", TASKS), 1)
     settings = {key: value for key, value in args.items() if key != "tasks"}
@@ -69,18 +67,14 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], VerifiersEnv]:
     role = _role(vf, kind, source)
     _check_text_only(vf, kind, source, tasks[0])
 
-    def make() -> VerifiersEnv:
-        return VerifiersEnv(source, tasks, role, kind=kind, seed=seed)
-
-    try_out(kind, make, seed)
-    return make
+    make = partial(VerifiersEnv, source, tasks, role, kind=kind, seed=seed)
+    return try_out(kind, make, seed)
 
 
 def check(name: str, env: EnvConfig, seed: int) -> None:
     """Check that the package and the taskset's module are installed, without importing them."""
     del seed
-    kind, module = env.kind, _module(name)
-    _refuse_standard(kind, name)
+    kind, module = env.kind, _module(env.kind, name)
     check_integer("tasks", env.args.get("tasks", TASKS), 1)
     if not is_installed("verifiers.v1"):
         raise EngineUnavailable(
@@ -133,7 +127,7 @@ class VerifiersEnv:
         if play is None:
             raise RuntimeError(f'"{self._kind}": step without an episode, call reset first')
         with self._generators.swapped_in(), quiet():
-            play.answer(action)
+            play.answers.put_nowait(action)
             text = play.until_asked()
         if text is not None:
             return text, 0.0, False, False, {}
@@ -151,28 +145,20 @@ class VerifiersEnv:
 
 
 class _TaskEpisode:
-    """One episode: `until_asked`, `answer`, and again, until there is no question."""
+    """One episode: `until_asked`, an answer, and again, until there is no question."""
 
     def __init__(self, source: Any, task: Any, role: str) -> None:  # noqa: ANN401 -- an extra
         self._record = _vf().Episode(task=_about(task))
         self._loop = asyncio.new_event_loop()
         self._questions: asyncio.Queue[str] = asyncio.Queue()
-        self._answers: asyncio.Queue[str] = asyncio.Queue()
+        self.answers: asyncio.Queue[str] = asyncio.Queue()
+        self.traces: list[Any] = self._record.traces  # the finished ones, scored
         self._episode = self._loop.create_task(self._run(source, task, role))
-
-    @property
-    def traces(self) -> list[Any]:
-        """The finished traces, scored."""
-        return self._record.traces
 
     async def ask(self, text: str) -> str:
         """Hand a message to the agent and wait for its completion."""
         self._questions.put_nowait(text)
-        return await self._answers.get()
-
-    def answer(self, text: str) -> None:
-        """Answer the last question with a completion."""
-        self._answers.put_nowait(text)
+        return await self.answers.get()
 
     def until_asked(self) -> str | None:
         """Run until the next question and return it, or None at the end of the episode."""
@@ -189,7 +175,8 @@ class _TaskEpisode:
         self._loop.close()
 
     async def _run(self, source: Any, task: Any, role: str) -> None:  # noqa: ANN401 -- an extra
-        agents = _Agents(role, _PolicyAgent(self, source, role))
+        # In place of their `Agents`.
+        agents = SimpleNamespace(**{role: _PolicyAgent(self, source, role)})
         await source.setup(agents)
         await source.run(task, agents)
         if not self.traces:
@@ -212,19 +199,6 @@ class _TaskEpisode:
             return self._loop.run_until_complete(coroutine)
         # In a notebook, the thread already runs a loop.
         return in_a_thread("verifiers", lambda: self._loop.run_until_complete(coroutine)).result()
-
-
-class _Agents:
-    """verifiers' `Agents` of one role."""
-
-    def __init__(self, role: str, agent: _PolicyAgent) -> None:
-        self._role = role
-        self._agent = agent
-
-    def __getattr__(self, name: str) -> _PolicyAgent:
-        if name != self._role:
-            raise AttributeError(f"no agent {name!r}; this environment has {self._role!r}")
-        return self._agent
 
 
 class _PolicyAgent:
@@ -295,7 +269,7 @@ def _load(vf: Any, kind: str, name: str, settings: Mapping[str, Any]) -> Any:  #
         return vf.load_environment(vf.resolve_env_config({"taskset": {**settings, "id": name}}))
     except ModuleNotFoundError as error:
         missing = getattr(error.__cause__, "name", None) or error.name or ""
-        if missing.rpartition(".")[2] not in ("", _module(name)):
+        if missing.rpartition(".")[2] not in ("", _module(kind, name)):
             raise EngineUnavailable(
                 f'env.kind: "{kind}" imports {missing!r}, which is not installed; install it'
             ) from error
@@ -311,14 +285,12 @@ def _load(vf: Any, kind: str, name: str, settings: Mapping[str, Any]) -> Any:  #
         raise ConfigError(f'env.kind: "{kind}" is no taskset: {error}') from error
 
 
-def _refuse_standard(kind: str, name: str) -> None:
-    if is_standard(_module(name)):
-        raise standard_library(kind, "env.kind", _module(name))
-
-
-def _module(name: str) -> str:
+def _module(kind: str, name: str) -> str:
     """Return the module of a taskset's ID, as verifiers does: `owner/my-sums@1` is my_sums."""
-    return name.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
+    module = name.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
+    if is_standard(module):
+        raise standard_library(kind, "env.kind", module)
+    return module
 
 
 def _role(vf: Any, kind: str, source: Any) -> str:  # noqa: ANN401 -- an extra

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from evo_grpo.envs.from_config import checked_arguments
 from evo_grpo.envs.rewards.functions import RewardFunction
-from evo_grpo.envs.task import Split, Task
+from evo_grpo.envs.task import SPLITS, Task
 from evo_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,22 +36,10 @@ def foods_task(
     validation_size: int = 64,
     test_size: int = 256,
 ) -> Task:
-    """Build the task: one prompt, repeated in each split.
-
-    Args:
-        name: The name in the prompt; the embedded model knows ten names.
-        food: The rewarded food, not empty.
-        train_size: Rows to learn from, >= 1.
-        validation_size: Rows for selection, >= 1.
-        test_size: Rows judged at the end, >= 1.
-    """
+    """Build the task: one prompt, of which the model knows ten names, repeated in each split."""
     if not name.strip() or not food.strip():
         raise ConfigError(f"env.args: expected a name and a food, got {name!r} and {food!r}")
-    sizes: dict[Split, int] = {
-        "train": train_size,
-        "validation": validation_size,
-        "test": test_size,
-    }
+    sizes = dict(zip(SPLITS, (train_size, validation_size, test_size), strict=True))
     for split, size in sizes.items():
         if not 1 <= size <= MOST_ROWS:
             raise ConfigError(

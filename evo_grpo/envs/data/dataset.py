@@ -1,31 +1,123 @@
-"""The kind `dataset`: rows, prompt template and reward functions of the user."""
+"""The kind `dataset`: rows, prompt template and reward functions of the user; and `DatasetEnv`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, final
 
 from evo_grpo.envs.conversations import MESSAGES, holds_messages
-from evo_grpo.envs.data.rows import place_of
-from evo_grpo.envs.data.tables import divide, read_rows, require_columns
-from evo_grpo.envs.from_config import configured_rewards, configured_template
+from evo_grpo.envs.data.tables import MAX_GIGABYTES, place_of, read_rows, require_columns
+from evo_grpo.envs.from_config import configured_rewards, configured_template, rewards_of
 from evo_grpo.envs.loading import Loader, load_function
 from evo_grpo.envs.messages import listed
+from evo_grpo.envs.prompting import with_prompting
 from evo_grpo.envs.prompts import Messages, Template
-from evo_grpo.envs.rewards.functions import RewardFunction
+from evo_grpo.envs.rewards.functions import RewardFunction, required_columns
 from evo_grpo.envs.rewards.scorer import Scorer
 from evo_grpo.envs.task import SPLITS, DatasetRow, Split, Task
-from evo_grpo.envs.thinking import COLUMN
 from evo_grpo.errors import ConfigError, DataError
+from evo_grpo.seeding import generator
+from evo_grpo.settings import EnvConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
+from evo_grpo.settings.keywords import unknown_keyword
+from evo_grpo.settings.rewards import JudgeReward, ModelReward
 
-if TYPE_CHECKING:
-    from evo_grpo.settings import EnvConfig
+Described = ModelReward | JudgeReward | Mapping[str, Any]
+OneReward = Callable[..., Any] | RewardFunction | Described | str
+Rewards = OneReward | Sequence[OneReward]
 
 HELD_OUT = 0.1
 """Share of the prompts of train that each missing split takes."""
 FEWEST_TO_DIVIDE = 10
 """Fewest different prompts in train of which a tenth can be held out."""
+
+
+@final
+class DatasetEnv:
+    r"""Your own rows and rewards: a prompt, a completion, a reward.
+
+    It is the task `dataset` of a configuration, with rows and functions in place of their names. It
+    has neither a tokenizer nor a seed: the agents that train on it have both. The number of prompts
+    per step is their `prompts_per_step`.
+
+    Args:
+        train: Rows to learn from: a list of mappings, a pandas frame, a datasets.Dataset, or the
+            path of a CSV, TSV, JSON, JSONL or Parquet file.
+        reward: One reward function or several: functions, `RewardFunction`s, or names such as
+            "my_rewards:score". See `RewardFunction` for their arguments and results.
+        validation: Rows that selection uses; types as for `train`. None holds out a tenth of the
+            prompts of `train`.
+        test: Rows evaluated once, at the end; types and None as for `validation`.
+        prompt: A raw template such as "{question}\nA:". Braces name columns.
+        conversation: Messages such as [{"role": "user", "content": "Q: {question}"}] for the chat
+            template, in place of `prompt`. With neither, the column "prompt" or "question" is the
+            message of the user.
+        reward_weights: One factor per reward function, or some by name; 1 for all others.
+        name: Name in messages and records.
+        **settings: Other keys of `env` in YAML, such as `reward_timeout`.
+
+    Attributes:
+        settings: The settings of the task as in YAML, without rows and functions.
+
+    Raises:
+        DataError: Rows are missing, empty, too few to hold any out, or lack a column.
+        ConfigError: A template, a reward function or a setting is malformed.
+    """
+
+    def __init__(
+        self,
+        train: object,
+        reward: Rewards,
+        *,
+        validation: object = None,
+        test: object = None,
+        prompt: str | None = None,
+        conversation: Messages | None = None,
+        reward_weights: Sequence[float] | Mapping[str, float] | None = None,
+        name: str = "dataset",
+        **settings: Any,
+    ) -> None:
+        for keyword in settings:
+            if keyword not in _SETTINGS:
+                known = dict.fromkeys((*_OWN, *_SETTINGS))
+                raise unknown_keyword("DatasetEnv", keyword, known)
+        self.name = name
+        sources: dict[Split, object] = {"train": train, "validation": validation, "test": test}
+        most = settings.get("max_data_gb", MAX_GIGABYTES)
+        self._rows: dict[Split, list[DatasetRow]] = {
+            split: list(read_rows(sources[split], split, most))
+            for split in SPLITS
+            if split == "train" or sources[split] is not None
+        }
+        if prompt is None and conversation is None:
+            conversation = default_template(self._rows["train"][0])
+        self.settings = EnvConfig(
+            kind="dataset",
+            prompt=prompt,
+            conversation=conversation,  # pyright: ignore[reportArgumentType] -- pydantic reads the mappings
+            reward_weights=reward_weights,  # pyright: ignore[reportArgumentType] -- as above
+            **settings,
+        )
+        self._rewards = rewards_of(reward, reward_weights)
+        self.task(0)  # to find errors here, and not when training begins
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{len(rows)} {split}" for split, rows in self._rows.items())
+        rewards = ", ".join(reward.name for reward in self._rewards)
+        return f"DatasetEnv({self.name!r}: {counts}; {rewards})"
+
+    def task(self, seed: int) -> Task:
+        """Return the task; which rows are held out follows from the seed."""
+        own, template = self.settings, configured_template(self.settings)
+        task = dataset_task(
+            seed, self._rows, template, self._rewards, name=self.name, thinking=own.thinking
+        )
+        return with_prompting(replace(task, calls=own.calls()), own.prompting(), seed)
+
+
+_OWN = ("train", "reward", "validation", "test", "prompt", "conversation", "reward_weights", "name")
+_SETTINGS = [n for n in EnvConfig.model_fields if n not in (*_OWN, "kind", "args", "max_turns")]
 
 
 def build(name: str, env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
@@ -39,16 +131,18 @@ def build(name: str, env: EnvConfig, seed: int, load: Loader = load_function) ->
         )
     if env.args:
         raise ConfigError(f'env.args: kind "dataset" takes none, got {listed(env.args)}')
-    sources: dict[Split, Any] = {
-        split: read_rows(source, split, env.max_data_gb)
-        for split in SPLITS
-        if (source := getattr(env, split)) is not None
-    }
-    provided = (COLUMN,) if env.thinking is not None else ()
-    return dataset_task(seed, sources, configured_template(env), rewards, provided=provided)
+    sources: dict[Split, Any] = {split: getattr(env, split) for split in SPLITS}
+    return dataset_task(
+        seed,
+        sources,
+        configured_template(env),
+        rewards,
+        thinking=env.thinking,
+        gigabytes=env.max_data_gb,
+    )
 
 
-def dataset_task(
+def dataset_task(  # noqa: PLR0913 -- all but the first four have defaults
     seed: int,
     sources: Mapping[Split, Any],
     template: str | Messages | None,
@@ -57,7 +151,8 @@ def dataset_task(
     name: str = "dataset",
     max_output_tokens: int = DEFAULT_OUTPUT_TOKENS,
     validation_from_few: bool = False,
-    provided: Sequence[str] = (),
+    thinking: object = None,
+    gigabytes: float = MAX_GIGABYTES,
 ) -> Task:
     """Read the splits, hold out missing ones, and check the columns.
 
@@ -74,10 +169,11 @@ def dataset_task(
         max_output_tokens: See `Task`.
         validation_from_few: Whether a missing validation split uses the train rows if there are too
             few prompts to hold any out.
-        provided: Parameters of reward functions that are no columns.
+        thinking: The tags of thinking, with which the parameter of that name is no column.
+        gigabytes: See `tables.read_rows`.
     """
     rows: dict[Split, Sequence[DatasetRow]] = {
-        split: read_rows(sources[split], split)
+        split: read_rows(sources[split], split, gigabytes)
         for split in SPLITS
         if sources.get(split) is not None
     }
@@ -88,10 +184,7 @@ def dataset_task(
     for split, own in rows.items():
         rows[split], texts[split] = made.fitted(own, split)
     prompts = texts["train"]
-    needs = dict[str, str]()
-    for reward in rewards:
-        needs |= reward.required_columns()
-    needs = {name: who for name, who in needs.items() if name not in provided}
+    needs = required_columns(rewards, thinking)
     for split, its_rows in rows.items():
         require_columns(its_rows, needs, split)
     _try_templates(rewards, rows["train"][0])
@@ -154,3 +247,43 @@ def _hold_out(
     text_of = dict(zip(map(id, train), texts, strict=True))
     divided = divide(train, shares, lambda row: text_of[id(row)], seed)
     return {split: divided[split] for split in ("train", *missing)}
+
+
+def divide(
+    rows: Sequence[DatasetRow],
+    shares: Mapping[str, int],
+    key: Callable[[DatasetRow], str],
+    seed: int,
+) -> dict[str, list[DatasetRow]]:
+    """Divide rows among splits by a seeded shuffle; rows with the same key stay together.
+
+    With the text of the prompt as the key, no prompt is in two splits. If all keys differ and the
+    shares add up to the number of rows, every split gets exactly its share. Otherwise shares are
+    proportions, >= 0, and a split with a share above 0 gets at least one key. Splits take the
+    shuffled keys in the order of the shares.
+    """
+    together: dict[str, list[DatasetRow]] = {}
+    for row in rows:
+        together.setdefault(key(row), []).append(row)
+    keys = list(together)
+    wanted = [name for name, share in shares.items() if share]
+    if len(keys) < len(wanted):
+        raise DataError(
+            f"{len(rows)} rows with {len(keys)} different prompts cannot be divided into "
+            f"{listed(wanted)}: "
+            "a prompt must not be in two splits; add rows, or give every split its own file"
+        )
+    order = generator(seed, "divide").permutation(len(keys))
+    divided: dict[str, list[DatasetRow]] = {}
+    start, total = 0, sum(shares.values())
+    for position, (name, share) in enumerate(shares.items()):
+        left = sum(1 for later in list(shares.values())[position + 1 :] if later)
+        if left == 0:
+            count = len(keys) - start if share else 0
+        else:
+            count = round(len(keys) * share / total)
+            count = min(max(count, 1 if share else 0), len(keys) - start - left)
+        picked = order[start : start + count]
+        divided[name] = [row for index in picked for row in together[keys[index]]]
+        start += count
+    return divided

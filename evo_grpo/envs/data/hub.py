@@ -8,12 +8,9 @@ commit of the revision, because the package waits for minutes for a Hub that doe
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evo_grpo.envs.data.bounded import MAX_GIGABYTES
 from evo_grpo.errors import DataError, EngineUnavailable
 from evo_grpo.places import find
 from evo_grpo.settings.hub import HubDataset
@@ -51,21 +48,8 @@ def hub_dataset(source: object) -> HubDataset | None:
     return HubDataset(path=source)
 
 
-def read_hub(
-    dataset: HubDataset, name: str, gigabytes: float = MAX_GIGABYTES
-) -> list[dict[str, Any]]:
-    """Read a split of a dataset.
-
-    Args:
-        dataset: The dataset; its split is that of `name` where it has none.
-        name: Name in messages, such as "train" or "env.train".
-        gigabytes: The most memory that its rows may take, in units of 10^9 bytes.
-
-    Raises:
-        DataError: There is no such dataset, revision, configuration, split or column; it is gated
-            or too large; or the Hub does not answer and the cache does not have it.
-        EngineUnavailable: The package is not installed.
-    """
+def read_hub(dataset: HubDataset, name: str, gigabytes: float) -> list[dict[str, Any]]:
+    """Read a split of a dataset, that of `name`, such as "env.train", where it names none."""
     wanted = _with_split(dataset, name)
     key = wanted.model_dump_json()
     if key in _ROWS:
@@ -78,11 +62,7 @@ def read_hub(
 
 
 def pinned(env: EnvConfig) -> dict[str, HubDataset]:
-    """Return the datasets of the Hub in `env`, by the setting, with the commits they have now.
-
-    Raises:
-        DataError: See `read_hub`.
-    """
+    """Return the datasets of the Hub in `env`, by the setting, with the commits they have now."""
     found: dict[str, HubDataset] = {}
     for name in _SPLITS:
         dataset = hub_dataset(getattr(env, name))
@@ -146,34 +126,26 @@ def _rows(
         ) from error
     where = f"{where}, split {dataset.split!r}"
     failures = DatasetsError, ArrowException, ValueError, OSError, RuntimeError
-    with _silent(datasets):
-        try:
-            data: Any = datasets.load_dataset(
-                dataset.path, dataset.name, split=dataset.split, revision=commit
-            )
-            columns = dataset.columns or {name: name for name in data.column_names}
-            read = data.select_columns(list(dict.fromkeys(columns.values())))
-        except failures as error:
-            raise DataError(
-                f"{where}: expected a name, split and columns that can be read: "
-                f"{hub_words(' '.join(str(error).split()), 400)}"
-            ) from None
-        if read.data.nbytes > gigabytes * 1e9:
-            raise DataError(
-                f"{where}: expected rows of at most {gigabytes:g} GB, got "
-                f"{read.data.nbytes / 1e9:.1f}; read a part, such as train[:10000], or raise "
-                "env.max_data_gb"
-            )
-        return [{ours: row[theirs] for ours, theirs in columns.items()} for row in read]
-
-
-@contextmanager
-def _silent(datasets: Any) -> Generator[None]:  # noqa: ANN401 -- a module
-    """Switch the progress bars of the package off."""
-    shown = datasets.are_progress_bars_disabled()
+    silent = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
-        yield
+        data: Any = datasets.load_dataset(
+            dataset.path, dataset.name, split=dataset.split, revision=commit
+        )
+        columns = dataset.columns or {name: name for name in data.column_names}
+        read = data.select_columns(list(dict.fromkeys(columns.values())))
+    except failures as error:
+        raise DataError(
+            f"{where}: expected a name, split and columns that can be read: "
+            f"{hub_words(' '.join(str(error).split()), 400)}"
+        ) from None
     finally:
-        if not shown:
+        if not silent:
             datasets.enable_progress_bars()
+    if read.data.nbytes > gigabytes * 1e9:
+        raise DataError(
+            f"{where}: expected rows of at most {gigabytes:g} GB, got "
+            f"{read.data.nbytes / 1e9:.1f}; read a part, such as train[:10000], or raise "
+            "env.max_data_gb"
+        )
+    return [{ours: row[theirs] for ours, theirs in columns.items()} for row in read]

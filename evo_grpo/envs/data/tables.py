@@ -1,24 +1,33 @@
-"""Rows of a dataset: a datasets.Dataset, dicts, a pandas frame, or a file."""
+"""Rows of a dataset: a datasets.Dataset, dicts, a pandas frame, or a file.
+
+Files may be of strangers, and are read up to a limit: a small one may hold far more than lies on
+the disk.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import stat
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TextIO, cast, final
 
-from evo_grpo.envs.data.bounded import MAX_GIGABYTES, VALUE_BYTES, BoundedFile
 from evo_grpo.envs.data.hub import hub_dataset, read_hub
-from evo_grpo.envs.data.rows import Row, place_of
 from evo_grpo.envs.messages import excerpt, listed, nearest
 from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import DataError, EngineUnavailable
 from evo_grpo.places import find, folders
 from evo_grpo.printable import shorten
-from evo_grpo.seeding import generator
 from evo_grpo.settings.given import OBJECT, Given
 
+MAX_GIGABYTES = 1.0
+"""Default of `env.max_data_gb`."""
+HOLE = 4096
+"""Bytes of 0 in a row that are no text."""
+VALUE_BYTES = 64
+"""Estimated memory of a value, beside its characters."""
 MOST_LEVELS = 200
 """Deepest nesting of a row; recursive functions write, compare and send it."""
 
@@ -31,6 +40,39 @@ NO_NONE = "give it a value, or drop the row"
 #: The escape of a lone surrogate, the only way for one into a file in UTF-8.
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+
+
+@final
+class Row(dict[str, Any]):
+    """Columns and values of a row, with its place.
+
+    Attributes:
+        place: Where it was read, for messages: "train (rows.jsonl), line 3"; rows of a file of text
+            have the line in which they begin, others their number from 0.
+    """
+
+    __slots__ = ("_number", "_source")
+
+    def __init__(self, values: Mapping[str, Any], source: str, number: int) -> None:
+        super().__init__(values)
+        self._source, self._number = source, number
+
+    @property
+    def place(self) -> str:
+        """See the class."""
+        return f"{self._source} {self._number}"
+
+    def having(self, values: Mapping[str, Any]) -> Row:
+        """Return a row of the same place with further values."""
+        return Row({**self, **values}, self._source, self._number)
+
+    def __reduce__(self) -> tuple[type[Row], tuple[dict[str, Any], str, int]]:
+        return Row, (dict(self), self._source, self._number)
+
+
+def place_of(row: Mapping[str, Any], otherwise: str) -> str:
+    """Return the place of a row in the person's file, or `otherwise` for one that has none."""
+    return row.place if isinstance(row, Row) else otherwise
 
 
 def read_rows(source: object, name: str = "dataset", gigabytes: float = MAX_GIGABYTES) -> list[Row]:
@@ -86,14 +128,8 @@ def require_columns(
 ) -> None:
     """Check that every row has the columns that a template or a reward function needs.
 
-    Args:
-        rows: The rows.
-        needs: Column -> the part that needs it, e.g. "the prompt template".
-        name: Name of the rows in messages, e.g. "train".
-        filled: Those of the columns in which no value may be None.
-
-    Raises:
-        DataError: A row lacks a column, or has None in one that has to be filled.
+    `needs` has the part that needs a column, such as "the prompt template", `filled` the columns
+    in which no value may be None.
     """
     for number, row in enumerate(rows):
         for column, who in needs.items():
@@ -111,54 +147,8 @@ def require_columns(
             )
 
 
-def divide(
-    rows: Sequence[DatasetRow],
-    shares: Mapping[str, int],
-    key: Callable[[DatasetRow], str],
-    seed: int,
-) -> dict[str, list[DatasetRow]]:
-    """Divide rows among splits by a seeded shuffle; rows with the same key stay together.
-
-    With the text of the prompt as the key, no prompt is in two splits. If all keys differ and the
-    shares add up to the number of rows, every split gets exactly its share. Otherwise shares are
-    proportions, >= 0, and a split with a share above 0 gets at least one key. Splits take the
-    shuffled keys in the order of the shares.
-    """
-    together: dict[str, list[DatasetRow]] = {}
-    for row in rows:
-        together.setdefault(key(row), []).append(row)
-    keys = list(together)
-    wanted = [name for name, share in shares.items() if share]
-    if len(keys) < len(wanted):
-        raise DataError(
-            f"{len(rows)} rows with {len(keys)} different prompts cannot be divided into "
-            f"{listed(wanted)}: "
-            "a prompt must not be in two splits; add rows, or give every split its own file"
-        )
-    order = generator(seed, "divide").permutation(len(keys))
-    divided: dict[str, list[DatasetRow]] = {}
-    start, total = 0, sum(shares.values())
-    for position, (name, share) in enumerate(shares.items()):
-        left = sum(1 for later in list(shares.values())[position + 1 :] if later)
-        if left == 0:
-            count = len(keys) - start if share else 0
-        else:
-            count = round(len(keys) * share / total)
-            count = min(max(count, 1 if share else 0), len(keys) - start - left)
-        picked = order[start : start + count]
-        divided[name] = [row for index in picked for row in together[keys[index]]]
-        start += count
-    return divided
-
-
 def _checked(rows: Sequence[Any], source: str, numbers: Sequence[int] | None = None) -> list[Row]:
-    """Return rows with their places.
-
-    Args:
-        rows: What was read, which may be anything.
-        source: What stands before the number of a row in its place.
-        numbers: Number of each row in the file; None counts from 0.
-    """
+    """Return rows with their places: `source` and a number in the file, counted from 0 for None."""
     checked: list[Row] = []
     for number, row in zip(numbers or range(len(rows)), rows, strict=True):
         if not isinstance(row, Mapping):
@@ -192,7 +182,7 @@ def _read_file(path: Path, name: str, gigabytes: float) -> list[Row]:
         raise DataError(f"{name}: no file {shorten(str(path))!r}: {why}") from error
     if not there:
         raise DataError(
-            f"{name}: no file {str(path)!r} (looked in {_folders()}); a "
+            f"{name}: no file {str(path)!r} (looked in {' and '.join(map(str, folders()))}); a "
             "dataset of the Hugging Face Hub is named owner/name"
         )
     if reader is None or is_folder:
@@ -213,8 +203,60 @@ def _read_file(path: Path, name: str, gigabytes: float) -> list[Row]:
     return _checked(rows, f"{called}, {'row' if lines is None else 'line'}", lines)
 
 
-def _folders() -> str:
-    return " and ".join(map(str, folders()))
+@final
+class BoundedFile:
+    """A regular file, and the memory that what was read of it takes, by an estimate."""
+
+    def __init__(self, path: Path, name: str, gigabytes: float = MAX_GIGABYTES) -> None:
+        self.path, self.name = path, name
+        self.left = self._limit = int(gigabytes * 1e9)
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise DataError(
+                f"{name}: cannot read {str(path)!r}: expected a regular file, got a pipe, a device "
+                "or a socket; write its rows to a file"
+            )
+
+    def spend(self, count: int) -> None:
+        """Count bytes of memory; refuse more than the limit."""
+        self.left -= count
+        if self.left < 0:
+            raise DataError(
+                f"{self.name}: {str(self.path)!r}: expected rows of at most "
+                f"{self._limit / 1e9:g} GB in memory, got more; give a smaller file, or raise "
+                "env.max_data_gb"
+            )
+
+    def open(self, newline: str | None = None) -> TextIO:
+        """Open it as UTF-8 text, of which no more than the limit can be read."""
+        # utf-8-sig: spreadsheets begin a file with a byte-order mark, which would become part of
+        # a column's name.
+        raw = io.BufferedReader(_Counted(self))
+        return io.TextIOWrapper(raw, encoding="utf-8-sig", newline=newline)
+
+
+class _Counted(io.RawIOBase):
+    """The bytes of a file, counted as they are read."""
+
+    def __init__(self, file: BoundedFile) -> None:
+        self._file, self._inner = file, file.path.open("rb", buffering=0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] -- a writable buffer
+        count = self._inner.readinto(buffer) or 0
+        self._file.spend(count)
+        # A hole, which takes no room on the disk, reads as bytes of 0.
+        if count >= HOLE and not bytes(buffer[:count]).strip(b"\0"):
+            raise DataError(
+                f"{self._file.name}: cannot read {str(self._file.path)!r}: expected UTF-8 text, "
+                "got bytes of 0; save it as UTF-8"
+            )
+        return count
+
+    def close(self) -> None:
+        self._inner.close()
+        super().close()
 
 
 _Read = tuple[list[Any], Sequence[int] | None]
@@ -288,8 +330,7 @@ def _read_jsonl(file: BoundedFile) -> _Read:
         for number, line in enumerate(text, start=1):
             if line.strip():
                 where = f"{file.name}: line {number} of {str(file.path)!r}"
-                file.spend(_values_in(line))
-                rows.append(_parsed(line, where))
+                rows.append(_parsed(file, line, where))
                 lines.append(number)
                 if _is_suspect(line):
                     _check(rows[-1], where)
@@ -300,8 +341,7 @@ def _read_json(file: BoundedFile) -> _Read:
     path, name = str(file.path), file.name
     with file.open() as opened:
         text = opened.read()
-    file.spend(_values_in(text))
-    rows = _parsed(text, f"{name}: {path!r}")
+    rows = _parsed(file, text, f"{name}: {path!r}")
     if not isinstance(rows, list):
         raise DataError(
             f"{name}: expected {path!r} to hold a list of objects, got {type(rows).__name__}; "
@@ -314,12 +354,9 @@ def _read_json(file: BoundedFile) -> _Read:
     return found, None
 
 
-def _values_in(text: str) -> int:
-    """Return an estimate of the memory of the values in JSON, beside their characters."""
-    return VALUE_BYTES * sum(map(text.count, ",[{"))
-
-
-def _parsed(text: str, where: str) -> object:
+def _parsed(file: BoundedFile, text: str, where: str) -> object:
+    # An estimate of the memory of the values, beside their characters.
+    file.spend(VALUE_BYTES * sum(map(text.count, ",[{")))
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -370,6 +407,7 @@ def _read_parquet(file: BoundedFile) -> _Read:
         raise EngineUnavailable(
             f'{name}: reading {path!r} needs pyarrow: pip install "evo-grpo[data]"'
         ) from error
+    unreadable = ArrowException, ValueError, ArithmeticError, RecursionError, ImportError
     rows: list[Any] = []
     try:
         with ParquetFile(file.path) as opened:
@@ -380,13 +418,7 @@ def _read_parquet(file: BoundedFile) -> _Read:
                 try:
                     read = part.to_pylist()
                 # A time or number that Python has no type for, or text that is not UTF-8.
-                except (
-                    ArrowException,
-                    ValueError,
-                    ArithmeticError,
-                    RecursionError,
-                    ImportError,
-                ) as error:
+                except unreadable as error:
                     raise DataError(
                         f"{name}: {path!r}, rows {len(rows)} to {len(rows) + part.num_rows - 1}: "
                         f"expected values that Python can hold: {shorten(str(error))}; convert the "

@@ -22,14 +22,10 @@ OBSERVATION = "observation"
 _COMPLETION = "@@completion@@"
 
 
-def opening(system_prompt: str | None) -> list[Mapping[str, str]] | None:
-    """Return the opening messages with a system prompt; None is the usual opening."""
-    if system_prompt is None:
-        return None
-    return [
-        {"role": "system", "content": system_prompt},
-        {"role": "user", "content": f"{{{OBSERVATION}}}"},
-    ]
+def opening(system_prompt: str | None = None) -> list[Mapping[str, str]]:
+    """Return the opening messages: a system prompt, if there is one, and the first observation."""
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    return [*system, {"role": "user", "content": f"{{{OBSERVATION}}}"}]
 
 
 class Dialogue:
@@ -48,10 +44,9 @@ class Dialogue:
         messages: str | Messages | None = None,
         keywords: Mapping[str, Any] | None = None,
     ) -> None:
-        if messages is None:
-            messages = [{"role": "user", "content": f"{{{OBSERVATION}}}"}]
         self.tokenizer = tokenizer
-        self._template = replace(Template.of(messages), keywords=dict(keywords or {}))
+        template = Template.of(opening() if messages is None else messages)
+        self._template = replace(template, keywords=dict(keywords or {}))
         unknown = sorted(set(self._template.columns()) - {OBSERVATION})
         if unknown:
             raise ConfigError(

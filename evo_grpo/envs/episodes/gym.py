@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -18,7 +19,7 @@ from evo_grpo.envs.prompts import Messages
 from evo_grpo.envs.protocol import Ask, Experience, Floats
 from evo_grpo.envs.rewards.watch import Call, Watch, watching
 from evo_grpo.envs.task import Split
-from evo_grpo.envs.template_keywords import warn_of_ignored
+from evo_grpo.envs.template_keywords import ignored_keywords
 from evo_grpo.errors import ConfigError, RewardAbortError, RunFailedError
 from evo_grpo.printable import error_text
 from evo_grpo.seeding import derive
@@ -91,17 +92,12 @@ class MultiTurnGym:
         ):
             if value is not None and (isinstance(value, bool) or not value >= 1):
                 raise ConfigError(f"{label}: expected an integer >= 1, got {value!r}")
-        if not callable(env_factory):
-            raise ConfigError(
-                "env_factory: expected a function that makes a new environment at each call, got "
-                f"{type(env_factory).__name__}"
-            )
         self.factory = env_factory
         self._max_turns = max_turns
         self._max_model_len = max_model_len
         self._apply_chat_template = apply_chat_template
         self._conversation_template = conversation_template
-        self._keywords = dict(chat_template_kwargs or {})
+        self._keywords = chat_template_kwargs or {}
         self.max_environments = max_environments
         self._evaluation_size = evaluation_size
         self._context = max_model_len
@@ -114,7 +110,8 @@ class MultiTurnGym:
         self.max_output_tokens = max_output_tokens
         first = self._make()
         self.tokenizer = first.tokenizer
-        warn_of_ignored(self.tokenizer.chat_template if self._keywords else None, self._keywords)
+        for sentence in ignored_keywords(self.tokenizer.chat_template, self._keywords):
+            warnings.warn(sentence, UserWarning, stacklevel=2)
         self.max_output_tokens = first.max_output_tokens
         self.max_turns = first.max_turns
         self.name = name or first.name
@@ -149,12 +146,7 @@ class MultiTurnGym:
         return np.ones(1)
 
     def batch(self, step: int, size: int | None = None) -> list[int]:
-        """Return the episode seeds of a step; the same step gives the same seeds.
-
-        Args:
-            step: Number of the step, >= 0.
-            size: Seeds, >= 1; None takes `batch_size`.
-        """
+        """Return the episode seeds of a step, `size` or `batch_size`; the same at every call."""
         size = self.batch_size if size is None else size
         if step < 0 or size < 1:
             raise ConfigError(
@@ -163,11 +155,9 @@ class MultiTurnGym:
         return self._seeds("train", step * size, size)
 
     def prompts(self, split: Split, size: int | None = None) -> list[int]:
-        """Return the fixed episode seeds of a split; a smaller subset begins a larger one.
+        """Return `size` fixed seeds of a split, or `evaluation_size`; no two splits share seeds.
 
-        Args:
-            split: "train", "validation" or "test", which share no seeds.
-            size: Seeds, >= 1; None takes `evaluation_size`.
+        A smaller subset begins a larger one.
         """
         return self._seeds(split, 0, self._evaluation_size if size is None else size)
 
@@ -182,11 +172,7 @@ class MultiTurnGym:
         return EpisodePlay(self, starts, group_sizes)
 
     def take(self) -> TokenObservationWrapper:
-        """Return an environment for one episode: an idle one, or a new one.
-
-        Raises:
-            ConfigError: The factory has returned an environment that plays another episode.
-        """
+        """Return an environment for one episode: an idle one, or a new one."""
         with self._shared:
             episode = self._idle.pop() if self._idle else self._make()
             if self._renews and id(episode.env) in self._lent:
@@ -208,16 +194,10 @@ class MultiTurnGym:
                 self._idle.append(episode)
 
     def count_failures(self, episodes: Sequence[Trajectory], seeds: int) -> None:
-        """Count the consecutive seeds in which every episode failed.
+        """Count the consecutive seeds in which all episodes of one play failed.
 
-        A step in which all episodes fail does not end the run, but a broken environment does.
-
-        Args:
-            episodes: The episodes of all agents in one play.
-            seeds: Number of their seeds.
-
-        Raises:
-            RunFailedError: Every episode of the last `MAX_FAILED_SEEDS` seeds or more failed.
+        A step in which all episodes fail does not end the run, but a broken environment does: after
+        `MAX_FAILED_SEEDS` such seeds or more it raises RunFailedError.
         """
         reasons = Counter(t.error for t in episodes)
         with self._shared:
@@ -379,13 +359,11 @@ class EpisodePlay:
         for mine, sampled in zip(self._live(), groups, strict=True):
             for running, group in zip(mine, sampled, strict=True):
                 (completion,) = group.completions
-                turn = partial(running.episode.take_turn, completion)
-                self._attempt(watch, running, turn)
+                self._attempt(watch, running, partial(running.episode.take_turn, completion))
 
     def _reset(self, watch: Watch) -> None:
         for running in self._running:
-            reset = partial(running.episode.reset, seed=running.seed)
-            self._attempt(watch, running, reset)
+            self._attempt(watch, running, partial(running.episode.reset, seed=running.seed))
 
     def _attempt(self, watch: Watch, running: _Running, make: Callable[[], object]) -> None:
         """Make a reset or a step; drop the episode if the environment raises."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import CoroutineType
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard
 
-from evo_grpo.envs.rewards.hints import hint, place_in_code
+from evo_grpo.envs.rewards.functions import hint, place_in_code
 from evo_grpo.envs.rewards.watch import Call, TimedOut, Watch, in_a_thread, watching
 from evo_grpo.errors import RewardAbortError, RewardError
 from evo_grpo.printable import error_text
@@ -19,13 +18,6 @@ _NUMBERS = frozenset({float, int, bool, type(None)})
 
 ASYNC_ALLOWANCE = 1.0
 """Seconds beyond the limit after which async calls are interrupted together."""
-
-
-@dataclass(frozen=True)
-class Raised:
-    """Stands for the result of a call that raised; the error names function, row and prompt."""
-
-    named: RewardError
 
 
 def run_calls(
@@ -44,14 +36,11 @@ def run_calls(
         calls: The calls.
         timeout: Seconds that each may take; None is no limit.
         mark: Called with the number of each call before the call.
-        keep_errors: Return `Raised` for a call that raises, instead of raising the first error.
+        keep_errors: Return the error of a call that raises in place of its result, instead of
+            raising the first one.
 
     Returns:
         The result of each call.
-
-    Raises:
-        RewardError: A call raised; its exception is the cause.
-        RewardAbortError: See `Watch.run`.
     """
     return watching(timeout, lambda watch: _all(watch, calls, keep_errors, mark))
 
@@ -77,12 +66,15 @@ def _all(
             results.append(_one(watch, call, keep_errors))
         waiting = [number for number, result in enumerate(results) if _is_awaitable(result)]
         if waiting:
-            awaitables = [results[number] for number in waiting]
-            awaited = partial(_together, awaitables, watch.limit)
+            awaited = partial(_together, [results[number] for number in waiting], watch.limit)
             together = Call(calls[waiting[0]].title, awaited, {})
-            awaited_results = watch.run(together, ASYNC_ALLOWANCE)
-            for number, result in zip(waiting, awaited_results, strict=True):
-                results[number] = _checked(watch, calls[number], result, keep_errors)
+            for number, result in zip(waiting, watch.run(together, ASYNC_ALLOWANCE), strict=True):
+                results[number] = result
+                # By type(): a value may report another __class__, or raise.
+                if issubclass(type(result), TimedOut):
+                    raise watch.too_long(calls[number])
+                if issubclass(type(result), BaseException):
+                    results[number] = _failed(calls[number], result, keep_errors)
             watch.check(together)
     finally:
         for result in results:
@@ -112,22 +104,12 @@ def _one(watch: Watch, call: Call, keep_errors: bool) -> object:
         return _failed(call, error, keep_errors)
 
 
-def _checked(watch: Watch, call: Call, result: object, keep_errors: bool) -> object:
-    """Return the result of an async call, or raise its error."""
-    # By type(): a value may report another __class__, or raise.
-    if issubclass(type(result), TimedOut):
-        raise watch.too_long(call)
-    if issubclass(type(result), BaseException):
-        return _failed(call, cast("BaseException", result), keep_errors)
-    return result
-
-
-def _failed(call: Call, error: BaseException, keep_errors: bool) -> Raised:
+def _failed(call: Call, error: BaseException, keep_errors: bool) -> RewardError:
     where = place_in_code(error)
     named = RewardError(f"{call.title()}: it raised {error_text(error)}{where}{hint(error)}")
     if not keep_errors:
         raise named from error
-    return Raised(named)
+    return named
 
 
 def _together(awaitables: Sequence[Awaitable[Any]], limit: float | None) -> list[Any]:

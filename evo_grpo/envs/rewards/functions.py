@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import sysconfig
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from inspect import Parameter, isclass, signature
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Literal, cast
 
 from evo_grpo.envs.messages import listed, nearest
-from evo_grpo.envs.rewards.hints import FOREIGN, PAGE
 from evo_grpo.envs.rewards.scorer import Scorer
+from evo_grpo.envs.rewards.trl_call import PASSED
+from evo_grpo.envs.thinking import COLUMN
 from evo_grpo.errors import ConfigError
 from evo_grpo.schema.validation import LARGEST_REWARD as LARGEST
 
@@ -19,6 +25,19 @@ ROW_NAMES = ("completion", "prompt")
 BATCH_NAMES = ("completions", "prompts")
 
 _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
+PAGE = "docs/from_trl.md"
+_BY_STYLE = "TRL passes it, and so does env.reward_style: trl"
+FOREIGN = {
+    **dict.fromkeys(("completion_ids", "trainer_state", "log_metric", "log_extra"), _BY_STYLE),
+    "environments": "TRL passes it; there is none here",
+    "solution_str": "verl passes the completion so; name the parameter completion",
+}
+"""Parameters of reward functions that other trainers pass, each with what is here."""
+_NOT_YOURS = tuple(
+    f"{folder}{os.sep}"
+    for folder in (Path(__file__).parents[2], *map(sysconfig.get_path, ("stdlib", "purelib")))
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +52,7 @@ class RewardFunction:
             **columns) -> list[float | None]`, whose columns are lists. Either may be async. None
             abstains. Keywords that a `functools.partial` binds keep their values.
         weight: Factor of the reward in the sum, from -1e15 to 1e15.
+        style: "trl" if `fn` is called as TRL calls it; see `trl_call`.
 
     Raises:
         ConfigError: `fn` is not callable or takes no completion, or the weight is out of range.
@@ -41,6 +61,7 @@ class RewardFunction:
     name: str
     fn: Callable[..., Any]
     weight: float = 1.0
+    style: Literal["trl"] | None = None
 
     def __post_init__(self) -> None:
         """Check that `fn` can be called with a completion, and the range of the weight."""
@@ -75,7 +96,7 @@ class RewardFunction:
     @cached_property  # scoring reads it once per row; reading a signature takes 15 us
     def is_batch(self) -> bool:
         """Whether the function is called with lists."""
-        return "completions" in self.names()
+        return self.style == "trl" or "completions" in self.names()
 
     @property
     def takes_all(self) -> bool:
@@ -91,7 +112,7 @@ class RewardFunction:
         """Return the columns without a default, each with the name of the function for messages."""
         if isinstance(self.fn, Scorer):
             return dict.fromkeys(self.fn.columns, f"the templates of the reward {self.name!r}")
-        own = BATCH_NAMES if self.is_batch else ROW_NAMES
+        own = PASSED if self.style == "trl" else BATCH_NAMES if self.is_batch else ROW_NAMES
         return {
             p.name: f"the reward function {self.name!r}{_foreign(p.name)}"
             for p in self._parameters().values()
@@ -116,6 +137,7 @@ class RewardFunction:
 def as_rewards(
     reward_fn: Callable[..., Any] | Sequence[Callable[..., Any] | RewardFunction] | RewardFunction,
     weights: Sequence[float] | Mapping[str, float] | None = None,
+    style: Literal["trl"] | None = None,
 ) -> tuple[RewardFunction, ...]:
     """Wrap one reward function or several, with weights.
 
@@ -123,6 +145,7 @@ def as_rewards(
         reward_fn: A function, a `RewardFunction`, or a sequence of them; at least one.
         weights: One per function, or some by name. Functions without one keep their own, which is
             1 for a plain function.
+        style: `env.reward_style` of those that are functions of the user.
 
     Raises:
         ConfigError: There is no function, the number of weights differs from theirs, a name is not
@@ -144,7 +167,10 @@ def as_rewards(
         )
     wrapped: list[RewardFunction] = []
     for number, fn in enumerate(many):
-        reward = fn if isinstance(fn, RewardFunction) else RewardFunction(_name_of(fn), fn)
+        own = None if isinstance(fn, Scorer) else style
+        reward = (
+            fn if isinstance(fn, RewardFunction) else RewardFunction(_name_of(fn), fn, 1.0, own)
+        )
         taken = sum(other.name.split("#")[0] == reward.name for other in wrapped)
         name = f"{reward.name}#{taken + 1}" if taken else reward.name  # distinguishes two lambdas
         weight = reward.weight if weights is None else weights[number]
@@ -163,6 +189,17 @@ def as_rewards(
     return tuple(wrapped)
 
 
+def required_columns(rewards: Sequence[RewardFunction], thinking: object) -> dict[str, str]:
+    """Return the columns that reward functions need, each with the name of one for messages.
+
+    The parameter `thinking` is no column if there are tags of thinking, `thinking`.
+    """
+    needs = {name: who for one in rewards for name, who in one.required_columns().items()}
+    if thinking is not None:
+        needs.pop(COLUMN, None)
+    return needs
+
+
 def unknown_reward(name: str, names: Sequence[str]) -> str:
     """Return a message about a reward function that does not exist among `names`."""
     if not names:
@@ -179,3 +216,35 @@ def _foreign(parameter: str) -> str:
 def _name_of(fn: object) -> str:
     inner = getattr(fn, "func", fn)  # of functools.partial
     return getattr(inner, "__name__", type(inner).__name__)
+
+
+def place_in_code(error: BaseException) -> str:
+    """Return file, line and function of the user's code in which an exception was raised.
+
+    It is the innermost call that is neither of this package nor of an installed one; "" if none is.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((*_NOT_YOURS, "<frozen"))]
+    if not own:
+        return ""
+    file = Path(own[-1].filename)
+    with suppress(ValueError, OSError):  # it lies elsewhere, or the working folder is gone
+        file = file.relative_to(Path.cwd())
+    named = [frame.name for frame in own if not frame.name.startswith("<")]  # no comprehension
+    return f" in {file}, line {own[-1].lineno}, {(named or ['a lambda'])[-1]}"
+
+
+def hint(error: BaseException) -> str:
+    """Return what to change in a function that was written for another trainer, or ""."""
+    # Not str(error), since the __str__ of a user's exception may raise.
+    told = error.args[0] if error.args and isinstance(error.args[0], str) else ""
+    if isinstance(error, KeyError) and told in FOREIGN:
+        return f"; {FOREIGN[told]}: see {PAGE}"
+    kind = isinstance(error, TypeError | AttributeError)
+    if kind and told.startswith(("string indices must be", "'str' object has no attribute 'get'")):
+        return (
+            "; completions and prompts are strings here, where TRL has messages in conversations: "
+            "set env.reward_style: trl, or write completion in place of completion[0]['content'], "
+            f"see {PAGE}"
+        )
+    return ""

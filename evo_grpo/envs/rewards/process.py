@@ -21,8 +21,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any, final
 
 from evo_grpo.envs.rewards.functions import RewardFunction
-from evo_grpo.envs.rewards.reward_values import CompletionBatch
-from evo_grpo.envs.rewards.scoring import Scored, calls_of, score_batch
+from evo_grpo.envs.rewards.scoring import CompletionBatch, Scored, calls_of, score_batch
 from evo_grpo.envs.rewards.watch import Call, check_not_stopped
 from evo_grpo.errors import ConfigError, EvoGrpoError, RewardAbortError
 from evo_grpo.printable import error_text

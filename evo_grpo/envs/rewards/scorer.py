@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from evo_grpo.errors import RewardError
+
+
+class UnusableRewardError(RewardError):
+    """A reward is NaN, infinite or too large; unlike a wrong type, it may be a single mistake."""
 
 
 class Board(Protocol):
@@ -33,20 +36,24 @@ class Scorer(ABC):
     which guard against code of the user, do not apply to it. Several threads may call it at once.
 
     Attributes:
-        columns: Names of the columns that its templates need.
+        templates: The `prompts.Template`s of what the model is asked.
+        columns: Names of the columns that they need.
     """
 
     __name__: str = "scorer"
-    columns: Sequence[str] = ()
 
-    def fill(self, row: Mapping[str, Any]) -> None:  # noqa: B027 -- not all have templates
-        """Fill in the templates with a row, a completion and a prompt.
+    def __init__(self, templates: Sequence[Any]) -> None:
+        self.templates = templates
+        names = [name for template in templates for name in template.columns()]
+        self.columns = [name for name in names if name not in ("completion", "prompt")]
 
-        Raises:
-            DataError: A column has a value that a template cannot print.
-        """
+    def fill(self, row: Mapping[str, Any]) -> None:
+        """Fill in the templates with a row, a completion and a prompt, to find errors early."""
+        for template in self.templates:
+            template.plain(row)
 
-    def prepare(self, device: str) -> None:  # noqa: B027 -- not all have something to do
+    @abstractmethod
+    def prepare(self, device: str) -> None:
         """Load and check what scoring needs, before the first batch; repeated calls do nothing.
 
         Args:
@@ -55,26 +62,6 @@ class Scorer(ABC):
         Raises:
             ConfigError: Something is missing.
         """
-
-    def record_in(self, folder: Path, name: str, *, counts: bool = True) -> None:  # noqa: B027 -- the same
-        """Keep results in a folder of the run, under a name of its own, and use earlier ones.
-
-        `counts` is whether this process counts what the earlier ones have cost: one of them does.
-        """
-
-    def share(self, board: Board, *, known: bool) -> None:  # noqa: B027 -- the same
-        """Share results with the other processes; `known`: tell them those of record_in too."""
-
-    def unrecorded(self) -> Mapping[str, Any]:
-        """Return the results that are not kept, because this process sees no folder of the run."""
-        return {}
-
-    def record(self, answers: Mapping[str, Any]) -> None:  # noqa: B027 -- the same
-        """Keep the results of another process, which it returned from `unrecorded`."""
-
-    def spent(self) -> Mapping[str, float]:
-        """Return what scoring has cost since the start of the run; empty if it costs nothing."""
-        return {}
 
     @abstractmethod
     def __call__(
@@ -99,8 +86,3 @@ def template_rows(
     for number, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
         row = {name: values[number] for name, values in columns.items()}
         yield {**row, "completion": completion, "prompt": prompt}
-
-
-def needed_columns(names: Sequence[str]) -> list[str]:
-    """Return the names in templates that the rows have to have as columns."""
-    return [name for name in names if name not in ("completion", "prompt")]

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, final
+from typing import Any, cast, final
 
 import numpy as np
 
-from evo_grpo.envs.messages import listed
+from evo_grpo.envs.messages import excerpt, listed
 from evo_grpo.envs.protocol import Floats
-from evo_grpo.envs.rewards.calls import Raised, run_calls
+from evo_grpo.envs.rewards.calls import run_calls
 from evo_grpo.envs.rewards.functions import RewardFunction
-from evo_grpo.envs.rewards.reward_values import (
-    CompletionBatch,
-    UnusableRewardError,
-    as_list,
-    as_number,
-)
-from evo_grpo.envs.rewards.scorer import Scorer
+from evo_grpo.envs.rewards.scorer import Scorer, UnusableRewardError
+from evo_grpo.envs.rewards.trl_call import Log, Samples, arguments
 from evo_grpo.envs.rewards.watch import Call
 from evo_grpo.errors import RewardError
-from evo_grpo.printable import shorten
+from evo_grpo.printable import error_text, shorten
 from evo_grpo.record.vocabulary import REWARD_OF
+from evo_grpo.schema.validation import LARGEST_REWARD as LARGEST
 from evo_grpo.settings.env import RewardCalls
 
 LATEST_GROUPS = 100
@@ -33,6 +30,35 @@ LATEST_GROUPS = 100
 
 SHOWN = 60
 """Most characters of a value in `shown_calls`."""
+
+
+@dataclass(frozen=True)
+class CompletionBatch:
+    """B completions with their rows, prompts and the places of the rows in the person's file.
+
+    `samples` is for functions that are called as TRL calls them.
+    """
+
+    completions: Sequence[str]
+    rows: Sequence[Mapping[str, Any]]
+    prompts: Sequence[str]
+    places: Sequence[str]
+    samples: Samples | None = None
+
+    def title(self, function: str, position: int | None = None) -> str:
+        """Return the title of a call for one completion, or with None for all completions."""
+        place = self.all_places() if position is None else self._place(position)
+        return f"reward function {function!r}, {place}"
+
+    def all_places(self) -> str:
+        """Return a description of the batch for messages."""
+        return f"{len(self.completions)} completions, the first: {self._place(0)}"
+
+    def _place(self, position: int) -> str:
+        return (
+            f"{self.places[position]}, prompt {excerpt(self.prompts[position])}, "
+            f"completion {excerpt(self.completions[position])}"
+        )
 
 
 @dataclass(frozen=True)
@@ -50,10 +76,12 @@ class Scored:
     Attributes:
         rewards: (B, K) float64 without weights; NaN if a function abstained or failed.
         failures: Failures that do not end the run.
+        logged: What functions logged with TRL's `log_metric`: the mean of each name.
     """
 
     rewards: np.ndarray[Any, np.dtype[np.float64]]
     failures: Sequence[Failure] = ()
+    logged: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 def score_batch(
@@ -79,30 +107,27 @@ def score_batch(
     out = np.full((len(batch.completions), len(rewards)), np.nan)
     if not len(out):
         return Scored(out)
-    calls = calls_of(rewards, batch)
+    log = Log()
+    calls = calls_of(rewards, batch, log)
     keep_errors = how.reward_errors == "set_aside"
     values = iter(run_calls(calls, how.reward_timeout, mark, keep_errors=keep_errors))
     failures: list[Failure] = []
     for column, reward in enumerate(rewards):
         # By type(): a value may report another __class__, or raise.
         results = [next(values) for _ in range(1 if reward.is_batch else len(out))]
-        if reward.is_batch and type(results[0]) is Raised:
-            failures.append(Failure(range(len(out)), str(results[0].named)))
+        if reward.is_batch and type(results[0]) is RewardError:
+            failures.append(Failure(range(len(out)), str(results[0])))
             continue
         if reward.is_batch:
             results = as_list(reward.name, results[0], batch)
         failures += _fill(out[:, column], reward, results, batch, keep_errors=keep_errors)
-    return Scored(out, failures)
+    return Scored(out, failures, log.means())
 
 
 def with_scorers(
     rewards: Sequence[RewardFunction], scored: Scored, batch: CompletionBatch, how: RewardCalls
 ) -> Scored:
-    """Return the rewards of all K functions, from those of the functions that are no `Scorer`.
-
-    Raises:
-        RewardError: A scorer has no usable reward for a completion, and errors are not set aside.
-    """
+    """Return the rewards of all K functions, from those of the functions that are no `Scorer`."""
     out = np.full((len(batch.completions), len(rewards)), np.nan)
     failures, known = list(scored.failures), iter(scored.rewards.T)
     for column, reward in enumerate(rewards):
@@ -111,12 +136,9 @@ def with_scorers(
         elif len(out):
             (call,) = calls_of([reward], batch)
             keep_errors = how.reward_errors == "set_aside"
-            results = [
-                Raised(value) if isinstance(value, RewardError) else value
-                for value in reward.fn(**call.arguments)
-            ]
+            results = reward.fn(**call.arguments)
             failures += _fill(out[:, column], reward, results, batch, keep_errors=keep_errors)
-    return Scored(out, failures)
+    return Scored(out, failures, scored.logged)
 
 
 def _fill(
@@ -130,8 +152,8 @@ def _fill(
     """Write the results of a function, one per completion, and yield those that are no rewards."""
     for number, value in enumerate(results):
         try:
-            if type(value) is Raised:
-                raise value.named
+            if issubclass(type(value), RewardError):
+                raise value
             column[number] = as_number(reward.name, value, batch, number)
         except RewardError as error:
             if not keep_errors and not isinstance(error, UnusableRewardError):
@@ -210,12 +232,14 @@ class SetAside:
             )
 
 
-def calls_of(rewards: Sequence[RewardFunction], batch: CompletionBatch) -> list[Call]:
-    """Return the calls that score a batch, ordered by function."""
+def calls_of(
+    rewards: Sequence[RewardFunction], batch: CompletionBatch, log: Log | None = None
+) -> list[Call]:
+    """Return the calls that score a batch, ordered by function; those in TRL's style get `log`."""
     calls: list[Call] = []
     for reward in rewards:
         names, takes_all, bound = reward.names(), reward.takes_all, reward.bound
-        for position, given in enumerate(_arguments(reward, batch)):
+        for position, given in enumerate(_arguments(reward, batch, log or Log())):
             if bound or not takes_all:
                 given = {
                     name: value
@@ -240,11 +264,80 @@ def shown_calls(rewards: Sequence[RewardFunction], row: Mapping[str, Any]) -> li
     return found
 
 
-def _arguments(reward: RewardFunction, batch: CompletionBatch) -> list[dict[str, Any]]:
+def _arguments(reward: RewardFunction, batch: CompletionBatch, log: Log) -> list[dict[str, Any]]:
     """Return all arguments that are available for each call of a function."""
+    if reward.style == "trl":
+        return [arguments(batch.completions, batch.prompts, batch.rows, batch.samples, log)]
     if reward.is_batch:
         columns = dict.fromkeys(column for row in batch.rows for column in row)
         lists = {column: [row.get(column) for row in batch.rows] for column in columns}
         return [{**lists, "completions": list(batch.completions), "prompts": list(batch.prompts)}]
     rows = zip(batch.completions, batch.rows, batch.prompts, strict=True)
     return [{**row, "completion": text, "prompt": prompt} for text, row, prompt in rows]
+
+
+def as_list(name: str, value: object, batch: CompletionBatch) -> list[Any]:
+    """Return the result of a batch function as a list with one value per completion."""
+    count, plain = len(batch.completions), None
+    try:
+        values = _plain(value)
+        if isinstance(values, Sequence) and not isinstance(values, str | bytes):
+            plain = list(cast("Sequence[Any]", values))
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # its methods may raise anything; the error below names it
+        pass
+    if plain is None or len(plain) != count:
+        got = _described(value) if plain is None else len(plain)
+        hint = "; does it return its list?" if value is None else ""
+        raise RewardError(
+            f"reward function {name!r}: expected a list of {count} rewards, one per completion "
+            f"(None for one that is not scored), got {got} for {batch.all_places()}{hint}"
+        )
+    return plain
+
+
+def _plain(value: object) -> object:
+    """Return an array, a tensor or their numbers as Python's lists and numbers."""
+    tolist = getattr(value, "tolist", None)
+    return tolist() if callable(tolist) else value
+
+
+def as_number(name: str, value: object, batch: CompletionBatch, position: int) -> float:
+    """Return a reward as a float; None abstains and becomes NaN."""
+    if value is None:
+        return math.nan
+    kind, expected = RewardError, "a finite number"
+    try:
+        plain = _plain(value)
+        if not isinstance(plain, str | bytes):  # a numeric string is a mistake
+            number = float(cast("float", plain))
+            if -LARGEST <= number <= LARGEST:  # NaN is not
+                return number
+            kind = UnusableRewardError
+            if math.isfinite(number):
+                expected = f"a number from -{LARGEST:g} to {LARGEST:g}"
+    except OverflowError:  # an integer of hundreds of digits
+        kind = UnusableRewardError
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # its __float__ may raise anything; the error below names it
+        pass
+    raise kind(
+        f"{batch.title(name, position)}: expected {expected}, or None to abstain, got "
+        f"{_described(value)}"
+    )
+
+
+def _described(value: object) -> str:
+    """Return a value for a message; its `__str__` may raise."""
+    if value is None:
+        return "None"
+    try:
+        if isinstance(value, float):
+            return repr(value)
+        return f"{type(value).__name__} {excerpt(str(value))}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return f"{type(value).__name__}, whose __str__ raised {error_text(error)}"

@@ -2,13 +2,13 @@
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-from typing import TYPE_CHECKING, Literal, Self, cast, final
+from typing import TYPE_CHECKING, Literal, Self, final
 
 from pydantic import model_validator
 
 from evo_grpo.evolve.distance import end_of_distance
 from evo_grpo.evolve.explore.protocol import Candidate, Changes
-from evo_grpo.evolve.explore.step import between, parts, put_all, step
+from evo_grpo.evolve.explore.step import between, in_order, parts, put_all, step
 from evo_grpo.evolve.start import placed
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.schema.hparams import CLIP_ENDS, Hparams, Value
@@ -84,7 +84,7 @@ class Mutations(Group):
             return step(hparams, name, parameter, rng.random())
         tried = [one.hparams for one in candidate.trials]
         value = between(hparams, name, parameter, tried, share)
-        if not _in_order(hparams, name, value):
+        if not in_order(hparams, name, value):
             return step(hparams, name, parameter, rng.random())
         return put_all(hparams, {name: value}, {name: parameter}, hp_config.names())
 
@@ -112,17 +112,8 @@ class Mutations(Group):
             else:
                 value = placed(name, parameter, share)
             weight = self.rl_hp if parameter.choices is None else self.choice
-            if weight == 0 or not _in_order(hparams, name, value):
+            if weight == 0 or not in_order(hparams, name, value):
                 continue
             moved, change = put_all(hparams, {name: value}, {name: parameter}, hp_config.names())
             hparams, changes = moved, changes | change
         return hparams, changes
-
-
-def _in_order(hparams: Hparams, name: str, value: Value) -> bool:
-    """Return whether a new end of the clip range keeps low < high; True for all other names."""
-    if name not in CLIP_ENDS:
-        return True
-    low, high = hparams.clip_bounds
-    new = cast("float", value)
-    return new < high if name == "clip_low" else low < new

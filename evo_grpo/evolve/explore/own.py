@@ -35,13 +35,7 @@ class CheckedExplorer:
     def explore(
         self, candidate: Candidate, hp_config: HyperparameterConfig, rng: np.random.Generator
     ) -> tuple[Hparams, Changes]:
-        """Vary an agent; see `Explorer`.
-
-        Raises:
-            ConfigError: The exploration raised an error.
-            ShapeError: It did not return hyperparameters with their changes, or the changes do not
-                lead to the hyperparameters.
-        """
+        """Vary an agent; see `Explorer`."""
         try:
             found: object = self.explorer.explore(candidate, hp_config, rng)
         except Exception as error:  # the class is the user's code and may raise anything

@@ -2,18 +2,18 @@
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-from typing import TYPE_CHECKING, ClassVar, Literal, cast, final
+from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 from evo_grpo.evolve.explore.protocol import Candidate, Changes
-from evo_grpo.evolve.explore.step import parts, put, step
+from evo_grpo.evolve.explore.step import in_order, parts, put, step
 from evo_grpo.evolve.start import draw_value
 from evo_grpo.schema.group import Group, setting
-from evo_grpo.schema.hparams import CLIP_ENDS, Hparams, Value
+from evo_grpo.schema.hparams import Hparams
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
+    from evo_grpo.schema.search_space import HyperparameterConfig
 
 
 @final
@@ -48,24 +48,12 @@ class Resample(Group):
             return hparams, changes
         for name, parameter in parts(hparams, hp_config):
             anew = rng.random() < self.probability
-            value = _draw(hparams, name, parameter, rng) if anew else None
-            if value is None and isinstance(hparams.get(name), str | bool):
-                continue
-            if value is None:
-                hparams, change = step(hparams, name, parameter, rng.random())
-            else:
+            value = draw_value(name, parameter, rng) if anew else None
+            if value is not None and in_order(hparams, name, value):
                 hparams, change = put(hparams, name, parameter, value)
+            elif isinstance(hparams.get(name), str | bool):
+                continue
+            else:
+                hparams, change = step(hparams, name, parameter, rng.random())
             changes |= change
         return hparams, changes
-
-
-def _draw(
-    hparams: Hparams, name: str, parameter: "RLParameter", rng: "np.random.Generator"
-) -> Value | None:
-    """Draw a value; None for an end of a clip pair that would give low >= high."""
-    drawn = draw_value(name, parameter, rng)
-    if name not in CLIP_ENDS:
-        return drawn
-    (low, high), end = hparams.clip_bounds, cast("float", drawn)
-    in_order = end < high if name == "clip_low" else low < end
-    return end if in_order else None

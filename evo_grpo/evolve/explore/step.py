@@ -100,12 +100,8 @@ def between(
     `evolve.start.value_at`: by the logarithm, where the range begins above 0. So values move far
     while few are known, and less the more have been tried.
 
-    Args:
-        hparams: The present hyperparameters.
-        name: Of a hyperparameter that has a range.
-        parameter: Its range.
-        tried: Hyperparameters that agents have trained with.
-        share: A number in (0, 1]: where to go between the two middles.
+    `tried` are hyperparameters that agents have trained with; `share` in (0, 1] says where to go
+    between the two middles.
     """
 
     def place(one: Hparams) -> float:
@@ -131,12 +127,19 @@ def _step_clip_end(
     hparams: Hparams, name: str, end: RLParameter, draw: float
 ) -> tuple[Hparams, Changes]:
     """Move one end of the clip range; in the other direction if it would give low >= high."""
-    low, high = hparams.clip_bounds
-    old = low if name == "clip_low" else high
+    old = hparams.clip_bounds[CLIP_ENDS.index(name)]
     other_way = 0.0 if draw >= end.grow_probability else end.grow_probability
     for attempt in (draw, other_way):
         new = cast("float", moved(name, end, old, attempt))
-        in_order = new < high if name == "clip_low" else low < new
-        if new != old and in_order:
+        if new != old and in_order(hparams, name, new):
             return hparams.with_value(name, new), {name: (old, new)}
     return hparams, {}
+
+
+def in_order(hparams: Hparams, name: str, value: Value) -> bool:
+    """Return whether a new end of the clip range keeps low < high; True for all other names."""
+    if name not in CLIP_ENDS:
+        return True
+    low, high = hparams.clip_bounds
+    new = cast("float", value)
+    return new < high if name == "clip_low" else low < new

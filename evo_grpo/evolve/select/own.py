@@ -33,13 +33,7 @@ class CheckedSelector:
     def plan(
         self, histories: Sequence[Sequence[Score]], places: int, rng: np.random.Generator
     ) -> tuple[Offspring, ...]:
-        """Plan the next round; see `Selector`.
-
-        Raises:
-            ConfigError: The selection raised an error.
-            ShapeError: It returned no plan, or a plan that cannot be carried out.
-            RunFailedError: The selection raised it, because every agent has failed.
-        """
+        """Plan the next round; see `Selector`."""
         try:
             plan: object = self.selector.plan(histories, places, rng)
         except RunFailedError:

@@ -19,9 +19,6 @@ def rank(histories: Sequence[Sequence[Score]]) -> list[Position]:
 
     Ties are ordered by position. An agent without a score, or with a score that is not finite,
     counts as failed.
-
-    Raises:
-        RunFailedError: Every agent has failed.
     """
     means: dict[Position, float] = {}
     for position, history in enumerate(histories):
@@ -41,9 +38,6 @@ def best(histories: Sequence[Sequence[Score]], places: int) -> list[Position]:
     """Return the positions of the `places` best agents, in ascending order.
 
     Failed agents rank after all others, by position.
-
-    Raises:
-        RunFailedError: Every agent has failed.
     """
     ranked = rank(histories)
     failed = sorted({Position(position) for position in range(len(histories))} - set(ranked))

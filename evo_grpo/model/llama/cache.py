@@ -95,16 +95,6 @@ class KeyValues(Protocol):
         """Remove all rows but those at the positions `rows`."""
         ...
 
-    def refill(self, arrived: KeyValues | None, moves: Refill) -> int:
-        """Remove the columns that no row attends to, and add the prompts of another cache.
-
-        `arrived` is None if no row joins; otherwise it is used up.
-
-        Returns:
-            The number of columns that are used then.
-        """
-        ...
-
     def reserve(self, columns: int) -> None:
         """Prepare the next steps, which use at most so many columns."""
         ...
@@ -152,7 +142,8 @@ class GrowingCache:
     def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:
         """See `KeyValues`."""
         self._mask = mask[:, 0]
-        self._count_padding()
+        if self._windows:
+            self._padding = int((~self._mask[..., : self.used]).sum(-1).max())
         self._move(source, -(-columns // _BLOCK) * _BLOCK)
 
     def keep(self, rows: Tensor) -> None:
@@ -160,25 +151,6 @@ class GrowingCache:
         assert self._mask is not None
         self._mask = self._mask.index_select(0, rows)
         self._move(rows, self.keys[0].shape[-1])
-
-    def refill(self, arrived: KeyValues | None, moves: Refill) -> int:
-        """See `KeyValues`."""
-        assert arrived is None or isinstance(arrived, GrowingCache)
-        assert self._mask is not None
-        room = self.keys[0].shape[-1]
-        before = self._mask[:, None, :, : self.used]
-        mask, old, new, end = moves.masks(before, arrived.used if arrived else 0, room)
-        for i, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            turned = keys.transpose(2, 3)
-            joining = arrived.keys[i].transpose(2, 3) if arrived else None
-            self.keys[i] = moves.moved(turned, joining, room, old, new).transpose(2, 3).contiguous()
-            joining = arrived.values[i] if arrived else None
-            self.values[i] = moves.moved(values, joining, room, old, new)
-            if arrived:
-                arrived.keys[i] = arrived.values[i] = keys.new_zeros(0)  # frees them
-        self._mask, self._bias, self.used = mask[:, 0], None, end
-        self._count_padding()
-        return end
 
     def reserve(self, columns: int) -> None:
         """Do nothing: there is room for all columns."""
@@ -231,11 +203,6 @@ class GrowingCache:
         )
         mixed = torch.bmm(torch.softmax(scores, dim=-1), values.flatten(0, 1)[:, first:width])
         return mixed.view(rows, -1)
-
-    def _count_padding(self) -> None:
-        if self._windows:
-            assert self._mask is not None
-            self._padding = int((~self._mask[..., : self.used]).sum(-1).max())
 
     def _move(self, rows: Tensor, columns: int) -> None:
         """Copy rows (with repeats) into buffers of `columns` columns, one layer at a time."""
@@ -307,9 +274,14 @@ class FixedCache:
         if self._windows:
             self._places = self._places.index_select(0, rows)
 
-    def refill(self, arrived: KeyValues | None, moves: Refill) -> int:
-        """See `KeyValues`."""
-        assert arrived is None or isinstance(arrived, FixedCache)
+    def refill(self, arrived: FixedCache | None, moves: Refill) -> int:
+        """Remove the columns that no row attends to, and add the prompts of another cache.
+
+        `arrived` is None if no row joins; otherwise it is used up.
+
+        Returns:
+            The number of columns that are used then.
+        """
         room, used = self._bias.shape[-1], int(self.column) + 1
         before = self._bias[..., :used] == 0
         mask, old, new, end = moves.masks(before, arrived._used if arrived else 0, room)

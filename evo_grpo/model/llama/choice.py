@@ -7,8 +7,7 @@ learn pass, since a hook may be registered at any time, the classes of its modul
 the origin of their code are inspected. The numbers are compared once for the values that the
 modules have: one row goes through the modules, and each layer is compared with the joined layer on
 the same input, since a difference in one layer may vanish in the sum of all. The row is long, since
-a difference may appear at late positions only. Small models use a longer one and compare the
-gradient too.
+a difference may appear at late positions only; small models use a longer one.
 """
 
 from __future__ import annotations
@@ -78,8 +77,6 @@ _VALUES = (int, float, str, NoneType)
 _FUNCTIONS = ("linear", "silu", "gelu", "embedding", "softmax", "scaled_dot_product_attention")
 #: Minimum and maximum tokens of the row, and tokens times weights of the layers in between.
 _LEAST, _MOST, _PRODUCTS = 24, 160, 1 << 26
-#: Number of weights in the layers up to which a model also compares the gradient of each layer.
-_SMALL = 1 << 24
 #: Lower bound of a layer's update, as a share of its input, for relative errors: below it, the
 #: rounding of the sum dominates.
 _SHARE = 1e-2
@@ -276,12 +273,12 @@ def find_difference(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> str |
                 # Rounding in half precision hides small differences.
                 try:
                     with in_float32(base.trunk):
-                        return _compare(weights, ids, gradient=False)
+                        return _compare(weights, ids)
                 except CANNOT_RUN as problem:
                     # Some attention kernels support only half precision.
                     if is_out_of_memory(problem):
                         raise
-            _compare(weights, ids, gradient=size <= _SMALL)
+            _compare(weights, ids)
         except _Difference as difference:
             return str(difference)
         except CANNOT_RUN as problem:
@@ -291,11 +288,8 @@ def find_difference(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> str |
     return None
 
 
-def _compare(weights: LlamaWeights, ids: Tensor, *, gradient: bool) -> None:
-    """Run the modules on ids (1, T); raise `_Difference` for the first layer that differs.
-
-    With `gradient`, the gradient of each layer's input is compared too.
-    """
+def _compare(weights: LlamaWeights, ids: Tensor) -> None:
+    """Run the modules on ids (1, T); raise `_Difference` for the first layer that differs."""
     base, norm, layers = weights.base, weights.norm, layers_of(weights.base)
     attentions: dict[LayerKind, Attention] = {}
     #: The input of the first layer, and the output of each layer and of the last norm.
@@ -310,21 +304,10 @@ def _compare(weights: LlamaWeights, ids: Tensor, *, gradient: bool) -> None:
     ) -> None:
         if number != len(passed) - 1:
             raise _Difference(f"layer {number} runs when {len(passed) - 1} layers have run")
-        rest = dict(kwargs)
-        given: Tensor = args[0] if args else rest.pop("hidden_states")
+        given: Tensor = args[0] if args else kwargs["hidden_states"]
         _same(given, passed[-1], f"what comes before layer {number}")
         theirs = _states(output)
-        _compare_update(
-            _joined(weights, attentions, number, module, given), theirs, given, f"layer {number}"
-        )
-        if gradient:
-            with torch.enable_grad():
-                x = given.detach().requires_grad_()
-                own = _states(module.forward(x, *args[1:], **rest))
-                ours = _joined(weights, attentions, number, module, x)
-            along = torch.arange(own.numel(), device=own.device).sin().view_as(own)
-            mine, own = (torch.autograd.grad(y, x, along.to(y.dtype))[0] for y in (ours, own))
-            _compare_update(mine, own, along, f"the gradient of layer {number}")
+        _compare_update(_joined(weights, attentions, number, module, given), theirs, given, number)
         passed.append(theirs)
 
     def of_norm(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -383,14 +366,12 @@ def _same(ours: Tensor, theirs: Tensor, what: str) -> None:
         raise _Difference(f"{what} differs by {error:.2g} of its size")
 
 
-def _compare_update(ours: Tensor, theirs: Tensor, before: Tensor, what: str) -> None:
+def _compare_update(ours: Tensor, theirs: Tensor, before: Tensor, number: int) -> None:
     """Compare the difference between output and input of a layer."""
-    given = before.detach()
-    added = theirs.detach() - given
-    size = torch.maximum(_size(added), _SHARE * _size(given))
-    error = float((_size(ours.detach() - theirs.detach()) / size.clamp_min(1e-9)).max())
+    size = torch.maximum(_size(theirs - before), _SHARE * _size(before))
+    error = float((_size(ours - theirs) / size.clamp_min(1e-9)).max())
     if not error <= tolerance(theirs):
-        raise _Difference(f"{what} differs by {error:.2g} of what it adds")
+        raise _Difference(f"layer {number} differs by {error:.2g} of what it adds")
 
 
 def _size(values: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from evo_grpo.model.forward.fused import FusedForward
 from evo_grpo.model.forward.stacks import Stack, build_stack
 from evo_grpo.model.llama.attention import causal
 from evo_grpo.model.llama.blocks import Block, JoinedStack
-from evo_grpo.model.llama.cache import KeyValues, Refill, cache_for
+from evo_grpo.model.llama.cache import FixedCache, KeyValues, Refill, cache_for
 from evo_grpo.model.llama.families import Description
 from evo_grpo.model.llama.kernels import rotate
 from evo_grpo.model.llama.weights import JoinedLayer, JoinedLinear, LlamaWeights, Norm
@@ -235,7 +235,10 @@ class LlamaDecoder:
     def refill(self, arrived: LlamaDecoder | None, moves: Refill) -> int:
         """Exchange rows; see `RefillDecoder`."""
         self._chunks = None
-        return self.cache.refill(arrived and arrived.cache, moves)
+        cache, joining = self.cache, arrived and arrived.cache
+        assert isinstance(cache, FixedCache), "rows wait on other devices than a CPU alone"
+        assert joining is None or isinstance(joining, FixedCache)
+        return cache.refill(joining, moves)
 
     def reserve(self, columns: int) -> int | None:
         """Prepare the next steps; see `Decoder`."""

@@ -335,9 +335,14 @@ def rank_of(config: LoraConfig, module: str) -> int:
     return pattern.get(get_pattern_key(list(pattern), module), config.r)
 
 
+def layer_of(key: str) -> str:
+    """Return the name in `AdapterSlots.layers` of the layer of a tensor of an adapter."""
+    return key.split(".lora_")[0]
+
+
 def module_of(key: str) -> str:
     """Return the name of the base model's module that a tensor of an adapter belongs to."""
-    return key.removeprefix("base_model.model.").split(".lora_")[0]
+    return layer_of(key).removeprefix("base_model.model.")
 
 
 def _scaling(config: LoraConfig) -> float:

@@ -1,27 +1,35 @@
-"""Loading of an adapter into a slot, also with a LoRA configuration that differs from the slot's.
+"""Adapters from elsewhere: of a PEFT folder into a slot, and of a PeftModel given as the model.
 
-Different configurations are refused or merged. The merged configuration has the larger rank and the
-union of the modules; rank_pattern must be equal, and in all other fields the value of the slot is
-kept, with a warning. Smaller matrices are copied to the top-left corner of those of a new slot. For
-ranks and modules that the checkpoint lacks, A is random and B is zero: this adds nothing but has a
-gradient. If both were zero, both gradients would stay zero. The scale of an adapter depends on
-lora_alpha and rank; a merge that changes it warns.
+LoRA configurations that differ from that of the slot are refused or merged. The merged one has the
+larger rank and the union of the modules; rank_pattern must be equal, and in all other fields the
+value of the slot is kept, with a warning. Smaller matrices are
+copied to the top-left corner of those of a new slot. For ranks and modules that the checkpoint
+lacks, A is random and B is zero: this adds nothing but has a gradient. If both were zero, both
+gradients would stay zero. The scale of an adapter depends on lora_alpha and rank; a merge that
+changes it warns.
 """
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import get_peft_model_state_dict
 from torch import Tensor
 
-from evo_grpo.errors import CheckpointError
+from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.configs import (
     adapted_modules,
+    check_lora_config,
     differences,
     merged_config,
     module_of,
@@ -31,8 +39,14 @@ from evo_grpo.model.lora.configs import (
     read_config,
 )
 from evo_grpo.model.lora.files import CONFIG, AdapterCopy, check_adapter_state, read_adapter
-from evo_grpo.model.lora.from_peft import trainable
 from evo_grpo.model.lora.slots import AdapterSlots
+
+_SLOT = re.compile(r"(actor|reference)_\d+")
+_SHARE = (
+    "make several agents over one model with GRPO.population(size=...) or agent.clone(); for "
+    "weights of one's own, save the adapter with save_pretrained(folder), give a model without "
+    "adapters, and call agent.load_checkpoint(folder)"
+)
 
 
 @dataclass(frozen=True)
@@ -76,8 +90,8 @@ def plan_adapter(
     See `plan_copy`. Missing or damaged files raise CheckpointError.
     """
     state = read_adapter(folder)
-    copy = AdapterCopy(state, read_config(folder))
-    return plan_copy(slots, name, copy, folder, merge=merge, becomes=becomes)
+    adapter = AdapterCopy(state, read_config(folder))
+    return plan_copy(slots, name, adapter, folder, merge=merge, becomes=becomes)
 
 
 def plan_copy(
@@ -230,3 +244,50 @@ def _fresh_state(
     finally:
         slots.remove(name)
     return {k: torch.zeros_like(v) if ".lora_B." in k else v for k, v in state.items()}, shapes
+
+
+def take_over(network: Any) -> tuple[Any, AdapterCopy | None]:  # noqa: ANN401 -- of any transformers architecture
+    """Separate a model from its adapter; a PeftModel is unloaded in place.
+
+    It is unloaded in place, since a copy would need the memory of a second base. The caller's
+    PeftModel, which wraps the same base, computes with the agents' adapters afterwards.
+
+    Returns the model without adapters, and a copy of the PeftModel's active adapter, None for a
+    plain model. Adapters of an agent, merged adapters, and other kinds than plain LoRA raise
+    ConfigError, and leave the model unchanged.
+    """
+    layers = [m for m in network.modules() if isinstance(m, BaseTunerLayer)]
+    if not layers:
+        return network, None
+    if not isinstance(network, PeftModel) or any(map(_SLOT.fullmatch, network.peft_config)):
+        raise ConfigError(
+            f"model: this {type(network).__name__} already carries adapters of an agent, or of a "
+            f"PeftModel around it; give a PeftModel of your own; {_SHARE}"
+        )
+    active = network.active_adapters
+    if len(active) != 1:
+        raise ConfigError(
+            f"model: expected a PeftModel with one active adapter, got {active}; choose it "
+            "with set_adapter(name)"
+        )
+    config: Any = network.peft_config[active[0]]
+    check_lora_config(config)
+    if any(layer.merged for layer in layers if isinstance(layer, LoraLayer)):
+        raise ConfigError(
+            "model: its adapter is merged into the base, which would act twice; call "
+            "unmerge_adapter() first"
+        )
+    tensors: dict[str, Any] = get_peft_model_state_dict(
+        network, adapter_name=active[0], save_embedding_layers=False
+    )
+    state = {k: v.detach().to("cpu", copy=True).contiguous() for k, v in tensors.items()}
+    adapter = AdapterCopy(state, copy.deepcopy(config))
+    unload: Any = network.unload
+    return unload(), adapter
+
+
+def trainable(config: LoraConfig) -> LoraConfig:
+    """Return a copy of a configuration with `inference_mode` off."""
+    own = copy.deepcopy(config)
+    own.inference_mode = False
+    return own

@@ -1,4 +1,4 @@
-"""Changes of the rank, alpha and layers of a trained adapter that keep what it has learned.
+"""Changes of the rank, alpha and layers of adapters that keep what was learned, and their mean.
 
 An adapter adds s B A to a layer, where s is lora_alpha / r, or lora_alpha / sqrt(r) with rslora.
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,9 +27,10 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
-from evo_grpo.model.lora.configs import differences
-from evo_grpo.model.lora.from_peft import trainable
+from evo_grpo.model.lora.configs import differences, layer_of
+from evo_grpo.model.lora.load import copy_slot, fit_slot, trainable
 from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.model.lora.targets import with_targets
 
 _NEGLIGIBLE = 1e-7
 """Singular values below this part of the largest are rounding errors of float32."""
@@ -161,11 +162,6 @@ def layer_keys(state: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     return [(key, key.replace(".lora_A.", ".lora_B.")) for key in state if ".lora_A." in key]
 
 
-def layer_of(key: str) -> str:
-    """Return the name in `AdapterSlots.layers` of the layer of an A."""
-    return key.split(".lora_A.")[0]
-
-
 def layer_scales(slots: AdapterSlots, name: str) -> dict[str, float]:
     """Return the scale s of each layer that a slot adapts, by the layer's name."""
     layers = slots.layers.items()
@@ -176,3 +172,48 @@ def _energy(a: Tensor, b: Tensor) -> float:
     """Return the squared Frobenius norm of B A."""
     a, b = a.double(), b.double()
     return float(((b.T @ b) * (a @ a.T)).sum())
+
+
+def mix_products(slots: AdapterSlots, sources: Sequence[str], target: str) -> None:
+    """Write the mean of the products s B A of two or more slots to another slot.
+
+    That of the means of A and of B (`mix_slots`) depends on how the products are factored. The
+    target gets the configuration of the source with the largest rank, and the modules of all. The
+    mean, whose rank is the sum of all, is cut to that rank. A source without a module adds zero
+    there. The decompositions run on the CPU in float64.
+    """
+    widest = max(sources, key=lambda name: slots.lora_config(name).r)
+    states = [slots.state(name) for name in sources]
+    scales = [layer_scales(slots, name) for name in sources]
+    modules = set().union(*map(slots.modules, sources))
+    if modules == slots.modules(widest):
+        copy_slot(slots, widest, target)
+    else:
+        fit_slot(slots, target, with_targets(slots.lora_config(widest), modules))
+    own, scale = slots.state(target), layer_scales(slots, target)
+    mean: dict[str, Tensor] = {}
+    for first, second in layer_keys(own):
+        layer, like, nothing = layer_of(first), own[first], torch.zeros_like(own[second])
+        downs = [state.get(first, like) for state in states]
+        ups = [
+            state.get(second, nothing) * (by.get(layer, 1.0) / len(sources))
+            for state, by in zip(states, scales, strict=True)
+        ]
+        a, b, _ = cut(torch.cat(downs), torch.cat(ups, dim=1), like)
+        a, b = _paced(a, b, like)
+        mean[first], mean[second] = a, (b / scale[layer]).to(own[second].dtype)
+    slots.put(target, mean, Path(target))
+
+
+def _paced(a: Tensor, b: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return A about as large as another one, and B in inverse proportion; the product stays.
+
+    A step of AdamW has a size of its own, so an A that shrinks, as when a decomposition divides the
+    singular values evenly, changes how fast the product learns. The factor is a power of two, which
+    rounds nothing.
+    """
+    size, wanted = float(a.norm()), float(like.norm())
+    if not (size > 0 and wanted > 0 and math.isfinite(size / wanted)):
+        return a, b
+    factor = 2.0 ** round(math.log2(wanted / size))
+    return a * factor, b / factor

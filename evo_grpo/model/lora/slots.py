@@ -28,11 +28,11 @@ from evo_grpo.model.lora.configs import (
     adapted_modules,
     check_lora_config,
     differences,
+    layer_of,
     module_of,
 )
 from evo_grpo.model.lora.files import AdapterCopy, check_adapter_state
-from evo_grpo.model.lora.target_sets import TargetSets
-from evo_grpo.model.lora.targets import check_targets, settle_targets
+from evo_grpo.model.lora.targets import TargetSets, check_targets, settle_targets
 
 
 class AdapterSlots:
@@ -195,11 +195,11 @@ class AdapterSlots:
         devices = [self.base.device] if self.base.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(self.seed)
-            own = set(map(_path, self._params[name]))
+            own = set(map(layer_of, self._params[name]))
             for layer in (layer for path, layer in self.layers.items() if path in own):
                 layer.update_layer(name, config.r, config.lora_alpha, config=config)
         for key in self._params[name]:
-            path, matrix = _path(key), key.removesuffix(".weight").rpartition(".")[2]
+            path, matrix = layer_of(key), key.removesuffix(".weight").rpartition(".")[2]
             module = getattr(self.layers[path], matrix)[name]
             if module.weight.dtype in (torch.float16, torch.bfloat16):  # as PEFT casts adapters up
                 module.weight.data = module.weight.data.float()
@@ -213,7 +213,7 @@ class AdapterSlots:
         active = name in self.peft.active_adapters
         if active and len(self._params) > 1:  # else PEFT activates another adapter and warns
             self.activate(next(other for other in self._params if other != name))
-        own = set(map(_path, kind.state))
+        own = set(map(layer_of, kind.state))
         for path, layer in self.layers.items():
             if path not in own and name in layer.lora_A:
                 layer.delete_adapter(name)
@@ -314,7 +314,7 @@ class AdapterSlots:
             self._set_rank(name, settings)
             self._begin(name)
             return
-        if not patterns and kind and all(_path(key) in self.layers for key in kind.state):
+        if not patterns and kind and all(layer_of(key) in self.layers for key in kind.state):
             self._set_kind(name, kind, settings)
             self._begin(name)
             return
@@ -389,11 +389,6 @@ class _Kind:
         patterns = settings.rank_pattern or settings.alpha_pattern
         same = settings if patterns else _of_one_rank(settings, self.config)
         return same in (self.config, self.written)
-
-
-def _path(key: str) -> str:
-    """Return the name in `AdapterSlots.layers` of the layer of a tensor."""
-    return key.split(".lora_")[0]
 
 
 def _of_one_rank(settings: LoraConfig, other: LoraConfig) -> LoraConfig:

@@ -1,4 +1,4 @@
-"""The layers of a base that can carry adapters of a population, and the meaning of "all-linear".
+"""The layers of a base that can carry adapters: those of "all-linear", and sets of them by name.
 
 The rows of a batch belong to different agents, so a layer must receive them in a known order (see
 `probing.watch_linear_inputs`). Also, PEFT must be able to load what it saves: transformers 5 keeps
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import final
 
 from peft import LoraConfig
 from peft.tuners import tuners_utils
@@ -21,7 +22,10 @@ from torch import nn
 
 from evo_grpo.errors import ConfigError, ModelError
 from evo_grpo.model.base import SharedBase
+from evo_grpo.model.lora.configs import linear_modules, matched_modules
 from evo_grpo.schema.patterns import ALL
+from evo_grpo.schema.problems import unknown_name
+from evo_grpo.settings.adapters import missing_layers
 
 #: Key under which a base caches the modules of all-linear.
 _SETTLED = "all_linear"
@@ -34,7 +38,7 @@ def settle_targets(base: SharedBase, config: LoraConfig) -> LoraConfig:
     warning per base; other names are kept. ConfigError is raised if PEFT takes names for those of
     experts, or has no default for the model; ModelError if no linear layer is supported.
     """
-    config = _with_targets(base, config)
+    config = _with_default(base, config)
     if not isinstance(config.target_modules, str) or config.target_modules.lower() != ALL:
         _check_conversion(base, config)
         return config
@@ -43,12 +47,10 @@ def settle_targets(base: SharedBase, config: LoraConfig) -> LoraConfig:
     served: frozenset[str] | None = base.derived[_SETTLED]
     if served is None:
         return config
-    settled = copy.deepcopy(config)
-    settled.target_modules = set(served)  # pyright: ignore[reportAttributeAccessIssue] -- typed as list, kept by PEFT as set
-    return settled
+    return with_targets(config, served)
 
 
-def _with_targets(base: SharedBase, config: LoraConfig) -> LoraConfig:
+def _with_default(base: SharedBase, config: LoraConfig) -> LoraConfig:
     """Return a configuration with `target_modules` set: PEFT's default if it is None."""
     if config.target_modules is not None or config.target_parameters:
         return config
@@ -59,9 +61,7 @@ def _with_targets(base: SharedBase, config: LoraConfig) -> LoraConfig:
             f"lora.target_modules: expected names for a model of type {kind!r}, for which PEFT has "
             'no default, got none; "all-linear" fits every model'
         )
-    settled = copy.deepcopy(config)
-    settled.target_modules = set(names)  # pyright: ignore[reportAttributeAccessIssue] -- as below
-    return settled
+    return with_targets(config, names)
 
 
 def _served(base: SharedBase, config: LoraConfig) -> frozenset[str] | None:
@@ -166,3 +166,92 @@ def expert_modules(base: SharedBase) -> frozenset[str]:
         # One matrix is enough: DBRX concatenates the experts of a layer along the rows.
         and any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
     )
+
+
+@final
+class TargetSets:
+    """Sets of layers of a base.
+
+    Args:
+        base: The base.
+        config: Settings of new adapters.
+        declared: `target_modules` by the name of each set.
+    """
+
+    def __init__(
+        self, base: SharedBase, config: LoraConfig, declared: Mapping[str, str | Sequence[str]]
+    ) -> None:
+        self._base = base
+        self._config = config
+        self._declared = declared
+        self._modules: dict[str, frozenset[str]] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._declared)
+
+    def modules(self, name: str) -> frozenset[str]:
+        """Return the full names of the layers of a set."""
+        if name not in self._modules:
+            self._modules[name] = self._found(name)
+        return self._modules[name]
+
+    def name_of(self, modules: Collection[str]) -> str | None:
+        """Return the name of the set of exactly these layers; None if there is none."""
+        return next((name for name in self if self.modules(name) == frozenset(modules)), None)
+
+    def adapting(
+        self, config: LoraConfig, name: str, present: Collection[str] | None = None
+    ) -> LoraConfig:
+        """Return a configuration with the layers of a set.
+
+        Args:
+            config: The configuration.
+            name: The set.
+            present: Full names of the layers that it adapts; None if unknown. Where these are the
+                layers of the set, the configuration stays, since it may name them otherwise.
+        """
+        if present is not None and self.modules(name) == frozenset(present):
+            return config
+        return with_targets(config, self._declared_as(name))
+
+    def check(self) -> None:
+        """Check all sets."""
+        known: dict[frozenset[str], str] = {}
+        for name in self:
+            other = known.setdefault(self.modules(name), name)
+            if other != name:
+                raise ConfigError(
+                    f"lora.target_sets: expected sets that differ, got {other!r} and {name!r}, "
+                    f"which are the same layers of {self._base.name}; remove one of them"
+                )
+
+    def _declared_as(self, name: str) -> str | Sequence[str]:
+        if name not in self._declared:
+            text = unknown_name(name, self._declared, "model.lora.target_sets")
+            raise ConfigError(f"lora.target_modules: {text}")
+        return self._declared[name]
+
+    def _found(self, name: str) -> frozenset[str]:
+        targets = self._declared_as(name)
+        base, excluded = self._base, self._config.exclude_modules or ()
+        layers = linear_modules(base.model)
+        if text := missing_layers(targets, layers, base.name, excluded):
+            raise ConfigError(f"lora.target_sets.{name}: {text}")
+        config = settle_targets(base, with_targets(self._config, targets))
+        if config.target_modules == ALL:
+            config = with_targets(config, layers)
+        found = matched_modules(base.model, config)
+        if others := sorted(found - layers):
+            raise ConfigError(
+                f"lora.target_sets.{name}: expected linear layers, and not the output head, got "
+                f"{others[0]!r}; name other layers"
+            )
+        check_targets(base, found)
+        return frozenset(found)
+
+
+def with_targets(config: LoraConfig, targets: str | Collection[str]) -> LoraConfig:
+    """Return a configuration with other `target_modules`."""
+    made = copy.deepcopy(config)
+    made.target_modules = targets if isinstance(targets, str) else set(targets)  # pyright: ignore[reportAttributeAccessIssue] -- typed as list, kept by PEFT as set
+    return made

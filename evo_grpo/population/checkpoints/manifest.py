@@ -64,9 +64,6 @@ def refuse_foreign_files(folder: Path) -> None:
     """Refuse a checkpoint or a PEFT folder if a file in it is a link, a pipe or a device.
 
     Other entries of the folder are ignored. The folder itself may be a link.
-
-    Raises:
-        CheckpointError: A file is of such a kind, or a JSON file is too long; the error names it.
     """
     try:
         for name in _OWN:
@@ -80,9 +77,6 @@ def peft_folder(folder: Path) -> Path | None:
 
     A folder with other parts of a checkpoint is not a PEFT folder, but a checkpoint without its
     attributes.
-
-    Raises:
-        CheckpointError: See `refuse_foreign_files`.
     """
     refuse_foreign_files(folder)
     parts = (ATTRIBUTES, "attributes.pt", OPTIMIZER)
@@ -93,12 +87,7 @@ def peft_folder(folder: Path) -> Path | None:
 
 
 def read_attributes(folder: Path) -> dict[str, Any]:
-    """Read attributes.json.
-
-    Raises:
-        CheckpointError: The folder or file is missing, not JSON, or a pickle of another tool; see
-            also `refuse_foreign_files`.
-    """
+    """Read attributes.json."""
     refuse_foreign_files(folder)
     file = folder / ATTRIBUTES
     if not file.is_file():
@@ -128,11 +117,7 @@ def read_attributes(folder: Path) -> dict[str, Any]:
 
 
 def read_state(attributes: Mapping[str, Any], folder: Path) -> tuple[Hparams, list[Score]]:
-    """Return hyperparameters and history of attributes.json.
-
-    Raises:
-        CheckpointError: The values differ from those that `save_checkpoint` writes.
-    """
+    """Return hyperparameters and history of attributes.json."""
     try:
         history = [score_from_json(score) for score in attributes["history"]]
         return Hparams(**attributes["hparams"]), history
@@ -144,28 +129,29 @@ def read_state(attributes: Mapping[str, Any], folder: Path) -> tuple[Hparams, li
 
 
 def _remedy(folder: Path) -> str:
-    actor = folder / "actor"
-    weights = f"load_checkpoint({str(actor)!r}) takes the weights alone"
-    if (pickled := _pickled(folder)) is not None:
-        return f"; {pickled}, which can run code when read and is never loaded; " + (
-            weights
-            if (actor / CONFIG).is_file()
-            else "save the agent with save_checkpoint, or its adapter with save_pretrained"
-        )
+    weights = f"load_checkpoint({str(folder / 'actor')!r}) takes the weights alone"
+    has_actor = (folder / "actor" / CONFIG).is_file()
+    if (pickled := _pickle(folder)) is not None:
+        how = weights if has_actor else "save the agent with save_checkpoint or save_pretrained"
+        return f"; {pickled} is a pickle, which can run code when read and is never loaded; {how}"
     if peft_folder(folder) is not None:
         return (
             ": it is a PEFT folder, which names no agent; build one with GRPO(model=..., "
             f"lora=...) and call load_checkpoint({str(folder)!r})"
         )
-    if (actor / CONFIG).is_file():
+    if has_actor:
         return f"; put it back, or {weights}"
     return "; expected a folder written by save_checkpoint, or a PEFT folder"
 
 
-def _pickled(folder: Path) -> str | None:
-    """Describe the pickle in a folder, for instance one of DeepSpeed; return None without one."""
-    patterns = ("save_checkpoint", "zero_to_fp32.py", "*_states.pt", "*/*_states.pt")
+def _pickle(folder: Path) -> Path | None:
+    """Return a pickle of another tool in a folder, for instance of DeepSpeed."""
+    patterns = (
+        "save_checkpoint",
+        "zero_to_fp32.py",
+        "*_states.pt",
+        "*/*_states.pt",
+        "attributes.pt",
+    )
     found = (place for pattern in patterns for place in sorted(folder.glob(pattern)))
-    if (deepspeeds := next(found, None)) is not None:
-        return f"{deepspeeds.relative_to(folder)} is of DeepSpeed's own checkpoints, a pickle"
-    return "attributes.pt is a pickle" if (folder / "attributes.pt").is_file() else None
+    return next((place.relative_to(folder) for place in found), None)

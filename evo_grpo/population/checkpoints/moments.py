@@ -38,9 +38,6 @@ def read_moments(folder: Path, plan: AdapterPlan) -> dict[int, dict[str, torch.T
 
     Moments are padded to the shapes of their parameters. A parameter that the checkpoint's
     configuration does not have gets no moments.
-
-    Raises:
-        CheckpointError: The file is damaged or incomplete, or does not fit the adapter.
     """
     file = folder / OPTIMIZER
     try:

@@ -16,7 +16,7 @@ from evo_grpo.model.digest import base_digest, comparable_digests
 from evo_grpo.model.lora.configs import read_config
 from evo_grpo.model.lora.files import read_adapter
 from evo_grpo.model.lora.load import AdapterPlan, plan_adapter
-from evo_grpo.model.lora.target_sets import with_targets
+from evo_grpo.model.lora.targets import with_targets
 from evo_grpo.population.checkpoints.manifest import (
     ATTRIBUTES,
     peft_folder,
@@ -50,10 +50,6 @@ def load_agent(
 
     Returns:
         The attributes as written; an empty mapping for a PEFT folder.
-
-    Raises:
-        CheckpointError: Files are missing, truncated, or belong to another model.
-        ConfigError: With engine.zero, the agent would get other LoRA ranks or modules.
     """
     folder = Path(path)
     state = cohort.check_slot(slot)
@@ -133,34 +129,24 @@ def _with_its_own(cohort: Cohort, slot: int) -> Hparams:
 def _about_reference(
     cohort: Cohort, folder: Path, attributes: Mapping[str, Any], *, own: bool
 ) -> list[str]:
-    """Return notes about a checkpoint's reference, for an agent that has no reference slot."""
-    here = (
-        "the adapter that it started from"
-        if cohort.references.start
-        else "the base with adapters off"
-    )
-    remedy = "build it with separate_reference=True"
-    if own:
-        if cohort.references.start and _is_start(cohort, read_adapter(folder / "reference")):
-            return []
-        return [
-            f"checkpoint {folder}: its reference adapter is left out, since this agent's reference "
-            f"is {here}; {remedy}"
-        ]
-    if attributes.get("reference") == START and not cohort.references.start:
-        return [
-            f"checkpoint {folder}: its reference was the adapter that its agents started from, "
-            f"which a run does not copy into its checkpoints; this agent's is {here}. To train on "
-            "towards that adapter, build the agent with adapter=, and call load_checkpoint"
-        ]
-    return []
+    """Return a note if an agent without a reference slot has another reference than a checkpoint.
 
-
-def _is_start(cohort: Cohort, reference: Mapping[str, torch.Tensor]) -> bool:
-    start = cohort.slots.state(START)
-    return start.keys() == reference.keys() and all(
-        torch.equal(value, reference[key]) for key, value in start.items()
-    )
+    `own` says whether the checkpoint has an adapter of its own for it.
+    """
+    starts = cohort.references.start
+    if own and starts:
+        start, saved = cohort.slots.state(START), read_adapter(folder / "reference")
+        own = start.keys() != saved.keys() or any(not v.equal(saved[k]) for k, v in start.items())
+    was_start = attributes.get("reference") == START and not starts
+    if not (own or was_start):
+        return []
+    was = "an adapter of its own" if own else "the adapter that its agents started from"
+    here = "the adapter that it started from" if starts else "the base with adapters off"
+    keyword = "separate_reference=True" if own else "adapter="
+    return [
+        f"checkpoint {folder}: its reference was {was}, this agent's is {here}; to keep it, build "
+        f"the agent with {keyword} before load_checkpoint"
+    ]
 
 
 def _check_turns(cohort: Cohort, actor: AdapterPlan) -> None:
@@ -220,18 +206,15 @@ def _check_digests(attributes: Mapping[str, Any], folder: Path, without_referenc
 
 def _about_peft(folder: Path, config: LoraConfig, base: SharedBase) -> str:
     """Return a note about the state that a PEFT folder lacks, and about its base if it differs."""
-    named = str(config.base_model_name_or_path or "")
-    # Compare last components: the path of a model differs between machines.
-    other = named and Path(named).name != Path(base.name).name
-    return (
+    note = (
         f"checkpoint {folder}: a PEFT folder, so its weights are taken alone: hyperparameters, "
         "steps and history stay as they are, AdamW starts afresh"
-    ) + (
-        f". It says that its base is {named!r}, this agent's is {base.name!r}: an adapter means "
-        "nothing over another base"
-        if other
-        else ""
     )
+    named = str(config.base_model_name_or_path or base.name)
+    # Compare last components: the path of a model differs between machines.
+    if Path(named).name != Path(base.name).name:
+        note += f"; its base is {named!r}, this agent's is {base.name!r}: load it over its own"
+    return note
 
 
 def _read_moments(

@@ -81,11 +81,6 @@ def recipe(
     checkpoint is data, and its own value is ignored. `kind` is the algorithm that the caller
     builds: grpo, gspo or cispo. `zero` is the DeepSpeed stage with which the agent continues, None
     for stock AdamW.
-
-    Raises:
-        CheckpointError: The settings differ from those that `save_checkpoint` writes, or name a
-            forbidden keyword for loading.
-        ConfigError: The checkpoint is of another algorithm.
     """
     flag().check("trust_remote_code", trust_remote_code)
     settings = _settings(attributes, folder)

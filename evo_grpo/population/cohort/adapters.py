@@ -12,6 +12,7 @@ from torch import Tensor
 
 from evo_grpo.evolve.start import with_first_choices
 from evo_grpo.model.lora.configs import module_of, width_of
+from evo_grpo.model.lora.load import padded
 from evo_grpo.model.lora.resize import resize_slot, with_rank
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.population.cohort.state import AgentState
@@ -40,11 +41,7 @@ def narrowest(slots: AdapterSlots) -> tuple[str, int] | None:
 
 
 def check_rank(slots: AdapterSlots, hparams: Hparams) -> None:
-    """Check that the rank of an agent, if it has its own, is at most the width of every layer.
-
-    Raises:
-        Problems: It is not; the error names the layer.
-    """
+    """Check that the rank of an agent, if it has its own, is at most the width of every layer."""
     found = None if hparams.lora_r is None else narrowest(slots)
     if found is not None and (text := above_width(hparams.lora_r or 0, *found)):
         raise Problems(Problem((f"{LORA}r",), f"{text}; lower it"))
@@ -57,9 +54,6 @@ def adapter_config(slots: AdapterSlots, hparams: Hparams, adapter: str | None = 
         slots: The slots of the run.
         hparams: Hyperparameters of the agent. What they lack stays as it is.
         adapter: The slot of its adapter; None for a new one, of the run's configuration.
-
-    Raises:
-        ConfigError: No set of layers has the name in the hyperparameters.
     """
     run, targets = slots.config, hparams.lora_target_modules
     own = run if adapter is None else slots.lora_config(adapter)
@@ -90,10 +84,6 @@ def resize(
 
     See `model.lora.resize`. If the rank grows, the new parameters have moments of 0. If it is cut,
     or a layer is added, AdamW starts afresh there. The reference is frozen and stays.
-
-    Raises:
-        ConfigError: No set of layers has the name in the hyperparameters; or with engine.zero, the
-            engine's adapter is too small.
     """
     if (hparams.lora_r, hparams.lora_alpha, hparams.lora_target_modules) == (None, None, None):
         return
@@ -130,14 +120,8 @@ def _resized(
     for place, (key, shape) in enumerate(shapes.items()):
         if key in moments and key in factors:
             powers = {"exp_avg": factors[key], "exp_avg_sq": factors[key] ** 2}
-            found[place] = {
-                name: _padded(value, shape) / powers[name] if name in powers else value
-                for name, value in moments[key].items()
-            }
+            found[place] = dict(moments[key])
+            for name, power in powers.items():
+                value = moments[key][name]
+                found[place][name] = padded(value, value.new_zeros(shape)) / power
     return found
-
-
-def _padded(value: Tensor, shape: torch.Size) -> Tensor:
-    out = value.new_zeros(shape)
-    out[tuple(slice(0, size) for size in value.shape)] = value
-    return out

@@ -33,8 +33,7 @@ from evo_grpo.population.ranks.team import Team
 from evo_grpo.population.turns import Overlap
 from evo_grpo.population.zero.sampling import DividedSampling, LedPlay
 from evo_grpo.population.zero.turns import Turns, ZeroOptimizer, make_turns
-from evo_grpo.rollout.engine import EngineFactory, RolloutEngine, RolloutRequest
-from evo_grpo.rollout.registry import make_engine
+from evo_grpo.rollout.engine import EngineFactory, RolloutEngine, RolloutRequest, make_engine
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.seeding import derive
@@ -47,9 +46,6 @@ class Cohort:
     """N agents over one base.
 
     Args:
-        base: The shared base.
-        lora: LoRA settings of every slot.
-        settings: Settings of the agents; all agents share them except for the hyperparameters.
         objects: Names of the parts given as objects instead of settings: model, tokenizer, lora.
         engine: Creates the rollout engine at its first use; None uses that of the settings.
         team: The ranks among which the agents are divided; None for a single process.
@@ -196,11 +192,6 @@ class Cohort:
 
         The environment provides the tokenizer if the base has none, the completion length, and the
         searched weights and names that an agent lacks.
-
-        Raises:
-            PromptTooLongError: A prompt does not fit; the error names split, row and limit.
-            ConfigError: `overlong_buffer` is above the completion length, a prompt or reward
-                function that is searched is missing, or its plays must not overlap.
         """
         self.overlap.takes_turns(env)
         check_prompts(env, self.hp_config)
@@ -249,11 +240,7 @@ class Cohort:
         return self.agents[slot]
 
     def remove(self, slot: int) -> None:
-        """Drop an agent and free its slot's memory.
-
-        Raises:
-            ConfigError: The agent is the only one: PEFT needs an adapter.
-        """
+        """Drop an agent and free its slot's memory."""
         if len(self.agents) == 1:
             raise ConfigError(f"agent {slot}: is the only one; add another before removing it")
         state = self.agents.pop(slot)
@@ -487,11 +474,7 @@ class Cohort:
             hook()
 
     def check_slot(self, slot: int) -> AgentState:
-        """Return an agent's state.
-
-        Raises:
-            ConfigError: The agent does not exist.
-        """
+        """Return an agent's state."""
         if slot not in self.agents:
             raise ConfigError(f"agent {slot}: expected one of {sorted(self.agents)}")
         return self.agents[slot]

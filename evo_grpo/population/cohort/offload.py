@@ -75,9 +75,6 @@ class Offload:
 
         The rest of an agent's part comes too. A slot of -1, the base without an adapter, needs
         nothing.
-
-        Raises:
-            RunFailedError: The device or the host has no memory left. No value has changed.
         """
         asked = set(agents)
         numbers = [i for i, part in enumerate(self.order) if not asked.isdisjoint(part)]

@@ -1,29 +1,30 @@
-"""The adapters with which the agents of a run begin."""
+"""What is checked before agents are made over a base, and the adapters with which they begin."""
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.digest import base_digest, tokenizer_digest
+from evo_grpo.model.llama.choice import departures_of, takes_fast_path
+from evo_grpo.model.llama.weights import is_llama_family
 from evo_grpo.model.lora.configs import MERGE
 from evo_grpo.model.lora.files import AdapterCopy
 from evo_grpo.model.lora.load import fit_slot, plan_copy
 from evo_grpo.population.cohort.adapters import narrowest
 from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.population.ranks.team import Team
+from evo_grpo.rollout.native.ability import ability_of
 from evo_grpo.settings.adapters import above_width, pattern_problems, searched, too_wide
 from evo_grpo.types import Slot
 
 
 def check_adapters(cohort: Cohort) -> None:
-    """Check that the adapters of a cohort may have every rank, alpha and set that is searched.
-
-    Raises:
-        ConfigError: Some layers have a rank or alpha of their own, initial values need even ranks,
-            or a set of layers is not declared, is that of another one, or does not fit the base.
-        ModelError: A layer does not get the rows of a batch in a known order.
-    """
+    """Check that the adapters of a cohort may have every rank, alpha and set that is searched."""
     space, lora = cohort.hp_config, cohort.slots.config
     if not searched(space):
         return
@@ -45,9 +46,6 @@ def check_widths(cohort: Cohort, *, given: bool) -> None:
     Args:
         cohort: The agents.
         given: Whether they start from an adapter, which brings its own rank.
-
-    Raises:
-        ConfigError: A rank that is searched is, or that of the settings; the error names the layer.
     """
     found = narrowest(cohort.slots)
     if found is None:
@@ -84,3 +82,50 @@ def start_with(cohort: Cohort, slots: Sequence[Slot], start: AdapterCopy) -> Non
     for state in states:
         state.optimizer = cohort.fresh_optimizer(state.slot, state.hparams)
         cohort.set_hparams(state.slot, state.hparams)  # its own rank, to which the adapter is cut
+
+
+def check_same_base(team: Team, base: SharedBase, start: AdapterCopy | None) -> None:
+    """Refuse ranks with different bases or start adapters; all ranks call this before dividing."""
+    if team.size == 1:
+        return
+    adapter = None if start is None else hashlib.sha256(start.serialise() + start.config_json())
+    mine = {
+        "weights": base_digest(base),
+        "tokenizer": tokenizer_digest(base),
+        "start adapter": adapter and adapter.hexdigest(),
+    }
+    found = team.gather(mine)
+    for rank, theirs in enumerate(found):
+        unlike = [name for name, digest in theirs.items() if digest != found[0][name]]
+        if unlike:
+            raise ConfigError(
+                f"model: expected the same base on all {team.size} ranks, got {base.name!r} with "
+                f"another {' and another '.join(unlike)} on rank {rank} than on rank 0; give both "
+                "the same files"
+            )
+
+
+def agree_on_path(team: Team, base: SharedBase, *, native: bool) -> None:
+    """Determine whether the base can be run, and by which path; all ranks use the same path.
+
+    Call this before the base is divided among ranks: an operation that the model lacks would
+    interrupt a pass. With the native engine, the abilities of the base are probed too. vLLM reads
+    the files of the model and ignores changes to the object.
+    """
+    if native:
+        ability_of(base, {})
+    # The probe compares rounded numbers, so its result may differ between machines.
+    answers = team.gather(takes_fast_path(base, {}))
+    if not native and base.specialized and is_llama_family(base):
+        departures = departures_of(base, {})
+        if departures and team.rank == 0:
+            kind = base.model.config.model_type
+            warnings.warn(
+                f"engine.rollout: the engine samples from model {base.name!r} as an ordinary "
+                f"{kind} model, which it is not ({departures[0]}): what is sampled is not what "
+                "trains; set engine.rollout: native",
+                UserWarning,
+                stacklevel=2,
+            )
+    if any(answers) and not all(answers):
+        base.specialized = False

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -170,10 +171,9 @@ class References:
 def inherit(parent: torch.optim.Optimizer, child: torch.optim.Optimizer) -> None:
     """Copy the moments of an optimizer into a fresh one, so that the two share no tensor."""
     if isinstance(parent, ZeroOptimizer) and isinstance(child, ZeroOptimizer):
-        child.moments = _cloned(parent.moments)
+        child.moments = copy.deepcopy(parent.moments)
         return
-    state = parent.state_dict()
-    child.load_state_dict({**state, "state": _cloned(state["state"])})
+    child.load_state_dict(copy.deepcopy(parent.state_dict()))
 
 
 def packed(slots: AdapterSlots, state: AgentState, *, moments: bool) -> Packed:
@@ -207,11 +207,3 @@ def unpack(
         groups = state.optimizer.state_dict()["param_groups"]
         with torch.no_grad():
             state.optimizer.load_state_dict({"state": values.moments, "param_groups": groups})
-
-
-def _cloned(value: Any) -> Any:  # noqa: ANN401 -- mappings of mappings of tensors
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {key: _cloned(entry) for key, entry in value.items()}  # pyright: ignore[reportUnknownVariableType] -- as above
-    return value

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Self, final
+from typing import final
 
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import AgentState, Packed, packed, unpack
@@ -13,64 +13,66 @@ from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Slot
 
 
-@dataclass(frozen=True)
-class _KeptAgent:
-    """An agent between two rounds: its state, and its tensors on the CPU."""
-
-    state: AgentState
-    hparams: Hparams
-    tensors: Packed
-
-
-@dataclass(frozen=True)
-class WholeRound:
-    """The agents of a population between two rounds, in a cohort of one process.
+@final
+class LastWholeRound:
+    """Keeps the population of a cohort as it was after its latest finished round.
 
     The tensors are copies on the CPU: 12 bytes per parameter of an adapter, 16 with a reference of
-    its own.
+    its own. Nothing is kept if several processes train, since an error on one of them ends all, or
+    if one DeepSpeed engine trains all agents, whose state in the middle of a step is unknown.
 
     Attributes:
-        slots: Slots of the population, without the archive.
-        rounds: Number of finished rounds.
+        slots: Slots of the population that was kept last, without the archive.
+        rounds: Number of finished rounds then.
     """
 
-    slots: tuple[Slot, ...]
-    rounds: int
-    _cohort: Cohort
-    _agents: tuple[_KeptAgent, ...]
-    _archive: Slot | None
-    _known: frozenset[int]
+    def __init__(self, cohort: Cohort) -> None:
+        self.slots: tuple[Slot, ...] = ()
+        self.rounds = 0
+        self._cohort = cohort
+        self._agents: list[tuple[AgentState, Hparams, Packed]] = []
+        self._archive: Slot | None = None
+        self._known: frozenset[int] = frozenset()
 
-    @classmethod
-    def of(cls, cohort: Cohort, slots: Sequence[Slot], rounds: int) -> Self:
-        """Copy the state of these agents and of the archive."""
-        archive = None if cohort.archive is None else cohort.archive.slot
-        everyone = [*slots, *(() if archive is None else (archive,))]
-        kept = tuple(_kept(cohort, cohort.agents[slot]) for slot in everyone)
-        return cls(tuple(slots), rounds, cohort, kept, archive, frozenset(cohort.agents))
+    def keep(self, slots: Sequence[Slot], rounds: int) -> None:
+        """Keep the agents of these slots and the archive, after `rounds` finished rounds."""
+        cohort = self._cohort
+        self._agents = []  # free their memory first
+        if cohort.team.size > 1 or cohort.together:
+            return
+        self.slots, self.rounds, self._known = tuple(slots), rounds, frozenset(cohort.agents)
+        self._archive = None if cohort.archive is None else cohort.archive.slot
+        agents: list[tuple[AgentState, Hparams, Packed]] = []
+        for slot in (*slots, *(() if self._archive is None else (self._archive,))):
+            state = cohort.agents[slot]
+            copy = replace(state, history=list(state.history))
+            tensors = packed(cohort.slots, state, moments=True)
+            agents.append((copy, state.hparams, tensors))
+        self._agents = agents  # all of them, or none after Ctrl-C
 
-    def put_back(self) -> None:
-        """Restore the agents, and remove the slots that were added since.
+    def put_back(self) -> bool:
+        """Restore what was kept last, and remove the slots that were added since.
 
         Slots and member ids that were used since are not used again.
+
+        Returns:
+            Whether anything was kept.
         """
+        if not self._agents:
+            return False
         cohort = self._cohort
         # Stacked weights may hold gradients of an unfinished step.
         cohort.slots.derived.clear()
-        for kept in self._agents:
-            _restore(cohort, kept)
+        for before, hparams, tensors in self._agents:
+            _restore(cohort, before, hparams, tensors)
         cohort.archive = None if self._archive is None else cohort.agents[self._archive]
         for slot in sorted(set(cohort.agents) - self._known):
             cohort.remove(slot)
+        return True
 
 
-def _kept(cohort: Cohort, state: AgentState) -> _KeptAgent:
-    copy = replace(state, history=list(state.history))
-    return _KeptAgent(copy, state.hparams, packed(cohort.slots, state, moments=True))
-
-
-def _restore(cohort: Cohort, kept: _KeptAgent) -> None:
-    slots, before = cohort.slots, kept.state
+def _restore(cohort: Cohort, before: AgentState, hparams: Hparams, tensors: Packed) -> None:
+    slots = cohort.slots
     if before.adapter not in slots.names:  # the agent has left
         slots.add(before.adapter)
     if before.has_reference and before.reference not in slots.names:
@@ -79,32 +81,6 @@ def _restore(cohort: Cohort, kept: _KeptAgent) -> None:
         slots.remove(before.reference)
     state = replace(before, history=list(before.history))
     cohort.agents[before.slot] = state
-    fresh = partial(cohort.fresh_optimizer, before.slot, kept.hparams)
-    unpack(slots, state, kept.tensors, fresh)
-    state.hparams = kept.hparams
+    unpack(slots, state, tensors, partial(cohort.fresh_optimizer, before.slot, hparams))
+    state.hparams = hparams
     state.optimizer.zero_grad(set_to_none=True)
-
-
-@final
-class LastWholeRound:
-    """Keeps the population of a cohort as it was after its latest finished round.
-
-    It keeps nothing if several processes train, since an error on one of them ends all, or if one
-    DeepSpeed engine trains all agents, whose state in the middle of a step is unknown.
-    """
-
-    def __init__(self, cohort: Cohort) -> None:
-        self._cohort = cohort
-        self._kept: WholeRound | None = None
-
-    def keep(self, slots: Sequence[Slot], rounds: int) -> None:
-        """Keep the agents of these slots, after `rounds` finished rounds."""
-        self._kept = None  # free its memory first
-        if self._cohort.team.size == 1 and not self._cohort.together:
-            self._kept = WholeRound.of(self._cohort, slots, rounds)
-
-    def put_back(self) -> WholeRound | None:
-        """Restore the agents that were kept last; return them, None if none were kept."""
-        if self._kept is not None:
-            self._kept.put_back()
-        return self._kept

@@ -29,7 +29,6 @@ _LOOKS_TO_MISS = 3
 """Looks without a sign after which a rank with a closed connection counts as ended."""
 _LOOKS_AFTER_END = 10
 """Looks after a closed connection after which a rank names the most silent rank in any case."""
-_VERDICT = "verdict"
 
 THREAD = "heartbeat"
 """Name of the thread that writes signs."""
@@ -54,7 +53,6 @@ class Heartbeat:
         self._looks = 0
         self._cut_off = False
         self._over = threading.Event()
-        self._verdict = ""
         self._write_sign()
 
     def start(self) -> None:
@@ -81,16 +79,19 @@ class Heartbeat:
             # Count looks: a clock would continue while this process is stopped.
             stalled = 0 if self._cut_off or self._looks != looks else stalled + 1
             looks = self._looks
-            if self._verdict:
-                return self._last_word()
+            if why := self.lost():
+                return why
             if stalled * self.every >= self.limit:
                 # A store that does not answer blocks the thread that reads signs.
                 return silence(0, self.size, stalled * self.every)
         return ""
 
-    def verdict(self) -> str:
+    def lost(self) -> str:
         """Return a sentence that names a lost rank; empty while none is known to be."""
-        return self._last_word() if self._verdict or self._cut_off else ""
+        most = max(self._missed)
+        if not self._cut_off and most * self.every < self.limit:
+            return ""
+        return self._named(silent=not self._cut_off)
 
     def closed(self) -> str:
         """Return a sentence that names the rank that has ended, after a connection was closed.
@@ -98,25 +99,23 @@ class Heartbeat:
         The sentence has no full stop, and is empty if all ranks are alive.
         """
         for looks in range(_LOOKS_AFTER_END):
-            if self._verdict or self._cut_off:
-                break
             # Name the rank that was silent first: ranks that noticed it may have ended since, and
             # on a busy machine another rank may be late.
             second, most = sorted(self._missed)[-2:]
             clear = most - second >= _LOOKS_TO_MISS - 1 or looks == _LOOKS_AFTER_END - 1
-            if most >= _LOOKS_TO_MISS and clear:
-                self._judge(f"rank {self._missed.index(most)} of {self.size} has ended")
-                break
+            if self._cut_off or (most >= _LOOKS_TO_MISS and clear):
+                return self._named(silent=False)
             time.sleep(self.every)
-        return self._last_word()
+        return ""
 
-    def _last_word(self) -> str:
-        """Return the verdict after a delay in which the other ranks can read it too."""
-        if not self._verdict:
-            return f"rank 0 of {self.size} has ended" if self._cut_off else ""
-        if self.rank == 0:
-            time.sleep(2 * self.every)  # the store may end with this process
-        return self._verdict
+    def _named(self, *, silent: bool) -> str:
+        """Name the most silent rank, or the first one, which keeps the store, if none is."""
+        most = max(self._missed)
+        rank = self._missed.index(most) if most >= _LOOKS_TO_MISS else 0
+        time.sleep(2 * self.every)  # let the others see who, before this process or its store ends
+        if silent:
+            return silence(rank, self.size, most * self.every)
+        return f"rank {rank} of {self.size} has ended"
 
     def _run(self) -> None:
         while not (self._cut_off or self._over.wait(self.every)):
@@ -134,20 +133,6 @@ class Heartbeat:
             self._missed[rank] = 0 if int(sign) != self._signs[rank] else self._missed[rank] + 1
             self._signs[rank] = int(sign)
         self._looks += 1
-        self._judge(self._found())
-
-    def _judge(self, found: str) -> None:
-        """Write a verdict for all ranks, unless another rank has already written one."""
-        try:
-            self._verdict = self._store.compare_set(_VERDICT, "", found).decode()
-        except RuntimeError:
-            self._cut_off, self._verdict = True, self._verdict or found
-
-    def _found(self) -> str:
-        for rank, missed in enumerate(self._missed):
-            if missed * self.every >= self.limit:
-                return silence(rank, self.size, missed * self.every)
-        return ""
 
 
 def silence(rank: int, size: int, seconds: float) -> str:
@@ -158,21 +143,8 @@ def silence(rank: int, size: int, seconds: float) -> str:
     )
 
 
-def limit_of_silence() -> float:
-    """Return the seconds of silence after which a rank counts as lost.
-
-    Raises:
-        ConfigError: The environment variable is not a positive number.
-    """
-    return positive_from_environment(VARIABLE, SECONDS, "seconds")
-
-
 def positive_from_environment(name: str, default: float, unit: str) -> float:
-    """Return the positive number in an environment variable, or the default.
-
-    Raises:
-        ConfigError: The environment variable is not a positive number.
-    """
+    """Return the positive number in an environment variable, or the default."""
     text = os.environ.get(name, str(default))
     try:
         number = float(text)

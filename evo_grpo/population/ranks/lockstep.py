@@ -9,7 +9,7 @@ requested this kind compute; the others only provide their part of the base.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 from typing import final
 
@@ -39,6 +39,9 @@ class Lockstep:
         highest: Sends a number to all ranks, and returns the highest number of all ranks.
         join_forward: Takes part in a forward of other ranks without computing anything.
         join_backward: Takes part in a backward of other ranks without computing anything.
+
+    Attributes:
+        broken: Whether this rank left in the middle of a pass, after which no exchange is possible.
     """
 
     def __init__(
@@ -49,44 +52,31 @@ class Lockstep:
     ) -> None:
         self._highest = highest
         self._join = {Pass.FORWARD: join_forward, Pass.BACKWARD: join_backward}
-        self._whole = True
+        self.broken = False
 
-    @property
-    def broken(self) -> bool:
-        """Whether this rank left in the middle of a pass, after which no exchange is possible."""
-        return not self._whole
-
-    @contextmanager
-    def forward(self) -> Generator[None]:
+    def forward(self) -> AbstractContextManager[None]:
         """Take part in passes of other ranks until a forward is due, which the context runs."""
-        with self._unbroken():
-            self._until(Pass.FORWARD)
-            yield
+        return self._pass(Pass.FORWARD)
 
-    @contextmanager
-    def backward(self) -> Generator[None]:
+    def backward(self) -> AbstractContextManager[None]:
         """Take part in passes of other ranks until a backward is due, which the context runs."""
-        with self._unbroken():
-            self._until(Pass.BACKWARD)
-            yield
+        return self._pass(Pass.BACKWARD)
 
     def idle(self) -> None:
         """Take part in the passes of other ranks until none of them wants one."""
-        with self._unbroken():
-            self._until(IDLE)
-
-    def _until(self, wanted: int) -> None:
-        while (coming := self._highest(wanted)) != wanted:
-            self._join[Pass(coming)]()
+        with self._pass(IDLE):
+            pass
 
     @contextmanager
-    def _unbroken(self) -> Generator[None]:
+    def _pass(self, wanted: int) -> Generator[None]:
         """Remember an error in the middle of a pass: the others wait for this rank's part."""
         if self.broken:
             raise RunFailedError(
                 "engine.base: expected every pass over the sharded base to be finished by all "
                 "ranks, got an error in the middle of one; continue with: evo-grpo resume RUN"
             )
-        self._whole = False
+        self.broken = True
+        while (coming := self._highest(wanted)) != wanted:
+            self._join[Pass(coming)]()
         yield
-        self._whole = True
+        self.broken = False

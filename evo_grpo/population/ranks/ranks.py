@@ -28,9 +28,10 @@ from torch.distributed import distributed_c10d
 from evo_grpo.envs.rewards.scorer import Board
 from evo_grpo.errors import ConfigError, EvoGrpoError, LostRankError, OtherRankError
 from evo_grpo.population.ranks.heartbeat import (
+    SECONDS,
     THREAD,
+    VARIABLE,
     Heartbeat,
-    limit_of_silence,
     positive_from_environment,
 )
 from evo_grpo.population.ranks.lockstep import Lockstep
@@ -167,11 +168,7 @@ class Ranks(Team):
         decide: Callable[[list[T]], R],
         error: BaseException | None = None,
     ) -> R:
-        """Send a part and receive the decision; with an error, send the error and raise it.
-
-        Raises:
-            OtherRankError: Another rank failed; the error names the rank.
-        """
+        """Send a part and receive the decision; with an error, send the error and raise it."""
         self._finish_passes(error)
         mine = _Message(kind, part, None if error is None else error_text(error))
         if self.rank == 0:
@@ -261,7 +258,7 @@ class Ranks(Team):
 
     def check_for_lost_ranks(self) -> None:
         """Raise an error if another rank is lost, which this one may wait for."""
-        if why := self._heartbeat.verdict():
+        if why := self._heartbeat.lost():
             raise self._lost(why)
 
     @contextmanager
@@ -372,39 +369,22 @@ def sharing_early_errors() -> Generator[None]:
             and not dist.is_initialized()
             and not isinstance(error, _NotMetError)
         ):
-            with suppress(ConfigError):  # the others have not started
-                _share(error)
+            # The others may not have started.
+            with suppress(ConfigError), find_team(TO_SHARE).sharing_errors():
+                raise error
         raise
-
-
-def _share(error: EvoGrpoError) -> None:
-    with find_team(TO_SHARE).sharing_errors():
-        raise error
-
-
-def time_to_start() -> timedelta:
-    """Return the time that ranks may take to start.
-
-    Raises:
-        ConfigError: The environment variable is not a positive number.
-    """
-    minutes = positive_from_environment(START_VARIABLE, START_MINUTES, "minutes")
-    return timedelta(minutes=minutes)
 
 
 def find_team(to_meet: timedelta | None = None) -> Team:
     """Return the ranks of the run that this process belongs to; connect them at the first call.
 
     Args:
-        to_meet: Time that the other ranks may take to start; None uses `time_to_start`.
-
-    Raises:
-        ConfigError: The other ranks do not start in time or cannot be reached, or an environment
-            variable with an address or a number is missing.
+        to_meet: Time that the other ranks may take to start; None uses START_VARIABLE.
     """
     if not is_one_of_several():
         return Team()
-    to_meet = to_meet or time_to_start()
+    minutes = positive_from_environment(START_VARIABLE, START_MINUTES, "minutes")
+    to_meet = to_meet or timedelta(minutes=minutes)
     if not dist.is_initialized():
         try:
             _join(to_meet)
@@ -425,7 +405,8 @@ def find_team(to_meet: timedelta | None = None) -> Team:
         store: Any = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage] -- no public one
         store = distributed_c10d.PrefixStore("evo-grpo", store.clone())
         rank, size = dist.get_rank(), dist.get_world_size()
-        _heartbeat = Heartbeat(rank, size, store, limit_of_silence())
+        limit = positive_from_environment(VARIABLE, SECONDS, "seconds")
+        _heartbeat = Heartbeat(rank, size, store, limit)
     # Every rank has written its first sign before it can create this group.
     group = dist.new_group(backend="gloo", timeout=PATIENCE)
     if begins:

@@ -57,16 +57,10 @@ class ZeroEngine:
     """DeepSpeed's engine for one adapter over a base; all processes create an equal engine.
 
     Args:
-        slots: The adapters.
         config: The engine's adapter: the largest rank and all layers of any agent.
         stage: 2 divides moments and gradients of the engine's adapter among the processes; 3 also
             divides its weights and the decoder layers of the base; head and embedding stay whole.
         accelerator: The accelerator with the active DeepSpeed plugin.
-        device: Device of the base.
-
-    Attributes:
-        rank: Number of this process.
-        ranks: Number of processes.
     """
 
     def __init__(
@@ -118,11 +112,7 @@ class ZeroEngine:
         return float(self.engine.get_global_grad_norm())
 
     def check_holds(self, rank: int, layers: Collection[str]) -> None:
-        """Check that an adapter with a rank and layers fits into that of the engine.
-
-        Raises:
-            ConfigError: It does not.
-        """
+        """Check that an adapter with a rank and layers fits into that of the engine."""
         most, known = self.slots.lora_config(TURN).r, self.slots.modules(TURN)
         if rank > most or not known.issuperset(layers):
             raise ConfigError(
@@ -310,11 +300,7 @@ def _matrices(layer: LoraLayer) -> tuple[nn.ModuleDict, nn.ModuleDict]:
 
 
 def _leaves(slots: AdapterSlots) -> list[nn.Module]:
-    """Return the modules of the decoder layers that own parameters, except those of adapters.
-
-    Raises:
-        ModelError: The decoder layers of the model cannot be identified.
-    """
+    """Return the modules of the decoder layers that own parameters, except those of adapters."""
     adapters = {
         id(module)
         for layer in slots.layers.values()

@@ -36,12 +36,7 @@ _PARTITIONING: dict[str, Any] = {
 
 
 def own_accelerator(stage: int, device: torch.device) -> Any:  # noqa: ANN401 -- accelerate is untyped
-    """Return an accelerator with DeepSpeed's plugin for stage 2 or 3, computing on a device.
-
-    Raises:
-        EngineUnavailable: DeepSpeed is not installed, or does not run on the device.
-        ConfigError: This process already has an accelerator without that plugin.
-    """
+    """Return an accelerator with DeepSpeed's plugin for stage 2 or 3, computing on a device."""
     import_deepspeed(device)
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.state import AcceleratorState, is_initialized
@@ -68,11 +63,7 @@ def own_accelerator(stage: int, device: torch.device) -> Any:  # noqa: ANN401 --
 
 
 def stage_of(accelerator: Any) -> int | None:  # noqa: ANN401 -- whatever the user gives
-    """Return the ZeRO stage of the user's accelerator; None without one or without DeepSpeed.
-
-    Raises:
-        ConfigError: The object is not an accelerator, or its settings are not supported.
-    """
+    """Return the ZeRO stage of the user's accelerator; None without one or without DeepSpeed."""
     if accelerator is None:
         return None
     from accelerate import Accelerator
@@ -97,19 +88,15 @@ def stage_of(accelerator: Any) -> int | None:  # noqa: ANN401 -- whatever the us
         raise ConfigError(
             f"accelerator: expected zero_stage 2 or 3 of its DeepSpeedPlugin, got {stage!r}"
         )
-    for name in ("fp16", "bf16"):
-        if str(config.get(name, {}).get("enabled", False)).lower() == "true":
-            raise ConfigError(
-                f"accelerator: expected mixed_precision no, got {name}: adapters, gradients and "
-                "moments are float32 over a base of any dtype; leave it out"
-            )
-    for name in ("offload_optimizer", "offload_param"):
-        device = config["zero_optimization"].get(name, {}).get("device", "none")
-        if device != "none":
-            raise ConfigError(
-                f"accelerator: expected {name} none, got {device!r}: what an agent holds is an "
-                "adapter and its moments; leave it out"
-            )
+    zero = config["zero_optimization"]
+    got = [n for n in ("fp16", "bf16") if str(config.get(n, {}).get("enabled")).lower() == "true"]
+    parts = ("offload_optimizer", "offload_param")
+    got += [n for n in parts if zero.get(n, {}).get("device", "none") != "none"]
+    if got:
+        raise ConfigError(
+            "accelerator: expected neither mixed precision nor offloading, since agents are "
+            f"adapters in float32 with their moments, got {got[0]}; leave it out"
+        )
     return int(stage)
 
 
@@ -137,11 +124,7 @@ def prepare(
 
 
 def import_deepspeed(device: torch.device) -> Any:  # noqa: ANN401 -- a module
-    """Import DeepSpeed for a device, without its log output and its compiler.
-
-    Raises:
-        EngineUnavailable: DeepSpeed is not installed, or does not run on the device.
-    """
+    """Import DeepSpeed for a device, without its log output and its compiler."""
     if device.type not in ("cpu", "cuda"):
         raise EngineUnavailable(
             f"engine.zero: expected engine.device cpu or cuda, got {device.type}; set zero to null"

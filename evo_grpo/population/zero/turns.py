@@ -24,7 +24,7 @@ from evo_grpo.learn.rows import AgentBatch, AgentTraining
 from evo_grpo.learn.updates import Bucket
 from evo_grpo.model.loading import pick_device
 from evo_grpo.model.lora.slots import AdapterSlots
-from evo_grpo.model.lora.target_sets import with_targets
+from evo_grpo.model.lora.targets import with_targets
 from evo_grpo.population.ranks.team import Team
 from evo_grpo.population.zero.engine import TURN, LocalMoments, ZeroEngine, fill, part_of
 from evo_grpo.population.zero.setup import own_accelerator
@@ -125,9 +125,6 @@ class Turns:
         """Take every agent's optimizer steps on its rows; see `Learner.learn`.
 
         All processes call this with equal arguments.
-
-        Raises:
-            RunFailedError: The processes have different rows.
         """
         self._check_equal(batches)
         metrics: list[dict[str, float]] = []
@@ -161,11 +158,6 @@ def make_turns(
 
     `accelerator` is the user's accelerator, with DeepSpeed's plugin for the stage `engine.zero`;
     None creates one.
-
-    Raises:
-        EngineUnavailable: DeepSpeed is not installed, or does not run on the device.
-        ConfigError: There is already another accelerator, or its processes differ; or the base is
-            in float16.
     """
     stage, device = settings.engine.zero, pick_device(settings.engine.device)
     assert stage is not None, "engine.zero"
@@ -192,11 +184,7 @@ def make_turns(
 
 
 def check_equal(team: Team, digest: str, call: str) -> None:
-    """Check by a digest that all processes that train together pass equal data to `call`.
-
-    Raises:
-        RunFailedError: The processes pass different data.
-    """
+    """Check by a digest that all processes that train together pass equal data to `call`."""
     if team.size > 1 and len(set(team.gather(digest))) > 1:
         raise RunFailedError(
             f"{call}: expected the same on all {team.size} processes, which divide it among "

@@ -12,20 +12,23 @@ from typing import Any, final
 import yaml
 
 from evo_grpo.readers.report.figures.axes import WINNER, graph_objects
-from evo_grpo.readers.report.figures.diagnostics import curves, metric_names, plot_metric
-from evo_grpo.readers.report.figures.fitness import plot_fitness
-from evo_grpo.readers.report.figures.front import plot_front
+from evo_grpo.readers.report.figures.diagnostics import (
+    curves,
+    metric_names,
+    plot_metric,
+    plot_seconds,
+    plot_tokens,
+)
+from evo_grpo.readers.report.figures.fitness import plot_fitness, plot_front
 from evo_grpo.readers.report.figures.lineage import plot_lineage
 from evo_grpo.readers.report.figures.points import agent_name, looks, named
 from evo_grpo.readers.report.figures.schedules import drawn_names, plot_improvement, plot_schedules
-from evo_grpo.readers.report.figures.spending import plot_seconds, plot_tokens
 from evo_grpo.readers.report.page.build import Page, cards, sortable, text
 from evo_grpo.readers.report.side_by_side import add_arms
 from evo_grpo.readers.report.tables import completions_table, headline, leaderboard_table
 from evo_grpo.record import columns
 from evo_grpo.record.files import atomic_write, many_objects
 from evo_grpo.record.folder import expect_run
-from evo_grpo.record.leaderboard import fitness_text, order_text
 from evo_grpo.record.log import Entry, RoundDone, RunFinished, RunStarted
 from evo_grpo.record.names import REPORT, SUMMARY
 from evo_grpo.record.view import RunView, view_of
@@ -265,8 +268,7 @@ def _add_tables(page: Page, view: RunView, *, samples: bool) -> None:
         sortable(table, classes),
         "Click on a title to sort. Rounds count from 1. Fitness is the score on the validation "
         "prompts of the last round of an agent, final that in the final comparison, test that on "
-        "the test prompts. Agents that left come last. "
-        f"{order_text(view.leaderboard)} {fitness_text(view.rounds)}".strip(),
+        f"the test prompts. Agents that left come last. {view.order}".strip(),
     )
     if samples:
         found = completions_table(view)

@@ -27,7 +27,7 @@ from evo_grpo.readers.report.figures.axes import (
     new_figure,
 )
 from evo_grpo.readers.report.page.build import Page, Table, sortable, text
-from evo_grpo.readers.terminal.arms import difference_rows
+from evo_grpo.readers.terminal.result import difference_rows
 from evo_grpo.record.arms import (
     Arms,
     Difference,
@@ -47,7 +47,6 @@ from evo_grpo.settings.evolve import FITNESS
 from evo_grpo.settings.prompting import without_rows
 from evo_grpo.settings.yaml import REMOVED
 from evo_grpo.training.inputs.recorded_inputs import DATA, flat, read_inputs_of
-from evo_grpo.types import Score
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -61,33 +60,6 @@ _SAME_REWARD = ("env.kind", "env.reward", "env.reward_weights", "env.args")
 """Settings that are equal where the rewards of two runs have the same unit."""
 _NAMES = ("name", "record")
 """Settings that do not act on a result."""
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """The result of one run.
-
-    Attributes:
-        name: Name of the run, different for each.
-        winner: Name of its winner, empty before the end.
-        finished: Whether its winner was judged on the test split.
-        test: The winner on the test split, NaN before the end.
-        base: The base model on the test split.
-        fitness: The best validation fitness of any round.
-        rounds: Finished rounds.
-        tokens: Tokens for training and evaluation, without those of the test.
-        seconds: Wall seconds of its rounds.
-    """
-
-    name: str
-    winner: str
-    finished: bool
-    test: Score
-    base: float
-    fitness: float
-    rounds: int
-    tokens: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -121,13 +93,13 @@ class SideBySide:
 
     Attributes:
         runs: Views of the run folders.
-        results: Result of each run.
+        names: Names of the runs, different for each.
         differences: Each run but the first, minus the first.
         settings: Settings that differ, by their names, with the value of each run.
     """
 
     runs: Sequence[RunView]
-    results: Sequence[RunResult]
+    names: Sequence[str]
     differences: Sequence[RunDifference]
     settings: Mapping[str, Sequence[object]]
 
@@ -161,12 +133,13 @@ def side_by_side(runs: Sequence[str | Path]) -> SideBySide:
     if twice:
         raise ConfigError(f"compare: expected different runs, got {twice[0]} twice; name each once")
     contents = [view_of(run) for run in runs]
-    named = list(zip(_names(places), contents, strict=True))
+    names = _names(places)
+    named = list(zip(names, contents, strict=True))
     apart = [_difference(*one, *named[0]) for one in named[1:]]
     shown = signs([d.difference for d in apart], [d.p for d in apart], len(runs), TEST_LEVEL)
     return SideBySide(
         runs=contents,
-        results=[_result(name, one) for name, one in named],
+        names=names,
         differences=[replace(d, shown=one) for d, one in zip(apart, shown, strict=True)],
         settings=_differing([one.config for one in contents]),
     )
@@ -180,22 +153,6 @@ def _names(places: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
         depth += 1
-
-
-def _result(name: str, run: RunView) -> RunResult:
-    summary, ever = run.summary, best_ever(run.rounds)
-    spent = tokens_by_purpose(run.rounds, summary or {"final_tokens": 0})
-    return RunResult(
-        name=name,
-        winner="" if summary is None or run.winner is None else run.winner.name,
-        finished=summary is not None,
-        test=summary_score(summary),
-        base=summary_score(summary, "base").mean,
-        fitness=math.nan if ever is None or ever.score is None else ever.score.mean,
-        rounds=len(run.rounds),
-        tokens=sum(spent.values()),
-        seconds=run.seconds,
-    )
 
 
 def _difference(name: str, run: RunView, first_name: str, first: RunView) -> RunDifference:
@@ -291,8 +248,8 @@ def write_side_by_side(found: SideBySide, out: str | Path) -> Path:
         RunFailedError: The file cannot be written.
     """
     graph_objects("compare")
-    names = [one.name for one in found.results]
-    page = Page("Runs side by side", f"{', '.join(names)}: differences are to {names[0]}")
+    lead = f"{', '.join(found.names)}: differences are to {found.names[0]}"
+    page = Page("Runs side by side", lead)
     page.section("results", "Results", sortable(results_table(found)), "On the test split.")
     page.section(
         "test",
@@ -349,39 +306,33 @@ def _arms_html(found: Arms) -> str:
 
 
 def results_table(found: SideBySide) -> Table:
-    """Return the result of each run."""
-    titles = [
-        "run",
-        "test",
-        "base",
-        "gain",
-        "best fitness",
-        "rounds",
-        "tokens",
-        "seconds",
-        "winner",
+    """Return the result of each run, with its tokens for training and evaluation."""
+    titles = ["run", "test", "base", "gain", "best fitness"]
+    titles += ["rounds", "tokens", "seconds", "winner"]
+    named = zip(found.names, found.runs, strict=True)
+    return Table(titles, [_result(name, run) for name, run in named])
+
+
+def _result(name: str, run: RunView) -> list[tuple[str, object]]:
+    summary, ever = run.summary, best_ever(run.rounds)
+    test, base = summary_score(summary), summary_score(summary, "base").mean
+    best = math.nan if ever is None or ever.score is None else ever.score.mean
+    tokens = sum(tokens_by_purpose(run.rounds, summary or {"final_tokens": 0}).values())
+    winner = "" if summary is None or run.winner is None else run.winner.name
+    return [
+        (name, name),
+        (with_error(test.mean, test.se, 3), _known(test.mean)),
+        *((number(one), _known(one)) for one in (base, test.mean - base, best)),
+        (f"{len(run.rounds)}{' (unfinished)' if summary is None else ''}", len(run.rounds)),
+        (f"{tokens:,}", tokens),
+        (number(run.seconds, 1), run.seconds),
+        (winner or "-", winner),
     ]
-    rows: list[list[tuple[str, object]]] = [
-        [
-            (one.name, one.name),
-            (with_error(one.test.mean, one.test.se, 3), _known(one.test.mean)),
-            (number(one.base), _known(one.base)),
-            (number(one.test.mean - one.base), _known(one.test.mean - one.base)),
-            (number(one.fitness), _known(one.fitness)),
-            (f"{one.rounds}{'' if one.finished else ' (unfinished)'}", one.rounds),
-            (f"{one.tokens:,}", one.tokens),
-            (number(one.seconds, 1), one.seconds),
-            (one.winner or "-", one.winner),
-        ]
-        for one in found.results
-    ]
-    return Table(titles, rows)
 
 
 def differences_table(found: SideBySide) -> Table:
     """Return the difference of each run to the first."""
-    first = found.results[0].name
-    titles = ["run", f"minus {first}", "95% interval", "paired", "result"]
+    titles = ["run", f"minus {found.names[0]}", "95% interval", "paired", "result"]
     rows: list[list[tuple[str, object]]] = [
         [
             (one.first, one.first),
@@ -400,7 +351,7 @@ def differences_table(found: SideBySide) -> Table:
 
 def settings_table(found: SideBySide) -> Table:
     """Return the settings in which the runs differ."""
-    titles = ["setting", *(one.name for one in found.results)]
+    titles = ["setting", *found.names]
     rows: list[list[tuple[str, object]]] = [
         [(name, name), *((_shown(value), _shown(value)) for value in values)]
         for name, values in found.settings.items()
@@ -410,15 +361,17 @@ def settings_table(found: SideBySide) -> Table:
 
 def plot_tests(found: SideBySide) -> go.Figure:
     """Draw the winners with intervals of 95%, and their base models."""
-    figure = new_figure("mean reward (test)", "", height=120 + 48 * len(found.results))
-    names = [one.name for one in found.results]
+    figure = new_figure("mean reward (test)", "", height=120 + 48 * len(found.names))
+    tests, bases = (
+        [summary_score(run.summary, key) for run in found.runs] for key in ("best", "base")
+    )
     figure.add_scatter(
-        x=[one.base for one in found.results], y=names, mode="markers", name="base model",
+        x=[one.mean for one in bases], y=found.names, mode="markers", name="base model",
         marker={"symbol": "line-ns-open", "size": 14, "color": GREY},
     )  # fmt: skip
-    errors = [interval(0.0, one.test.se, one.test.n)[1] for one in found.results]
+    errors = [interval(0.0, one.se, one.n)[1] for one in tests]
     figure.add_scatter(
-        x=[one.test.mean for one in found.results], y=names, mode="markers", name="winner",
+        x=[one.mean for one in tests], y=found.names, mode="markers", name="winner",
         error_x={"array": errors, "thickness": 2},
         marker={"symbol": "circle", "size": 11, "color": look_of(0).color},
     )  # fmt: skip
@@ -430,7 +383,7 @@ def plot_progress(found: SideBySide) -> go.Figure:
     """Draw the best fitness so far of each run against its tokens."""
     figure = new_figure("tokens sampled", "best fitness so far (validation)")
     figure.update_xaxes(exponentformat="none", separatethousands=True)
-    for index, (one, run) in enumerate(zip(found.results, found.runs, strict=True)):
+    for index, (name, run) in enumerate(zip(found.names, found.runs, strict=True)):
         spent = [r.evaluation_tokens + sum(a.tokens for a in r.agents) for r in run.rounds]
         # A maximum over rounds in between would be one of noise, or of rewards of training.
         decided = [n for n, record in enumerate(run.rounds) if not record.between]
@@ -440,7 +393,7 @@ def plot_progress(found: SideBySide) -> go.Figure:
         top = np.maximum.accumulate(best) if len(best) else best
         line = Line(tokens, np.where(np.isfinite(top), top, np.nan))
         options: dict[str, Any] = {"marker_size": 8, "line_shape": "hv", "hoverinfo": "all"}
-        draw(figure, line, look_of(index), one.name, legend=True, **options)
+        draw(figure, line, look_of(index), name, legend=True, **options)
     return figure
 
 

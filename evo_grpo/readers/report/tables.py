@@ -1,4 +1,7 @@
-"""The tables of a report, as plain values: leaderboard, completions, headline numbers."""
+"""The tables of a report, as plain values: leaderboard, completions, headline numbers.
+
+`as_html` shows them in a notebook.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from evo_grpo.printable import shorten
-from evo_grpo.readers.report.page.build import Table
+from evo_grpo.readers.report.page.build import Table, text
 from evo_grpo.readers.terminal.result import cell, columns, redundant, scores
-from evo_grpo.record.view import RunView
+from evo_grpo.record.view import Run, RunView, view_of
 from evo_grpo.record.wording import count, measured_on, number, with_error
 from evo_grpo.schema.shown import short_name
 
@@ -21,6 +24,11 @@ EXTREMES = 200
 """The number of best completions, and of worst ones, that are always kept."""
 _WITHIN_OTHERS = ("checkpoint", "tie")
 """Columns that the table leaves out, or shows within others; standard errors are in the scores."""
+AGENTS = 16
+"""Rows of the leaderboard that a notebook shows."""
+WITHOUT = ("member", "parent", "round", "tokens", "wall_seconds")
+"""Columns that a notebook leaves out, so that the others fit beside each other."""
+_CELL_TAG = '<td style="white-space: nowrap">'  # notebooks break numbers at "-" and around "±"
 _TITLES = {"wall_seconds": "seconds", "round": "last round", "left": "left after round"}
 
 
@@ -147,3 +155,25 @@ def _duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = seconds / 60
     return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
+def as_html(run: Run, title: str) -> str:
+    """Return a run in HTML without scripts; its heading, `title`, is plain text."""
+    view = view_of(run)
+    sentences = [text(one.text) for one in view.story]
+    if view.rounds:
+        cards = headline(view)
+        numbers = [f"{name} <b>{text(value)}</b> ({about})" for name, value, about in cards]
+        sentences.insert(0, "; ".join(numbers))
+    parts = [f"<p>{one}</p>" for one in (f"<b>{text(title)}</b>", *sentences)]
+    table = leaderboard_table(view, WITHOUT)
+    heads = "".join(f"<th>{text(name)}</th>" for name in table.titles)
+    rows = "".join(
+        f"<tr>{''.join(f'{_CELL_TAG}{text(shown)}</td>' for shown, _ in row)}</tr>"
+        for row in table.rows[:AGENTS]
+    )
+    if table.rows:
+        parts.append(f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>")
+    if len(table.rows) > AGENTS:
+        parts.append(f"<p>{len(table.rows) - AGENTS} more</p>")
+    return "".join(parts)

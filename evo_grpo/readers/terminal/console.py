@@ -6,10 +6,12 @@ names, paths, completions and messages come from files and from the code of othe
 
 from __future__ import annotations
 
+import logging
+import threading
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Self, TextIO, final
 
 from rich.console import Console, RenderableType
 from rich.style import Style
@@ -17,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evo_grpo.printable import printable, shorten
+from evo_grpo.working import LOGGER
 
 WARNING_CHARACTERS = 1000
 """Longest warning; ours are shorter."""
@@ -25,6 +28,46 @@ WARNING_CHARACTERS = 1000
 GOOD, BAD, NOTICE = "green", "red", "magenta"
 PIPE_WIDTH = 200
 """Columns of a table in a pipe or a file, which have no width."""
+
+
+LONG_WORK = 2.0
+"""Seconds after which work that `evo_grpo.working` tells of is shown."""
+
+
+@final
+class WorkLines(logging.Handler):
+    """Shows work that `evo_grpo.working` tells of, while it lasts; a context manager.
+
+    A timer shows it, since the thread that works does not come back before it is done.
+    """
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.INFO)
+        self._console = console
+        self._begun: list[threading.Timer] = []
+
+    def __enter__(self) -> Self:
+        logger = logging.getLogger(LOGGER)
+        self._level = logger.level
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logger = logging.getLogger(LOGGER)
+        logger.removeHandler(self)
+        logger.setLevel(self._level)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show work that has begun, unless it ends within `LONG_WORK`."""
+        if vars(record)["begins"]:
+            line = f"  {record.getMessage()} …"
+            timer = threading.Timer(LONG_WORK, say, (self._console, line, "dim"))
+            timer.daemon = True
+            timer.start()
+            self._begun.append(timer)
+        elif self._begun:
+            self._begun.pop().cancel()
 
 
 def standard_output() -> Console:

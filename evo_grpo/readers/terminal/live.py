@@ -14,14 +14,14 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from evo_grpo.readers.terminal.console import BAD, GOOD, NOTICE, new_table, safe, say, show
-from evo_grpo.readers.terminal.formatting import (
+from evo_grpo.readers.terminal.pace import Pace
+from evo_grpo.readers.terminal.plain import (
     clock,
     direction,
     evolution,
     round_line,
     shown_names,
 )
-from evo_grpo.readers.terminal.pace import Completions, Pace
 from evo_grpo.record import columns
 from evo_grpo.record.family import best_agent, order
 from evo_grpo.record.records import AgentRecord, RoundRecord
@@ -90,21 +90,15 @@ class LiveTable:
         return Live(console=self.console, get_renderable=self.render, refresh_per_second=8)
 
     def start(
-        self,
-        title: str,
-        rounds: int,
-        first_round: int,
-        hyperparameters: Sequence[str],
-        work: Completions | None = None,
+        self, title: str, rounds: int, first_round: int, hyperparameters: Sequence[str]
     ) -> None:
         """Print the title and start drawing; a second run starts with an empty table.
 
-        `first_round` is 0-based, and `hyperparameters` are shown beside the common ones. `work` are
-        the completions of the run, for the time left.
+        `first_round` is 0-based, and `hyperparameters` are shown beside the common ones.
         """
         self.rounds, self.names = rounds, shown_names(hyperparameters)
         self.last = self.drawn = None
-        self.pace.start(rounds, first_round, work)
+        self.pace.start(rounds, first_round)
         say(self.console, title, "bold", wrap=True)
         self.bar.reset(self.task, total=rounds, completed=first_round)
         self._show(first_round)

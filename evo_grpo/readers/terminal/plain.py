@@ -1,30 +1,32 @@
-"""Progress as plain lines, for logs, pipes and terminals that cannot redraw."""
+"""Progress as plain lines, for logs, pipes and terminals that cannot redraw, and its strings."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
 from rich.console import Console
 
 from evo_grpo.readers.terminal.console import say
-from evo_grpo.readers.terminal.formatting import (
-    clock,
-    direction,
-    evolution,
-    round_line,
-    shown_names,
-)
-from evo_grpo.readers.terminal.pace import Completions, Pace
+from evo_grpo.readers.terminal.pace import Pace
 from evo_grpo.record import columns
+from evo_grpo.record.family import best_agent
 from evo_grpo.record.records import AgentRecord, RoundRecord
-from evo_grpo.record.wording import hyperparameter, number
+from evo_grpo.record.wording import (
+    changes_text,
+    combined,
+    count,
+    hyperparameter,
+    number,
+    with_error,
+)
+from evo_grpo.schema.hparams import Value
 from evo_grpo.schema.shown import short_name
 from evo_grpo.types import Slot
 
-LONG = 60.0
-"""Seconds left after the first step from which on they are printed."""
+ALWAYS_SHOWN = ("lr", "beta", "clip_coef", "group_size")
 SECONDS_BETWEEN_LINES = 30.0
 """Seconds between the lines of a long round, which show in a log that the run is alive."""
 
@@ -38,46 +40,32 @@ class PlainLines:
         self.rounds = 0
         self.names: list[str] = []
         self.pace = Pace()
-        self.estimated = False  # whether the time left was printed before the first round's end
         self.last_line = time.monotonic()
 
     def start(
-        self,
-        title: str,
-        rounds: int,
-        first_round: int,
-        hyperparameters: Sequence[str],
-        work: Completions | None = None,
+        self, title: str, rounds: int, first_round: int, hyperparameters: Sequence[str]
     ) -> None:
         """Print the title; `LiveTable.start` has the arguments."""
         self.rounds = rounds
         self.names = shown_names(hyperparameters)
-        self.pace.start(rounds, first_round, work)
-        self.estimated = False
+        self.pace.start(rounds, first_round)
         self._line(title)
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
         """Print a line if the last one is older than `SECONDS_BETWEEN_LINES`; see `Observer`."""
         self.pace.stage(name, done, total)
         if time.monotonic() - self.last_line >= SECONDS_BETWEEN_LINES:
-            self._line(f"  round {round + 1}/{self.rounds}: {name} {done}/{total}{self._eta()}")
+            self._line(f"  round {round + 1}/{self.rounds}: {name} {done}/{total}{self._pace()}")
 
     def step_done(self, round: int, step: int, metrics: Mapping[Slot, Mapping[str, float]]) -> None:
-        """Print the speed and the time left of a long run after its first step."""
+        """Update the speed."""
+        del round, step
         self.pace.step_done(metrics)
-        left, speed = self.pace.left(), self.pace.tokens_per_second
-        if not self.estimated and left is not None and left >= LONG and speed is not None:
-            where = f"  round {round + 1}/{self.rounds}: step {step + 1}"
-            self._line(f"{where}  {speed:,.0f} tok/s{self._eta()}")
-        self.estimated = True
 
     def round_done(self, record: RoundRecord) -> None:
         """Print the round, its agents, the decisions about them, and the mutations."""
         self.pace.round_done(record)
-        line, speed = round_line(record, self.rounds), self.pace.tokens_per_second
-        if speed is not None:
-            line += f"  {speed:,.0f} tok/s"
-        self._line(line + self._eta())
+        self._line(round_line(record, self.rounds) + self._pace())
         for agent in record.agents:
             self._line("  " + self._agent(agent))
         for decision in record.decisions:
@@ -88,10 +76,11 @@ class PlainLines:
     def close(self) -> None:
         """Do nothing: every line is printed already."""
 
-    def _eta(self) -> str:
-        """Return the estimated remaining time, an empty string where it is unknown or 0."""
-        left = self.pace.left()
-        return f"  ETA {clock(left)}" if left else ""
+    def _pace(self) -> str:
+        """Return the speed and the estimated remaining time, as far as they are known."""
+        speed, left = self.pace.tokens_per_second, self.pace.left()
+        shown = "" if speed is None else f"  {speed:,.0f} tok/s"
+        return f"{shown}  ETA {clock(left)}" if left else shown
 
     def _agent(self, agent: AgentRecord) -> str:
         score = agent.score
@@ -121,3 +110,76 @@ class PlainLines:
     def _line(self, text: str) -> None:
         say(self.console, text, wrap=True)
         self.last_line = time.monotonic()
+
+
+def shown_names(hyperparameters: Iterable[str]) -> list[str]:
+    """Return the hyperparameters with a column: the common ones, then the given ones."""
+    return combined((*ALWAYS_SHOWN, *hyperparameters))
+
+
+def direction(changes: Mapping[str, tuple[Value, Value]], name: str) -> str:
+    """Return "up" or "down" for a number that a mutation changed, else an empty string."""
+    ends = ("clip_coef", "clip_low", "clip_high") if name == "clip_coef" else (name,)
+    for end in ends:
+        if end in changes:
+            old, new = changes[end]
+            if not isinstance(old, str | bool) and not isinstance(new, str | bool):
+                return "up" if new > old else "down"
+    return ""
+
+
+def clock(seconds: float) -> str:
+    """Return seconds as hours, minutes and seconds: 0:01:05, and 27:00:00 for more than a day."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
+def round_line(record: RoundRecord, rounds: int) -> str:
+    """Return the result of a round in one line; the whole run has `rounds`."""
+    best = best_agent(record)
+    means = [mean for agent in record.agents if math.isfinite(mean := columns.fitness(agent))]
+    tokens = sum(agent.tokens for agent in record.agents)
+    parts = [f"round {record.round + 1}/{rounds}"]
+    if best is not None and best.score is not None:
+        score = with_error(best.score.mean, best.score.se, 3)
+        what = "best reward" if best.score.steps else "best"
+        parts.append(f"{what} {score} (agent {best.agent})")
+        parts.append(f"mean {number(sum(means) / len(means))}")
+    parts += [f"{tokens:,} tokens", f"{sum(record.seconds.values()):.1f} s"]
+    dropped = sum(agent.metrics.get("dropped", 0.0) for agent in record.agents)
+    if dropped:
+        parts.append(f"dropped {int(dropped)} episodes")
+    aside = sum(agent.metrics.get("set_aside", 0.0) for agent in record.agents)
+    if aside:
+        parts.append(f"set aside {count(int(aside), 'group')}")
+    failed = [str(agent.agent) for agent in record.agents if agent.state != "ok"]
+    if failed:
+        parts.append(f"failed: agent {', '.join(failed)}")
+    return "  ".join(parts)
+
+
+def evolution(record: RoundRecord, arrow: str = " -> ") -> dict[str, str]:
+    """Return the changes between a round and the next that its decisions do not contain.
+
+    Returns:
+        "copied" -> "0 -> 1, ..." for copies without a recorded decision, and "mutated" ->
+        "1: clip 0.2 -> 0.16; ...", without the lr of a copy, which its decision contains. A key is
+        missing where nothing changed.
+    """
+    slots = {agent.member: agent.agent for agent in record.agents}
+    decided = {one.agent for one in record.decisions if one.kind in ("copied", "restored")}
+    copies: list[str] = []
+    mutations: list[str] = []
+    for member in record.members:
+        if member.id in slots or member.mutation.op.startswith("steer-"):
+            continue  # it is unchanged, or steered, which is a decision
+        source = slots.get(member.parent) if member.parent is not None else None
+        if source is not None and source != member.agent and member.agent not in decided:
+            copies.append(f"{source}{arrow}{member.agent}")
+        changes = dict(member.mutation.changes)
+        if member.agent in decided:
+            changes.pop("lr", None)
+        if changes:
+            mutations.append(f"{member.agent}: {changes_text(changes, arrow)}")
+    found = {"copied": ", ".join(copies), "mutated": "; ".join(mutations)}
+    return {name: details for name, details in found.items() if details}

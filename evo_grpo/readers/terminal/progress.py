@@ -12,10 +12,9 @@ from typing import Any, Self, final
 from rich.console import Console
 
 from evo_grpo.readers.terminal.console import say, standard_output
-from evo_grpo.readers.terminal.ending import show_ending, show_next
 from evo_grpo.readers.terminal.live import LiveTable
-from evo_grpo.readers.terminal.pace import Completions
 from evo_grpo.readers.terminal.plain import PlainLines
+from evo_grpo.readers.terminal.result import show_ending, show_next
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.view import RunView
@@ -82,18 +81,16 @@ class RunProgress(Observer):
         self.run_dir = run_dir
         self.rounds_done = first_round
         self.began = True
-        title, hyperparameters, work = self.title, self.hyperparameters, None
+        title, hyperparameters = self.title, self.hyperparameters
         if isinstance(settings, RunConfig):
-            population, algorithm, evolve = settings.population, settings.algorithm, settings.evolve
             on = f"{settings.model.name} on {settings.env.kind}"
-            title = f"{on}, {describe(population, limited=self.limited)}"
+            title = f"{on}, {describe(settings.population, limited=self.limited)}"
             hyperparameters = tuple(settings.search_space().names())
-            work = None if self.limited else Completions.of(population, algorithm, evolve)
         if self.view is not None:
             first = title if run_dir is None else f"{run_dir}: {title}"
             if first_round:
                 first += f", going on after round {first_round}"
-            self.view.start(first, rounds, first_round, hyperparameters, work)
+            self.view.start(first, rounds, first_round, hyperparameters)
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
         """See `Observer`."""

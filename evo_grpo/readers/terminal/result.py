@@ -1,23 +1,43 @@
-"""The leaderboard of a run as a table, and its family as a tree."""
+"""The result of a run on a screen: leaderboard, family tree, end, comparison and replay."""
 
 from __future__ import annotations
 
+import math
+import shlex
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from importlib.util import find_spec
+from itertools import groupby, zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.bar import Bar
+from rich.console import Console, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.tree import Tree
 
 from evo_grpo.printable import printable
-from evo_grpo.readers.terminal.console import GOOD, NOTICE, new_table, safe
-from evo_grpo.readers.terminal.formatting import ALWAYS_SHOWN
+from evo_grpo.readers.terminal.console import (
+    BAD,
+    GOOD,
+    NOTICE,
+    new_table,
+    plain_table,
+    safe,
+    say,
+    show,
+)
+from evo_grpo.readers.terminal.plain import ALWAYS_SHOWN
 from evo_grpo.record.vocabulary import OBJECTIVE
-from evo_grpo.record.wording import changes_text, count, listed, number
+from evo_grpo.record.wording import changes_text, count, hyperparameter, listed, number, with_error
 from evo_grpo.schema.shown import short_name, shown_value
 
 if TYPE_CHECKING:
+    from evo_grpo.record.arms import Arms
     from evo_grpo.record.family import FamilyMember
+    from evo_grpo.record.schedule import Schedule
     from evo_grpo.record.view import RunView
 
 BEST = f"bold {GOOD}"
@@ -40,6 +60,17 @@ MADE = {
 ONLY_MEDIUM = ("member",)
 MEDIUM = 90
 """Width from which it shows all but the widest."""
+BAR_WIDTH = 40
+WINNERS = {
+    "last": "the best agent of the last round",
+    "archive": "the best agent of any round",
+    "mean": "the mean of members {}, of which the schedule follows the first",
+}
+PROGRAM = "evo-grpo"
+PARAGRAPHS = {"schedule": "winner", "validation": "choice"}
+"""Kinds of sentences that continue a paragraph of another kind."""
+TROUBLES_SHOWN = 5
+"""Problems that an ending shows; a run can have one for each agent and round."""
 
 
 def leaderboard_markdown(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
@@ -93,6 +124,13 @@ def leaderboard_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
         last = equal.pop()
         names = [name for name in names if name != last]
     return _table(names, rows, short=_width(names, rows) > width)
+
+
+def show_leaderboard(console: Console, view: RunView) -> None:
+    """Print the leaderboard of a run with finished rounds, and how it is ordered."""
+    show(console, leaderboard_table(view.leaderboard, console.width))
+    if view.order:
+        say(console, view.order, "dim", wrap=True)
 
 
 def _width(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> int:
@@ -216,3 +254,146 @@ def cell(name: str, value: Any) -> str:  # noqa: ANN401 -- a value of any column
     if name == "tokens":
         return f"{value:,}"
     return shown_value(value) if isinstance(value, float | bool) else str(value)
+
+
+def show_ending(console: Console, view: RunView) -> None:
+    """Print the leaderboard, the story and the problems of a run."""
+    console.print()
+    if view.rounds:
+        show_leaderboard(console, view)
+        console.print()
+    for kind, sentences in groupby(view.story, lambda one: PARAGRAPHS.get(one.kind, one.kind)):
+        text = " ".join(one.text for one in sentences)
+        say(console, text, "bold" if kind == "result" else "", wrap=True)
+    for trouble in view.troubles[:TROUBLES_SHOWN]:
+        line = safe("").append_text(safe("warning:", f"bold {NOTICE}"))
+        say(console, line.append_text(safe(f" {trouble.sentence}")), wrap=True)
+    if (more := len(view.troubles) - TROUBLES_SHOWN) > 0:
+        say(console, f"and {more} more warnings: see the report")
+
+
+def show_next(
+    console: Console, run: str, study: tuple[str, str] | None = None, *, worse: bool = False
+) -> None:
+    """Print the run folder, and commands that use it.
+
+    `study` has the name and the database of its Optuna study, unless it is the folder's journal.
+    `worse` says that the winner is worse than the base model, which `export` refuses.
+    """
+    console.print()
+    if study is not None:
+        say(console, f"Study: {study[0]} in {study[1]}")
+    say(console, f"Run folder: {run}")
+    commands = _commands(shlex.quote(run), worse=worse)
+    if console.is_terminal:
+        # One per line, so that each can be selected whole.
+        say(console, "Next:")
+        for command in commands:
+            show(console, Padding(safe(command, "bold"), (0, 0, 0, 2)))
+    else:
+        say(console, f"Next: {', '.join(commands)}")
+
+
+def _commands(path: str, *, worse: bool) -> tuple[str, ...]:
+    """Return commands that work in this shell and with the installed packages."""
+    program = program_name()
+    # The report needs plotly, an optional package.
+    look = "report" if find_spec("plotly") else "lineage"
+    first = f"{program} {look} {path}"
+    return (first,) if worse else (first, f"{program} export {path} OUT")
+
+
+def program_name() -> str:
+    """Return the word that starts evo-grpo in the user's shell.
+
+    `make run` starts .venv/bin/evo-grpo, which PATH does not contain unless the environment is
+    activated: then the path is the word.
+    """
+    called = Path(sys.argv[0])
+    if called.name != PROGRAM or not called.is_file():  # a notebook, a script, another launcher
+        return PROGRAM
+    found = shutil.which(PROGRAM)
+    if found is not None and Path(found).resolve() == called.resolve():
+        return PROGRAM
+    return shlex.quote(sys.argv[0])
+
+
+def show_arms(console: Console, found: Arms) -> None:
+    """Print the arms as bars, their differences, and the sentences about them."""
+    console.print()
+    show(console, arm_bars(found, console.width))
+    console.print()
+    if found.differences:
+        show(console, plain_table(*difference_rows(found), texts=2))
+        console.print()
+    for sentence in found.sentences:
+        say(console, sentence, wrap=True)
+
+
+def arm_bars(found: Arms, width: int) -> RenderableType:
+    """Return one bar per arm, the run or its winner last, for a terminal of `width` columns."""
+    means = [0.0 if math.isnan(arm.test.mean) else arm.test.mean for arm in found.arms]
+    low, high = min(0.0, *means), max(1.0, *means)
+    cells = [
+        (
+            found.label(arm.name),
+            with_error(arm.test.mean, arm.test.se),
+            "" if math.isnan(arm.spread) else f"spread {number(arm.spread)}",
+            f"{arm.tokens:,} tokens",
+        )
+        for arm in found.arms
+    ]
+    columns = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    used = sum(columns) + 2 * sum(size > 0 for size in columns)
+    room = max(4, min(BAR_WIDTH, width - used))
+    grid = Table.grid(padding=(0, 2))
+    for arm, (label, value, *details), mean in zip(found.arms, cells, means, strict=True):
+        color = BAD if mean < 0 else GOOD if mean == max(means) else "default"
+        ends = sorted((-low, mean - low))
+        bar = Bar(high - low, *ends, width=room, color=color)
+        style = "bold" if arm is found.arms[-1] else ""
+        shown = [safe(text, "dim") for text, size in zip(details, columns[2:], strict=True) if size]
+        grid.add_row(safe(label, style), bar, safe(value, style), *shown)
+    for column in grid.columns:
+        column.no_wrap = True
+    return grid
+
+
+def difference_rows(found: Arms) -> tuple[list[str], list[list[str]]]:
+    """Return titles and rows of a table of differences, for the terminal and for a page."""
+    rows = [
+        [
+            found.label(one.first),
+            found.label(one.second),
+            number(one.difference),
+            "-" if math.isnan(one.low) else f"[{number(one.low)}, {number(one.high)}]",
+        ]
+        for one in found.differences
+    ]
+    return ["arm", "minus", "difference", "95% interval"], rows
+
+
+def schedule_title(run: str, schedule: Schedule) -> str:
+    """Return a line that names the winner and introduces its schedule."""
+    kind = WINNERS[schedule.kind].format(listed(schedule.parents) or "that survived")
+    return (
+        f"{run}: the winner is member {schedule.member}, {kind}; its schedule over "
+        f"{count(len(schedule.rounds), 'round')} of {count(schedule.steps, 'step')}:"
+    )
+
+
+def schedule_table(schedule: Schedule) -> Table:
+    """Return a schedule as a table with a row per round; rounds count from 1."""
+    names = schedule.hyperparameters()
+    titles = ["round", "member", *map(short_name, names), "prompts/step", "tokens"]
+    rows = [
+        [
+            str(one.round + 1),
+            str(one.member),
+            *(hyperparameter(one.hparams, name) for name in names),
+            shown_value(schedule.prompts_per_step(one)),
+            f"{one.tokens:,}",
+        ]
+        for one in schedule.rounds
+    ]
+    return plain_table(titles, rows)

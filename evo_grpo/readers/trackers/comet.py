@@ -6,8 +6,7 @@ from importlib import import_module
 from typing import Any, final
 from uuid import uuid4
 
-from evo_grpo.readers.trackers.base import Settings, TrackerReader
-from evo_grpo.readers.trackers.values import Values
+from evo_grpo.readers.trackers.base import Settings, TrackerReader, Values
 from evo_grpo.settings.trackers import TrackerConfig
 
 _OFF = (

@@ -12,8 +12,13 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.printable import error_text
-from evo_grpo.readers.trackers.base import Settings, TrackerReader, flat_settings, open_tracker
-from evo_grpo.readers.trackers.values import Values
+from evo_grpo.readers.trackers.base import (
+    Settings,
+    TrackerReader,
+    Values,
+    flat_settings,
+    open_tracker,
+)
 from evo_grpo.record.log import Entry, RoundDone, RunFinished, StepDone
 from evo_grpo.record.observer import Observer
 from evo_grpo.schema.validation import shown

@@ -11,8 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, final
 
-from evo_grpo.readers.trackers.base import Settings, TrackerReader
-from evo_grpo.readers.trackers.values import Values
+from evo_grpo.readers.trackers.base import Settings, TrackerReader, Values
 from evo_grpo.settings.trackers import TrackerConfig
 
 T = TypeVar("T")

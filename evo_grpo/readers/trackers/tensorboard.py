@@ -10,8 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, final
 
-from evo_grpo.readers.trackers.base import Settings, TrackerReader
-from evo_grpo.readers.trackers.values import POPULATION, Values
+from evo_grpo.readers.trackers.base import POPULATION, Settings, TrackerReader, Values
 from evo_grpo.record.log import Entry, RoundDone, RunFinished, RunStarted, StepDone
 from evo_grpo.settings.trackers import TrackerConfig
 

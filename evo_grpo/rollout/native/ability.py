@@ -11,7 +11,6 @@ rounding.
 from __future__ import annotations
 
 import math
-import warnings
 from contextlib import nullcontext
 from enum import Enum
 from typing import Any
@@ -65,11 +64,7 @@ class Ability(Enum):
 
 
 def ability_of(base: SharedBase, adapted: dict[str, LoraLayer]) -> Ability:
-    """Return how a base can be decoded; the probe bypasses the adapters of the LoRA layers.
-
-    Raises:
-        ModelError: The base cannot be decoded.
-    """
+    """Return how a base can be decoded; the probe bypasses the adapters of the LoRA layers."""
     if takes_fast_path(base, adapted):
         return Ability.ANY_LENGTHS
     family, departures, key = is_llama_family(base), (), None
@@ -137,7 +132,7 @@ def _probed(base: SharedBase, adapted: dict[str, LoraLayer], *, altered: bool) -
             firsts = [base.hidden(ids[:1, :n]) for n in (longest // 4, longest // 2)]
             check_causal(what, base.trunk, base.hidden, ids[:1], base.hidden(ids[:1]), firsts)
         for ability in abilities:
-            problem = _problem(base, ability, ids, what)
+            problem = _problem(base, ability, ids)
             if problem is None:
                 return ability
             errors.append(problem)
@@ -178,7 +173,7 @@ def _refuse_window_of_cache(base: SharedBase, what: str) -> None:
         )
 
 
-def _problem(base: SharedBase, ability: Ability, ids: Tensor, what: str) -> str | None:
+def _problem(base: SharedBase, ability: Ability, ids: Tensor) -> str | None:
     """Return why decoding does not give what one forward gives, or None if it does."""
     equal = ability is Ability.EQUAL_LENGTHS
     try:
@@ -189,17 +184,8 @@ def _problem(base: SharedBase, ability: Ability, ids: Tensor, what: str) -> str 
                 with in_float32(base.trunk):
                     error, allowed = _gap(base, ability, ids)
             except (*CANNOT_RUN, ModelError) as problem:
-                if equal:
-                    return None  # slower than several lengths, but no position can be wrong
-                why = f"{type(problem).__name__}: {problem}"[:200]
-                warnings.warn(
-                    f"{what}: prompts are decoded one length at a time, because batches of several "
-                    f"lengths cannot be verified in {base.dtype}, and in float32 a layer did not "
-                    f"run ({why}); prompts of few lengths sample fastest",
-                    UserWarning,
-                    stacklevel=2,
-                )
-                return why
+                # With one length no position can be wrong.
+                return None if equal else f"in float32, {type(problem).__name__}: {problem}"[:200]
         if not equal and EXACT < error <= allowed:
             # Tensor cores may round float32 by up to percents, with prompts of one length too;
             # wrong positions differ by much more than that.

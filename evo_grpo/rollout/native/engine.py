@@ -28,14 +28,13 @@ from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.model.out_of_memory import free_cached, halved, is_out_of_memory
 from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
 from evo_grpo.rollout.native.ability import Ability, ability_of, decoder_layers, window_of
-from evo_grpo.rollout.native.compiled import CompiledStep
 from evo_grpo.rollout.native.decoder import (
     Decoder,
     EqualLengthDecoder,
     ModuleDecoder,
     check_attention,
 )
-from evo_grpo.rollout.native.graphs import StepGraphs
+from evo_grpo.rollout.native.graphs import CompiledStep, StepGraphs
 from evo_grpo.rollout.native.loop import DecodeLoop, hands_on_places
 from evo_grpo.rollout.native.output import Output
 from evo_grpo.rollout.native.queue import RowQueue
@@ -57,9 +56,6 @@ class NativeEngine(RolloutEngine):
         settings: Bound the rows and prompts decoded at once and the context; None for the
             defaults. A request of more rows is split by prompts, so that each piece holds all
             agents.
-
-    Raises:
-        ModelError: Decoding token by token with a cache differs from one forward pass.
     """
 
     exact = True
@@ -168,11 +164,7 @@ class NativeEngine(RolloutEngine):
         return groups
 
     def _decode_fewer(self, per_prompt: int, prompts: int, error: BaseException) -> None:
-        """Halve the number of prompts decoded at once.
-
-        Raises:
-            RunFailedError: Even one prompt has too many rows.
-        """
+        """Halve the number of prompts decoded at once."""
         self.max_rows = halved(
             "engine.max_decode_rows",
             self.max_rows,

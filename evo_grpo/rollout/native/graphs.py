@@ -1,18 +1,27 @@
-"""Decode steps as CUDA graphs: one launch for the hundreds of kernels of a step."""
+"""Decode steps in fewer launches: as CUDA graphs, or fused by torch.compile."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import final
 
 import torch
 
 from evo_grpo.model.out_of_memory import free_cached, is_out_of_memory
+from evo_grpo.working import working
 
 #: Least number of steps for which a step is captured: a capture takes about as long as a plain one.
 _WORTH = 4
+
+#: Most compilations of the step. Numbers of rows and widths are compiled once more, as variables,
+#: when they first change; what else differs (filters of sampling, unequal rows of agents) is a
+#: step of its own.
+_MOST = 32
+
+#: Modules whose errors mean that a compilation failed; those of the step are torch's own.
+_COMPILER = ("torch._dynamo.", "torch._inductor.")
 
 
 @final
@@ -42,10 +51,12 @@ class StepGraphs:
         """Run a step `count` times, which reads and writes the memory of the last call if equal."""
         with torch.cuda.device(self._device):
             if memory != self._memory and self.work and count >= _WORTH:
-                # Libraries load kernels and allocate in the first step, which no capture allows.
-                self._beside(step)
-                count -= 1
-                self._capture(step)
+                first = self._memory is None
+                with working("capture the decode step") if first else nullcontext():
+                    # Libraries load kernels and allocate in a first step, which no capture allows.
+                    self._beside(step)
+                    count -= 1
+                    self._capture(step)
                 self._memory = memory
             graph = self._graph if memory == self._memory else None
             for _ in range(count):
@@ -65,11 +76,7 @@ class StepGraphs:
             current.wait_stream(self._stream)
 
     def _capture(self, step: Callable[[], None]) -> None:
-        """Capture a step, whose memory is the pool's.
-
-        Raises:
-            RuntimeError: The device has no memory for the capture.
-        """
+        """Capture a step, whose memory is the pool's."""
         error = self._tried(step)
         if error is not None and is_out_of_memory(error):
             # A capture, unlike a plain step, does not take back what the allocator has cached.
@@ -113,3 +120,50 @@ class StepGraphs:
             return error
         self._graph = graph
         return None
+
+
+@final
+class CompiledStep:
+    """Compiles a step when it first meets its kind of rows, and runs it.
+
+    If a compilation fails, steps stay plain from then on, and a warning gives the reason.
+    """
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        # `StepGraphs` captures the step itself.
+        options = torch._inductor.list_mode_options(mode) | {"triton.cudagraphs": False}  # pyright: ignore[reportPrivateUsage] -- documented
+        self._compiled: Callable[[Callable[[], None]], None]
+        self._compiled = torch.compile(  # pyright: ignore[reportCallIssue] -- overloads lack the limit
+            _call, fullgraph=True, options=options, recompile_limit=_MOST
+        )
+        self._work = True
+        self._first = True
+
+    def run(self, step: Callable[[], None]) -> None:
+        """Run a step, which reads and writes tensors alone."""
+        if self._work:
+            telling = working("compile the decode step") if self._first else nullcontext()
+            self._first = False
+            try:
+                with telling:
+                    return self._compiled(step)
+            except Exception as error:
+                cause = getattr(error, "inner_exception", error)
+                if not type(error).__module__.startswith(_COMPILER):
+                    raise
+                if is_out_of_memory(cause):
+                    raise cause from error  # fewer rows may compile
+                self._work = False
+                reason = next(iter(str(cause).splitlines()), "") or type(cause).__name__
+                warnings.warn(
+                    "engine.compile: the decode step cannot be compiled, and runs uncompiled from "
+                    f"now on ({reason[:200]}); leave engine.compile out to spare the attempt",
+                    UserWarning,
+                    stacklevel=2,
+                )
+        return step()
+
+
+def _call(step: Callable[[], None]) -> None:
+    step()

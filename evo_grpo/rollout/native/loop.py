@@ -20,14 +20,12 @@ from evo_grpo.model.forward.fused import FusedForward
 from evo_grpo.model.forward.sending import send
 from evo_grpo.model.llama.cache import Refill
 from evo_grpo.model.llama.cuda.decode import KernelDecoder
-from evo_grpo.rollout.native.batch import Batch
-from evo_grpo.rollout.native.compiled import CompiledStep
+from evo_grpo.rollout.native.batch import Batch, StopStrings
 from evo_grpo.rollout.native.decoder import Decoder, RefillDecoder
-from evo_grpo.rollout.native.graphs import StepGraphs
+from evo_grpo.rollout.native.graphs import CompiledStep, StepGraphs
 from evo_grpo.rollout.native.output import Output, StopConditions
 from evo_grpo.rollout.native.queue import Prompts, RowQueue
 from evo_grpo.rollout.native.rows import Rows, prompt_mask
-from evo_grpo.rollout.native.stops import StopStrings
 from evo_grpo.settings.engines.native import SPARE_COLUMNS
 
 #: Share of the rows at which finished rows are removed; copying the cache costs about one step.
@@ -48,12 +46,7 @@ class DecodeLoop:
     """The rows that are decoded.
 
     Args:
-        base: The base.
-        fused: The active population forward.
         decoder: With an empty cache; a `RefillDecoder` if not all rows are decoded at once.
-        queue: The rows.
-        ends: Where completions end.
-        context: Most tokens of prompt plus completion.
         graphs: Holds steps as CUDA graphs; None for plain steps.
         compiled: Compiles steps that read and write the same memory; None for plain steps.
     """

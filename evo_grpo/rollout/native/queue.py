@@ -44,8 +44,6 @@ class RowQueue:
         lengths: (NP,) prompt lengths.
         places: Most rows at once; None for all. Other decoders than a `RefillDecoder` take all.
         steps: Tokens of the longest completion.
-        vocabulary: V.
-        context: Most tokens of prompt plus completion in one row.
 
     Attributes:
         rows: All rows.

@@ -63,13 +63,8 @@ def expand_rows(
 ) -> tuple[Rows, Tensor]:
     """Expand (agent, prompt) rows to (agent, prompt, completion) rows.
 
-    Args:
-        requests: One per agent, each with prompts.
-        lengths: (NP,) prompt lengths.
-        ids: (NP, longest prompt) prompt ids, padded on the right.
-        steps: Tokens to draw of the longest completion.
-        vocabulary: V.
-        context: Most tokens of prompt plus completion in one row.
+    `lengths` (NP,) are those of the prompts `ids` (NP, longest prompt), padded on the right. Draws
+    are made for `steps` tokens of the longest completion; `context` bounds prompt plus completion.
 
     Returns:
         The rows, without `seen`, and the (agent, prompt) row of each (B,).

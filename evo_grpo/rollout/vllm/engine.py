@@ -50,10 +50,6 @@ class VLLMEngine(RolloutEngine):
         slots: Adapters over the base.
         settings: `engine.vllm` says how vLLM runs.
         link: Connection to a vLLM that has started; None starts one.
-
-    Raises:
-        EngineUnavailable: vLLM is not installed, or does not start.
-        ModelError: vLLM cannot run the base or its adapters.
     """
 
     exact = False

@@ -95,12 +95,7 @@ class Child:
         return self._process.pid
 
     def ask(self, operation: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Request an operation of `server.Session`, and wait for its answer.
-
-        Raises:
-            EngineUnavailable: vLLM does not start.
-            RunFailedError: vLLM failed, hung or ended; the connection is then closed.
-        """
+        """Request an operation of `server.Session`, and wait for its answer."""
         try:
             send(self._link, {**values, "operation": operation, "folders": self._folders})
             answer = self._answer()
@@ -126,11 +121,7 @@ class Child:
         self._end()
 
     def _answer(self) -> Mapping[str, Any]:
-        """Wait for the answer as long as vLLM makes progress.
-
-        Raises:
-            TimeoutError: vLLM made no progress for `timeout` seconds.
-        """
+        """Wait for the answer as long as vLLM makes progress."""
         progress, since = None, time.monotonic()
         while True:
             message = receive(self._link)

@@ -46,11 +46,7 @@ def send(link: BufferedRWPair, message: Mapping[str, Any]) -> None:
 
 
 def receive(link: BufferedRWPair) -> dict[str, Any]:
-    """Read a message.
-
-    Raises:
-        EOFError: The other end is closed.
-    """
+    """Read a message."""
     line = link.readline()
     if not line.endswith(b"\n"):
         raise EOFError("the other end of the socket is closed")
@@ -173,11 +169,7 @@ class Session:
         return {}
 
     def wake(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Restore the memory, load every adapter again, and compare samples with those before.
-
-        Raises:
-            RuntimeError: The base or an adapter samples differently.
-        """
+        """Restore the memory, load every adapter again, and compare samples with those before."""
         del message
         if self._level == 2:
             self._llm.wake_up(tags=["weights"])

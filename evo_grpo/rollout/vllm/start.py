@@ -39,11 +39,7 @@ _OF_RANKS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "
 
 
 def find_vllm(settings: VLLMSettings) -> str:
-    """Return the Python that runs vLLM, after checking that it finds vLLM without loading it.
-
-    Raises:
-        EngineUnavailable: The Python cannot be run, or finds no vLLM.
-    """
+    """Return the Python that runs vLLM, after checking that it finds vLLM without loading it."""
     own = settings.python
     python = sys.executable if own is None else str(Path(own).expanduser())
     try:
@@ -126,12 +122,7 @@ def tokenizer_folder(base: SharedBase, scratch: Path) -> str:
 
 
 def largest_rank(slots: AdapterSlots, settings: AgentSettings) -> int:
-    """Return the largest rank that vLLM reserves memory for.
-
-    Raises:
-        ConfigError: `max_lora_rank` is smaller than the rank of an adapter.
-        ModelError: An adapter has a larger rank than vLLM supports.
-    """
+    """Return the largest rank that vLLM reserves memory for."""
     trained = (rank_of(slots, name) for name in slots.names if slots.is_trainable(name))
     # vLLM would be restarted for each larger rank that a mutation brings.
     space = settings.search_space()
@@ -158,12 +149,8 @@ def llm_keywords(
 ) -> dict[str, Any]:
     """Return the keywords of `vllm.LLM`.
 
-    Args:
-        slots: Adapters over the base.
-        settings: The settings of the agents.
-        folder: Folder or hub id of the base.
-        context: Most tokens of prompt plus completion.
-        rank: Largest rank of an adapter.
+    `folder` is the folder or hub id of the base, `context` the most tokens of prompt plus
+    completion, and `rank` the largest rank of an adapter.
     """
     base, engine, own = slots.base, settings.engine, settings.engine.vllm
     on_cpu = base.device.type == "cpu"

@@ -1,1 +1,1 @@
-"""The declaration of each rollout engine: its settings, checks, memory and lines in the plan."""
+"""The declaration of each rollout engine: its settings, checks and memory."""

@@ -47,10 +47,6 @@ class RolloutSettings(Group):
         """Yield a warning for each requirement that this machine lacks; import nothing."""
         yield from ()
 
-    def plan_lines(self) -> Iterator[tuple[str, str]]:
-        """Yield (title, text) for the printed plan; an empty title continues the row before."""
-        yield from ()
-
     def held_memory(self, load: EngineLoad) -> tuple[Part, ...]:
         """Return the memory that the engine holds all the time, beside the trainer's."""
         del load

@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine: the group `engine.vllm`, its checks, memory and lines in the plan."""
+"""vLLM as a rollout engine: the group `engine.vllm`, its checks and memory."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -168,19 +168,6 @@ class VLLMSettings(RolloutSettings):
                 f"engine.vllm.python: {self.python} is not a program on this machine: a run will "
                 "be refused"
             )
-
-    def plan_lines(self) -> Iterator[tuple[str, str]]:
-        """Yield where vLLM runs, and that its log-probs are not the trainer's."""
-        python = "this Python" if self.python is None else self.python
-        yield (
-            "generates",
-            f"vLLM in a separate process, run by {python}; it loads the base once more",
-        )
-        yield (
-            "",
-            "its log-probs differ from the trainer's by sampler_gap; algorithm.sampler_correction "
-            "corrects for the difference",
-        )
 
     def held_memory(self, load: EngineLoad) -> tuple[Part, ...]:
         """Return what vLLM holds while agents learn: everything, or its process if it sleeps."""

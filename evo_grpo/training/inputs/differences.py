@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from evo_grpo.envs.describing import DIGEST, ENVIRONMENT
+from evo_grpo.envs.describing import DIGEST
 from evo_grpo.errors import CheckpointError, ConfigError, RunDirError
 from evo_grpo.places import as_option
 from evo_grpo.record.config import read_settings
@@ -277,9 +277,6 @@ def _refuse(
             f"allow: expected names of files that the run reads ({names}), got {unknown[0]!r}"
         )
     wrong = [one for one in wrong if one.kind == "settings" or one.name not in allowed]
-    # The parts of an environment of another class are other parts.
-    other = any(one[:2] == ("objects", ENVIRONMENT) for one in wrong)
-    wrong = [one for one in wrong if not other or one.kind != "objects" or one.name == ENVIRONMENT]
     more = {one.name for one in wrong if one.kind != "settings" and one.after is not None}
     names = sorted(allowed | more)
     options = "".join(f" --allow {name!r}" for name in names)
@@ -302,8 +299,6 @@ def _sentence(one: Change, go_on: str, place: str | None) -> str:
             f"{what} is not there{begun}; put it back, go on from the folder in which the run was "
             "begun, or name the folder that has it with --code"
         )
-    if one.name == ENVIRONMENT:
-        return f"{was}; give the environment that the run was begun with, or start another run"
     told = was
     if one.kind == "files" or str(one.before).startswith(DIGEST):
         told = f"{what} has changed{begun}"

@@ -126,25 +126,14 @@ def _reason(name: str, error: Exception) -> str:
 
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set, and its config.json is not in the cache"
+    hub, login = _endpoint(), "log in with: hf auth login"
     for kinds, text in (
-        (
-            GatedRepoError | DisabledRepoError,
-            f"the hub does not give access to it; accept its terms on {_endpoint()}/{name}, then "
-            "log in with: hf auth login",
-        ),
-        (
-            RepositoryNotFoundError,
-            f"expected a model of {_endpoint()}, got an id that does not exist or is private; "
-            "check its spelling, or log in with: hf auth login",
-        ),
+        (GatedRepoError | DisabledRepoError, f"accept its terms on {hub}/{name}, then {login}"),
+        (RepositoryNotFoundError, f"{hub} has no such id, or a private one; correct it or {login}"),
         (HFValidationError, f"expected a hub id owner/name: {error}"),
-        (
-            RemoteEntryNotFoundError,
-            "expected a config.json on the hub, found none, so transformers cannot load it; name "
-            "the model that it was made from, or download its .gguf file and name that",
-        ),
+        (RemoteEntryNotFoundError, "expected a config.json on the hub, found none; name its base"),
     ):
         if isinstance(error, kinds):
             raise ModelError(f"model {name!r}: {text}") from None
     first = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
-    return f"{_endpoint()} cannot be reached: {hub_words(first, 200)}"
+    return f"{hub} cannot be reached: {hub_words(first, 200)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +15,10 @@ from typing import Any, NamedTuple
 
 from evo_grpo.errors import ConfigError, EvoGrpoError
 from evo_grpo.schema.hparams import LORA
+from evo_grpo.schema.problems import nearest
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.cross_checks import LEAST_PARTS
 from evo_grpo.settings.engine import DECODE_ROWS
-from evo_grpo.training.sizing.gpus import Gpu
 from evo_grpo.training.sizing.memory import (
     Device,
     MemoryPlan,
@@ -49,6 +50,34 @@ _SHARDS = 4
 _FEW_RANKS, _FEW_AGENTS = 8, 4
 _STEPS = sorted({2**n for n in range(15)} | {3 * 2**n for n in range(13)})
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+#: GiB that CUDA reports on a card, rounded down; where error correction takes a part, without it.
+GPUS = {
+    "t4": 14.5,
+    "v100-16gb": 15.7,
+    "v100-32gb": 31.7,
+    "rtx-3060": 11.6,
+    "rtx-3090": 23.6,
+    "rtx-4070": 11.6,
+    "rtx-4080": 15.6,
+    "rtx-4090": 23.5,
+    "rtx-5090": 31.3,
+    "rtx-a6000": 47.4,
+    "rtx-6000-ada": 47.3,
+    "a10": 22.0,
+    "a10g": 22.0,
+    "a30": 23.5,
+    "a40": 44.4,
+    "a100-40gb": 39.3,
+    "a100-80gb": 79.1,
+    "l4": 21.9,
+    "l40": 44.3,
+    "l40s": 44.3,
+    "h100": 79.1,
+    "h100-80gb": 79.1,
+    "h200": 139.7,
+    "b200": 178.0,
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gb|gib|g)?")
 
 
 class Setup(NamedTuple):
@@ -262,6 +291,38 @@ def _changed(group: Any, path: Sequence[str], value: object) -> Any:  # noqa: AN
     first, *rest = path
     inner = _changed(getattr(group, first), rest, value) if rest else value
     return group.replace(**{first: inner})
+
+
+class Gpu(NamedTuple):
+    """A card.
+
+    Attributes:
+        name: The name as the user wrote it.
+        bytes: Its memory.
+    """
+
+    name: str
+    bytes: int
+
+
+def parse_gpu(text: str) -> Gpu:
+    """Return the card that a text names: `24GB` (10^9 bytes each), `24GiB` (2^30) or `a100-80gb`.
+
+    Raises:
+        ConfigError: The text is neither a size nor a known name.
+    """
+    plain = re.sub(r"[\s_]+", "-", text.strip().lower())
+    known = plain.removeprefix("nvidia-").removeprefix("geforce-")
+    if known in GPUS:
+        return Gpu(text, int(GPUS[known] * 2**30))
+    size = _SIZE.fullmatch(text.strip().lower())
+    if size is not None and 0 < float(size[1]) < 1e5:
+        return Gpu(text, int(float(size[1]) * (2**30 if size[2] == "gib" else 10**9)))
+    close = nearest(known, GPUS)
+    raise ConfigError(
+        f"--gpu: expected a size such as 24GB, or one of {', '.join(GPUS)}; got {text!r}"
+        + (f", did you mean {close}?" if close else "")
+    )
 
 
 def dtypes(config: RunConfig, gpu: Gpu | None = None) -> dict[str, Device]:

@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from evo_grpo.envs.data.rows import place_of
-from evo_grpo.envs.prompts import RenderedPrompts, Template, check_some_fit, fitting_rows
+from evo_grpo.envs.data.tables import place_of
+from evo_grpo.envs.prompts import RenderedPrompts, Template, fitting_rows
 from evo_grpo.envs.task import SPLITS, DatasetRow, LazyRows, Split, Task
 from evo_grpo.envs.template_keywords import dropped_sentence, rendered_chat
 from evo_grpo.errors import ModelError
@@ -94,28 +94,26 @@ def read_prompts(
         ConfigError: The chat template refuses the messages.
     """
     tokenizer: Any = FileTokenizer(model)
-    lazy = isinstance(task.splits["train"], LazyRows)
+    templates = [Template.of_task(task, name) for name in task.prompts or [None]]
     total = sum(map(len, task.splits.values()))
     splits: Mapping[Split, Sequence[DatasetRow]] = {
         split: _sample(task.splits[split], total) for split in SPLITS
     }
+    dropped = [dropped_sentence(one, splits["train"], tokenizer) for one in templates]
+    warnings = list(dict.fromkeys(text for some in dropped for text in some))
+    if isinstance(task.splits["train"], LazyRows):
+        return None, None, warnings
+    if tokenizer.backend is None:
+        return PromptLengths(0, 0, 0, total, {}, {}), None, warnings
+    read = sum(map(len, splits.values()))
+    every = [RenderedPrompts(splits, one, tokenizer) for one in templates]
+    splits, left_out = _fitting(task, every, splits, context, whole=read == total)
+    first: FirstPrompt | None = None
     lengths: list[int] = []
     texts: dict[str, list[set[str]]] = {split: [] for split in SPLITS}
-    every: list[RenderedPrompts] = []
-    found: dict[str, None] = {}
-    for name in task.prompts or [None]:
-        template = Template.of_task(task, name)
-        found |= dict.fromkeys(dropped_sentence(template, splits["train"], tokenizer))
-        if not (lazy or tokenizer.backend is None):
-            every.append(RenderedPrompts(splits, template, tokenizer))
-    left_out, read = dict[str, int](), 0
-    if every:
-        read = sum(map(len, splits.values()))
-        splits, left_out = _fitting(task, every, splits, context, whole=read == total)
-    first: FirstPrompt | None = None
-    for name in (task.prompts or [None]) if every else ():
+    for template in templates:
         cut = answer if task.too_long == "truncate_left" else None
-        rendered = RenderedPrompts(splits, Template.of_task(task, name), tokenizer, cut)
+        rendered = RenderedPrompts(splits, template, tokenizer, cut)
         rendered.limit(context or _NO_LIMIT)
         if first is None and splits["train"]:
             ids = list(rendered.get("train", 0).token_ids)
@@ -130,19 +128,13 @@ def read_prompts(
                     raise ModelError(
                         f"{place_of(prompt.columns, f'{split}, row {number}')}: the prompt has "
                         f"the token {max(prompt.token_ids)}, and model {model!r} has "
-                        f"embeddings of {vocabulary} tokens: its tokenizer has more than the "
-                        "model; resize the model's embeddings, or take its own tokenizer"
+                        f"embeddings of {vocabulary} tokens: its tokenizer has more; resize the "
+                        "embeddings, or take the tokenizer of the model"
                     )
     count = {split: min(map(len, own), default=0) for split, own in texts.items()}
-    known = PromptLengths(
-        min(lengths, default=0),
-        max(lengths, default=0),
-        read,
-        total,
-        count if lengths and read == total else {},
-        left_out,
-    )
-    return None if lazy else known, first, list(found)
+    different = count if lengths and read == total else {}
+    least, most = min(lengths, default=0), max(lengths, default=0)
+    return PromptLengths(least, most, read, total, different, left_out), first, warnings
 
 
 def _fitting(
@@ -156,13 +148,10 @@ def _fitting(
     """Return the rows of a run, and how many of each split `env.too_long` acts on."""
     if context is None or task.too_long == "error":
         return splits, {}
-    kept = fitting_rows(every, splits, context - 1)
+    whole = whole and task.too_long == "drop"
+    kept = fitting_rows(every, splits, context - 1, whole=whole)
     late = {str(split): len(rows) - len(kept[split]) for split, rows in splits.items()}
-    if task.too_long == "truncate_left":
-        return splits, late
-    if whole:
-        check_some_fit(kept, context - 1)
-    return kept, late
+    return splits if task.too_long == "truncate_left" else kept, late
 
 
 def _sample(rows: Sequence[DatasetRow], total: int) -> Sequence[DatasetRow]:

@@ -17,6 +17,7 @@ from evo_grpo.after.export.contents import Contents, find_base
 from evo_grpo.after.export.export import export
 from evo_grpo.errors import ConfigError, RunFailedError
 from evo_grpo.record.choice import choose_of
+from evo_grpo.settings import from_dict
 from evo_grpo.sources import resolve
 
 
@@ -35,11 +36,6 @@ class Hub:
 
     failing: ClassVar[dict[str, Exception]] = {}
     holding: ClassVar[list[str]] = []
-    role: ClassVar[str] = "write"
-
-    def whoami(self):
-        self._called("whoami")
-        return {"auth": {"accessToken": {"role": Hub.role}}}
 
     def create_repo(self, repo_id, *, private, exist_ok):
         self._called("create_repo")
@@ -62,6 +58,10 @@ def hub(monkeypatch):
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     return Hub
+
+
+def over(name):
+    return from_dict({"model": name, "env": "sums"})
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_the_card_names_a_base_as_the_hub_knows_it_or_not_at_all(
     Path("fetched.gguf").touch()
     monkeypatch.setattr(sources, "installed", lambda name: tmp_path / "fetched.gguf")
     monkeypatch.setattr(export_module, "adapter_contents", lambda *_: Contents({}))
-    base = find_base(choose_of(run), {"model": {"name": name}}, b"{}")
+    base = find_base(choose_of(run), over(name), b"{}")
     monkeypatch.setattr(export_module, "find_base", lambda *_: base)
     card = (export(run, tmp_path / "out") / "README.md").read_text()
     assert yaml.safe_load(card.split("---\n")[1]).get("base_model") == known
@@ -140,25 +140,12 @@ def test_a_name_that_is_no_repository(hub, run, tmp_path, name):
     assert not (tmp_path / "out").exists()
 
 
-def refuses_early(run, tmp_path, match):
-    with pytest.raises(ConfigError, match=match):
+def test_a_base_in_a_folder_is_not_pushed_and_nothing_is_written(hub, run, tmp_path, monkeypatch):
+    there = find_base(choose_of(run), over(resolve("tiny-sums").path), b"{}")
+    monkeypatch.setattr(export_module, "find_base", lambda *_: there)
+    with pytest.raises(ConfigError, match="a folder of this machine; push one model with --merge"):
         export(run, tmp_path / "out", push="me/sums")
     assert not (tmp_path / "out").exists()
-
-
-def test_what_cannot_be_pushed_is_refused_before_anything_is_written(
-    hub, run, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(hub, "role", "read")
-    refuses_early(run, tmp_path, "write access in HF_TOKEN, got one that may only read")
-    hub.failing = {"whoami": refused(401)}
-    refuses_early(run, tmp_path, "got one that the Hub does not know")
-    hub.failing = {"whoami": ConnectionError("down")}
-    there = find_base(choose_of(run), {"model": {"name": resolve("tiny-sums").path}}, b"{}")
-    monkeypatch.setattr(export_module, "find_base", lambda *_: there)
-    refuses_early(run, tmp_path, "a folder of this machine; push one model with --merge")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    refuses_early(run, tmp_path, "HF_HUB_OFFLINE is set, so that nothing is sent; unset it")
 
 
 def refused(status):

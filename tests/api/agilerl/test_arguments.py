@@ -19,7 +19,6 @@ from evo_grpo.agilerl import (
 )
 from evo_grpo.api.agilerl.arguments import ARGUMENTS, KEYWORDS, Arguments, without_spaces
 from evo_grpo.errors import ConfigError, EngineUnavailable, ModelError
-from evo_grpo.settings import WithoutEffect
 from evo_grpo.settings.keywords import AGENT_KEYWORDS
 
 LORA = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -43,12 +42,8 @@ class Box:
             "hf_generate_chunk_size: expected an integer >= 1, or null, got 0",
         ),
         ({"micro_batch_size_per_gpu": 0}, "micro_batch_size_per_gpu: .*got 0"),
-        ({"lora_config": {"rank": 4}}, "lora_config: expected a LoraConfig, got"),
-        ({"lora_config": 4}, "lora_config: expected a LoraConfig, got 4"),
-        (
-            {"cosine_lr_schedule_config": 3},
-            "cosine_lr_schedule_config: expected a CosineLRScheduleConfig, got 3",
-        ),
+        ({"lora_config": {"rank": 4}}, "lora_config.rank: "),
+        ({"cosine_lr_schedule_config": 3}, "cosine_lr_schedule_config: expected"),
         ({"hp_config": {"lr": 1}}, "hp_config.lr: expected a range"),
         (
             {"actor_network": torch.nn.Linear(2, 2)},
@@ -73,17 +68,15 @@ def test_a_cuda_device_that_is_not_there_is_named(monkeypatch):
     ("given", "message"),
     [
         (
-            {"micro_batch_size_per_gpu": 4, "reduce_memory_peak": True},
-            "micro_batch_size_per_gpu: has no effect with reduce_memory_peak=True",
-        ),
-        (
             {"use_kl_advantage_shaping": True, "beta": 0.0},
             "use_kl_advantage_shaping: has no effect with beta 0",
         ),
-        ({"pad_token": "<pad>"}, "pad_token: has no effect without pad_token_id"),
         ({"vllm_config": VLLMConfig()}, "vllm_config: has no effect without use_vllm=True"),
         ({"wrap": False}, "wrap: False has no effect"),
-        ({"max_output_tokens": 1024}, "max_output_tokens: expected less than max_model_len"),
+        (
+            {"max_output_tokens": 1024},
+            "max_output_tokens: completions are cut at max_model_len=1024",
+        ),
         ({"use_memory_efficient_params": False}, "use_memory_efficient_params: False has no"),
         ({"cast_logprobs_to_fp32": False}, "cast_logprobs_to_fp32: False has no effect"),
         ({"calc_position_embeddings": False}, "calc_position_embeddings: False has no"),
@@ -102,13 +95,6 @@ def test_kl_shaping_is_no_dead_setting_where_beta_may_mutate():
     given = {"actor_network": build_model(), "use_kl_advantage_shaping": True, "beta": 0.0}
     agent = make(**given, hp_config=ranges)  # a warning is an error
     assert agent.settings.algorithm.kl_shaping is True
-
-
-def test_a_padding_token_that_is_not_the_one_of_the_id_warns():
-    with pytest.warns(UserWarning, match="pad_token: expected the string of token 1, .*'zz'"):
-        GRPO(1, "zz", "tiny-sums")
-    eos = GRPO(model_name="tiny-sums").cohort.base.tokenizer.eos_token
-    assert GRPO(1, eos, "tiny-sums").cohort.base.pad_id == 1
 
 
 def test_numbers_of_numpy_and_devices_of_torch_are_as_good(tmp_path):
@@ -184,19 +170,6 @@ def test_a_population_takes_its_wrapper_in_either_way():
     given = {"actor_network": build_model(), "lora_config": LORA}
     (alone,) = GRPO.population(1, wrapper_cls=Wrapper, **given)
     assert alone.mark is None
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"wrapper_kwargs": {"mark": 7}}, "wrapper_kwargs: has no effect without wrapper_cls"),
-        ({"index": 4}, "index: 4 has no effect: the agents of a population have 0 to size - 1"),
-    ],
-)
-def test_what_cannot_act_in_a_population_warns(given, message):
-    with pytest.warns(WithoutEffect, match=message):
-        agents = GRPO.population(2, actor_network=build_model(), lora_config=LORA, **given)
-    assert [agent.index for agent in agents] == [0, 1]
 
 
 def test_a_population_has_a_whole_number_of_agents():
@@ -282,8 +255,7 @@ def test_all_arguments_come_back_from_the_agent():
     given = {
         name: value for name, value in OTHERS.items() if name not in ("device", "torch_compiler")
     }
-    with pytest.warns(UserWarning, match="pad_token: expected the string of token 3"):
-        agent = GRPO(3, "<x>", "tiny-sums", lora_config=LORA, index=4, **given)
+    agent = GRPO(3, "<x>", "tiny-sums", lora_config=LORA, index=4, **given)
     seen = GRPO.inspect_attributes(agent, input_args_only=True)
     assert seen.keys() == set(ARGUMENTS) - {"actor_network", "tokenizer"}
     assert given.items() <= seen.items()
@@ -343,8 +315,6 @@ def test_parameters_take_five_positions():
     assert (whole.shrink_factor, whole.grow_factor) == (0.5, 1.5)
     with pytest.raises(ConfigError, match=r"expected at most min, max, dtype, .*got 6 values"):
         RLParameter(1, 2, int, 0.5, 1.5, 3)
-    with pytest.raises(ConfigError, match="RLParameter: min: expected it once"):
-        RLParameter(1, 2, min=3)
 
 
 @pytest.mark.parametrize("spelling", ["dtype", "torch_dtype"])
@@ -367,7 +337,6 @@ def test_two_spellings_that_differ_are_refused():
 
 
 def test_lengths_that_only_warned_do_not_stop_a_load(tmp_path):
-    message = "max_output_tokens: expected less than max_model_len"
-    with pytest.warns(UserWarning, match=message):
+    with pytest.warns(UserWarning, match="max_output_tokens: completions are cut"):
         make(model_name="tiny-sums", max_output_tokens=2000).save_checkpoint(tmp_path)
     assert GRPO.load(tmp_path).settings.algorithm.max_output_tokens == 1023

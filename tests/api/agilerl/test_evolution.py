@@ -65,11 +65,9 @@ def test_the_latest_scores_are_averaged():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((2, True, 1), r"^population_size: expected an integer >= 2, got 1; one agent alone"),
         ((0, True, 4), r"^tournament_size: expected an integer >= 1, got 0"),
-        ((2, True, 4, 0), r"^eval_loop: expected an integer from 1 to 100, got 0"),
-        ((2, True, 4, 101), r"^eval_loop: .* got 101; an agent keeps no more"),
-        ((5, True, 4), r"tournament_size must not exceed population_size=4, got 5"),
+        ((2, True, 0), r"^population_size: expected an integer >= 1, got 0"),
+        ((2, True, 4, 0), r"^eval_loop: expected an integer >= 1, got 0"),
     ],
 )
 def test_tournament_values_out_of_range_are_refused(arguments, message):

@@ -107,20 +107,6 @@ def test_sleep_mode_and_its_level_are_one_setting(level):
 
 
 @pytest.mark.parametrize(
-    ("config", "arguments", "said"),
-    [
-        ({"sleep_mode_level": 2}, {}, "vllm_config.sleep_mode_level: has no effect without sl"),
-        ({}, {"hf_generate_chunk_size": 4}, "hf_generate_chunk_size: has no effect with use_vl"),
-    ],
-)
-def test_what_has_no_effect_warns(config, arguments, said):
-    with pytest.warns(UserWarning, match=f"^{said}"):
-        engine = engine_of(VLLMConfig(**config), **arguments)
-    assert engine.vllm == VLLMSettings()
-    assert engine.max_decode_prompts is None
-
-
-@pytest.mark.parametrize(
     ("config", "said"),
     [
         ({"dtype": "half"}, r"^vllm_config.dtype: expected .*'float16'.*got the string 'half'"),
@@ -128,6 +114,7 @@ def test_what_has_no_effect_warns(config, arguments, said):
             {"max_num_seqs": 0},
             r"^vllm_config.max_num_seqs: expected an integer >= 1, or null",
         ),
+        ({"sleep_mode": True, "sleep_mode_level": 3}, r"^vllm_config.sleep_mode: expected"),
         ({"max_loras": 0}, r"^vllm_config.max_loras: expected an integer >= 1, or null, got"),
         ({"vllm_model_name_or_path": ""}, r"^vllm_config.vllm_model_name_or_path: expected"),
         ({"stop_sequences": 0.5}, r"^vllm_config.stop_sequences: expected a list of strings"),
@@ -136,11 +123,6 @@ def test_what_has_no_effect_warns(config, arguments, said):
 def test_a_wrong_value_has_the_name_it_was_given_by(config, said):
     with pytest.raises(ConfigError, match=said):
         engine_of(VLLMConfig(**config))
-
-
-def test_wrong_configs():
-    with pytest.raises(ConfigError, match="sleep_mode_level: expected 1 or 2, got 3; leave"):
-        VLLMConfig(sleep_mode_level=3)
 
 
 def test_agents_generate_with_one_vllm_and_learn(monkeypatch):

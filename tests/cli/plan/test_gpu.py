@@ -80,7 +80,7 @@ def test_bad_input_is_named(monkeypatch):
     assert "got 'rtx-4091', did you mean rtx-4090?" in str(unknown.stderr)
     missing = check("--gpu", "24GB", "--set", "model.name=owner/qwem")
     assert missing.exit_code == 2
-    assert "an id that does not exist or is private" in str(missing.stderr)
+    assert "has no such id, or a private one" in str(missing.stderr)
     assert "owner/qwem" in str(missing.stderr)
     monkeypatch.setattr("evo_grpo.training.sizing.hub_files.SECONDS", 0.5)
     slow = check("--gpu", "24GB", "--set", "model.name=owner/slow")

@@ -150,18 +150,6 @@ def test_what_is_evaluated_is_shown(overrides: list[str], text: str):
     assert f"at most {tokens:,} tokens, {share} of the run: " in evaluation
 
 
-@pytest.mark.parametrize(("reference", "each"), [("false", 12), ("true", 16)])
-def test_processes_are_told_what_a_child_between_them_costs(reference: str, each: int):
-    base = {"model": "tiny-sums", "env": "sums"}
-    assert "processes" not in rendered(base, [])
-    given = ["engine.shards=9", f"algorithm.separate_reference={reference}"]
-    lines = rendered(base, given).splitlines()
-    (line,) = [line.strip() for line in lines if line.startswith("processes ")]
-    parameters = make_plan(from_dict(base)).adapter_parameters
-    assert line.endswith(f"is sent: {format_bytes(each * parameters)}")
-    assert "up to 2; a child whose parent is in another one" in line
-
-
 def test_rows_are_those_of_all_agents_and_their_share():
     text = rendered({"model": "tiny-sums", "env": "sums"}, [])
     assert "256 rows in all" in text

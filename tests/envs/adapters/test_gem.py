@@ -104,13 +104,6 @@ def test_importing_it_leaves_the_logging_alone():
     assert (list(root.handlers), root.level) == before
 
 
-def test_the_missing_package_is_named_with_the_remedy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gem", None)
-    monkeypatch.setitem(sys.modules, "gem.envs.registration", None)
-    with pytest.raises(EngineUnavailable, match=r"of the package gem-llm.*pip install gem-llm"):
-        build()
-
-
 def test_an_environment_that_fails_to_begin_is_named(install, monkeypatch):
     install("gem", "double")
 
@@ -123,13 +116,3 @@ def test_an_environment_that_fails_to_begin_is_named(install, monkeypatch):
         EngineUnavailable, match="does not begin an episode here: LookupError: Resource words not"
     ):
         build()
-
-
-def test_a_reward_that_is_no_number_is_named(install, monkeypatch):
-    install("gem", "double")
-    game = sys.modules["gem.envs.game_env.guess_the_number"].GuessTheNumberEnv
-    monkeypatch.setattr(game, "step", lambda self, action: ("", float("nan"), True, False, {}))
-    env = build()()
-    env.reset(seed=0)
-    with pytest.raises(RewardError, match=r"gem:game:GuessTheNumber-v0\.step: expected a fin"):
-        env.step("1")

@@ -1,4 +1,5 @@
 import random
+import sys
 import threading
 import warnings
 
@@ -6,12 +7,8 @@ import numpy as np
 import pytest
 
 from evo_grpo.envs.adapters.helpers import PrivateGenerators, quiet
-from evo_grpo.envs.registry import (
-    build_multi_turn,
-    build_task,
-    is_multi_turn,
-)
-from evo_grpo.errors import ConfigError
+from evo_grpo.envs.registry import build_multi_turn, build_task, is_multi_turn
+from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.settings import EnvConfig
 
 
@@ -40,6 +37,24 @@ def test_the_wrong_builder_or_name_is_named(build, kind, message):
 def test_settings_of_single_turn_tasks_are_refused(setting):
     with pytest.raises(ConfigError, match=f'env.{setting}: "python:a:b" brings its own'):
         build_multi_turn(EnvConfig(kind="python:a:b", **{setting: "x:y"}), 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "modules", "message"),
+    [
+        ("gem:game:X", ("gem", "gem.envs.registration"), "package gem-llm.*pip install gem-llm"),
+        ("textarena:X", ("textarena",), r'pip install "evo-grpo\[envs\]"'),
+        ("verifiers:x", ("verifiers", "verifiers.v1"), "of the package verifiers.*pip install"),
+        ("reasoning_gym:x", ("reasoning_gym",), r'pip install "evo-grpo\[envs\]"'),
+    ],
+)
+def test_a_missing_package_is_named_with_the_remedy(monkeypatch, kind, modules, message):
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module, None)
+    build = build_multi_turn if is_multi_turn(kind) else build_task
+    with pytest.raises(EngineUnavailable, match=message) as caught:
+        build(EnvConfig(kind=kind), 0)
+    assert caught.value.exit_code == 2
 
 
 def draw():

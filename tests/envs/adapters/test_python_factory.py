@@ -88,7 +88,6 @@ def test_a_class_is_a_factory():
         ("factry", {}, ConfigError, "env.kind: .*has no 'factry'.*mean \"factory\""),
         ("factory", {}, ConfigError, "is not called with none: missing a required arg.*'high'"),
         ("factory", {"hihg": 1}, ConfigError, 'Did you mean "high"'),
-        ("same", {}, ConfigError, "expected a new environment from each call, got the same"),
         ("nothing", {}, ConfigError, "got int without reset and step"),
         ("Trl", {}, ConfigError, 'got Trl without step; a class .* is "trl:games:Trl"'),
         ("broken", {}, EngineUnavailable, "does not begin an episode here: OSError: no such board"),

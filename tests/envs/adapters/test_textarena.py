@@ -7,7 +7,7 @@ from env_contract import EnvContract
 
 from evo_grpo.envs.adapters.textarena import random_opponent
 from evo_grpo.envs.registry import build_multi_turn
-from evo_grpo.errors import ConfigError, DataError, EngineUnavailable
+from evo_grpo.errors import ConfigError, DataError
 from evo_grpo.settings import EnvConfig
 
 
@@ -171,9 +171,3 @@ def test_the_random_opponent_takes_a_move_that_is_listed_last():
 def test_what_does_not_fit_is_named(name, args, message):
     with pytest.raises(ConfigError, match=message):
         build(name, **args)
-
-
-def test_the_missing_package_is_named_with_the_remedy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "textarena", None)
-    with pytest.raises(EngineUnavailable, match=r'pip install "evo-grpo\[envs\]"'):
-        build()

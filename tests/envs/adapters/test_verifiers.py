@@ -1,5 +1,4 @@
 import asyncio
-import sys
 
 import pytest
 from env_contract import EnvContract
@@ -191,10 +190,3 @@ def test_what_cannot_be_played_is_named(write_module, name, args, error, message
     write_module("vf_import", f"import nowhere\n{SUMS}")
     with pytest.raises(error, match=message):
         build(name, **args)
-
-
-def test_the_missing_package_is_named_with_the_remedy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "verifiers", None)
-    monkeypatch.setitem(sys.modules, "verifiers.v1", None)
-    with pytest.raises(EngineUnavailable, match=r"of the package verifiers.*pip install"):
-        build()

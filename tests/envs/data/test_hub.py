@@ -98,7 +98,7 @@ found["test"] = [row["answer"][:4] for row in task.splits["test"]]
 found["validation"] = len(task.splits["validation"])
 found["pinned"] = {name: one.revision for name, one in hub.pinned(env(test="openai/gsm8k")).items()}
 narrow = {"path": "openai/gsm8k", "name": "socratic", "columns": {"question": "answer"}}
-found["columns"] = hub.read_hub(hub.HubDataset(**narrow), "train")[0]
+found["columns"] = hub.read_hub(hub.HubDataset(**narrow), "train", 1.0)[0]
 tokenizer.chat_template = sys.argv[2]
 chat = {"path": "openai/gsm8k", "name": "chat"}
 chats = dict.fromkeys(("train", "validation", "test"), chat | {"split": "train"})

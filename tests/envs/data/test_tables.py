@@ -7,7 +7,8 @@ import sys
 import pandas as pd
 import pytest
 
-from evo_grpo.envs.data.tables import MOST_LEVELS, divide, read_rows, require_columns
+from evo_grpo.envs.data.dataset import divide
+from evo_grpo.envs.data.tables import MOST_LEVELS, read_rows, require_columns
 from evo_grpo.errors import DataError
 
 ROWS = [{"question": "1+1=", "answer": "002"}, {"question": "a,b\n?", "answer": "é"}]
@@ -48,12 +49,6 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, ending):
     WRITERS[ending](path)
     assert read_rows(path) == ROWS
     assert read_rows(str(path)) == ROWS
-
-
-def test_a_spreadsheets_byte_order_mark_is_no_part_of_a_column(tmp_path):
-    path = tmp_path / "rows.csv"
-    path.write_text("question,answer\n1,2\n", encoding="utf-8-sig")
-    assert read_rows(path) == [{"question": "1", "answer": "2"}]
 
 
 def test_lists_frames_and_datasets_give_rows():

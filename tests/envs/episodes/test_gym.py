@@ -161,19 +161,17 @@ def test_what_an_environment_leaves_changed_is_named_and_put_back(
     assert os.getcwd() == before
 
 
-def test_all_episodes_dropped_is_a_failure_that_names_the_reason(gym_of, tokenizer):
-    gym = gym_of(Broken)
-    with pytest.raises(RunFailedError, match=r"'Broken': all 32 episodes.*: OSError: no soc"):
-        play(gym, Says(tokenizer, [2]), range(MAX_FAILED_SEEDS))
+class Silent(Echo):
+    def reset(self, seed=None):
+        return "", {}
 
 
-def test_a_first_prompt_without_a_token_is_named(gym_of, tokenizer):
-    class Silent(Echo):
-        def reset(self, seed=None):
-            return "", {}
-
-    gym = gym_of(Silent, apply_chat_template=False)
-    with pytest.raises(RunFailedError, match=r"'Silent': all 32 episodes.*'' has no token"):
+@pytest.mark.parametrize(
+    ("env", "message"), [(Broken, ".*: OSError: no soc"), (Silent, ".*'' has no token")]
+)
+def test_all_episodes_dropped_is_a_failure_that_names_the_reason(gym_of, tokenizer, env, message):
+    gym = gym_of(env, apply_chat_template=False)
+    with pytest.raises(RunFailedError, match=f"{env.__name__!r}: all 32 episodes{message}"):
         play(gym, Says(tokenizer, [2]), range(MAX_FAILED_SEEDS))
 
 
@@ -247,7 +245,7 @@ def one_and_the_same(env=Echo()):  # noqa: B008 -- the mistake that is tested
     [
         (raising, {}, "env_factory: it raised OSError: no licence"),
         (object, {}, r"expected an environment with reset\(seed\) and step\(action\).*got object"),
-        ("Echo", {}, "expected a function that makes a new environment.*got str"),
+        ("Echo", {}, "env_factory: it raised TypeError: 'str' object is not callable; expected an"),
         (Echo, {"max_turns": None}, "Echo is a bare environment; pass tokenizer= and max_turns="),
         (Echo, {"max_turns": 0}, "max_turns: expected an integer >= 1, got 0"),
         (Echo, {"batch_size": 0}, "batch_size: expected an integer >= 1, got 0"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from text_games import Broken, Echo, Endless, completion
 
-from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
+from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper
 from evo_grpo.errors import ConfigError, DataError, PromptTooLongError, RewardError, ShapeError
 from evo_grpo.learn.rows import rows_from_trajectories
 
@@ -363,8 +363,3 @@ def test_an_environment_that_raises_is_seen_by_hand_and_recorded_by_drop(wrap):
     dropped = episode.trajectory
     assert (dropped.end, dropped.error) == ("error", "OSError: no socket")
     assert (dropped.token_ids, dropped.mask, dropped.logprobs) == ((), (), ())
-
-
-def test_the_protocol_is_told_by_its_methods():
-    assert isinstance(Echo(), MultiTurnEnv)
-    assert not isinstance(object(), MultiTurnEnv)

@@ -8,8 +8,7 @@ import pytest
 from evo_grpo.envs.loading import load_function
 from evo_grpo.envs.rewards.functions import as_rewards
 from evo_grpo.envs.rewards.process import RewardProcess
-from evo_grpo.envs.rewards.reward_values import CompletionBatch
-from evo_grpo.envs.rewards.scoring import score_batch
+from evo_grpo.envs.rewards.scoring import CompletionBatch, score_batch
 from evo_grpo.errors import ConfigError, RewardAbortError, RewardError
 from evo_grpo.settings.env import RewardCalls
 

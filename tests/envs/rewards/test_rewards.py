@@ -10,6 +10,7 @@ import pytest
 from reward_scores import score
 
 from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
+from evo_grpo.envs.rewards.scoring import reward_of_each
 from evo_grpo.errors import ConfigError, RewardError
 
 COMPLETIONS = ["2", "x", "4"]
@@ -379,3 +380,16 @@ def test_functions_of_one_name_are_told_apart():
 def test_what_cannot_score_is_refused_when_it_is_given(reward_fn, weights, message):
     with pytest.raises(ConfigError, match=message):
         as_rewards(reward_fn, weights)
+
+
+def test_means_leave_out_what_abstained():
+    rewards = np.array([[1.0, 5.0, np.nan], [0.0, np.nan, np.nan], [1.0, 1.0, np.nan]])
+    assert reward_of_each(["a", "b", "c"], rewards) == {
+        "reward/a": pytest.approx(2 / 3),
+        "reward/b": 3.0,
+    }
+
+
+def test_one_function_is_the_reward_itself():
+    assert reward_of_each(["a"], np.ones((2, 1))) == {}
+    assert reward_of_each([], np.ones((2, 1))) == {}

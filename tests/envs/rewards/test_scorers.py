@@ -76,7 +76,7 @@ def test_nonsense_sets_a_group_aside_and_an_error_as_the_settings_say(errors, to
             0, second.prompt, (*second.completions, *groups_of(env, ["odd"])[0].completions)
         )
         with pytest.warns(UserWarning, match="got 'who knows'.*its group is set aside"):
-            rewards, aside = env.judge([first, odd])
+            rewards, aside, _ = env.judge([first, odd])
         assert aside == [False, True]
         assert np.isnan(rewards[:, 0]).tolist() == [False, False, True, True, True]
         down = groups_of(env, ["down"])

@@ -11,7 +11,7 @@ from evo_grpo.evolve.explore.schedule import ScheduleExploration
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
-from evo_grpo.settings import from_dict, warnings
+from evo_grpo.settings import from_dict
 
 SPACE = {"lr": {"min": 1e-4, "max": 1e-2}, "clip_coef": {"min": 0.1, "max": 0.4}}
 
@@ -81,11 +81,3 @@ def test_both_ends_of_a_clip_range_move_at_once():
 def test_bad_entries_are_named_before_anything_trains(rounds, expected):
     with pytest.raises(ConfigError, match=rf"(?s)evolve\.exploration.*{expected}"):
         configured(rounds)
-
-
-def test_an_entry_after_the_last_round_is_warned_of():
-    found = [text for text in warnings(configured([{"round": 9, "lr": 1e-3}])) if "rounds" in text]
-    assert found == [
-        "evolve.exploration.rounds has an entry for round 9 without effect: population.rounds is "
-        "6; raise that, or leave it out"
-    ]

@@ -8,9 +8,9 @@ import torch
 from products import nearest, updates
 
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.lora.mean import mix_products
+from evo_grpo.model.lora.resize import mix_products
 from evo_grpo.model.lora.slots import AdapterSlots
-from evo_grpo.model.lora.target_sets import with_targets
+from evo_grpo.model.lora.targets import with_targets
 
 
 def stirred(r=4, wide=6):

@@ -8,7 +8,7 @@ from products import nearest, updates
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.resize import resize_slot, with_rank
 from evo_grpo.model.lora.slots import AdapterSlots
-from evo_grpo.model.lora.target_sets import with_targets
+from evo_grpo.model.lora.targets import with_targets
 
 IDS = torch.tensor([[3, 7, 11, 2, 30, 5]])
 

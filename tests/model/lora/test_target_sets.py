@@ -5,7 +5,7 @@ import tiny
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.lora.target_sets import TargetSets
+from evo_grpo.model.lora.targets import TargetSets
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 

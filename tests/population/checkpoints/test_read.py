@@ -194,118 +194,9 @@ def test_attributes_are_json_and_name_the_agent(tmp_path):
     assert not list((tmp_path / "a").rglob("*.pt")) + list((tmp_path / "a").rglob("*.bin"))
 
 
-def break_nothing_there(folder):
-    for file in sorted(folder.rglob("*"), reverse=True):
-        file.rmdir() if file.is_dir() else file.unlink()
-
-
-def break_attributes(folder):
-    text = (folder / "attributes.json").read_text()
-    (folder / "attributes.json").write_text(text[: len(text) // 2])
-
-
-def break_root(folder):
-    (folder / "attributes.json").write_text("[1]")
-
-
-def pickle_into(file):
-    file.write_bytes(pickle.dumps({"lr": 1}))
-
-
-def pickled_weights(folder):
-    pickle_into(folder / "actor" / "adapter_model.safetensors")
-
-
-def pickled_moments(folder):
-    pickle_into(folder / "optimizer.safetensors")
-
-
-def pickled_attributes(folder):
-    pickle_into(folder / "attributes.json")
-
-
-def break_format(folder):
-    data = json.loads((folder / "attributes.json").read_text())
-    (folder / "attributes.json").write_text(json.dumps(data | {"format": 99}))
-
-
-def first_format(folder):
-    change_attributes(folder, format=1)
-
-
-def lose_a_key(folder):
-    data = json.loads((folder / "attributes.json").read_text())
-    del data["settings"]
-    (folder / "attributes.json").write_text(json.dumps(data))
-
-
-def break_vocabulary(folder):
-    data = json.loads((folder / "attributes.json").read_text())
-    (folder / "attributes.json").write_text(json.dumps(data | {"vocabulary": 77}))
-
-
-def break_actor(folder):
-    (folder / "actor" / "adapter_model.safetensors").unlink()
-
-
-def break_adapter_config(folder):
-    (folder / "actor" / "adapter_config.json").unlink()
-
-
-def break_weights(folder):
-    file = folder / "actor" / "adapter_model.safetensors"
-    file.write_bytes(file.read_bytes()[:-20])
-
-
-def break_keys(folder):
-    file = folder / "actor" / "adapter_model.safetensors"
-    tensors = load_file(file)
-    tensors.pop(next(iter(tensors)))
-    save_file(tensors, file)
-
-
-def break_optimizer(folder):
-    file = folder / "optimizer.safetensors"
-    file.write_bytes(file.read_bytes()[:50])
-
-
+ACTOR = "actor/adapter_model.safetensors"
 NOT_THAT = "it is not the one that attributes.json names"
-
-
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight.exp_avg"
-
-
-def forge_moments(folder, change):
-    """As a stranger may, with a digest that is right."""
-    file = folder / "optimizer.safetensors"
-    save_file(change(load_file(file)), file)
-    files = json.loads((folder / "attributes.json").read_text())["files"]
-    digest = sha256(file.read_bytes()).hexdigest()
-    change_attributes(folder, files=files | {file.name: digest})
-
-
-def break_moments(folder):
-    forge_moments(folder, lambda t: {"0.exp_avg": torch.zeros(3, 3)})
-
-
-def break_moment_kind(folder):
-    forge_moments(folder, lambda t: t | {FIRST: t[FIRST].long()})
-
-
-def break_moment_set(folder):
-    forge_moments(folder, lambda t: {k: v for k, v in t.items() if k != f"{FIRST}_sq"})
-
-
-def lose_moments(folder):
-    (folder / "optimizer.safetensors").unlink()
-
-
-def break_history(folder):
-    change_attributes(folder, history=[{"mean": 1.0}])
-
-
-def break_steps(folder):
-    change_attributes(folder, steps="many")
 
 
 def change_attributes(folder, **changes):
@@ -313,9 +204,58 @@ def change_attributes(folder, **changes):
     (folder / "attributes.json").write_text(json.dumps(data | changes))
 
 
-def break_weight_kind(folder):
-    file = folder / "actor" / "adapter_model.safetensors"
-    save_file({k: v.int() for k, v in load_file(file).items()}, file)
+def attributes(**changes):
+    return lambda folder: change_attributes(folder, **changes)
+
+
+def lost(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def text(change):
+    file = "attributes.json"
+    return lambda folder: (folder / file).write_text(change((folder / file).read_text()))
+
+
+def cut(name, end):
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:end])
+
+
+def pickle_into(name):
+    return lambda folder: (folder / name).write_bytes(pickle.dumps({"lr": 1}))
+
+
+def tensors(change):
+    return lambda folder: save_file(change(load_file(folder / ACTOR)), folder / ACTOR)
+
+
+def nothing_there(folder):
+    for file in sorted(folder.rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+
+
+def moments_of(change):
+    """As a stranger may, with a digest that is right."""
+
+    def forge(folder):
+        file = folder / "optimizer.safetensors"
+        save_file(change(load_file(file)), file)
+        files = json.loads((folder / "attributes.json").read_text())["files"]
+        digest = sha256(file.read_bytes()).hexdigest()
+        change_attributes(folder, files=files | {file.name: digest})
+
+    return forge
+
+
+FEWER_KEYS = tensors(lambda t: dict(list(t.items())[1:]))
+INTEGERS = tensors(lambda t: {k: v.int() for k, v in t.items()})
+UNLIKE_MOMENTS = moments_of(lambda t: {"0.exp_avg": torch.zeros(3, 3)})
+
+
+def lose_a_key(whole):
+    data = json.loads(whole)
+    del data["settings"]
+    return json.dumps(data)
 
 
 def pickled(folder):
@@ -342,43 +282,58 @@ def deepspeeds_alone(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (break_nothing_there, "attributes.json is missing; expected a folder written by"),
-        (break_root, r"attributes.json: expected a mapping .* got \[1\]"),
-        (pickled_weights, "adapter_model.safetensors: not a whole safetensors file .*or a pickle"),
-        (pickled_moments, f"optimizer.safetensors: {NOT_THAT}"),
-        (pickled_attributes, "attributes.json: not JSON"),
-        (break_attributes, "attributes.json: not JSON, it may be truncated"),
+        (nothing_there, "attributes.json is missing; expected a folder written by"),
+        (text(lambda _: "[1]"), r"attributes.json: expected a mapping .* got \[1\]"),
         (
-            break_format,
+            pickle_into(ACTOR),
+            "adapter_model.safetensors: not a whole .*or a pickle",
+        ),
+        (pickle_into("optimizer.safetensors"), f"optimizer.safetensors: {NOT_THAT}"),
+        (pickle_into("attributes.json"), "attributes.json: not JSON"),
+        (text(lambda t: t[: len(t) // 2]), "attributes.json: not JSON, it may be truncated"),
+        (
+            attributes(format=99),
             r"expected format 3, got 99: another version of evo-grpo wrote it; .*\(.*actor",
         ),
-        (first_format, "expected format 3, got 1: another version of evo-grpo wrote it"),
+        (attributes(format=1), "expected format 3, got 1: another version of evo-grpo wrote it"),
         (
-            lose_a_key,
+            text(lose_a_key),
             "attributes.json: settings: field required, got .*; put the file back as it was",
         ),
-        (break_vocabulary, "vocabulary of 77.*load it over its own base model"),
-        (break_actor, "adapter_model.safetensors is missing"),
-        (break_adapter_config, "adapter_config.json is missing"),
-        (break_weights, "adapter_model.safetensors: not a whole safetensors file"),
-        (break_keys, "1 missing"),
-        (break_optimizer, f"optimizer.safetensors: {NOT_THAT}"),
-        (break_moments, r"0.exp_avg of shape \(3, 3\) and torch.float32 does not fit"),
-        (break_moment_kind, r"q_proj.lora_A.weight.exp_avg of shape .* torch.int64 does not fit"),
-        (break_moment_set, r"q_proj.lora_A.weight has no exp_avg_sq"),
-        (lose_moments, f"optimizer.safetensors: {NOT_THAT}.*got no file.*or load without load_opt"),
-        (break_history, "hparams or history are not what save_checkpoint writes"),
-        (break_steps, "steps: input should be a valid integer, got 'many'"),
-        (break_weight_kind, "has dtype torch.int32, expected floating-point"),
+        (attributes(vocabulary=77), "vocabulary of 77.*load it over its own base model"),
+        (lost(ACTOR), "adapter_model.safetensors is missing"),
+        (lost("actor/adapter_config.json"), "adapter_config.json is missing"),
+        (cut(ACTOR, -20), "adapter_model.safetensors: not a whole safetensors file"),
+        (FEWER_KEYS, "1 missing"),
+        (cut("optimizer.safetensors", 50), f"optimizer.safetensors: {NOT_THAT}"),
+        (
+            UNLIKE_MOMENTS,
+            r"0.exp_avg of shape \(3, 3\) and torch.float32 does not fit",
+        ),
+        (
+            moments_of(lambda t: t | {FIRST: t[FIRST].long()}),
+            r"q_proj.lora_A.weight.exp_avg of shape .* torch.int64 does not fit",
+        ),
+        (
+            moments_of(lambda t: {k: v for k, v in t.items() if k != f"{FIRST}_sq"}),
+            r"q_proj.lora_A.weight has no exp_avg_sq",
+        ),
+        (
+            lost("optimizer.safetensors"),
+            f"optimizer.safetensors: {NOT_THAT}.*got no file.*or load without load_opt",
+        ),
+        (
+            attributes(history=[{"mean": 1.0}]),
+            "hparams or history are not what save_checkpoint writes",
+        ),
+        (attributes(steps="many"), "steps: input should be a valid integer, got 'many'"),
+        (
+            INTEGERS,
+            "has dtype torch.int32, expected floating-point",
+        ),
         (pickled, "attributes.pt is a pickle.*never loaded"),
-        (
-            deepspeeds,
-            r"save_checkpoint is of DeepSpeed's own .*never loaded; load_checkpoint\(.*actor",
-        ),
-        (
-            deepspeeds_alone,
-            "global_step1/mp_rank_00_model_states.pt is of DeepSpeed's own .*save_pretr",
-        ),
+        (deepspeeds, r"save_checkpoint is a pickle.*never loaded; load_checkpoint\(.*actor"),
+        (deepspeeds_alone, "global_step1/mp_rank_00_model_states.pt is a pickle.*save_pretr"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_and_the_agent_stays(tmp_path, damage, message):
@@ -397,18 +352,19 @@ WIDE = LoraConfig(r=6, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_t
 NARROW = LoraConfig(r=3, lora_alpha=8, target_modules=["q_proj", "k_proj"], task_type="CAUSAL_LM")
 
 
-def shorten_reference(folder):
-    file = folder / "reference" / "adapter_model.safetensors"
-    file.write_bytes(file.read_bytes()[:-20])
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (shorten_reference, "reference/adapter_model.safetensors: not a whole"),
-        (break_keys, "layers are not those of .* 1 missing"),
-        (break_moments, "optimizer.safetensors: .* does not fit"),
-        (break_weight_kind, "expected floating-point"),
+        (
+            cut("reference/adapter_model.safetensors", -20),
+            "reference/adapter_model.safetensors: not a whole",
+        ),
+        (FEWER_KEYS, "layers are not those of .* 1 missing"),
+        (
+            UNLIKE_MOMENTS,
+            "optimizer.safetensors: .* does not fit",
+        ),
+        (INTEGERS, "expected floating-point"),
     ],
 )
 def test_a_merge_is_refused_before_anything_is_touched(tmp_path, damage, message):

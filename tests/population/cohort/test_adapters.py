@@ -21,7 +21,7 @@ from evo_grpo.model.llama.choice import departures_of
 from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.population.cohort.spares import put_into_archive
-from evo_grpo.population.cohort.whole_rounds import WholeRound
+from evo_grpo.population.cohort.whole_rounds import LastWholeRound
 from evo_grpo.types import Prompt, Score
 
 UNCLIPPED = PLAIN.replace(max_grad_norm=None, lora_r=4)
@@ -157,7 +157,8 @@ def test_a_reference_keeps_its_rank_and_is_put_back_after_an_interrupted_round()
     cohort.set_hparams(0, UNCLIPPED.replace(lora_r=2))
     assert (rank(cohort, 0), rank(cohort, 0, reference=True)) == (2, 4)
     step(cohort, [0, 1], seed=3)
-    kept, before = WholeRound.of(cohort, [0, 1], 1), [image(cohort, slot) for slot in (0, 1)]
+    kept, before = LastWholeRound(cohort), [image(cohort, slot) for slot in (0, 1)]
+    kept.keep([0, 1], 1)
     cohort.copy(0, 1)
     cohort.set_hparams(0, UNCLIPPED.replace(lora_r=8))
     step(cohort, [0, 1], seed=4)
@@ -281,7 +282,8 @@ def test_copies_the_archive_checkpoints_and_an_interrupted_round_keep_layers(tmp
     archive = cohort.archive.slot
     assert layers(cohort, archive) == {"up_proj"}
     assert same(weights(cohort, archive), weights(cohort, 1))
-    kept = WholeRound.of(cohort, [0, 1], 1)
+    kept = LastWholeRound(cohort)
+    kept.keep([0, 1], 1)
     before = [image(cohort, slot) for slot in (0, 1)]
     cohort.copy(1, 0)
     cohort.set_hparams(0, having("all", lora_r=8))

@@ -110,7 +110,7 @@ def test_a_saved_agent_keeps_its_reference(start, tmp_path):
     population = Population.load(tmp_path / "all")
     # Into an agent that started from the same adapter it is no other reference: nothing to say.
     agents[1].load_checkpoint(tmp_path / "one")
-    with pytest.warns(UserWarning, match="its reference adapter is left out, since this agent's"):
+    with pytest.warns(UserWarning, match="its reference was an adapter of its own, this agent's"):
         GRPO(**GIVEN, lora=LORA).load_checkpoint(tmp_path / "one")
     batch = AgentBatch(again.slot, fresh(make_rows(2)))
     (expected, _), (loaded, _) = learn(agents, seed=2), learn(population, seed=2)

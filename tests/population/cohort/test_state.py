@@ -9,7 +9,7 @@ from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.population.cohort.spares import put_into_archive
 from evo_grpo.population.cohort.state import COUNTERS, AgentState
-from evo_grpo.population.cohort.whole_rounds import WholeRound
+from evo_grpo.population.cohort.whole_rounds import LastWholeRound
 from evo_grpo.types import Score
 
 OTHERWISE = {
@@ -38,7 +38,8 @@ def test_a_counter_goes_along(name, tmp_path):
     assert count(1) == 7, "copied"
     put_into_archive(cohort, 0, Score(0.5, 0.1, 4))
     assert getattr(cohort.archive, name) == 7, "archived"
-    whole = WholeRound.of(cohort, [0, 1, 2], 1)
+    whole = LastWholeRound(cohort)
+    whole.keep([0, 1, 2], 1)
     setattr(cohort.agents[0], name, 9)
     whole.put_back()
     assert count() == 7, "restored after an interruption"

@@ -2,6 +2,7 @@
 
 import ast
 import io
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,22 @@ from rich.console import Console, Group
 from shown_run import small_config, two_rounds
 
 import evo_grpo
-from evo_grpo.readers.terminal.console import BAD, GOOD, NOTICE, safe, say, show, warnings_to
+from evo_grpo.readers.terminal import console as module
+from evo_grpo.readers.terminal.console import (
+    BAD,
+    GOOD,
+    NOTICE,
+    WorkLines,
+    safe,
+    say,
+    show,
+    warnings_to,
+)
 from evo_grpo.readers.terminal.live import LiveTable
 from evo_grpo.readers.terminal.plain import PlainLines
 from evo_grpo.readers.terminal.progress import RunProgress
 from evo_grpo.types import Decision
+from evo_grpo.working import working
 
 EVIL = "a\x1b[31m\nb\u202e[red]:smile:\x9b"
 SHOWN = r"a\x1b[31m\nb\u202e[red]:smile:\x9b"
@@ -147,3 +159,24 @@ def test_only_colours_that_show_on_any_background():
     }
     assert found == set(), "use GOOD, BAD or NOTICE of readers/terminal/console.py"
     assert {GOOD, BAD, NOTICE} == {"green", "red", "magenta"}
+
+
+def test_work_is_shown_while_it_lasts_if_it_takes_long(monkeypatch):
+    console = pipe()
+    monkeypatch.setattr(module, "LONG_WORK", 1e9)
+    with WorkLines(console), working("load the weights"):
+        pass
+    assert console.file.getvalue() == ""
+    monkeypatch.setattr(module, "LONG_WORK", 0.0)
+    with WorkLines(console), working("load the weights"):
+        _wait_for(lambda: console.file.getvalue() == "  load the weights …\n")
+    with working("render the prompts"):  # nobody looks any more
+        pass
+    assert console.file.getvalue() == "  load the weights …\n"
+
+
+def _wait_for(holds):
+    end = time.monotonic() + 30
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert holds()

@@ -5,9 +5,21 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from shown_run import SUMMARY, agent, mean_won, two_rounds
+from shown_replay import BETTER, ROUNDS, replay, schedule
+from shown_run import SUMMARY, agent, mean_won, small_config, two_rounds
 
-from evo_grpo.readers.terminal.result import cell, family_tree, leaderboard_table
+from evo_grpo.readers.terminal.result import (
+    TROUBLES_SHOWN,
+    cell,
+    family_tree,
+    leaderboard_table,
+    schedule_table,
+    schedule_title,
+    show_arms,
+    show_ending,
+    show_next,
+)
+from evo_grpo.record.arms import arm_label, comparison_arms
 from evo_grpo.record.leaderboard import leaderboard_rows
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.view import RunView
@@ -138,3 +150,249 @@ def test_a_narrow_leaderboard_goes_without_what_is_alike_and_cuts_nothing(width:
 
 def test_a_switch_is_written_as_in_a_file():
     assert (cell("kl_shaping", True), cell("front", True)) == ("true", "yes")
+
+
+def console(width=80, terminal=True):
+    return Console(
+        file=io.StringIO(),
+        force_terminal=terminal,
+        width=width,
+        color_system=None,
+        highlight=False,
+        _environ={"TERM": "xterm"},
+    )
+
+
+def view(summary, rounds=None, **more):
+    return RunView("run", rounds or two_rounds(), summary=summary, **more)
+
+
+def shown(summary, rounds=None, width=80, terminal=True, **more):
+    screen = console(width, terminal)
+    show_ending(screen, view(summary, rounds, **more))
+    return screen.file.getvalue().splitlines()
+
+
+def test_a_story_has_a_paragraph_for_each_thing_it_tells():
+    lines = shown(SUMMARY, width=300)
+    assert lines[0] == ""
+    assert lines[1].split()[0] == "rank"
+    result, winner, validation, share = lines[5:]
+    assert result.startswith("Base 0.33 ± 0.02 → winner")
+    assert winner.startswith("The winner is agent 1")
+    assert winner.endswith("Its lr went 1e-3 → 1.2e-3.")
+    assert validation.startswith("Its fitness in round 2 was 0.75")
+    assert share.startswith("Its line of ancestors")
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_terminal_wraps_between_words_and_a_pipe_does_not(width):
+    lines = shown(mean_won(), width=width)
+    assert all(len(line.rstrip()) <= width for line in lines)
+    text = " ".join(" ".join(lines).split())
+    assert "both descend from agent 0 of the first round." in text
+    piped = shown(mean_won(), width=width, terminal=False)
+    assert any(line.startswith("It won the final comparison") and len(line) > 100 for line in piped)
+
+
+def test_the_result_stands_out():
+    screen = Console(file=io.StringIO(), force_terminal=True, width=200, color_system="standard")
+    show_ending(screen, view(SUMMARY))
+    (bold,) = [line for line in screen.file.getvalue().splitlines() if "winner 0.81" in line]
+    assert bold.startswith("\x1b[1mBase")
+
+
+def test_an_unfinished_run_says_so():
+    assert any(
+        line.startswith("After 2 of 9 rounds agent 1 is the best")
+        for line in shown(None, width=200, config=small_config("population.rounds=9").model_dump())
+    )
+
+
+def test_troubles_are_warnings_and_not_too_many():
+    agents = tuple(
+        agent(slot, slot, 0, None, reason="[red]no gradient\x1b[31m") for slot in range(12)
+    )
+    lines = shown(None, [RoundRecord(0, (*agents, agent(12, 12, 0, 0.5)), {})], width=300)
+    warnings = [line for line in lines if line.startswith("warning: agent")]
+    assert len(warnings) == TROUBLES_SHOWN
+    assert r"failed in round 1 ([red]no gradient\x1b[31m): lower" in warnings[0]
+    assert lines[-1] == "and 7 more warnings: see the report"
+
+
+def test_next_are_commands_to_copy():
+    pipe, terminal = console(terminal=False), console()
+    for screen in (pipe, terminal):
+        show_next(screen, "runs/my run-1")
+    assert pipe.file.getvalue().splitlines() == [
+        "",
+        "Run folder: runs/my run-1",
+        "Next: evo-grpo report 'runs/my run-1', evo-grpo export 'runs/my run-1' OUT",
+    ]
+    assert [line.strip() for line in terminal.file.getvalue().splitlines()[2:]] == [
+        "Next:",
+        "evo-grpo report 'runs/my run-1'",
+        "evo-grpo export 'runs/my run-1' OUT",
+    ]
+
+
+def test_next_exports_no_winner_that_export_refuses():
+    pipe = console(terminal=False)
+    show_next(pipe, "runs/one", worse=True)
+    assert "Next: evo-grpo report runs/one\n" in pipe.file.getvalue()
+
+
+def test_next_is_no_report_where_plotly_is_missing(monkeypatch):
+    monkeypatch.setattr("evo_grpo.readers.terminal.result.find_spec", lambda name: None)
+    pipe = console(terminal=False)
+    show_next(pipe, "runs/one")
+    assert "Next: evo-grpo lineage runs/one, evo-grpo export runs/one OUT\n" in (
+        pipe.file.getvalue()
+    )
+
+
+@pytest.mark.parametrize("activated", [False, True])
+def test_next_starts_the_program_as_this_shell_finds_it(activated, tmp_path, monkeypatch):
+    """`make run` starts .venv/bin/evo-grpo, which is not on the PATH of the user's shell."""
+    bin = tmp_path / "my env" / "bin"
+    bin.mkdir(parents=True)
+    (bin / "evo-grpo").write_text("#!/bin/sh\n")
+    (bin / "evo-grpo").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["my env/bin/evo-grpo", "run"])
+    monkeypatch.setenv("PATH", str(bin) if activated else str(tmp_path))
+    pipe = console(terminal=False)
+    show_next(pipe, "runs/one")
+    called = "evo-grpo" if activated else "'my env/bin/evo-grpo'"
+    assert f"Next: {called} report runs/one, {called} export runs/one OUT\n" in (
+        pipe.file.getvalue()
+    )
+
+
+def test_what_evolution_was_worth_is_told_where_it_is_known():
+    arms = [
+        {"name": name, "test": {"mean": mean, "se": 0.01, "n": 256}}
+        for name, mean in (("guess", 0.34), ("evolved", 0.81))
+    ]
+    lines = shown(SUMMARY, width=300, comparison={"agents": 2, "arms": arms})
+    assert lines[-1].endswith(
+        "your first guess alone reached 0.34 ± 0.01; this run reached 0.81 ± 0.01."
+    )
+
+
+def result(**means):
+    """A comparison with these test results, or the given tokens."""
+    tokens = means.pop("tokens", {})
+    return {
+        "agents": 8,
+        "split": "test",
+        "arms": [
+            {
+                "name": name,
+                "folder": ".",
+                "tokens": {"training": tokens.get(name, 900), "evaluation": 100},
+                "test": {"mean": mean, "se": 0.012, "n": 256},
+            }
+            for name, mean in means.items()
+        ],
+    }
+
+
+def shown_arms(arms, width=120):
+    console = Console(file=io.StringIO(), width=width)
+    show_arms(console, arms)
+    return [line.rstrip() for line in console.file.getvalue().splitlines() if line.strip()]
+
+
+def bars(comparison, width=120):
+    return shown_arms(comparison_arms(comparison), width)
+
+
+def lines(table):
+    console = Console(width=120, file=io.StringIO())
+    console.print(table)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def blocks(line):
+    return sum(character in "█▉▊▋▌▍▎▏" for character in line)
+
+
+def test_a_bar_is_as_long_as_its_result():
+    guess, random, evolved, *basis = bars(result(guess=0.25, random=0.5, evolved=1.0))
+    assert guess.startswith("eight agents at your guess  ")
+    assert random.startswith("eight random guesses  ")
+    assert evolved.startswith("evolved  ")
+    assert [blocks(line) for line in (guess, random, evolved)] == [10, 20, 40]
+    assert evolved.endswith("1.00 ± 0.01  1,000 tokens")
+    assert " ".join(basis) == (
+        "Compared at equal tokens, on the same 256 test prompts with the same draws. Tokens for "
+        "training + evaluation: guess 900 + 100, random 900 + 100, evolved 900 + 100."
+    )
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_narrow_terminal_has_shorter_bars_and_cuts_nothing(width):
+    found = bars(result(guess=0.25, random=0.5, evolved=1.0), width)
+    assert all(len(line) <= width for line in found[:3])
+    assert all("1,000 tokens" in line for line in found[:3])
+
+
+def test_rewards_of_any_range_have_bars():
+    guess, random, evolved, *_ = bars(result(guess=-1.0, random=0.0, evolved=3.0))
+    assert [blocks(line) for line in (guess, random, evolved)] == [10, 0, 30]
+    (guess, *_) = bars(result(guess=None, evolved=0.5))
+    assert " - " in guess
+
+
+def test_tokens_that_differ_are_not_called_equal():
+    (sentence,) = comparison_arms(result(guess=0.2, evolved=0.5, tokens={"guess": 700})).sentences
+    assert sentence.startswith("Compared at tokens that differ by up to 20%, on the same 256 test")
+
+
+def test_large_populations_are_numbered():
+    assert arm_label("guess", 8) == "eight agents at your guess"
+    assert arm_label("random", 32) == "32 random guesses"
+
+
+def test_a_replay_has_bars_spreads_differences_and_sentences_in_a_usual_terminal():
+    found = replay({"schedule-run": BETTER})
+    text = shown_arms(found.arms(), width=80)
+    assert all(len(line) <= 80 for line in text[:7])
+    assert "…" not in "".join(text)
+    assert text[0].startswith("schedule  ")
+    assert text[0].endswith("0.75 ± 0.06  spread 0.000  6,176 tokens")
+    assert text[2].split()[:2] == ["the", "winner"]
+    assert text[2].endswith("0.50 ± 0.13                1,808 tokens")
+    assert text[4].split()[:3] == ["schedule", "last", "values"]
+    assert text[4].split()[-3] == "0.250"
+    assert text[6].startswith("last values  the winner")
+    assert " ".join(text[7:]) == f"{found.verdict} {found.caveat()}"
+
+
+def test_one_training_of_each_kind_has_no_spread():
+    assert "spread" not in "".join(shown_arms(replay(repeats=1).arms()))
+
+
+def test_the_schedule_counts_rounds_from_one_and_shows_what_may_move():
+    text = lines(schedule_table(schedule()))
+    assert text[0].split()[2:] == [
+        *("lr", "beta", "clip", "group", "temperature", "prompts/step", "tokens")
+    ]
+    assert text[3].split() == ["3", "9", "2e-3", "0", "0.2", "5", "1", "13", "1,040"]
+    still = lines(schedule_table(schedule(ROUNDS[:2], mutable=("lr",))))
+    assert "temperature" not in still[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("last", "the best agent of the last round"),
+        ("archive", "the best agent of any round"),
+        ("mean", "the mean of members 3 and 5, of which the schedule follows the first"),
+    ],
+)
+def test_the_title_names_every_kind_of_winner(kind, words):
+    parents = (3, 5) if kind == "mean" else ()
+    title = schedule_title("runs/one", schedule(kind=kind, parents=parents))
+    assert title.startswith(f"runs/one: the winner is member 9, {words}; its schedule over 3")

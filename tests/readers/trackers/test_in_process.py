@@ -14,8 +14,8 @@ from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.readers.trackers import in_process
 from evo_grpo.readers.trackers.in_process import Tracker
 from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.history import metric_rows
 from evo_grpo.record.observer import ObserverList
-from evo_grpo.record.step_metrics import metric_rows
 from evo_grpo.settings.trackers import KINDS
 
 CONFIG = small(population__steps_per_round=2)

@@ -191,8 +191,7 @@ class TestAbility:
 
         block.forward = narrow
         base = SharedBase(model, None, "tiny")
-        with pytest.warns(UserWarning, match=r"model 'tiny' .* one length at a time, .*a kernel"):
-            assert ability_of(base, {}) is Ability.EQUAL_LENGTHS
+        assert ability_of(base, {}) is Ability.EQUAL_LENGTHS
 
     @pytest.mark.parametrize("build", [tiny.llama, architectures.mpt])
     def test_it_is_found_out_once_per_base(self, build):

@@ -11,9 +11,9 @@ from engine_contract import ids_of, prompts_of
 from evo_grpo.model.llama import decode
 from evo_grpo.model.llama.cache import FixedCache
 from evo_grpo.rollout.engine import RolloutRequest
-from evo_grpo.rollout.native import compiled, loop
-from evo_grpo.rollout.native.compiled import CompiledStep
+from evo_grpo.rollout.native import graphs, loop
 from evo_grpo.rollout.native.engine import NativeEngine
+from evo_grpo.rollout.native.graphs import CompiledStep
 from evo_grpo.rollout.sampling import Sampling
 
 #: Requests that need kinds of steps of their own.
@@ -46,7 +46,7 @@ def eager(monkeypatch):
         made.append(options)
         return torch.compile(call, backend="eager", **how)
 
-    monkeypatch.setattr(compiled, "torch", _Torch(traced))
+    monkeypatch.setattr(graphs, "torch", _Torch(traced))
     return made
 
 
@@ -135,7 +135,7 @@ def test_a_step_that_cannot_be_compiled_runs_as_it_is_and_says_why_once(eager, m
 
 
 def test_a_step_of_too_many_kinds_runs_as_it_is_and_says_why_once(eager, monkeypatch):
-    monkeypatch.setattr(compiled, "_MOST", 1)
+    monkeypatch.setattr(graphs, "_MOST", 1)
     slots = tiny.population(tiny.llama(), (4, 2))
     assert_warns_once(slots, monkeypatch, drawn(slots, NativeEngine(slots)))
 
@@ -151,7 +151,7 @@ def test_a_compilation_without_memory_is_repeated_with_fewer_rows(monkeypatch):
 
         return torch.compile(call, backend=backend, **how)
 
-    monkeypatch.setattr(compiled, "torch", _Torch(traced))
+    monkeypatch.setattr(graphs, "torch", _Torch(traced))
     slots = tiny.population(tiny.llama(), (4, 2))
     expected = drawn(slots, NativeEngine(slots))
     steps = count_steps(monkeypatch)

@@ -26,8 +26,9 @@ PLAIN = Sampling(temperature=0.9, max_output_tokens=20)
 
 @pytest.fixture(autouse=True)
 def refills(monkeypatch):
-    """Refill on a CPU too; the list gets the number of rows that begin at a time."""
+    """Refill as on a GPU; the list gets the number of rows that begin at a time."""
     monkeypatch.setattr(engines, "hands_on_places", lambda device: True)
+    monkeypatch.setattr(decode, "cache_for", lambda device, *layers: FixedCache(*layers))
     take, taken = RowQueue.take, []
 
     def counted(self, count):
@@ -39,12 +40,10 @@ def refills(monkeypatch):
     return taken
 
 
-@pytest.fixture(params=["cpu", "gpu"])
-def cache(request, monkeypatch):
-    """The cache and the blocks of steps of either device."""
-    if request.param == "gpu":
-        monkeypatch.setattr(decode, "cache_for", lambda device, *layers: FixedCache(*layers))
-        monkeypatch.setattr(loop, "block_of", lambda device: 8)
+@pytest.fixture
+def blocks(monkeypatch):
+    """The blocks of steps of a GPU."""
+    monkeypatch.setattr(loop, "block_of", lambda device: 8)
 
 
 def asked(slots, *kinds, lengths=(3, 9, 1, 6, 12, 2), samples=3):
@@ -77,14 +76,14 @@ def scores(groups):
 
 
 @pytest.mark.parametrize("name", ["llama", *architectures.FAMILIES])
-def test_completions_are_those_of_all_rows_at_once(name, cache, refills):
+def test_completions_are_those_of_all_rows_at_once(name, blocks, refills):
     slots = tiny.population(architectures.FAMILIES.get(name, tiny.llama)(), (4, 2, 8))
     assert_alike(both(slots, asked(slots, PLAIN), 10))
     assert sum(refills) == 54
     assert len(refills) > 2
 
 
-def test_each_agent_keeps_its_own_settings(cache, refills):
+def test_each_agent_keeps_its_own_settings(blocks, refills):
     slots = tiny.population(tiny.llama(), (4, 4, 2, 8))
     kinds = (
         Sampling(temperature=1.2, max_output_tokens=30, top_p=0.9),
@@ -96,7 +95,7 @@ def test_each_agent_keeps_its_own_settings(cache, refills):
     assert len(refills) > 2
 
 
-def test_agents_may_have_other_numbers_of_prompts(cache, refills):
+def test_agents_may_have_other_numbers_of_prompts(blocks, refills):
     slots = tiny.population(tiny.llama(), (4, 2, 8))
     requests = asked(slots, PLAIN)
     requests = [requests[0].part([0]), requests[1], requests[2].part([0, 3, 5])]
@@ -105,20 +104,20 @@ def test_agents_may_have_other_numbers_of_prompts(cache, refills):
     assert len(refills) > 2
 
 
-def test_one_place_serves_all_rows(cache, refills):
+def test_one_place_serves_all_rows(blocks, refills):
     slots = tiny.population(tiny.llama(), (4,))
     assert_alike(both(slots, asked(slots, PLAIN, samples=1), 1))
     assert refills == [1] * 6
 
 
-def test_rows_stop_where_the_context_ends(cache, refills):
+def test_rows_stop_where_the_context_ends(blocks, refills):
     slots = tiny.population(tiny.llama(), (4, 2))
     found = both(slots, asked(slots, PLAIN, lengths=(3, 9, 20, 6)), 6, max_model_len=21)
     assert_alike(found)
     assert all(len(c.token_ids) == 1 for groups in found[1] for c in groups[2].completions)
 
 
-def test_columns_that_are_used_up_are_freed(cache, refills, monkeypatch):
+def test_columns_that_are_used_up_are_freed(blocks, refills, monkeypatch):
     """Rows that begin late outlast the columns, and then move to the front."""
     monkeypatch.setattr(loop, "SPARE_COLUMNS", 8)
     monkeypatch.setattr(loop, "_LEAVE_SHARE", 1.0)
@@ -155,7 +154,7 @@ def test_a_heavy_tail_needs_few_steps_more_than_its_tokens(refills, monkeypatch)
     assert len(done) < 0.6 * 8 * 64  # in pieces of 64 rows, nearly each has a long one
 
 
-def test_short_rows_take_no_whole_blocks_of_steps(cache, monkeypatch):
+def test_short_rows_take_no_whole_blocks_of_steps(blocks, monkeypatch):
     slots = tiny.population(tiny.llama(), (4,))
     draw, done = Batch.draw, []
 
@@ -207,8 +206,7 @@ class Replaying:
 
 
 @pytest.mark.parametrize("rows", [1024, 9], ids=["at once", "refilled"])
-def test_no_step_of_other_rows_is_replayed(rows, monkeypatch):
-    monkeypatch.setattr(decode, "cache_for", lambda device, *layers: FixedCache(*layers))
+def test_no_step_of_other_rows_is_replayed(rows):
     slots = tiny.population(tiny.llama(), (4, 2, 8))
     plain = replace(PLAIN, min_output_tokens=20)
     requests = [asked(slots, kind) for kind in (plain, plain, PLAIN)]

@@ -14,7 +14,7 @@ import tiny
 import torch
 from engine_contract import RolloutContract, logprobs_of, prompts
 from small_run import small
-from tiny_cohort import PLAIN
+from tiny_cohort import PLAIN, no_rewards
 from vllm_doubles import settings_of
 
 from evo_grpo import settings as configuration
@@ -154,7 +154,7 @@ def test_after_an_update_the_new_weights_answer(make):
     for step in range(2):
         batches = []
         for slot, mine in zip(slots, before, strict=True):
-            play = SingleTurnPlay([asked], [4], lambda g: (torch.zeros(16, 1).numpy(), [False] * 4))
+            play = SingleTurnPlay([asked], [4], no_rewards)
             play.tell([mine])
             (experience,) = play.experiences()
             signs = torch.tensor([1.0, -1.0] * 8).numpy()

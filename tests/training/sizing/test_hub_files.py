@@ -44,8 +44,8 @@ def test_the_size_of_a_hub_model_is_known_without_its_weights(hub):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("owner/none", r"an id that does not exist or is private; check its spelling"),
-        ("owner/gated", r"does not give access to it; accept its terms on http.*/owner/gated"),
+        ("owner/none", r"has no such id, or a private one; correct it"),
+        ("owner/gated", r"accept its terms on http.*/owner/gated"),
         ("owner/no-config", r"expected a config.json on the hub, found none"),
         ("owner/a b", r"expected a hub id owner/name"),
     ],

@@ -15,6 +15,7 @@ from evo_grpo.model.llama.decode import LlamaDecoder
 from evo_grpo.model.llama.weights import LlamaWeights
 from evo_grpo.model.out_of_memory import is_out_of_memory
 from evo_grpo.settings.engine import Kernels
+from evo_grpo.working import working
 
 _log = logging.getLogger(__name__)
 
@@ -98,8 +99,9 @@ def _failure(decoder: KernelDecoder) -> str | None:
     if decoder.signature in ran:
         return None
     try:
-        decoder.rehearse()
-        torch.cuda.synchronize(base.device)
+        with working("compile the kernels of the decode step"):
+            decoder.rehearse()
+            torch.cuda.synchronize(base.device)
     except Exception as error:  # a compiler, a driver and Triton raise errors of many types
         if is_out_of_memory(error):
             raise

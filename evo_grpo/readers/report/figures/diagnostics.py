@@ -1,4 +1,4 @@
-"""The metrics of training by step, one figure for each metric.
+"""The metrics of training by step, and the time and tokens by round.
 
 Without metrics of steps, the curves show the means of rounds.
 """
@@ -16,6 +16,7 @@ import numpy as np
 from evo_grpo.readers.report.figures.axes import (
     ALONE,
     BOTTOM,
+    COLORS,
     MARGIN,
     MARKERS,
     Line,
@@ -25,10 +26,11 @@ from evo_grpo.readers.report.figures.axes import (
     name_ends,
     new_figure,
     noise,
+    round_axis,
     set_axis,
 )
 from evo_grpo.readers.report.figures.points import agent_name, draw_agent, ends_of, stretches
-from evo_grpo.record.step_metrics import metric_rows
+from evo_grpo.record.history import metric_rows
 from evo_grpo.record.view import Run, RunView, view_of
 
 if TYPE_CHECKING:
@@ -72,6 +74,8 @@ COLUMNS, ROW, HEIGHT, TITLE = 2, 260, 260, 36
 BETWEEN, ABOVE = 80, 80
 """Pixels between two rows, and above the first one for its titles and the legend."""
 _PREFIX = "reward/"
+PATTERNS = ("", "/", "x", ".", "\\", "+", "-", "|")
+"""Patterns that distinguish bars without colours."""
 
 
 @dataclass
@@ -289,3 +293,37 @@ def _of_rounds(view: RunView) -> Iterator[_Point]:
             for name, value in agent.metrics.items():
                 if _drawn(name) and not (name == "reward" and agent.step_rewards):
                     yield record.round, agent.agent, last, name, value
+
+
+def plot_seconds(run: Run) -> go.Figure:
+    """Draw the wall seconds of each round by phase."""
+    view = view_of(run)
+    phases = list(dict.fromkeys(name for r in view.rounds for name in r.seconds))
+    values = {p: [r.seconds.get(p, 0.0) for r in view.rounds] for p in phases}
+    return _bars(values, "seconds", "%{y:.2f} s")
+
+
+def plot_tokens(run: Run) -> go.Figure:
+    """Draw the tokens that each round sampled for training and for evaluation."""
+    rounds = view_of(run).rounds
+    values = {
+        "training": [float(sum(a.tokens for a in r.agents)) for r in rounds],
+        "evaluation": [float(r.evaluation_tokens) for r in rounds],
+    }
+    return _bars(values, "tokens", "%{y:,} tokens")
+
+
+def _bars(values: dict[str, list[float]], title: str, shown: str) -> go.Figure:
+    figure = new_figure("round", title, height=320)
+    count = max(map(len, values.values()), default=0)
+    for index, (name, own) in enumerate(values.items()):
+        figure.add_bar(
+            x=list(range(1, count + 1)), y=own, name=name,
+            hovertemplate=f"round %{{x}}, {name}: {shown}<extra></extra>",
+            marker={"color": COLORS[index % len(COLORS)],
+                    "pattern": {"shape": PATTERNS[index % len(PATTERNS)], "solidity": 0.3}},
+        )  # fmt: skip
+    figure.update_layout(barmode="stack")
+    figure.update_yaxes(exponentformat="none", separatethousands=True)
+    round_axis(figure, count)
+    return figure

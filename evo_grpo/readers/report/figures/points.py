@@ -23,7 +23,7 @@ from evo_grpo.readers.report.page.build import text
 from evo_grpo.record.columns import fitness, fitness_se
 from evo_grpo.record.records import AgentRecord
 from evo_grpo.record.view import RunView
-from evo_grpo.record.wording import changes_text, hyperparameter, with_error
+from evo_grpo.record.wording import changes_text, combined, hyperparameter, with_error
 from evo_grpo.schema.shown import short_name
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def described(agent: AgentRecord, names: Sequence[str]) -> str:
     lines = [
         f"<b>agent {agent.agent}</b>, member {agent.member}, round {agent.round + 1}",
         f"{measure(agent)} {with_error(fitness(agent), fitness_se(agent), 3)}",
-        *(f"{short_name(name)} {hyperparameter(agent.hparams, name)}" for name in shown(names)),
+        *(f"{short_name(name)} {hyperparameter(agent.hparams, name)}" for name in combined(names)),
         made(agent),
     ]
     if agent.state != "ok":
@@ -212,7 +212,7 @@ def measure(agent: AgentRecord) -> str:
 
 def brief(agent: AgentRecord, name: str) -> str:
     """Return an agent in one round with one of its values, in one line."""
-    value = hyperparameter(agent.hparams, shown([name])[0])
+    value = hyperparameter(agent.hparams, combined([name])[0])
     return f"agent {agent.agent}, member {agent.member}, round {agent.round + 1}: {value}"
 
 
@@ -223,8 +223,3 @@ def made(agent: AgentRecord) -> str:
         return "of the first population"
     changes = f": {text(changes_text(mutation.changes))}" if mutation.changes else ""
     return f"{text(mutation.op)} of member {agent.parent}{changes}"
-
-
-def shown(names: Sequence[str]) -> list[str]:
-    """Return hyperparameters with clip_coef in place of its two ends."""
-    return list(dict.fromkeys("clip_coef" if n.startswith("clip_") else n for n in names))

@@ -17,6 +17,8 @@ from evo_grpo.readers.report.figures.diagnostics import (
     curves,
     metric_names,
     plot_diagnostics,
+    plot_seconds,
+    plot_tokens,
     rolling,
     scale_of_metric,
     thinned,
@@ -28,7 +30,6 @@ from evo_grpo.readers.report.figures.schedules import (
     plot_improvement,
     plot_schedules,
 )
-from evo_grpo.readers.report.figures.spending import plot_seconds, plot_tokens
 from evo_grpo.record.family import ancestry, best_agent
 from evo_grpo.record.view import RunView, view_of
 from evo_grpo.types import Mutation

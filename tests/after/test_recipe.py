@@ -1,15 +1,24 @@
-"""The line of a winner as the settings of another run."""
+"""The file that `evo-grpo recipe` writes: the line of a winner as the settings of another run."""
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_runs import HP_CONFIG, make_run
+from shown_run import run_folder
+from small_run import small
+from typer.testing import CliRunner
 
-from evo_grpo.after.recipe.planning import Size, recipe_settings
+from evo_grpo import recipe, run
+from evo_grpo import settings as configuration
+from evo_grpo.after.recipe import recipe_settings
+from evo_grpo.cli.commands import app
+from evo_grpo.errors import ConfigError, RunDirError, RunFailedError, RunNotFoundError
 from evo_grpo.evolve.explore.protocol import Candidate
 from evo_grpo.evolve.explore.schedule import ScheduleExploration
-from evo_grpo.record.schedule import Schedule, ScheduledRound, winner_schedule
+from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.schedule import Schedule, ScheduledRound, read_schedule, winner_schedule
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.outside import outside
 from evo_grpo.settings import from_dict
@@ -59,24 +68,12 @@ def test_one_agent_trains_with_the_values_of_the_line_at_the_same_share(seed, ro
             agent.metrics["rows"] = 64.0
     winner = {"kind": "last", "member": records[-1].agents[0].member, "checkpoint": "c"}
     schedule = winner_schedule(records, winner, STEPS)
-    found = recipe_settings(config(), schedule, Size(1, rounds, STEPS), model=None)
+    found = recipe_settings(config(), schedule, rounds, STEPS, model=None)
     own = [one.hparams for one in schedule.rounds]
     trained = trained_with(found)
     for number, hparams in enumerate(trained):
         assert hparams == own[number * len(own) // rounds]
         assert not list(outside(hparams, found.search_space()))
-
-
-def test_a_population_searches_a_factor_of_three_around_the_line():
-    schedule = line(Hparams(lr=1e-3, group_size=8), Hparams(lr=2e-3, group_size=8))
-    found = recipe_settings(config(), schedule, Size(3, 6, 5), model=None)
-    space = found.search_space()
-    assert (space["lr"].min, space["lr"].max) == (pytest.approx(3.333e-4), 6e-3)
-    assert (space["group_size"].min, space["group_size"].max) == (3, 16)  # 16 was the maximum
-    assert "beta" not in space.names()  # 0 in every round
-    assert (found.algorithm.lr, found.algorithm.prompts_per_step) == (1e-3, 8)
-    assert (found.population.size, found.population.rounds) == (3, 6)
-    assert found.evolve.selection.kind == "tournament"
 
 
 def test_a_schedule_that_changes_the_layers_keeps_their_names():
@@ -90,23 +87,19 @@ def test_a_schedule_that_changes_the_layers_keeps_their_names():
     )
     first = Hparams(lr=1e-3, lora_target_modules="mlp")
     schedule = line(first, first.replace(lora_target_modules="q"))
-    found = recipe_settings(own, schedule, Size(1, 2, STEPS), model=None)
+    found = recipe_settings(own, schedule, 2, STEPS, model=None)
     assert found.search_space()["lora.target_modules"].choices == ("mlp", "q")
     assert found.evolve.exploration.rounds == [{"round": 2, "lora.target_modules": "q"}]
 
 
 def test_one_agent_does_not_go_back_to_an_earlier_round_which_would_leave_the_schedule():
     schedule = line(Hparams(lr=1e-3), Hparams(lr=2e-3))
-    own = config(archive=True)
-    alone = recipe_settings(own, schedule, Size(1, 2, STEPS), model=None)
-    assert not alone.evolve.archive
-    several = recipe_settings(own, schedule, Size(4, 2, STEPS), model=None)
-    assert several.evolve.archive
+    assert not recipe_settings(config(archive=True), schedule, 2, STEPS, model=None).evolve.archive
 
 
 def test_one_agent_takes_the_prompts_of_the_winner_in_its_last_round():
     schedule = line(Hparams(lr=1e-3), Hparams(lr=1e-3), rows=256)
-    found = recipe_settings(config(), schedule, Size(1, 2, STEPS), model=None)
+    found = recipe_settings(config(), schedule, 2, STEPS, model=None)
     assert found.algorithm.prompts_per_step == 256 // STEPS // 8
     assert found.evolve.exploration.kind == "none"
     assert not found.search_space()
@@ -129,7 +122,7 @@ def test_a_rank_and_a_prompt_that_were_found_are_settings_of_the_recipe():
     )
     one = Hparams(lr=1e-3, lora_r=4, loss_type="dapo", prompt="terse")
     schedule = line(one, one.replace(lora_r=6))
-    found = recipe_settings(searched, schedule, Size(1, 2, STEPS), model=None)
+    found = recipe_settings(searched, schedule, 2, STEPS, model=None)
     assert found.model.lora.rank_alpha == (4, 6.0)  # the scale stays
     assert found.algorithm.loss_type == "dapo"
     assert list(found.env.prompts) == ["terse"]
@@ -141,7 +134,7 @@ def test_a_rank_that_changes_leaves_an_alpha_that_was_searched():
     ranges = {"lora.r": {"choices": [4, 8, 16]}, "lora.alpha": {"min": 4, "max": 64}}
     own = config(hyperparameters=ranges)
     steps = [Hparams(lr=1e-3, lora_r=r, lora_alpha=16.0) for r in (4, 8, 16)]
-    found = recipe_settings(own, line(*steps), Size(1, 3, STEPS), model=None)
+    found = recipe_settings(own, line(*steps), 3, STEPS, model=None)
     adapters = [(one.lora_r, one.lora_alpha) for one in trained_with(found)]
     assert adapters == [(4, 16), (8, 16), (16, 16)]
 
@@ -158,7 +151,7 @@ def test_weights_of_rewards_that_were_found_replace_those_of_the_run():
         }
     )
     one = Hparams(lr=1e-3, reward_weights={"digits": 0.25})
-    found = recipe_settings(searched, line(one, one), Size(1, 2, 4), model=None)
+    found = recipe_settings(searched, line(one, one), 2, 4, model=None)
     assert found.env.reward_weights == {"other": 0.5, "digits": 0.25}
 
 
@@ -170,14 +163,14 @@ def test_a_schedule_of_lr_and_limits_follow_the_new_length_and_model():
         model=own.model.replace(trust_remote_code=True),
     )
     schedule = line(Hparams(lr=1e-3), Hparams(lr=1e-3))
-    found = recipe_settings(own, schedule, Size(1, 10, 8), model="other")
+    found = recipe_settings(own, schedule, 10, 8, model="other")
     assert found.algorithm.lr_schedule.steps == 80
     assert (found.engine.max_decode_rows, found.engine.shards) == (None, 4)
     assert (found.model.name, found.model.trust_remote_code) == ("other", False)
 
 
 def test_what_the_winner_found_is_a_setting_of_the_recipe():
-    run = from_dict(
+    searched = from_dict(
         {
             "model": {"name": "tiny-sums", "lora": {"target_sets": {"q": ["q_proj"], "mlp": MLP}}},
             "env": "sums",
@@ -205,7 +198,7 @@ def test_what_the_winner_found_is_a_setting_of_the_recipe():
         lora_target_modules="mlp",
     )
     schedule = line(first, first.replace(lr=2e-3))
-    found = recipe_settings(run, schedule, Size(1, 2, STEPS), model=None)
+    found = recipe_settings(searched, schedule, 2, STEPS, model=None)
     algorithm = found.algorithm
     assert (algorithm.kl_shaping, algorithm.adam_beta2, algorithm.max_output_tokens) == (
         True,
@@ -215,8 +208,105 @@ def test_what_the_winner_found_is_a_setting_of_the_recipe():
     assert algorithm.lr_schedule.warmup_proportion == 0.25
     assert found.model.lora.target_modules == MLP
     assert list(found.evolve.hyperparameters) == ["lr"]
-    around = recipe_settings(run, schedule, Size(4, 2, STEPS), model=None)
-    beta2 = around.evolve.hyperparameters["adam_beta2"]
-    assert (beta2.min, beta2.max) == pytest.approx((0.9, 1 - 0.05 / 3), rel=1e-4)
-    for one in (found, around):
-        assert from_written(to_yaml(one), "recipe") == one
+    assert from_written(to_yaml(found), "recipe") == found
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return run_folder(tmp_path / "one")
+
+
+def with_settings(folder, **changes):
+    """Change settings in the population.yaml of a run."""
+    file = folder / "population.yaml"
+    found = yaml.safe_load(file.read_text())
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        place = found
+        for name in parents:
+            place = place[name]
+        place[last] = value
+    file.write_text(yaml.safe_dump(found))
+
+
+def test_a_run_of_the_recipe_trains_with_the_schedule_of_the_winner(tmp_path):
+    ran = run(small(), out=tmp_path / "run", progress=False)
+    written = recipe(ran, tmp_path / "recipe.yaml")
+    again = run(written, out=tmp_path / "again", progress=False)
+    own = [one.hparams for one in read_schedule(ran).rounds]
+    assert [record.agents[0].hparams for record in read_rounds(again)] == own
+    assert all(len(record.agents) == 1 for record in read_rounds(again))
+
+
+def test_the_file_begins_with_where_its_values_come_from(folder, tmp_path):
+    written = recipe(folder, tmp_path / "recipe.yaml", rounds=6)
+    comments, _, text = written.read_text().partition("\n\n")
+    assert all(line.startswith("#") for line in comments.splitlines())
+    assert f"the winner of {folder}: member 2 over tiny-sums" in comments
+    assert "scored 0.807 on the test prompts, the base 0.331" in comments
+    found = yaml.safe_load(text)
+    length = {"size": 1, "rounds": 6, "steps_per_round": 4}
+    assert found["population"] | length == found["population"]
+    (lr,) = found["evolve"]["hyperparameters"].values()
+    assert (lr["min"], lr["max"]) == (0.001, 0.0012)
+    entries = [{"round": 4, "lr": 0.0012}]
+    assert found["evolve"]["exploration"] == {"kind": "schedule", "rounds": entries}
+    again = configuration.load(written)
+    assert configuration.from_dict(yaml.safe_load(configuration.to_yaml(again))) == again
+
+
+def test_another_model_takes_the_values_as_they_are_and_no_code(folder, tmp_path):
+    with_settings(folder, model__trust_remote_code=True, engine__max_decode_rows=64)
+    found = configuration.load(recipe(folder, tmp_path / "recipe.yaml", model="org/wide"))
+    assert (found.model.name, found.model.trust_remote_code) == ("org/wide", False)
+    assert found.algorithm.lr == 1e-3
+    assert found.evolve.exploration.rounds == [{"round": 2, "lr": 1.2e-3}]
+    assert found.engine.max_decode_rows is None  # it fitted another model
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rounds": 0}, "rounds: expected"),
+        ({"steps": 1.5}, "steps: expected"),
+    ],
+)
+def test_bad_arguments_are_named_and_nothing_is_written(folder, tmp_path, given, message):
+    with pytest.raises(ConfigError, match=message):
+        recipe(folder, tmp_path / "recipe.yaml", **given)
+    assert not (tmp_path / "recipe.yaml").exists()
+
+
+def test_a_run_without_a_winner_or_a_schedule_is_refused(tmp_path):
+    with pytest.raises(RunNotFoundError, match="no run folder"):
+        recipe(tmp_path, tmp_path / "recipe.yaml")
+    unfinished = run_folder(tmp_path / "unfinished", summary=False)
+    with pytest.raises(RunDirError, match="expected a finished run"):
+        recipe(unfinished, tmp_path / "recipe.yaml")
+
+
+def test_a_file_that_exists_is_replaced_with_force_only(folder, tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text("mine")
+    with pytest.raises(ConfigError, match=r"already exists.*--force"):
+        recipe(folder, file)
+    with pytest.raises(RunFailedError, match="cannot be written"):
+        recipe(folder, tmp_path, force=True)
+    assert file.read_text() == "mine"
+    assert configuration.load(recipe(folder, file, force=True)).population.size == 1
+
+
+def test_a_model_name_from_a_stranger_adds_no_line_to_the_file(folder, tmp_path):
+    with_settings(folder, model__name="a/b\nengine: {device: mps}\n#")
+    found = yaml.safe_load(recipe(folder, tmp_path / "recipe.yaml").read_text())
+    assert found["engine"]["device"] == "auto"
+
+
+def test_the_command_writes_a_file_that_the_next_command_reads(folder, tmp_path):
+    file = tmp_path / "longer.yaml"
+    given = ["recipe", str(folder), "-o", str(file), "--rounds", "3", "--steps", "2"]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 0, result.output
+    assert f"wrote {file}; next: evo-grpo check {file}" in result.stdout
+    found = configuration.load(file).population
+    assert (found.size, found.rounds, found.steps_per_round) == (1, 3, 2)

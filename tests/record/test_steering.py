@@ -3,31 +3,19 @@
 import errno
 import json
 import os
-import time
 
 import pytest
 
 from evo_grpo.errors import RunDirError, RunFailedError
 from evo_grpo.record import files
-from evo_grpo.record.requests import (
-    new_id,
-    read_requests,
-    remove_requests,
-    write_request,
-)
 from evo_grpo.record.run_dir import clear_run
+from evo_grpo.record.steering import read_requests, remove_requests, write_request
 from evo_grpo.types import Request
 
 
-def request(folder, **given):
-    return Request(
-        new_id(folder), "set", agent=3, values={"lr": 1e-4, "clip_coef": [0.8, 1.2]}, **given
-    )
-
-
 def written(folder, **given):
-    one = request(folder, **given)
-    write_request(folder, one)
+    values = {"lr": 1e-4, "clip_coef": [0.8, 1.2]}
+    one = write_request(folder, Request("", "set", agent=3, values=values, **given))
     return one, folder / "steering" / f"{one.id}.json"
 
 
@@ -37,13 +25,6 @@ def test_requests_come_back_in_the_order_in_which_they_were_asked_for(tmp_path):
     remove_requests(tmp_path, {asked[0].id, "not there"})
     assert read_requests(tmp_path).requests == tuple(asked[1:])
     assert read_requests(tmp_path).unread == {}
-
-
-def test_a_clock_that_steps_back_changes_no_order(tmp_path, monkeypatch):
-    clock = iter(range(1_800_000_000, 0, -3600))
-    monkeypatch.setattr(time, "time_ns", lambda: next(clock) * 10**9)
-    asked = [written(tmp_path, after=number)[0] for number in range(5)]
-    assert read_requests(tmp_path).requests == tuple(asked)
 
 
 def test_a_run_of_which_nothing_was_asked_has_none(tmp_path):

@@ -1,7 +1,7 @@
 import tiny
 import torch
 
-from evo_grpo.rollout.native.cache import RowCache
+from evo_grpo.rollout.native.decoder import RowCache
 
 
 def run(model, input_ids, cache, **more):

@@ -1,4 +1,4 @@
-"""Databases on the command line: what `check` and `run` say of one, and `evo-grpo deliver`."""
+"""Databases on the command line: what `check` and `run` say of one."""
 
 import json
 from pathlib import Path
@@ -82,13 +82,3 @@ def test_a_run_ends_with_the_name_of_its_study(made):
     finished = evo("resume", made)
     assert finished.exit_code == 0, finished.output
     assert "study:" not in finished.stdout  # a journal has none of its own name
-
-
-@pytest.mark.parametrize("option", [(), ("--storage", SERVER)])
-def test_deliver_names_the_command_that_took_its_place(made, option):
-    result = evo("deliver", made, *option)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    expected = " ".join(map(str, ("evo-grpo follow", made, "--to optuna", *option)))
-    assert result.stderr.endswith(f"{expected}\n")
-    assert result.stderr.count("\n") == 1

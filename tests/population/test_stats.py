@@ -7,8 +7,7 @@ import pytest
 from small_run import small, stopped_and_resumed
 
 from evo_grpo import run
-from evo_grpo.population.no_signal import warn_without_signal, without_signal
-from evo_grpo.population.stats import Tally
+from evo_grpo.population.stats import Tally, warn_without_signal, without_signal
 from evo_grpo.types import Trajectory
 
 NAN = float("nan")
@@ -74,7 +73,7 @@ def test_a_sentence_is_warned_of_and_logged(caplog):
     with pytest.warns(UserWarning, match="nothing to learn from"):
         warn_without_signal(without_signal([tally((1.0, 0.0))]))
     assert [(r.name, r.levelno) for r in caplog.records] == [
-        ("evo_grpo.population.no_signal", logging.WARNING)
+        ("evo_grpo.population.stats", logging.WARNING)
     ]
     warn_without_signal("")  # a warning would be an error here
     assert len(caplog.records) == 1

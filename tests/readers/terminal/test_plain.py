@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from shown_run import two_rounds
 
-from evo_grpo.readers.terminal.formatting import (
+from evo_grpo.readers.terminal.plain import (
     direction,
     evolution,
     shown_names,

@@ -10,9 +10,8 @@ from engine_contract import prompts_of
 
 import evo_grpo
 from evo_grpo.errors import PromptTooLongError
-from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
+from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest, engine_class, make_engine
 from evo_grpo.rollout.native.engine import NativeEngine
-from evo_grpo.rollout.registry import engine_class, make_engine
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.settings import AgentSettings
 from evo_grpo.settings.engine import ENGINES, EngineConfig
@@ -51,9 +50,6 @@ class ToySettings(RolloutSettings):
 
     def missing(self):
         yield "the toy lacks a wheel"
-
-    def plan_lines(self):
-        yield "generates", "a toy"
 
     def held_memory(self, load):
         return (Part("toy", 3_000_000, "engine.rollout"),)
@@ -125,7 +121,6 @@ def test_check_reads_the_declaration_of_a_new_engine(with_toy):
     shown = " ".join(with_toy("check", max_decode_rows=3).stdout.split())
     for text in (
         "toy 3.0 MB",
-        "generates a toy",
         "warning: the toy lacks a wheel",
         "max_decode_rows has no effect with engine.rollout toy, which samples one row at a time",
     ):

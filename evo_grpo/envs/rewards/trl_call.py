@@ -1,0 +1,94 @@
+"""Calls of reward functions that were written for TRL: `env.reward_style: trl`."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+PASSED = (
+    *("completion_ids", "completions", "prompts"),
+    *("log_extra", "log_metric", "trainer_state"),
+)
+"""What TRL passes beside the columns of the rows."""
+_NO_COLUMNS = ("prompt", "completion", "completion_ids")
+"""Columns that TRL does not pass on."""
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The part of TRL's `trainer_state` that there is here.
+
+    Attributes:
+        global_step: The GRPO step of the population that began last (0-based); 0 outside a run.
+    """
+
+    global_step: int
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What TRL's functions get of B completions beside their texts.
+
+    Attributes:
+        token_ids: Sampled ids of each, the end token included.
+        messages: The conversation that each answers; None for a prompt that is plain text.
+        step: See `TrainerState`.
+    """
+
+    token_ids: Sequence[Sequence[int]]
+    messages: Sequence[Sequence[Mapping[str, Any]] | None]
+    step: int = 0
+
+
+@dataclass
+class Log:
+    """What reward functions log with `log_metric`: the values of each name."""
+
+    values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Note a value."""
+        self.values[str(name)].append(float(value))
+
+    def log_extra(self, column: str, values: Sequence[object]) -> None:
+        """Do nothing: `completions/` has the columns of the rows and the values of rewards."""
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of the finite values of each name."""
+        finite = {name: list(filter(math.isfinite, own)) for name, own in self.values.items()}
+        return {name: math.fsum(own) / len(own) for name, own in finite.items() if own}
+
+
+def arguments(
+    completions: Sequence[str],
+    prompts: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    samples: Samples | None,
+    log: Log,
+) -> dict[str, Any]:
+    """Return the keyword arguments of a call, as TRL 1.16 makes it.
+
+    Completions of conversations are lists with one message of the assistant, and their prompts the
+    messages; those of plain prompts are texts.
+    """
+    known = samples or Samples([()] * len(completions), [None] * len(completions))
+    chats = known.messages
+    columns = dict.fromkeys(column for row in rows for column in row if column not in _NO_COLUMNS)
+    return {
+        **{column: [row.get(column) for row in rows] for column in columns},
+        "prompts": [
+            text if chat is None else [dict(one) for one in chat]
+            for text, chat in zip(prompts, chats, strict=True)
+        ],
+        "completions": [
+            text if chat is None else [{"role": "assistant", "content": text}]
+            for text, chat in zip(completions, chats, strict=True)
+        ],
+        "completion_ids": [list(ids) for ids in known.token_ids],
+        "trainer_state": TrainerState(known.step),
+        "log_metric": log.log_metric,
+        "log_extra": log.log_extra,
+    }

@@ -1,0 +1,28 @@
+"""Tells what a run spends its time on before its first result: loading, compiling, capturing."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+
+LOGGER = "evo_grpo.working"
+"""Name of the logger; the terminal shows its entries."""
+
+_log = logging.getLogger(LOGGER)
+
+
+@contextmanager
+def working(what: str) -> Generator[None]:
+    """Log work of unknown length when it begins, and when it ends with its seconds.
+
+    Args:
+        what: The work, such as "load the weights".
+    """
+    begin = time.perf_counter()
+    _log.info("%s", what, extra={"begins": True})
+    try:
+        yield
+    finally:
+        _log.info("%s: %.1f s", what, time.perf_counter() - begin, extra={"begins": False})
