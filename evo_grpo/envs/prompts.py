@@ -387,6 +387,12 @@ class _Present(dict[str, Any]):
         value = super().__getitem__(column)
         if value is None:
             raise DataError(f'the column "{column}" is None; {NO_NONE}')
+        inside = value.values() if isinstance(value, Mapping) else [value]
+        if any(isinstance(one, bytes) or type(one).__module__.startswith("PIL.") for one in inside):
+            raise DataError(
+                f'the column "{column}" is {type(value).__name__}, such as of an image, where text '
+                "is expected; the models here read text: take it out of the prompt"
+            )
         # With a conversion, as in {column!r}, it is meant.
         alone = self._text.strip() == f"{{{column}}}" and holds_messages(value)
         if not isinstance(value, str) and (alone or is_conversation(value)):

@@ -36,6 +36,9 @@ class Given:
     def description(self) -> str:
         """The name of a function, or the type of rows with their number."""
         name = getattr(self.value, "__name__", None) or type(self.value).__name__
+        if isinstance(self.value, Mapping):
+            splits = ", ".join(map(str, cast("Mapping[object, object]", self.value)))
+            return f"{name} with {splits}"
         if not callable(self.value) and isinstance(self.value, Sized):
             return f"{name} of {len(self.value)} rows"
         return str(name)

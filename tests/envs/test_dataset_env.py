@@ -8,6 +8,7 @@ import pytest
 from evo_grpo import DatasetEnv, ReasoningGym
 from evo_grpo.envs.resolve import resolve_environment
 from evo_grpo.errors import ConfigError, DataError
+from evo_grpo.settings.given import Given
 
 ROWS = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(30)]
 
@@ -92,3 +93,38 @@ def test_what_cannot_be_used_is_refused_at_once(given, error, message):
 def test_agents_without_a_tokenizer_cannot_play_it():
     with pytest.raises(ConfigError, match="env: DatasetEnv needs the model's tokenizer"):
         resolved(DatasetEnv(ROWS, right), None)
+
+
+def test_a_dataset_dict_stands_for_its_splits(tokenizer):
+    datasets = pytest.importorskip("datasets")
+    parts = {"train": ROWS[:20], "validation": ROWS[20:25], "test": ROWS[25:], "unlabelled": []}
+    splits = {name: rows for name, rows in parts.items() if rows}
+    whole = datasets.DatasetDict(
+        {name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}
+    )
+    expected = {name: splits[name] for name in ("train", "validation", "test")}
+    for given in (whole, splits):
+        task = DatasetEnv(given, right, prompt="{question}").task(0)
+        assert {name: list(map(dict, rows)) for name, rows in task.splits.items()} == expected
+        config = {"kind": "dataset", "train": given, "prompt": "{question}", "reward": right}
+        made = resolved(config, tokenizer).task
+        assert {name: list(map(dict, rows)) for name, rows in made.splits.items()} == expected
+    own = DatasetEnv(whole, right, prompt="{question}", test=ROWS[:2]).task(0)
+    assert list(map(dict, own.splits["test"])) == ROWS[:2]
+    assert Given(whole).description == "DatasetDict with train, validation, test"
+
+
+def test_images_are_refused_by_their_column():
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"question": datasets.Value("string"), "photo": datasets.Image()})
+    rows = {
+        "question": [f"what {n}?" for n in range(30)],
+        "photo": [{"bytes": b"x", "path": None}] * 30,
+    }
+    photos = datasets.Dataset.from_dict(rows, features=features)
+    with pytest.raises(DataError, match=r'train: .*got "photo" of the type Image, .*leave it out'):
+        DatasetEnv(photos, shorter, prompt="{question}")
+    DatasetEnv(photos.remove_columns("photo"), shorter, prompt="{question}")
+    plain = [{"question": "what?", "photo": {"bytes": b"x", "path": str(n)}} for n in range(30)]
+    with pytest.raises(DataError, match=r'row 0: .*"photo" is dict, such as of an image'):
+        DatasetEnv(plain, shorter, prompt="{question} {photo}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, cast, final
 
 from evo_grpo.envs.conversations import MESSAGES, holds_messages
 from evo_grpo.envs.data.tables import MAX_GIGABYTES, place_of, read_rows, require_columns
@@ -20,6 +20,7 @@ from evo_grpo.errors import ConfigError, DataError
 from evo_grpo.seeding import generator
 from evo_grpo.settings import EnvConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
+from evo_grpo.settings.given import Given
 from evo_grpo.settings.keywords import unknown_keyword
 from evo_grpo.settings.rewards import JudgeReward, ModelReward
 
@@ -43,7 +44,8 @@ class DatasetEnv:
 
     Args:
         train: Rows to learn from: a list of mappings, a pandas frame, a datasets.Dataset, or the
-            path of a CSV, TSV, JSON, JSONL or Parquet file.
+            path of a CSV, TSV, JSON, JSONL or Parquet file. A datasets.DatasetDict stands for its
+            splits train, validation and test.
         reward: One reward function or several: functions, `RewardFunction`s, or names such as
             "my_rewards:score". See `RewardFunction` for their arguments and results.
         validation: Rows that selection uses; types as for `train`. None holds out a tenth of the
@@ -83,7 +85,7 @@ class DatasetEnv:
                 known = dict.fromkeys((*_OWN, *_SETTINGS))
                 raise unknown_keyword("DatasetEnv", keyword, known)
         self.name = name
-        sources: dict[Split, object] = {"train": train, "validation": validation, "test": test}
+        sources = by_splits({"train": train, "validation": validation, "test": test})
         most = settings.get("max_data_gb", MAX_GIGABYTES)
         self._rows: dict[Split, list[DatasetRow]] = {
             split: list(read_rows(sources[split], split, most))
@@ -99,7 +101,7 @@ class DatasetEnv:
             reward_weights=reward_weights,  # pyright: ignore[reportArgumentType] -- as above
             **settings,
         )
-        self._rewards = rewards_of(reward, reward_weights)
+        self._rewards = rewards_of(reward, reward_weights, style=self.settings.reward_style)
         self.task(0)  # to find errors here, and not when training begins
 
     def __repr__(self) -> str:
@@ -172,6 +174,7 @@ def dataset_task(  # noqa: PLR0913 -- all but the first four have defaults
         thinking: The tags of thinking, with which the parameter of that name is no column.
         gigabytes: See `tables.read_rows`.
     """
+    sources = by_splits(sources)
     rows: dict[Split, Sequence[DatasetRow]] = {
         split: read_rows(sources[split], split, gigabytes)
         for split in SPLITS
@@ -202,6 +205,21 @@ def dataset_task(  # noqa: PLR0913 -- all but the first four have defaults
         conversation=made.conversation,
         max_output_tokens=max_output_tokens,
     )
+
+
+def by_splits(sources: Mapping[Split, Any]) -> Mapping[Split, Any]:
+    """Return sources in which a `DatasetDict` given as train stands for its splits.
+
+    A mapping with the key train is one. It fills in validation and test where they are missing.
+    """
+    train = sources.get("train")
+    train = train.value if isinstance(train, Given) else train
+    if not isinstance(train, Mapping) or "train" not in train:
+        return sources
+    own: dict[Split, Any] = {split: cast("Any", train).get(split) for split in SPLITS}
+    return own | {
+        split: one for split, one in sources.items() if split != "train" and one is not None
+    }
 
 
 def _try_templates(rewards: Sequence[RewardFunction], row: DatasetRow) -> None:

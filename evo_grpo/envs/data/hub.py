@@ -8,6 +8,7 @@ commit of the revision, because the package waits for minutes for a Hub that doe
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,4 +149,17 @@ def _rows(
             f"{read.data.nbytes / 1e9:.1f}; read a part, such as train[:10000], or raise "
             "env.max_data_gb"
         )
+    check_text_only(read, where)
     return [{ours: row[theirs] for ours, theirs in columns.items()} for row in read]
+
+
+def check_text_only(dataset: object, name: str) -> None:
+    """Refuse a datasets.Dataset with a column of images or the like, before it decodes them."""
+    features: Mapping[str, object] = getattr(dataset, "features", None) or {}
+    for column, feature in features.items():
+        if (kind := type(feature).__name__) in ("Image", "Audio", "Video"):
+            raise DataError(
+                f'{name}: expected columns of text and numbers, got "{column}" of the type {kind}, '
+                "and the models here read text; leave it out by .remove_columns, or by the key "
+                "columns of a dataset of the Hub"
+            )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, cast, final
 
-from evo_grpo.envs.data.hub import hub_dataset, read_hub
+from evo_grpo.envs.data.hub import check_text_only, hub_dataset, read_hub
 from evo_grpo.envs.messages import excerpt, listed, nearest
 from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import DataError, EngineUnavailable
@@ -108,6 +108,7 @@ def read_rows(source: object, name: str = "dataset", gigabytes: float = MAX_GIGA
             'pass one of its values, for instance dataset["train"]'
         )
     elif hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+        check_text_only(source, name)
         rows = list(cast("Sequence[Any]", source))
     else:
         raise DataError(
