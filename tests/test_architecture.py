@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("printable",),
     ("errors",),
     ("places",),
-    ("assets", "seeding", "sources", "types"),
+    ("assets", "seeding", "sources", "types", "working"),
     ("schema.patterns", "schema.validation"),
     ("schema",),
     ("evolve",),

@@ -147,17 +147,12 @@ def train(  # noqa: PLR0913 -- a round meets all parts of a run
             begins = not (past or step) and part is parts[0]
             with working("take the first step") if begins else nullcontext():
                 used = yield from training(
-                    cohort,
-                    env,
-                    part,
-                    starts_from(env, first, max(counts[step])),
-                    stream=(round, step),
-                    watch=watch,
+                    cohort, env, part, starts_from(env, first, max(counts[step])),
+                    stream=(round, step), watch=watch,
                     tallies=[tallies[slot] for slot in part],
                     prompts_per_agent=[prompts_of[slot] for slot in part],
-                    first=first,
-                    minibatches=settings.minibatches(len(slots)),
-                )
+                    first=first, minibatches=settings.minibatches(len(slots)),
+                )  # fmt: skip
             first += max(counts[step])
             finished[step] += 1
             if finished[step] == len(parts) and len(tallies) == len(slots):

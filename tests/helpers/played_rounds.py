@@ -60,7 +60,7 @@ def settings_of(made, window=None, sizes=None, **changes):
     return replace(made, **{"rows_per_step": None, **changes})
 
 
-def play(prepared, number=0, writer=None, **changes):
+def play(prepared, number=0, writer=None, past=(), **changes):
     return play_round(
         prepared.cohort,
         prepared.env,
@@ -69,4 +69,5 @@ def play(prepared, number=0, writer=None, **changes):
         number,
         writer=writer or Memory(),
         observer=Observer(),
+        past=past,
     )

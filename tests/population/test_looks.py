@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from plans import between, report, settings, with_archive
 from played_rounds import Memory, adapters, equal, play
+from random_runs import with_scores
 from small_run import small
 
 from evo_grpo.population.looks import (
@@ -136,12 +137,17 @@ def test_a_rule_that_ends_a_run_between_two_decisions_has_all_agents_evaluated()
 
 
 def test_a_rule_that_no_longer_holds_after_the_whole_evaluation_does_not_end_a_run(monkeypatch):
-    prepared = prepare(small(population__rounds=8, population__stop={"fitness": 0.9}))
+    rules = {"population__stop": {"patience": 1}, "population__decisions": [4, 8]}
+    prepared = prepare(small(population__rounds=8, **rules))
     fitness = prepared.round_settings.evolve.fitness.replace(between=0)
     evolve = prepared.round_settings.evolve.replace(fitness=fitness)
-    monkeypatch.setattr(Tally, "step_rewards", property(lambda tally: (1.0,)))
-    record = play(prepared, evolve=evolve)
-    assert max(agent.score.mean for agent in record.agents) < 0.9
+    first = play(prepared, evolve=evolve)
+    past = replace(with_scores(first, [-1.0] * len(first.agents)), between=True)
+    monkeypatch.setattr(Tally, "step_rewards", property(lambda tally: (-2.0,)))
+    seen = spied(prepared)
+    record = play(prepared, 1, past=[past], evolve=evolve)
+    # Training, by which the rule holds, and an evaluation of all, by which it does not.
+    assert len(seen) == 2
     assert (record.stopped, record.between) == ((), True)
 
 

@@ -48,7 +48,7 @@ def test_the_last_round_selects_nobody():
     for plan in (planned(reports, number=2), planned(reports, limited=True)):
         assert plan.last
         assert [member.id for member in plan.record.members] == [0, 1, 2]
-    stops = settings(stop={"fitness": 0.7})
+    stops = settings(stop={"fitness": 0.6})
     plan = planned(reports, made=stops)
     assert (plan.last, plan.record.stopped) == (True, ("fitness",))
     late = planned(reports, made=settings(stop={"minutes": 1.0}), seconds=61.0)
@@ -115,7 +115,7 @@ def test_where_all_have_failed_the_archive_is_restored_between_decisions_too():
 
 
 def test_a_rule_ends_a_run_between_two_decisions():
-    made, reports = between(stop={"fitness": 0.7}), [report(10), report(30), report(20)]
+    made, reports = between(stop={"fitness": 0.6}), [report(10), report(30), report(20)]
     plan = planned(reports, made=with_archive(made))
     assert (plan.last, plan.record.stopped) == (True, ("fitness",))
     assert plan.record.archived == (0, 1), "a run that is extended goes on with an archive"

@@ -116,7 +116,7 @@ def test_a_score_that_is_not_finite_comes_back_as_nan(agent, value):
     record = RoundRecord(0, (replace(agent, score=Score(value, value, 1, (value,))),), {})
     data = json.loads(json.dumps(to_json(record), allow_nan=False))
     score = {"mean": None, "se": None, "n": 1, "per_prompt": [None], "further": []}
-    score |= {"first_look": [], "steps": 0}
+    score |= {"first_look": [], "steps": 0, "rewards": []}
     assert data["agents"][0]["score"] == score
     score = round_from_json(data).agents[0].score
     assert all(math.isnan(number) for number in (score.mean, score.se, *score.per_prompt))

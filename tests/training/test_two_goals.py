@@ -18,7 +18,6 @@ from evo_grpo.record.family import front
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.log import RoundDone
 from evo_grpo.settings import load
-from evo_grpo.settings.run import warnings
 
 GOALS = ["contains", {"name": "tokens", "direction": "minimize"}]
 #: Answers of tiny-foods have different lengths; three rounds of four agents.
@@ -254,9 +253,3 @@ def test_an_objective_that_the_task_lacks_is_named_before_anything_trains(tmp_pa
         run(same, out=tmp_path / "run")
     assert "did you mean 'tokens'?" in str(e.value)
     assert not (tmp_path / "run").exists()
-
-
-def test_samples_of_a_final_comparison_that_there_is_not_have_no_effect():
-    found = warnings(small(**{**TWO, "evolve__fitness__final_samples": 5}))
-    assert any("final_samples has no effect with evolve.fitness.objectives" in one for one in found)
-    assert not any("final_samples" in one for one in warnings(small(**TWO)))

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -93,6 +94,8 @@ def write_export(
         sync_names(target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+        with suppress(OSError):  # it is not empty: the export is there
+            target.rmdir()
     return [*digests, MANIFEST]
 
 

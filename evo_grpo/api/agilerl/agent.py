@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from abc import ABC
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, final
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
 from torch.optim.lr_scheduler import LambdaLR
 
 from evo_grpo.api.agent import Agent
@@ -306,7 +306,7 @@ class AgileRLAgent(Agent, ABC):
 
     def to_device(self, *experiences: Any) -> tuple[Any, ...]:
         """Move tensors, including those in lists, tuples and mappings, to the base's device."""
-        return tuple(send_to_device(list(experiences), self.cohort.base.device))
+        return tuple(_moved(value, self.cohort.base.device) for value in experiences)
 
     def recompile(self) -> None:
         """Compile as the setting `torch_compiler` does, with its mode, or `default` if None."""
@@ -341,6 +341,20 @@ def _value_at(settings: Any, path: tuple[str | int, ...]) -> Any:  # noqa: ANN40
     for part in path:
         settings = getattr(settings, str(part), None)
     return settings
+
+
+def _moved(value: Any, device: torch.device) -> Any:  # noqa: ANN401 -- any nesting of tensors
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        other: Any = copy.copy(value)  # keeps a subclass, such as an observation of a turn
+        other.update({k: _moved(v, device) for k, v in value.items()})
+        return other
+    if isinstance(value, list | tuple):
+        parts = [_moved(v, device) for v in value]
+        # The constructor of a named tuple takes its elements as arguments.
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
 
 
 def _space_dim(space: Any) -> tuple[Any, ...]:  # noqa: ANN401 -- any gymnasium space, or TextSpace

@@ -252,7 +252,7 @@ def with_package(completion):
     ("function", "hint"),
     [
         (of_messages, "; completions and prompts are strings here, where TRL has messages"),
-        (of_ids, "; TRL passes token ids; here text alone: see docs/from_trl.md"),
+        (of_ids, "; TRL passes it, and so does env.reward_style: trl: see docs/from_trl.md"),
         (with_package, ""),  # the innermost call is that of an installed module
     ],
 )

@@ -145,8 +145,9 @@ def check(seed, monkeypatch):
     gpu, refills = draw.random() < 0.5, draw.random() < 0.5
     with monkeypatch.context() as patch:
         patch.setattr(engines, "hands_on_places", lambda device: refills)
-        if gpu:
+        if gpu or refills:  # no other cache takes further rows
             patch.setattr(decode, "cache_for", lambda device, *layers: FixedCache(*layers))
+        if gpu:
             patch.setattr(loop, "block_of", lambda device: 8)
         tokenizer = tokenizer_of(kind)
         prompts = [
