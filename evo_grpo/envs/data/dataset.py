@@ -217,9 +217,8 @@ def by_splits(sources: Mapping[Split, Any]) -> Mapping[Split, Any]:
     if not isinstance(train, Mapping) or "train" not in train:
         return sources
     own: dict[Split, Any] = {split: cast("Any", train).get(split) for split in SPLITS}
-    return own | {
-        split: one for split, one in sources.items() if split != "train" and one is not None
-    }
+    own.update({split: sources[split] for split in SPLITS[1:] if sources.get(split) is not None})
+    return own
 
 
 def _try_templates(rewards: Sequence[RewardFunction], row: DatasetRow) -> None:
