@@ -98,6 +98,7 @@ class Trajectory:
             "max_turns" or "context" for an episode; or "error".
         error: The error of the environment because of which the trajectory was dropped, else empty.
         answer: The right answer according to the dataset, for a reader; empty if there is none.
+        row: The dataset row of the prompt; empty for an episode.
     """
 
     prompt: str
@@ -110,6 +111,7 @@ class Trajectory:
     end: str = "completion"
     error: str = ""
     answer: str = ""
+    row: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def sampled(self) -> int:

@@ -136,6 +136,7 @@ class TrainKeywords(TypedDict, total=False):
     fitness: FitnessConfig | Mapping[str, Any]
     inherit_optimizer: bool
     completions: int
+    columns: list[str]
     metrics: bool
     checkpoints: Literal["all", "last", "best"] | int
     optuna: bool

@@ -105,6 +105,7 @@ def _trajectories(group: CompletionGroup) -> list[Trajectory]:
             logprobs=completion.logprobs,
             ended=completion.ended,
             answer=answer,
+            row=prompt.columns,
         )
         for completion in group.completions
     ]

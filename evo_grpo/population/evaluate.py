@@ -164,7 +164,7 @@ def evaluate_here(
 def without_texts(result: Evaluation) -> Evaluation:
     """Remove texts and tokens from an evaluation, for sending: a few bytes per completion stay."""
     light = tuple(
-        replace(t, prompt="", text="", token_ids=(), mask=(True,) * t.sampled, logprobs=())
+        replace(t, prompt="", text="", token_ids=(), mask=(True,) * t.sampled, logprobs=(), row={})
         for t in result.experience.trajectories
     )
     return replace(result, experience=replace(result.experience, trajectories=light))

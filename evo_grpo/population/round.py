@@ -261,7 +261,7 @@ def plan_and_record(
         steps = range(this.settings.population.steps_per_round)
         report_steps(this.settings, this.writer, this.observer, this.number, steps, tallies)
     plan = this.steering.steer(plan, next_id=next_member(cohort, plan.record))
-    rows = completion_rows(this.number, tallies, this.settings.record.completions)
+    rows = completion_rows(this.number, tallies, this.settings.record)
     this.writer.commit(plan.record, rows)
     return plan
 

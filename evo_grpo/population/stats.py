@@ -18,6 +18,7 @@ from evo_grpo.envs.protocol import Experience
 from evo_grpo.learn.objective.advantages import zero_variance_groups
 from evo_grpo.population.evaluate import Evaluation
 from evo_grpo.record.vocabulary import over_steps
+from evo_grpo.settings import RecordConfig
 from evo_grpo.types import Score, Slot, Trajectory
 
 _log = logging.getLogger(__name__)
@@ -137,8 +138,11 @@ def reward_metrics(
     }
 
 
-def completion_rows(round: int, tallies: Mapping[Slot, Tally], count: int) -> list[dict[str, Any]]:
-    """Return the first `count` sample completions of each agent, as lines of completions/."""
+def completion_rows(
+    round: int, tallies: Mapping[Slot, Tally], record: RecordConfig
+) -> list[dict[str, Any]]:
+    """Return the sample completions of each agent that are recorded, as lines of completions/."""
+    count, names = record.completions, record.columns
     return [
         {
             "round": round,
@@ -153,6 +157,7 @@ def completion_rows(round: int, tallies: Mapping[Slot, Tally], count: int) -> li
             "turns": trajectory.turns,
             "end": trajectory.end,
             "error": trajectory.error,
+            **({"columns": {n: trajectory.row.get(n) for n in names}} if names else {}),
         }
         for slot, tally in tallies.items()
         for (trajectory, reward), values in zip(

@@ -28,6 +28,11 @@ class RecordConfig(Group):
     """What the run folder keeps, and which readers follow the run."""
 
     completions: int = setting(2, "Sample completions kept for each agent and round.", ge=0)
+    columns: list[str] = setting(
+        factory=list[str],
+        meaning="Columns of the rows that are kept beside sample completions, for instance "
+        "`[level, source]`. Reports and exports do not show them.",
+    )
     metrics: bool = setting(
         True, "Keep the metrics of each GRPO step and agent; false keeps only the means of rounds."
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+from evo_grpo.envs.data.tables import require_columns
 from evo_grpo.envs.finding import find_name
 from evo_grpo.envs.loading import Loader, load_function
 from evo_grpo.envs.registry import build_task, is_multi_turn
 from evo_grpo.envs.rewards.weights import check_rewards
+from evo_grpo.envs.task import SPLITS
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.optuna import OptunaExploration
 from evo_grpo.evolve.explore.own import CheckedExplorer
@@ -79,6 +81,9 @@ def task_of(config: RunConfig, load: Loader = load_function) -> Task | None:
     task = build_task(config.env, config.seed, load)
     weights = {reward.name: reward.weight for reward in task.rewards}
     fitness = config.evolve.fitness
+    needs = dict.fromkeys(config.record.columns, "record.columns")
+    for split in SPLITS if needs else ():
+        require_columns(task.splits[split], needs, split)
     stop = config.population.stop.rewards
     check_rewards(weights, config.search_space(), fitness.reward, fitness.objectives, stop)
     return task

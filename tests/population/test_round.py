@@ -1,5 +1,6 @@
 """One round: what each stage counts, and a next generation that is what the plan says."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -8,8 +9,9 @@ import torch
 from played_rounds import Memory, adapters, digest, equal, play
 from small_run import Told, small
 
+from evo_grpo import run
 from evo_grpo.envs.protocol import Experience
-from evo_grpo.errors import ConfigError, RunFailedError, ShapeError
+from evo_grpo.errors import ConfigError, DataError, RunFailedError, ShapeError
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.evolve.select.none import NoSelection
@@ -406,13 +408,30 @@ def test_completions_are_kept_up_to_the_count():
         {"exact": 0.5, "form": 0.0},
     ]
     tally = Tally(samples=list(zip(done, [0.0, 1.0, 0.5], strict=True)), rewards=values)
-    rows = completion_rows(4, {3: tally, 5: Tally()}, 2)
+    rows = completion_rows(4, {3: tally, 5: Tally()}, RecordConfig())
     assert [r["rewards"] for r in rows] == values[:2]
     assert [(r["round"], r["agent"], r["reward"], r["tokens"]) for r in rows] == [
         (4, 3, 0.0, 1),
         (4, 3, 1.0, 2),
     ]
-    assert completion_rows(4, {3: tally}, 0) == []
+    assert completion_rows(4, {3: tally}, RecordConfig(completions=0)) == []
+
+
+def test_columns_of_the_row_are_kept_beside_a_completion_if_asked_for(tmp_path):
+    """In the run folder alone: a report is shared."""
+    record = {"completions": 2, "columns": ["a", "question"]}
+    folder = run(small(record=record), out=tmp_path / "run")
+    lines = (folder / "completions" / "round-0001.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert all(row["columns"]["question"] == row["prompt"] for row in rows)
+    assert all(f"{row['columns']['a']:02d}+" == row["prompt"][:3] for row in rows)
+    plain = run(small(), out=tmp_path / "plain")
+    assert "columns" not in json.loads(
+        (plain / "completions" / "round-0001.jsonl").read_text().splitlines()[0]
+    )
+    with pytest.raises(DataError, match=r'no column "colour", which record\.columns needs'):
+        run(small(record={"columns": ["colour"]}), out=tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()
 
 
 def test_the_stopwatch_adds_up():

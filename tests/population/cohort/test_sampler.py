@@ -19,6 +19,7 @@ from evo_grpo.population.evaluate import evaluate
 from evo_grpo.population.stats import Stopwatch, Tally, completion_rows
 from evo_grpo.population.steps import train_step
 from evo_grpo.record.observer import Observer
+from evo_grpo.settings import RecordConfig
 from evo_grpo.types import Prompt
 
 STREAM = ("sample", 0, 0)
@@ -197,7 +198,7 @@ def test_dropped_episodes_leave_rows_and_baseline_and_are_counted():
         assert metrics["rows"] == 8.0
         assert np.isfinite(metrics["reward"])
     assert tallies[0].means()["dropped"] == 8.0
-    shown = completion_rows(0, dict(enumerate(tallies)), 1)[0]
+    shown = completion_rows(0, dict(enumerate(tallies)), RecordConfig(completions=1))[0]
     assert (shown["end"], shown["error"]) == ("error", "ConnectionError: gone")
     assert np.isnan(shown["reward"])
 
