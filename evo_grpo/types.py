@@ -37,12 +37,15 @@ class Prompt:
         text: The prompt after the conversation and chat templates.
         token_ids: The prompt's token ids, not padded, at least one.
         columns: The dataset row of the prompt; reward functions receive its columns by name.
+        step: Training prompts before it, divided by the prompts of a step; 0 in an evaluation. Only
+            of a task whose reward functions read it.
     """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    step: int = 0
 
 
 @dataclass(frozen=True)

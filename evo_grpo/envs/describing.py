@@ -31,7 +31,8 @@ def environment_parts(env: object, seed: int) -> dict[str, str]:
     """Return what identifies an environment: a text or a digest, by the name of the part.
 
     Rows are compared by their content, functions and classes by their source, without the source of
-    what they call. How reward functions are called is no part, since it changes no result.
+    what they call. How reward functions are called is no part, since it changes no result, but for
+    TRL's style.
 
     Args:
         env: An object as `Population.train` takes it.
@@ -111,6 +112,8 @@ def _of_task(task: Task) -> dict[str, str]:
     parts |= reward_parts(task.rewards)
     parts["env.reward"] = ", ".join(reward.name for reward in task.rewards)
     parts["env.reward_weights"] = _stable([reward.weight for reward in task.rewards])
+    if any(reward.style is not None for reward in task.rewards):
+        parts["env.reward_style"] = "trl"
     if task.too_long != "error":
         parts["env.too_long"] = task.too_long
     return {**parts, "env.max_output_tokens": str(task.max_output_tokens)}

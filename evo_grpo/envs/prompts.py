@@ -387,7 +387,8 @@ class _Present(dict[str, Any]):
         value = super().__getitem__(column)
         if value is None:
             raise DataError(f'the column "{column}" is None; {NO_NONE}')
-        inside = value.values() if isinstance(value, Mapping) else [value]
+        inside = value.values() if isinstance(value, Mapping) else value
+        inside = inside if isinstance(value, Mapping | list | tuple) else [value]
         if any(isinstance(one, bytes) or type(one).__module__.startswith("PIL.") for one in inside):
             raise DataError(
                 f'the column "{column}" is {type(value).__name__}, such as of an image, where text '

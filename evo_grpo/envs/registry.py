@@ -81,7 +81,7 @@ _REFUSED_OF_EPISODES = (
         "brings its own prompts and rewards",
     ),
     (
-        ("reward_failures", "reward_errors", "isolate"),
+        ("reward_failures", "reward_errors", "reward_style", "isolate"),
         "plays episodes in this process and drops those that fail",
     ),
 )

@@ -158,13 +158,12 @@ class ReasoningGym:
         #: The task with all its rows, of which `env.too_long: drop` may leave some out.
         self.given = task
         self._limits: tuple[int, int] | None = None
-        #: The first prompt of the latest batch, in the order in which training takes them.
-        self._first = 0
         self._render(task, task.max_output_tokens)
         self._set_aside = SetAside(task.calls.reward_failures)
         #: Held where threads share a process or counts.
         self._shared = Lock()
         self._functions = [one for one in task.rewards if not isinstance(one.fn, Scorer)]
+        self._of_trl = any(one.style == "trl" for one in self._functions)
         self._scorers = [one.fn for one in task.rewards if isinstance(one.fn, Scorer)]
         self._judges = [one for one in self._scorers if isinstance(one, Judge)]
         isolated = task.calls.isolate == "process" and bool(self._functions)
@@ -224,11 +223,15 @@ class ReasoningGym:
                 f"batch: expected step >= 0 and size >= 1, got step {step}, size {size}"
             )
         rows, first, end = len(self.task.splits["train"]), step * size, (step + 1) * size
-        self._first = first
         epochs = range(first // rows, (end - 1) // rows + 1)
         orders = {epoch: self._order("train", "epoch", epoch) for epoch in epochs}
-        indices = [orders[place // rows][place % rows] for place in range(first, end)]
-        return [self._rendered.get("train", index) for index in indices]
+        found = {
+            place: self._rendered.get("train", orders[place // rows][place % rows])
+            for place in range(first, end)
+        }
+        if not self._of_trl:
+            return list(found.values())
+        return [replace(one, step=place // self.batch_size) for place, one in found.items()]
 
     def prompts(self, split: Split, size: int | None = None) -> list[Prompt]:
         """Return a fixed seeded subset of a split, the same at every call.
@@ -261,7 +264,7 @@ class ReasoningGym:
         rendered = self._by_name[name]
         if rendered is self._rendered:
             return list(prompts)
-        return [rendered.of_row(prompt) for prompt in prompts]
+        return [replace(rendered.of_row(one), step=one.step) for one in prompts]
 
     def row(self, split: Split, index: int) -> Prompt:
         """Return the prompt of a row by its position in the split (0-based)."""
@@ -308,8 +311,9 @@ class ReasoningGym:
         self, starts: Sequence[Sequence[Prompt]], group_sizes: Sequence[int]
     ) -> SingleTurnPlay:
         """Begin a play of one turn; see `Environment.begin`."""
-        apart = self.task.calls.reward_style == "trl"
-        return SingleTurnPlay(starts, group_sizes, self.judge, self.reward_names, apart=apart)
+        return SingleTurnPlay(
+            starts, group_sizes, self.judge, self.reward_names, apart=self._of_trl
+        )
 
     def limit_context(self, max_context_length: int, answer_tokens: int | None = None) -> None:
         """Set the model's context and check that every prompt leaves room for one token.
@@ -385,7 +389,7 @@ class ReasoningGym:
 
     def _samples(self, groups: Sequence[CompletionGroup]) -> Samples | None:
         """Return what functions in TRL's style get beside texts."""
-        if self.task.calls.reward_style != "trl":
+        if not self._of_trl:
             return None
         messages: list[Any] = []
         for group in groups:
@@ -396,7 +400,7 @@ class ReasoningGym:
             )
             messages += [by.messages(group.prompt)] * len(group.completions)
         ids = [completion.token_ids for group in groups for completion in group.completions]
-        return Samples(ids, messages, self._first // self.batch_size)
+        return Samples(ids, messages, min((group.prompt.step for group in groups), default=0))
 
     def _scored(self, groups: Sequence[CompletionGroup]) -> Scored:
         prompts = [group.prompt for group in groups for _ in group.completions]

@@ -257,6 +257,7 @@ def _env(env: EnvConfig) -> Iterator[Problem]:
     both = env.prompt is not None and env.conversation is not None
     unlike = isinstance(weights, list) and len(weights) != count
     rows, reward = "rows for kind dataset", "a reward function for kind dataset"
+    styled = env.reward_style is not None and not count and not env.kind.startswith(OBJECT)
     each = f"one weight per function of env.reward ({count})"
     return contradictions(
         env,
@@ -264,6 +265,7 @@ def _env(env: EnvConfig) -> Iterator[Problem]:
         ("reward", data and env.reward is None, reward, 'for instance "my_rewards:exact"'),
         ("conversation", both, "null beside prompt", "remove one of them"),
         ("reward_weights", unlike, each, "or a mapping such as {exact: 1}"),
+        ("reward_style", styled, "env.reward beside it", "name the functions, or leave it out"),
     )
 
 

@@ -5,11 +5,11 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, model_validator
 
 from evo_grpo.schema.group import Group, PlainMapping, same_as, setting
 from evo_grpo.schema.validation import is_number
-from evo_grpo.settings.given import Given, Source
+from evo_grpo.settings.given import Given, Source, by_splits
 from evo_grpo.settings.prompting import (
     FewShot,
     NamedPrompt,
@@ -97,8 +97,8 @@ class EnvConfig(Group):
         None,
         "Training rows: a CSV, JSON, JSONL or Parquet file, or a dataset of the Hugging Face Hub, "
         "such as `openai/gsm8k`; in Python also a list of mappings, a pandas frame or a "
-        "`datasets.Dataset`. Required for kind `dataset`; other kinds have their "
-        "own rows.",
+        "`datasets.Dataset`, or a `DatasetDict`, which stands for its splits. Required for kind "
+        "`dataset`; other kinds have their own rows.",
     )
     validation: Source = setting(
         None, "Rows that selection uses, as for `train`; null holds out a part of `train`."
@@ -151,6 +151,12 @@ class EnvConfig(Group):
     reward_errors: Literal["stop", "set_aside"] = same_as(RewardCalls, "reward_errors")
     reward_style: Literal["trl"] | None = same_as(RewardCalls, "reward_style")
     isolate: Literal["process"] | None = same_as(RewardCalls, "isolate")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _splits(cls, values: object) -> object:
+        """Take a `DatasetDict` given as train by its splits."""
+        return by_splits(cast("dict[str, Any]", values)) if isinstance(values, dict) else values
 
     @property
     def rewards(self) -> list[Reward]:

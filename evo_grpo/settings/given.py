@@ -96,3 +96,18 @@ def is_function(value: object) -> bool:
 
 
 Source = Annotated[str | HubDataset | Given | None, BeforeValidator(_source)]
+
+
+def by_splits(sources: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return sources in which a `DatasetDict` given as train stands for its splits.
+
+    A mapping with the key train is one. It fills in validation and test where they are missing.
+    """
+    train = sources.get("train")
+    train = train.value if isinstance(train, Given) else train
+    if not isinstance(train, Mapping) or "train" not in train:
+        return sources
+    splits = cast("Mapping[str, Any]", train)
+    rest = {name: sources.get(name) for name in ("validation", "test")}
+    own = {name: splits.get(name) if one is None else one for name, one in rest.items()}
+    return {**sources, "train": splits["train"], **own}

@@ -56,7 +56,7 @@ from evo_grpo.settings.cross_checks import (
 )
 from evo_grpo.training.sizing.machine import torch_build, unseen_gpus
 from evo_grpo.training.start_adapter import lora_config, read_start
-from evo_grpo.training.strategies import check_explorer, explorer, selector
+from evo_grpo.training.strategies import check_columns, check_explorer, explorer, selector
 from evo_grpo.types import Slot
 from evo_grpo.working import working
 
@@ -126,6 +126,7 @@ class Prepared:
             fitness.objectives,
             self.round_settings.population.stop.rewards,
         )
+        check_columns(getattr(self.env, "task", None), self.round_settings.record.columns)
         if found := list(fitness_problems(space, fitness)):
             raise Problems(*found).below("evolve", "fitness")
         own = isinstance(self.round_settings.selector, CheckedSelector)

@@ -12,7 +12,6 @@ from evo_grpo.model.lora.load import fit_slot
 from evo_grpo.population.checkpoints.manifest import read_attributes
 from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.cohort.cohort import Cohort
-from evo_grpo.population.rollouts import starts_from
 from evo_grpo.population.round import apply, recorded_generation
 from evo_grpo.record.digests import check_digests
 from evo_grpo.record.family import archived_agent, next_member_id
@@ -79,8 +78,6 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
     inherit = prepared.round_settings.evolve.inherit_optimizer
     apply(cohort, slots, generation, inherit_optimizer=inherit)
     cohort.reserve_members(next_member_id(rounds))
-    if starts := rounds[-1].starts:
-        starts_from(prepared.env, starts - 1, 1)  # a reward in TRL's style is told how far it is
     return generation.slots
 
 

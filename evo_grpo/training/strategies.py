@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from evo_grpo.envs.data.tables import require_columns
@@ -9,7 +10,7 @@ from evo_grpo.envs.finding import find_name
 from evo_grpo.envs.loading import Loader, load_function
 from evo_grpo.envs.registry import build_task, is_multi_turn
 from evo_grpo.envs.rewards.weights import check_rewards
-from evo_grpo.envs.task import SPLITS
+from evo_grpo.envs.task import SPLITS, Task
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.optuna import OptunaExploration
 from evo_grpo.evolve.explore.own import CheckedExplorer
@@ -22,7 +23,6 @@ from evo_grpo.schema.problems import Problems
 from evo_grpo.schema.validation import shown
 
 if TYPE_CHECKING:
-    from evo_grpo.envs.task import Task
     from evo_grpo.evolve.explore.protocol import Explorer
     from evo_grpo.evolve.explore.registry import Exploration
     from evo_grpo.evolve.select.protocol import Selector
@@ -81,12 +81,21 @@ def task_of(config: RunConfig, load: Loader = load_function) -> Task | None:
     task = build_task(config.env, config.seed, load)
     weights = {reward.name: reward.weight for reward in task.rewards}
     fitness = config.evolve.fitness
-    needs = dict.fromkeys(config.record.columns, "record.columns")
-    for split in SPLITS if needs else ():
-        require_columns(task.splits[split], needs, split)
+    check_columns(task, config.record.columns)
     stop = config.population.stop.rewards
     check_rewards(weights, config.search_space(), fitness.reward, fitness.objectives, stop)
     return task
+
+
+def check_columns(task: object, names: Sequence[str]) -> None:
+    """Check that a task has the columns of `record.columns`."""
+    if names and not isinstance(task, Task):
+        raise ConfigError(
+            "record.columns: expected a task of one turn, whose prompts are rows, got one of "
+            "several; leave it out"
+        )
+    for split in SPLITS if isinstance(task, Task) and names else ():
+        require_columns(task.splits[split], dict.fromkeys(names, "record.columns"), split)
 
 
 def check_explorer(explorer: Explorer, settings: AgentSettings) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast, final
+from typing import Any, final
 
 from evo_grpo.envs.conversations import MESSAGES, holds_messages
 from evo_grpo.envs.data.tables import MAX_GIGABYTES, place_of, read_rows, require_columns
@@ -16,11 +16,12 @@ from evo_grpo.envs.prompts import Messages, Template
 from evo_grpo.envs.rewards.functions import RewardFunction, required_columns
 from evo_grpo.envs.rewards.scorer import Scorer
 from evo_grpo.envs.task import SPLITS, DatasetRow, Split, Task
+from evo_grpo.envs.thinking import COLUMN
 from evo_grpo.errors import ConfigError, DataError
 from evo_grpo.seeding import generator
 from evo_grpo.settings import EnvConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
-from evo_grpo.settings.given import Given
+from evo_grpo.settings.given import by_splits
 from evo_grpo.settings.keywords import unknown_keyword
 from evo_grpo.settings.rewards import JudgeReward, ModelReward
 
@@ -190,7 +191,9 @@ def dataset_task(  # noqa: PLR0913 -- all but the first four have defaults
     needs = required_columns(rewards, thinking)
     for split, its_rows in rows.items():
         require_columns(its_rows, needs, split)
-    _try_templates(rewards, rows["train"][0])
+    thoughts = {} if thinking is None else {COLUMN: ""}
+    first = rows["train"][0]
+    _try_templates(rewards, {**first, **thoughts}, place_of(first, "train, row 0"))
     missing: list[Split] = [split for split in SPLITS if split not in rows]
     few = validation_from_few and len(set(prompts)) < FEWEST_TO_DIVIDE
     if few and missing == ["validation"]:
@@ -207,28 +210,13 @@ def dataset_task(  # noqa: PLR0913 -- all but the first four have defaults
     )
 
 
-def by_splits(sources: Mapping[Split, Any]) -> Mapping[Split, Any]:
-    """Return sources in which a `DatasetDict` given as train stands for its splits.
-
-    A mapping with the key train is one. It fills in validation and test where they are missing.
-    """
-    train = sources.get("train")
-    train = train.value if isinstance(train, Given) else train
-    if not isinstance(train, Mapping) or "train" not in train:
-        return sources
-    own: dict[Split, Any] = {split: cast("Any", train).get(split) for split in SPLITS}
-    own.update({split: sources[split] for split in SPLITS[1:] if sources.get(split) is not None})
-    return own
-
-
-def _try_templates(rewards: Sequence[RewardFunction], row: DatasetRow) -> None:
+def _try_templates(rewards: Sequence[RewardFunction], row: DatasetRow, place: str) -> None:
     """Fill in the templates of judges and reward models with the first row, before any training."""
     for reward in rewards:
         if isinstance(reward.fn, Scorer):
             try:
                 reward.fn.fill({**row, "completion": "", "prompt": ""})
             except DataError as error:
-                place = place_of(row, "train, row 0")
                 raise DataError(f"env.reward: {reward.name}: {place}: {error}") from error
 
 

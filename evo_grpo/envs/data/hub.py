@@ -8,7 +8,7 @@ commit of the revision, because the package waits for minutes for a Hub that doe
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 TIMEOUT = 10.0
 """Seconds that the Hub may take to answer."""
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
+_MEDIA = ("Image", "Audio", "Video")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SPLITS = ("train", "validation", "test")
 
@@ -157,9 +158,19 @@ def check_text_only(dataset: object, name: str) -> None:
     """Refuse a datasets.Dataset with a column of images or the like, before it decodes them."""
     features: Mapping[str, object] = getattr(dataset, "features", None) or {}
     for column, feature in features.items():
-        if (kind := type(feature).__name__) in ("Image", "Audio", "Video"):
+        for kind in filter(_MEDIA.__contains__, _kinds(feature)):
             raise DataError(
                 f'{name}: expected columns of text and numbers, got "{column}" of the type {kind}, '
                 "and the models here read text; leave it out by .remove_columns, or by the key "
                 "columns of a dataset of the Hub"
             )
+
+
+def _kinds(feature: Any) -> Iterator[str]:  # noqa: ANN401 -- a feature of datasets, or a list or mapping
+    """Yield the names of the types of a feature and of those inside it."""
+    yield type(feature).__name__
+    inside = feature.values() if isinstance(feature, Mapping) else feature
+    if not isinstance(feature, Mapping | list | tuple):
+        inside = [feature.feature] if hasattr(feature, "feature") else []
+    for one in inside:
+        yield from _kinds(one)

@@ -85,6 +85,13 @@ class RewardFunction:
                 "can only be passed by position; wrap it: lambda completion, answer: "
                 "fn(completion, answer)"
             )
+        needed = [name for name in self.required_columns() if name in ROW_NAMES]
+        if self.style == "trl" and needed:
+            raise ConfigError(
+                f"reward function {self.name!r}: expected parameters that TRL passes, such as "
+                f"prompts and completions, got {listed(needed)}; leave env.reward_style out, or "
+                "rename them"
+            )
         if not self.is_batch and not self.takes_all and "completion" not in self._parameters():
             raise ConfigError(
                 f"reward function {self.name!r}: expected a parameter named completion (called per "
@@ -167,14 +174,14 @@ def as_rewards(
         )
     wrapped: list[RewardFunction] = []
     for number, fn in enumerate(many):
-        own = None if isinstance(fn, Scorer) else style
-        reward = (
-            fn if isinstance(fn, RewardFunction) else RewardFunction(_name_of(fn), fn, 1.0, own)
-        )
+        inner = fn.fn if isinstance(fn, RewardFunction) else fn
+        own = None if isinstance(inner, Scorer) else style
+        known = isinstance(fn, RewardFunction)
+        reward = fn if known else RewardFunction(_name_of(fn), fn, style=own)
         taken = sum(other.name.split("#")[0] == reward.name for other in wrapped)
         name = f"{reward.name}#{taken + 1}" if taken else reward.name  # distinguishes two lambdas
         weight = reward.weight if weights is None else weights[number]
-        wrapped.append(replace(reward, name=name, weight=weight))
+        wrapped.append(replace(reward, name=name, weight=weight, style=reward.style or own))
     if by_name is not None:
         names = [reward.name for reward in wrapped]
         for name in by_name:
@@ -244,7 +251,7 @@ def hint(error: BaseException) -> str:
     if kind and told.startswith(("string indices must be", "'str' object has no attribute 'get'")):
         return (
             "; completions and prompts are strings here, where TRL has messages in conversations: "
-            "set env.reward_style: trl, or write completion in place of completion[0]['content'], "
-            f"see {PAGE}"
+            "set env.reward_style: trl and ask by messages, or write completion in place of "
+            f"completion[0]['content'], see {PAGE}"
         )
     return ""

@@ -18,6 +18,7 @@ from evo_grpo.envs.rewards.judge_answers import Answer, Answers
 from evo_grpo.envs.rewards.judge_client import NOT_ASKED, Body, Client
 from evo_grpo.envs.rewards.scorer import Board, Scorer, UnusableRewardError, template_rows
 from evo_grpo.envs.rewards.watch import check_not_stopped
+from evo_grpo.envs.thinking import COLUMN
 from evo_grpo.errors import RewardError
 from evo_grpo.printable import redacted
 from evo_grpo.settings.rewards import JudgeReward
@@ -103,12 +104,15 @@ class Judge(Scorer):
         """
         settings = self.settings
         characters = sum(
-            len(template.plain({**row, "completion": ""}))
+            len(template.plain({**row, "completion": "", COLUMN: ""}))
             for row in rows
             for template in self._templates.values()
         )
         read = characters / CHARACTERS + len(rows) * tokens
-        write = len(rows) * (1 if settings.score == "logprob" else settings.max_tokens)
+        own = settings.parameters
+        longest = 1 if settings.score == "logprob" else settings.max_tokens
+        longest = own.get("max_completion_tokens") or own.get("max_tokens") or longest
+        write = len(rows) * longest
         cost = (read * settings.input_price + write * settings.output_price) / 1e6
         return (
             f"the judge {settings.model!r} is asked up to {len(rows):,} questions, about "

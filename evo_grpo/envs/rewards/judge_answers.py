@@ -62,6 +62,8 @@ class Answers(dict[str, Answer]):
         """
         judge = name.rpartition("rank-")[0]
         damaged = 0
+        # What an earlier run of this process has cost is in its own folder, or in the files below.
+        self.count = self.input = self.output = 0
         with reading(folder):
             for file in answer_files(folder):
                 found = read_answers(file)

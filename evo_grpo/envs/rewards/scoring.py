@@ -259,6 +259,9 @@ def shown_calls(rewards: Sequence[RewardFunction], row: Mapping[str, Any]) -> li
             found.append(f"{reward.name}, asked about each completion")
             continue
         (call,) = calls_of([reward], CompletionBatch(["..."], [row], ["..."], ["row 0"]))
+        if reward.style == "trl":
+            found.append(f"{reward.name}({', '.join(call.arguments)}), as TRL calls it")
+            continue
         given = (f"{name}={shorten(repr(value), SHOWN)}" for name, value in call.arguments.items())
         found.append(f"{reward.name}({', '.join(given)})")
     return found

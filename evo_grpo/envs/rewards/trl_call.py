@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from evo_grpo.schema.validation import LARGEST_REWARD as LARGEST
+
 PASSED = (
     *("completion_ids", "completions", "prompts"),
     *("log_extra", "log_metric", "trainer_state"),
@@ -22,7 +24,8 @@ class TrainerState:
     """The part of TRL's `trainer_state` that there is here.
 
     Attributes:
-        global_step: The GRPO step of the population that began last (0-based); 0 outside a run.
+        global_step: Training prompts before those of the call, divided by the prompts of a step; 0
+            in evaluations and outside a run.
     """
 
     global_step: int
@@ -57,9 +60,9 @@ class Log:
         """Do nothing: `completions/` has the columns of the rows and the values of rewards."""
 
     def means(self) -> dict[str, float]:
-        """Return the mean of the finite values of each name."""
-        finite = {name: list(filter(math.isfinite, own)) for name, own in self.values.items()}
-        return {name: math.fsum(own) / len(own) for name, own in finite.items() if own}
+        """Return the mean of the values of each name, without those beyond 1e15, as of rewards."""
+        usable = {name: [n for n in own if abs(n) <= LARGEST] for name, own in self.values.items()}
+        return {name: math.fsum(own) / len(own) for name, own in usable.items() if own}
 
 
 def arguments(

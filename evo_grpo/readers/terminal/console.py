@@ -44,7 +44,7 @@ class WorkLines(logging.Handler):
     def __init__(self, console: Console) -> None:
         super().__init__(logging.INFO)
         self._console = console
-        self._begun: list[threading.Timer] = []
+        self._begun: dict[int | None, list[threading.Timer]] = {}
 
     def __enter__(self) -> Self:
         logger = logging.getLogger(LOGGER)
@@ -65,9 +65,9 @@ class WorkLines(logging.Handler):
             timer = threading.Timer(LONG_WORK, say, (self._console, line, "dim"))
             timer.daemon = True
             timer.start()
-            self._begun.append(timer)
-        elif self._begun:
-            self._begun.pop().cancel()
+            self._begun.setdefault(record.thread, []).append(timer)
+        elif begun := self._begun.get(record.thread):
+            begun.pop().cancel()
 
 
 def standard_output() -> Console:
