@@ -240,9 +240,17 @@ def _check_checkpoints(records: _Records, found: Findings) -> None:
     if not apart or best is None or best.checkpoint is None:
         return
     files = rounds[best.round].files_of(best.checkpoint)
-    # After a stop it may be missing or of an earlier round: a resume copies it from its source.
-    if records.finished or not _is_same(folder / best.checkpoint, files):
+    # A stop may leave it missing or of an earlier round: a resume then copies it from its source.
+    if records.finished or not _is_same(folder / best.checkpoint, files) or not _is_behind(records):
         found.compare(folder / BEST, files, f"round {best.round + 1} recorded")
+
+
+def _is_behind(records: _Records) -> bool:
+    """Return whether checkpoints/best is missing, or the best agent of earlier rounds."""
+    place, rounds = records.folder / BEST, records.rounds
+    bests = filter(None, (best_ever(rounds[:number]) for number in range(len(rounds))))
+    earlier = (rounds[one.round].files_of(str(one.checkpoint)) for one in bests)
+    return not place.exists() or any(_is_same(place, files) for files in earlier)
 
 
 def _is_same(folder: Path, files: Mapping[str, str]) -> bool:

@@ -50,7 +50,8 @@ def run(
         config: Settings of the run: a `RunConfig`, the path of a YAML file, or a mapping as in
             such a file, in which `env.train`, `env.validation` and `env.test` may be rows (a list
             of mappings, a pandas frame, a datasets.Dataset or DatasetDict) and `env.reward`
-            functions. Files and modules that a YAML file names are found in the working folder or beside it.
+            functions. Files and modules that a YAML file names are found in the working folder or
+            beside it.
         out: Run folder; None creates `runs/<name>-<n>`.
         force: Replace an existing run.
         observer: Gets the progress.

@@ -139,6 +139,8 @@ def to_batch(
     """
     ids, masks, rewards = experiences
     values = as_floats(rewards, "learn: rewards").reshape(-1)
+    if len(ids) != len(masks):
+        raise ShapeError(f"learn: expected masks for {len(ids)} groups of ids, got {len(masks)}")
     groups = enumerate(zip(ids, masks, strict=True))
     sizes = [_size(number, group, mask, vocabulary) for number, (group, mask) in groups]
     if len(values) != sum(sizes):

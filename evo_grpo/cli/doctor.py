@@ -11,9 +11,8 @@ import platform
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import metadata
-
-from packaging.requirements import Requirement
 
 from evo_grpo.errors import ModelError
 from evo_grpo.sources import PACKAGED, embedded_models, fetched, installed
@@ -34,71 +33,109 @@ VALUES = (
 """Environment variables whose values are shown."""
 NAMES = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_TOKEN", "EVO_GRPO_CACHE")
 """Environment variables of which only the name is shown: their values are paths and secrets."""
+_REQUIREMENT = re.compile(
+    r"(?P<package>[\w.-]+)(?:\[[^\]]*\])?\s*(?:>=(?P<least>[\w.]+))?"
+    r"(?:\s*;\s*extra == ['\"](?P<extra>[\w-]+)['\"])?"
+)
 
 
-def examine() -> tuple[list[tuple[str, str]], list[str]]:
-    """Return the description of this installation, as titles with texts, and what is wrong with it.
+@dataclass(frozen=True)
+class Requirement:
+    """A package that the library, or one of its extras, needs.
 
-    Loads torch.
+    Attributes:
+        package: Its name.
+        least: The least version; empty for any.
+        extra: The extra that needs it; empty for the library itself.
+        found: The version that is installed; None if it is missing.
     """
-    needed, warnings = requirements(), list[str]()
-    lines = [
+
+    package: str
+    least: str
+    extra: str
+    found: str | None
+
+    @property
+    def is_old(self) -> bool:
+        """Whether the installed version is below the least one."""
+        return self.found is not None and _numbers(self.found) < _numbers(self.least)
+
+    def __str__(self) -> str:
+        return f"{self.package} {self.found or 'missing'}"
+
+
+@dataclass
+class Findings:
+    """The description of an installation.
+
+    Attributes:
+        lines: (title, text) of each line.
+        warnings: What is wrong, each with its remedy.
+    """
+
+    lines: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    warnings: list[str] = field(default_factory=list[str])
+
+
+def examine() -> Findings:
+    """Return the description of this installation; loads torch."""
+    found = Findings()
+    needed = list(requirements())
+    found.lines += [
         ("evo-grpo", _version(NAME) or "not installed: a source tree"),
         ("python", f"{platform.python_version()}, {platform.platform()}"),
         ("processors", _processors()),
         ("memory", _memory()),
     ]
-    lines += _torch(warnings)
-    own = [one for one in needed if not _extra_of(one)]
-    lines.append(("packages", _listed(own) or "unknown"))
-    lines += _extras(needed)
-    lines += [("models", _models()), ("environment", _environment(os.environ))]
-    for one in needed:
-        version, extra = _version(one.name), _extra_of(one)
-        if extra in FOR_CONTRIBUTORS or (extra and version is None):
-            continue
-        if version is None or not one.specifier.contains(version, prereleases=True):
-            warnings.append(
-                f"{one.name} is {version or 'missing'}, and {NAME} needs {one.specifier}: "
-                f'pip install -U "{one.name}{one.specifier}"'
-            )
-    return lines, warnings
+    _torch(found)
+    own = [one for one in needed if not one.extra]
+    found.lines.append(("packages", ", ".join(map(str, own)) or "unknown"))
+    found.lines += _extras(needed)
+    found.lines += [("models", _models()), ("environment", _environment(os.environ))]
+    found.warnings += [
+        f"{one.package} {one.found} is below {one.least}, which {NAME} needs: "
+        f'pip install -U "{one.package}>={one.least}"'
+        for one in needed
+        if one.is_old and one.extra not in FOR_CONTRIBUTORS
+    ]
+    found.warnings += [
+        f'{one.package} is missing: pip install "{one.package}>={one.least}"'
+        for one in own
+        if one.found is None
+    ]
+    return found
 
 
-def requirements() -> list[Requirement]:
-    """Return the requirements in the metadata of the package; none in a bare source tree."""
+def requirements() -> Iterator[Requirement]:
+    """Yield the requirements in the metadata of the package; none in a bare source tree."""
     try:
-        return [Requirement(line) for line in metadata.requires(NAME) or []]
+        listed = metadata.requires(NAME) or []
     except metadata.PackageNotFoundError:
-        return []
+        return
+    for line in listed:
+        if (match := _REQUIREMENT.match(line)) is not None:
+            package = match["package"]
+            yield Requirement(
+                package, match["least"] or "", match["extra"] or "", _version(package)
+            )
 
 
-def _extra_of(one: Requirement) -> str:
-    """Return the extra that needs a package; empty for the library itself."""
-    found = re.search(r"extra == \W([\w-]+)", str(one.marker or ""))
-    return "" if found is None else found[1]
-
-
-def _listed(needed: list[Requirement]) -> str:
-    return ", ".join(f"{one.name} {_version(one.name) or 'missing'}" for one in needed)
-
-
-def _torch(warnings: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield torch with its build, and the devices that it sees; add what is wrong with it."""
+def _torch(found: Findings) -> None:
+    """Add torch, its build, and the devices that it sees."""
     try:
         import torch
     except Exception as error:  # a broken build raises errors of any kind
-        yield "torch", f"cannot be imported: {error}"
-        warnings.append("torch cannot be imported: see docs/install.md for the right build")
+        found.lines.append(("torch", f"cannot be imported: {error}"))
+        found.warnings.append("torch cannot be imported: see docs/install.md for the right build")
         return
     build = torch_build(torch.version)
-    yield "torch", f"{torch.__version__}, built for {build}"
+    found.lines.append(("torch", f"{torch.__version__}, built for {build}"))
     devices = [_device(number) for number in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
         devices.append("mps")
-    yield "devices", "; ".join(devices) or "no GPU"
+    found.lines.append(("devices", "; ".join(devices) or "no GPU"))
     if not devices and (unseen := unseen_gpus(build)) is not None:
-        warnings.append(unseen)
+        found.warnings.append(unseen)
 
 
 def _device(number: int) -> str:
@@ -125,10 +162,10 @@ def _extras(needed: list[Requirement]) -> Iterator[tuple[str, str]]:
     """Yield a line with the extras that are installed, and one with those that are not."""
     extras: dict[str, list[Requirement]] = {}
     for one in needed:
-        if (extra := _extra_of(one)) and extra not in FOR_CONTRIBUTORS:
-            extras.setdefault(extra, []).append(one)
-    have = {name: own for name, own in extras.items() if all(_version(one.name) for one in own)}
-    shown = (f"{name} ({_listed(own)})" for name, own in have.items())
+        if one.extra and one.extra not in FOR_CONTRIBUTORS:
+            extras.setdefault(one.extra, []).append(one)
+    have = {name: own for name, own in extras.items() if all(one.found for one in own)}
+    shown = (f"{name} ({', '.join(map(str, own))})" for name, own in have.items())
     yield "extras", ", ".join(shown) or "none"
     if missing := [name for name in extras if name not in have]:
         yield "not installed", ", ".join(missing)
@@ -158,3 +195,8 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the first numbers of a version: (2, 13, 0) for "2.13.0+cpu"."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])

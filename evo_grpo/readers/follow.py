@@ -19,7 +19,7 @@ from typing import final
 
 from evo_grpo.errors import ConfigError, EvoGrpoError, RunFailedError
 from evo_grpo.printable import error_text
-from evo_grpo.readers.reader import Reader, feed
+from evo_grpo.readers.reader import Reader, feed, id_of
 from evo_grpo.readers.report.run_page import ReportReader
 from evo_grpo.readers.trackers.base import open_tracker
 from evo_grpo.record.config import read_config
@@ -112,7 +112,10 @@ def study_of(run: str | Path) -> tuple[str, str] | None:
     if storage is None:
         return None
     name = study_name(config.name, read_inputs_of(folder).id)
-    return name, storage if is_url(storage) else f"sqlite:///{folder / STUDY}"
+    if not is_url(storage):
+        return name, f"sqlite:///{folder / STUDY}"
+    saved = id_of(folder, OPTUNA)
+    return saved if saved.startswith(f"{name}-") else name, storage
 
 
 def follow_all(
@@ -282,7 +285,7 @@ class _Feeding(threading.Thread):
 
     def run(self) -> None:
         """Feed the reader until the run has ended."""
-        wait = _FIRST_WAIT
+        wait, last_reason = _FIRST_WAIT, ""
         attempts = ATTEMPTS_AFTER_END if is_trained(self._run_folder) else 1
         while not self._done:
             trained = is_trained(self._run_folder)
@@ -304,7 +307,9 @@ class _Feeding(threading.Thread):
                     if trained:  # after the end of the run, `followed` returns the error soon
                         self._warn(str(self._error))
                     return
-                self._warn(f"{self._label}: {_reason(error)}; retrying while the run continues")
+                if (reason := _reason(error)) != last_reason:
+                    last_reason = reason
+                    self._warn(f"{self._label}: {reason}; retrying while the run continues")
                 time.sleep(wait if trained else _FIRST_WAIT)
                 wait = min(2 * wait, _LONGEST_WAIT)
 

@@ -131,6 +131,18 @@ def feed(
     return file.cursor
 
 
+def id_of(run: Path, name: str) -> str:
+    """Return the id that a reader of a run has saved; empty if it has saved none."""
+    return _read(run, name)[1]
+
+
+def _read(run: Path, name: str) -> tuple[Cursor, str]:
+    """Return the cursor and the id of a reader."""
+    what, file = "the cursor and the id of a reader", run / READERS / f"{name}.json"
+    found = read_result(file, _POSITION, what, f"follow {run}")
+    return (START, "") if found is None else (found[1].cursor, found[1].id)
+
+
 @final
 class ReaderFile:
     """The file with the cursor and the id of a reader, locked by one process at a time.
@@ -160,9 +172,7 @@ class ReaderFile:
         self._wait(f"{run}: another process feeds the reader {name}; waiting for its end", warn)
         self._saved_at = -math.inf
         try:
-            what = "the cursor and the id of a reader"
-            found = read_result(self._file, _POSITION, what, f"follow {run}")
-            self.cursor, self.id = (START, "") if found is None else (found[1].cursor, found[1].id)
+            self.cursor, self.id = _read(run, name)
         except BaseException:
             self.close()
             raise

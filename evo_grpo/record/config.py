@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from evo_grpo.settings import ModelConfig, RunConfig
 
 
-def read_config(folder: Path) -> RunConfig:
-    """Return the settings of a run.
+def read_config(folder: Path, *, past: bool = False) -> RunConfig:
+    """Return the settings of a run; with `past`, without those that asked for what was removed.
 
     Raises:
         ConfigError: For all problems of settings that no run writes; or they name a program, or a
             model with code, inside a run folder.
     """
     file = folder / CONFIG
-    config = from_written(config_text(folder), str(file))
+    config = from_written(config_text(folder), str(file), past=past)
     model = config.model
     if model.trust_remote_code:
         _refuse_inside("model.name, with model.trust_remote_code", model.name, file)

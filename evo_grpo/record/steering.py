@@ -57,7 +57,9 @@ class PendingRequests:
 
 
 def write_request(folder: Path, request: Request) -> Request:
-    """Write a request atomically, without a lock; return it with its id. Ids sort by the time.
+    """Write a request atomically, without a lock; return it with its id.
+
+    Ids sort by the time, and after those that wait: the clock may be set back.
 
     Raises:
         RunDirError: The folder of requests is a link or a file.
@@ -66,7 +68,9 @@ def write_request(folder: Path, request: Request) -> Request:
     refuse_links(place)
     if os.path.lexists(place) and not is_folder(place):
         raise RunDirError(f"{place}: expected a folder of the run, got a file; remove it")
-    request = replace(request, id=f"{time.time_ns():020d}-{uuid4().hex[:8]}")
+    waiting = (int(one.partition("-")[0]) for one in ids_of_requests(folder))
+    now = max(time.time_ns(), 1 + max(waiting, default=0))
+    request = replace(request, id=f"{now:020d}-{uuid4().hex[:8]}")
     text = seal({"format": FORMAT, **asdict(request)})
     atomic_write(place / f"{request.id}.json", text, "steer")
     return request

@@ -50,7 +50,8 @@ class StudyReader:
         run: The run folder.
         run_id: Id of the run.
         url: URL of a database, as in `record.storage`; None for the file in the run folder.
-        id: Not used: the name of the study follows from the run.
+        id: Name of the study that a reader has saved. Before 0.3 it could be another one than the
+            run's name gives, which it then begins with.
 
     Attributes:
         id: Name of the study.
@@ -62,7 +63,8 @@ class StudyReader:
         journal = url is None and config.record.storage is None
         self._file = run / (JOURNAL if journal else STUDY)
         self._attributes = {} if journal else self._study_attributes()
-        self.id = config.name if journal else study_name(config.name, run_id)
+        name = config.name if journal else study_name(config.name, run_id)
+        self.id = id if id.startswith(f"{name}-") else name
         self._storage: RDBStorage | None = None
         self._content: Callable[[], bytes] | None = None
         self._lineage: Lineage | None = None

@@ -98,7 +98,7 @@ def is_function(value: object) -> bool:
 Source = Annotated[str | HubDataset | Given | None, BeforeValidator(_source)]
 
 
-def by_splits(sources: Mapping[str, Any]) -> Mapping[str, Any]:
+def by_splits(sources: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """Return sources in which a `DatasetDict` given as train stands for its splits.
 
     A mapping with the key train is one. It fills in validation and test where they are missing.

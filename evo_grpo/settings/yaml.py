@@ -68,9 +68,14 @@ def as_config(config: RunConfig | str | Path | Mapping[str, Any]) -> RunConfig:
     )
 
 
-def from_written(text: str, source: str) -> RunConfig:
-    """Build a configuration from the text of `to_yaml` in a run folder, without anchors."""
+def from_written(text: str, source: str, *, past: bool = False) -> RunConfig:
+    """Build a configuration from the text of `to_yaml` in a run folder, without anchors.
+
+    With `past`, settings that asked for what was removed are left out, in place of an error.
+    """
     written = in_todays_keys(parse(text, source, WrittenOutLoader))
+    if past and isinstance(written, Mapping):
+        written, _ = without_removed(cast("Mapping[Any, Any]", written))
     return _without_objects(_build(written, (), source), source)
 
 

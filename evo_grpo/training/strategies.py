@@ -89,12 +89,14 @@ def task_of(config: RunConfig, load: Loader = load_function) -> Task | None:
 
 def check_columns(task: object, names: Sequence[str]) -> None:
     """Check that a task has the columns of `record.columns`."""
-    if names and not isinstance(task, Task):
+    if not names:
+        return
+    if not isinstance(task, Task):
         raise ConfigError(
             "record.columns: expected a task of one turn, whose prompts are rows, got one of "
             "several; leave it out"
         )
-    for split in SPLITS if isinstance(task, Task) and names else ():
+    for split in SPLITS:
         require_columns(task.splits[split], dict.fromkeys(names, "record.columns"), split)
 
 

@@ -115,6 +115,7 @@ TRAIN = {
     },
     "inherit_optimizer": False,
     "completions": 1,
+    "columns": ["a"],
     "metrics": False,
     "checkpoints": "last",
     "optuna": False,

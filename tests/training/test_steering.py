@@ -509,3 +509,30 @@ def test_a_link_or_a_torn_file_among_the_requests_ends_nothing(tmp_path):
     assert verify(tmp_path / "run").damage != []
     assert cancel(tmp_path / "run") == 2
     sound(tmp_path / "run")
+
+
+# --- clocks that step ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stepping_back(monkeypatch):
+    """A clock that goes an hour back at every look; the one that tells how long stays."""
+    hours = iter(range(10**6, 0, -1))
+    monkeypatch.setattr(time, "time", lambda: 3600.0 * next(hours))
+    monkeypatch.setattr(time, "time_ns", lambda: 3600 * 10**9 * next(hours))
+
+
+def test_a_pause_and_its_continue_keep_their_order_where_the_clock_steps_back(
+    tmp_path, stepping_back
+):
+    rounds, observer = steered(tmp_path / "run", {("learn", 1): [("pause", {}), ("continue", {})]})
+    assert [one.request.op for one in rounds[1].steering] == ["pause", "continue"]
+    assert not any(one.refused for one in rounds[1].steering)
+    assert observer.notes == []
+    assert len(rounds) == 4
+
+
+def test_of_two_values_the_younger_wins_where_the_clock_steps_back(tmp_path, stepping_back):
+    values = [("set", {"agent": 0, "values": {"lr": lr}}) for lr in (0.002, 0.003)]
+    rounds, _ = steered(tmp_path / "run", {("learn", 1): values})
+    assert rounds[2].agents[0].hparams.lr == 0.003

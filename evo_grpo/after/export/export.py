@@ -123,7 +123,7 @@ def export_choice(
     adapter = read_adapter_files(choice)
     with writing(target, "export"):
         place = check_target(target, force=force)
-    config = read_config(choice.run)
+    config = read_config(choice.run, past=True)
     base = find_base(choice, config, adapter[ADAPTER])
     if push is not None and not merge and os.path.isabs(base.reference):
         raise ConfigError(

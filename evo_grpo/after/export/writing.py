@@ -76,6 +76,7 @@ def write_export(
     The files of an earlier export are removed. Even after a kill, the folder is either complete or
     cannot be loaded. `about` is the content of the manifest except the files.
     """
+    fresh = not target.exists()
     create_folder(target)
     aside = target / f"{_ASIDE}{os.getpid()}"
     shutil.rmtree(aside, ignore_errors=True)  # left by a kill
@@ -95,7 +96,8 @@ def write_export(
     finally:
         shutil.rmtree(aside, ignore_errors=True)
         with suppress(OSError):  # it is not empty: the export is there
-            target.rmdir()
+            if fresh:
+                target.rmdir()
     return [*digests, MANIFEST]
 
 

@@ -229,7 +229,8 @@ def doctor(as_json: AsDocument = False, debug: Debug = False) -> None:
     """Print versions, devices, memory and extras, to paste into an issue."""
     from evo_grpo.cli.doctor import examine
 
-    lines, warnings = examine()
+    found = examine()
+    lines, warnings = found.lines, found.warnings
     if as_json:
         document = {"installation": dict(lines), "warnings": warnings}
         write(json.dumps(document, indent=2) + "\n")

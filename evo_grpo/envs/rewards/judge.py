@@ -15,8 +15,13 @@ from uuid import uuid4
 from evo_grpo.envs.messages import excerpt
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.rewards.judge_answers import Answer, Answers
-from evo_grpo.envs.rewards.judge_client import NOT_ASKED, Body, Client
-from evo_grpo.envs.rewards.scorer import Board, Scorer, UnusableRewardError, template_rows
+from evo_grpo.envs.rewards.judge_client import Body, Client, Unanswered
+from evo_grpo.envs.rewards.scorer import (
+    Board,
+    Scorer,
+    UnusableRewardError,
+    template_rows,
+)
 from evo_grpo.envs.rewards.watch import check_not_stopped
 from evo_grpo.envs.thinking import COLUMN
 from evo_grpo.errors import RewardError
@@ -27,8 +32,8 @@ LIKELIEST = 20
 """Number of the likeliest first tokens that `score: logprob` asks for; the API allows no more."""
 CHARACTERS = 4
 """Characters of a token in an estimate of what a judge reads."""
-LOOK_SECONDS = 0.05
-"""Seconds between two looks for the answers to questions that others ask."""
+WAIT_SECONDS = 0.5
+"""Seconds after which a thread that waits for another one looks whether it is still needed."""
 LEAST_PROBABILITY = 0.5
 """Least probability of all `answers` together; below it, the judge answers something else."""
 
@@ -37,9 +42,12 @@ LEAST_PROBABILITY = 0.5
 class Judge(Scorer):
     """Scores completions with the model that `settings` name; see `JudgeReward`.
 
-    A question is asked once: equal questions of a run, in any of its threads and processes, also of
-    a run that was resumed, get the same answer. A failure of the API is not an answer and is not
-    kept. Several threads may ask at once; together they send `concurrency` requests at a time.
+    A question is asked once: equal questions of a run, in any of its processes, also of a run that
+    was resumed, get the same answer. A failure of the API is not an answer and is not kept. Several
+    threads may ask at once; together they send `concurrency` requests at a time.
+
+    Raises:
+        ConfigError: A template is malformed.
     """
 
     __name__ = "judge"
@@ -53,8 +61,11 @@ class Judge(Scorer):
         super().__init__(list(self._templates.values()))
         self._answers = Answers()
         self._client = Client(settings)
-        self._lock = threading.Lock()
-        self._board: Board = _OwnBoard()
+        #: Questions that a thread is asking, and the condition that they are answered.
+        self._asked = set[str]()
+        self._change = threading.Condition()
+        self._board: Board | None = None
+        self._claim = f"asked by {uuid4().hex}"
 
     def prepare(self, device: str) -> None:
         """Check that the environment has the key; see `Scorer.prepare`."""
@@ -62,21 +73,18 @@ class Judge(Scorer):
         self._client.check_key()
 
     def record_in(self, folder: Path, name: str, *, counts: bool = True) -> None:
-        """Keep answers in a file of a folder of the run, and use those in all its files.
-
-        `counts` is whether this process counts what the earlier ones have cost: one of them does.
-        """
+        """Keep answers in a file of a folder; use the answers in all files of the folder."""
         self._answers.record_in(folder, name, counts=counts)
 
     def share(self, board: Board, *, known: bool) -> None:
-        """Ask no question that another process asks; `known`: tell them the answers so far too."""
+        """Ask no question that another process asks; see `Scorer.share`."""
         self._board = board
         if known:
-            board.write({key: _told(answer) for key, answer in self._answers.items()})
+            board.write({key: _told(answer) for key, answer in self._answers.known().items()})
 
     def unrecorded(self) -> Mapping[str, Answer]:
         """Return the answers to this process that no file has."""
-        return self._answers.unrecorded
+        return self._answers.unrecorded()
 
     def record(self, answers: Mapping[str, Any]) -> None:
         """Write the answers to another process, that has no file, into the file of this one."""
@@ -86,7 +94,8 @@ class Judge(Scorer):
 
     def spent(self) -> Mapping[str, float]:
         """Return the number of answers, their tokens, and their cost by the prices given."""
-        answers, settings = self._answers, self.settings
+        answers = self._answers
+        settings = self.settings
         cost = answers.input * settings.input_price + answers.output * settings.output_price
         return {
             "answers": float(answers.count),
@@ -129,28 +138,59 @@ class Judge(Scorer):
             RewardError: The API refuses the key, or does not know the URL or the model.
             RunFailedError: An answer cannot be written.
         """
-        bodies = [self._body(row) for row in template_rows(completions, prompts, columns)]
+        rows = template_rows(completions, prompts, columns)
+        bodies = [self._body(row) for row in rows]
         keys = [self._key(body) for body in bodies]
-        failed = self._ask(dict(zip(keys, bodies, strict=True)))
+        failed = self._settle(dict(zip(keys, bodies, strict=True)))
         return [
             self._reward(key, text, failed) for key, text in zip(keys, completions, strict=True)
         ]
 
-    def _ask(self, questions: Mapping[str, Body]) -> dict[str, str]:
-        """Send open questions, wait for those that others ask, and return why some failed."""
-        board, claim = self._board, f"asked by {uuid4().hex}"
-        missing = {key: body for key, body in questions.items() if key not in self._answers}
-        mine = {key: body for key, body in missing.items() if _claimed(board, key, claim)}
-        waiting, failed = missing.keys() - mine.keys(), dict[str, str]()
+    def _settle(self, questions: Mapping[str, Body]) -> Mapping[str, Unanswered]:
+        """Ask what has no answer; wait for what another thread is asking; return what failed."""
+        failed: dict[str, Unanswered] = {}
+        while True:
+            with self._change:
+                known = self._answers
+                missing = [key for key in questions if key not in known and key not in failed]
+                mine = {key: questions[key] for key in missing if key not in self._asked}
+                self._asked |= mine.keys()
+                if not missing:
+                    return failed
+                if not mine:
+                    self._change.wait(WAIT_SECONDS)
+                    check_not_stopped()
+                    continue
+            try:
+                failed |= self._ask(mine)
+                self._answers.sync()
+            finally:
+                with self._change:
+                    self._asked -= mine.keys()
+                    self._change.notify_all()
+
+    def _ask(self, questions: Mapping[str, Body]) -> Mapping[str, Unanswered]:
+        """Ask what no other process asks; wait for what one does; return what failed."""
+        board = self._board
+        if board is None:
+            return self._client.ask(questions, self._keep)
+        waiting = {key for key in questions if not self._claimed(board, key)}
+        mine = {key: body for key, body in questions.items() if key not in waiting}
+        failed = dict[str, Unanswered]()
         try:
             if mine:
                 failed = self._client.ask(mine, self._keep)
-                self._answers.sync()
         finally:  # also after an error: the others wait
+            why = {key: failed.get(key, Unanswered("it was not asked")).why for key in mine}
             # An answer is told again: the disk may have refused it before it was told.
-            why = {key: json.dumps({"why": failed.get(key, NOT_ASKED)}) for key in mine}
-            answered = {key: _told(self._answers[key]) for key in mine if key in self._answers}
-            board.write(why | answered)
+            board.write(
+                {
+                    key: _told(self._answers[key])
+                    if key in self._answers
+                    else json.dumps({"why": why[key]})
+                    for key in mine
+                }
+            )
         while waiting:
             names = sorted(waiting)
             for key, text in zip(names, board.read(names), strict=True):
@@ -158,33 +198,43 @@ class Judge(Scorer):
                     waiting.remove(key)
                     failed |= self._heard(key, json.loads(text))
             if waiting:
-                time.sleep(LOOK_SECONDS)
+                time.sleep(WAIT_SECONDS / 10)
                 check_not_stopped()
         return failed
 
-    def _heard(self, key: str, told: Mapping[str, Any]) -> dict[str, str]:
-        """Keep what another thread or process tells of a question; return why it failed, if so."""
+    def _claimed(self, board: Board, key: str) -> bool:
+        """Return whether this process is to ask a question: no other one asks or has asked it."""
+        there = board.swap(key, "", self._claim)
+        if there.startswith("{") and "why" in json.loads(there):  # it failed, some time ago
+            there = board.swap(key, there, self._claim)
+        return there == self._claim
+
+    def _heard(self, key: str, told: Mapping[str, Any]) -> dict[str, Unanswered]:
+        """Keep what another process tells of a question; return its failure, if it is one."""
         if "why" in told:
-            return {key: told["why"]}
-        with self._lock:
-            if key not in self._answers:
-                self._answers.keep(key, Answer(told["score"], told["text"]), counts=False)
+            return {key: Unanswered(told["why"])}
+        with self._change:
+            self._answers.keep(key, Answer(told["score"], told["text"]), counts=False)
         return {}
 
     def _keep(self, key: str, reply: Mapping[str, Any]) -> None:
         """Keep the answer in a reply, also if it has no score: it has been paid for."""
         score, text = read_score(self.settings, reply)
         text = redacted(text, self._client.key())
-        names = ("prompt_tokens", "completion_tokens")
-        tokens = [_count(_within(reply, "usage", name)) for name in names]
-        with self._lock:
+        usage = reply.get("usage")
+        counts = cast("Mapping[str, object]", usage) if isinstance(usage, Mapping) else {}
+        tokens = [_count(counts.get(name)) for name in ("prompt_tokens", "completion_tokens")]
+        with self._change:
             answer = self._answers.add(key, Answer(score, text, *tokens))
-        self._board.write({key: _told(answer)})
+        if self._board is not None:
+            self._board.write({key: _told(answer)})
 
-    def _reward(self, key: str, completion: str, failed: Mapping[str, str]) -> float | RewardError:
+    def _reward(
+        self, key: str, completion: str, failed: Mapping[str, Unanswered]
+    ) -> float | RewardError:
         about = f"{self.__name__} {self.settings.model!r}, completion {excerpt(completion)}"
         if key in failed:
-            return RewardError(f"{about}: {failed[key]}")
+            return RewardError(f"{about}: {failed[key].why}")
         answer = self._answers[key]
         if answer.score is not None:
             return answer.score
@@ -224,41 +274,8 @@ class Judge(Scorer):
         return hashlib.sha256(asked.encode("utf-8", errors="replace")).hexdigest()
 
 
-@final
-class _OwnBoard:
-    """The `Board` of a single process, which its threads share."""
-
-    def __init__(self) -> None:
-        self._texts: dict[str, str] = {}
-        self._lock = threading.Lock()
-
-    def swap(self, name: str, old: str, new: str) -> str:
-        """See `Board`."""
-        with self._lock:
-            if self._texts.get(name, "") == old:
-                self._texts[name] = new
-            return self._texts[name]
-
-    def write(self, texts: Mapping[str, str]) -> None:
-        """See `Board`."""
-        with self._lock:
-            self._texts |= texts
-
-    def read(self, names: Sequence[str]) -> Sequence[str]:
-        """See `Board`."""
-        return [self._texts[name] for name in names]
-
-
-def _claimed(board: Board, key: str, claim: str) -> bool:
-    """Return whether the owner of a claim is to ask a question: nobody else asks or has asked."""
-    there = board.swap(key, "", claim)
-    if there.startswith("{") and "why" in json.loads(there):  # it failed, some time ago
-        there = board.swap(key, there, claim)
-    return there == claim
-
-
 def _told(answer: Answer) -> str:
-    """Return what others need to know of an answer; the text is for messages alone."""
+    """Return what other processes need to know of an answer; the text is for messages alone."""
     text = answer.text if answer.score is None else ""
     return json.dumps({"score": answer.score, "text": text})
 
@@ -273,12 +290,13 @@ def read_score(settings: JudgeReward, reply: Mapping[str, Any]) -> tuple[float |
     Returns:
         The score from 0 to 1, or None if there is none that can be used; and the answer's text.
     """
-    content = _within(reply, "choices", 0, "message", "content")
+    choice = _first(reply.get("choices"))
+    message = choice.get("message")
+    content = cast("Mapping[str, object]", message).get("content") if _maps(message) else None
     text = content if isinstance(content, str) else ""
-    if settings.score == "tag":
-        return _by_tag(settings, text), text
-    likeliest = _within(reply, "choices", 0, "logprobs", "content", 0, "top_logprobs")
-    return _by_logprob(settings, likeliest), text
+    if settings.score == "logprob":
+        return _by_logprob(settings, choice), text
+    return _by_tag(settings, text), text
 
 
 def _by_tag(settings: JudgeReward, text: str) -> float | None:
@@ -295,12 +313,18 @@ def _by_tag(settings: JudgeReward, text: str) -> float | None:
     return (score - low) / (high - low) if low <= score <= high else None
 
 
-def _by_logprob(settings: JudgeReward, likeliest: object) -> float | None:
+def _by_logprob(settings: JudgeReward, choice: Mapping[str, object]) -> float | None:
     """Return the mean score of the answers, by the probabilities of the first token."""
+    logprobs = choice.get("logprobs")
+    content = cast("Mapping[str, object]", logprobs).get("content") if _maps(logprobs) else None
+    likeliest = _first(content).get("top_logprobs")
+    if not isinstance(likeliest, list):
+        return None
     scores = {answer.strip().casefold(): score for answer, score in settings.answers.items()}
     total = weighed = 0.0
-    for token in cast("list[object]", likeliest) if isinstance(likeliest, list) else ():
-        name, logprob = _within(token, "token"), _within(token, "logprob")
+    for token in cast("list[object]", likeliest):
+        one = cast("Mapping[str, object]", token) if _maps(token) else {}
+        name, logprob = one.get("token"), one.get("logprob")
         if not isinstance(name, str) or not isinstance(logprob, int | float):
             continue
         score = scores.get(name.strip().casefold())
@@ -310,14 +334,14 @@ def _by_logprob(settings: JudgeReward, likeliest: object) -> float | None:
     return weighed / total if total >= LEAST_PROBABILITY else None
 
 
-def _within(value: Any, *path: str | int) -> Any:  # noqa: ANN401 -- JSON of any form
-    """Return the value at a path of JSON, None where there is none."""
-    try:
-        for step in path:
-            value = value[step]
-    except (LookupError, TypeError):
-        return None
-    return value
+def _maps(value: object) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _first(values: object) -> Mapping[str, object]:
+    """Return the first mapping of a list, or an empty one."""
+    items = cast("list[object]", values) if isinstance(values, list) else []
+    return cast("Mapping[str, object]", items[0]) if items and _maps(items[0]) else {}
 
 
 def _count(value: object) -> int:

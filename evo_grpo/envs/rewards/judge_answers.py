@@ -34,7 +34,7 @@ class Answer:
 
 
 @final
-class Answers(dict[str, Answer]):
+class Answers:
     """Answers by the digest of their question.
 
     Each answer is appended to the file as it comes, in one write, so that a process that is killed
@@ -44,14 +44,23 @@ class Answers(dict[str, Answer]):
         count: Number of answers to this process and, if it counts them, to the run before.
         input: Tokens that the judge has read for them.
         output: Tokens that it has written.
-        unrecorded: Those that no file has, because this process sees no folder.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.count = self.input = self.output = 0
-        self.unrecorded: dict[str, Answer] = {}
+        self._known: dict[str, Answer] = {}
         self._path: Path | None = None
+        self._unrecorded: dict[str, Answer] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._known
+
+    def __getitem__(self, key: str) -> Answer:
+        return self._known[key]
+
+    def known(self) -> Mapping[str, Answer]:
+        """Return the answers by question."""
+        return self._known
 
     def record_in(self, folder: Path, name: str, *, counts: bool = True) -> None:
         """Read the answers in all files of a folder, and append new ones to one of them.
@@ -61,9 +70,9 @@ class Answers(dict[str, Answer]):
         With `counts`, the answers of all processes to this judge count.
         """
         judge = name.rpartition("rank-")[0]
-        damaged = 0
         # What an earlier run of this process has cost is in its own folder, or in the files below.
         self.count = self.input = self.output = 0
+        damaged = 0
         with reading(folder):
             for file in answer_files(folder):
                 found = read_answers(file)
@@ -79,16 +88,28 @@ class Answers(dict[str, Answer]):
         self._path = folder / (name + _SUFFIX)
 
     def add(self, key: str, answer: Answer) -> Answer:
-        """Keep an answer, in the file too, and return it with its text cut."""
+        """Keep an answer, in the file too, and return it with its text cut.
+
+        Raises:
+            RunFailedError: The file cannot be written.
+        """
         answer = Answer(answer.score, answer.text[-TEXT_CHARACTERS:], answer.input, answer.output)
         self.keep(key, answer, counts=True)
         self.write({key: answer})
         return answer
 
+    def unrecorded(self) -> Mapping[str, Answer]:
+        """Return the answers that no file has, because this process sees no folder."""
+        return self._unrecorded
+
     def write(self, answers: Mapping[str, Answer]) -> None:
-        """Write answers into the file, also those of a process that sees no folder."""
+        """Write answers into the file, also those of a process that sees no folder.
+
+        Raises:
+            RunFailedError: The file cannot be written.
+        """
         if self._path is None:
-            self.unrecorded |= answers
+            self._unrecorded |= answers
             return
         lines = "".join(_line(key, answer) for key, answer in answers.items())
         append(self._path, lines, durable=False)
@@ -106,7 +127,7 @@ class Answers(dict[str, Answer]):
             self.count += 1
             self.input += answer.input
             self.output += answer.output
-        self[key] = answer
+        self._known[key] = answer
 
 
 def _line(key: str, answer: Answer) -> str:

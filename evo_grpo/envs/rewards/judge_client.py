@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import wait
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast, final
 
 from evo_grpo.envs.rewards.watch import check_not_stopped, in_a_thread
@@ -25,15 +24,21 @@ MOST_BYTES = 1 << 22
 """Largest reply: 4 MiB."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 """Seconds before the first retry, which double with each further one, and most of them."""
-PLACE_SECONDS = 0.2
-"""Seconds after which a thread that waits for a place looks whether it is still needed."""
+PLACE_SECONDS = 0.01
+"""Seconds between two looks for a place among the requests of all threads."""
 LONGEST_WAIT = 300.0
 """Most seconds that a server may ask to wait in Retry-After."""
 _AGAIN = frozenset({408, 409, 425, 429})
 _REFUSED = {401: "refused the key", 403: "refused access"}
-NOT_ASKED = "it was not asked"
 Body = Mapping[str, Any]
 Keep = Callable[[str, Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Unanswered:
+    """A question that got no answer, and why."""
+
+    why: str
 
 
 class _Trouble(Exception):
@@ -44,17 +49,6 @@ class _Trouble(Exception):
         self.why = why
         self.again = again
         self.wait = wait
-
-
-@dataclass
-class _Batch:
-    """The requests of one call of `Client.ask`, which its threads share."""
-
-    pending: deque[tuple[str, Body]]
-    keep: Keep
-    failed: dict[str, str] = field(default_factory=dict[str, str])
-    replies: int = 0
-    stopped: threading.Event = field(default_factory=threading.Event)
 
 
 @final
@@ -78,7 +72,7 @@ class Client:
         import httpx2
 
         try:
-            httpx2.Client()
+            httpx2.AsyncClient()
         # Its errors are those of URLs, of files, of ssl, and of a package for SOCKS.
         except (ValueError, OSError, ImportError, httpx2.InvalidURL) as error:
             # A proxy may hold a password, so its address is not shown.
@@ -106,110 +100,160 @@ class Client:
             )
         return key
 
-    def ask(self, bodies: Mapping[str, Body], keep: Keep) -> dict[str, str]:
+    def ask(self, bodies: Mapping[str, Body], keep: Keep) -> dict[str, Unanswered]:
         """Send requests, `concurrency` at a time, together with those of other threads.
+
+        Works inside a running event loop, as in a notebook, from another thread.
 
         Args:
             bodies: Request -> JSON body.
-            keep: Called in a thread with a request and the JSON of its reply as soon as it comes.
+            keep: Called with a request and the JSON of its reply as soon as it comes.
 
         Returns:
-            Why requests got no reply after all retries. If one stays without a reply and no
+            The requests that got no reply after all retries. If one stays without a reply and no
             other got one in the meantime, the rest is not sent.
 
         Raises:
             RewardError: The API refuses the key, or does not know the URL or the model.
         """
+        asking = _Asking(self._url, self.key(), self.settings, keep, self._places)
+        work = asking.all(bodies)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(work)
+        try:
+            return in_a_thread("judge", lambda: asyncio.run(work)).result()
+        finally:
+            asking.stopped.set()  # after Ctrl-C, the thread sends no more
+
+
+class _Asking:
+    """The requests of one batch; `places` are shared with the batches of other threads."""
+
+    def __init__(
+        self,
+        url: str,
+        key: str | None,
+        settings: JudgeReward,
+        keep: Keep,
+        places: threading.Semaphore,
+    ) -> None:
+        self.url = url
+        self._places = places
+        self.settings = settings
+        self.keep = keep
+        self.stopped = threading.Event()
+        self._key = key
+        self._replies = 0
+
+    async def all(self, bodies: Mapping[str, Body]) -> dict[str, Unanswered]:
+        """Send all requests; see `Client.ask`."""
         # Imported here: only a judge needs it, and it takes a tenth of a second.
         import httpx2
 
-        batch, key = _Batch(deque(bodies.items()), keep), self.key()
-        count, timeout = min(self.settings.concurrency, len(bodies)), self.settings.timeout
+        pending = iter(bodies.items())
+        failed: dict[str, Unanswered] = {}
+        workers = min(self.settings.concurrency, len(bodies))
         headers = {"Content-Type": "application/json"}
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
-        limits = httpx2.Limits(max_connections=count, max_keepalive_connections=count)
-        # Redirects are not followed: they could lead the key to another host.
-        with httpx2.Client(headers=headers, limits=limits, timeout=timeout) as client:
-            work = partial(self._work, client, batch)
-            workers = [in_a_thread("judge", work) for _ in range(count)]
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        limits = httpx2.Limits(max_connections=workers, max_keepalive_connections=workers)
+        # `_attempt` has one time-out for a whole request. Redirects are not followed: they could
+        # lead the key to another host.
+        async with httpx2.AsyncClient(headers=headers, limits=limits, timeout=None) as client:
+            tasks = [
+                asyncio.ensure_future(self._work(client, pending, failed)) for _ in range(workers)
+            ]
+            done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            # After an error, no request begins, and those under way end: they may be paid for.
+            self.stopped.set()
+            ended = await asyncio.gather(*done, *rest, return_exceptions=True)
+        for error in ended:
+            if isinstance(error, BaseException):
+                raise error
+        why = next(iter(failed.values()), Unanswered("it was not asked"))
+        failed |= {key: why for key, _ in pending}
+        return failed
+
+    async def _work(
+        self,
+        client: httpx2.AsyncClient,
+        pending: Iterator[tuple[str, Body]],
+        failed: dict[str, Unanswered],
+    ) -> None:
+        while not self.stopped.is_set():
+            check_not_stopped()
+            request = next(pending, None)
+            if request is None:
+                return
+            key, body = request
+            before = self._replies
             try:
-                wait(workers)
-            finally:
-                batch.stopped.set()  # after Ctrl-C, the threads send no more
-        for worker in workers:
-            worker.result()
-        why = next(iter(batch.failed.values()), NOT_ASKED)
-        return batch.failed | {name: why for name, _ in batch.pending}
+                async with self._place():
+                    reply = await self._reply(client, key, body)
+            except _Trouble as trouble:
+                failed[key] = Unanswered(trouble.why)
+                if trouble.again and self._replies == before:
+                    self.stopped.set()  # not this request alone: the API is down
+                continue
+            self._replies += 1
+            self.keep(key, reply)
 
-    def _work(self, client: httpx2.Client, batch: _Batch) -> None:
-        """Send requests of a batch until it has none left or is stopped."""
+    @asynccontextmanager
+    async def _place(self) -> AsyncGenerator[None]:
+        """Hold one of the places of all threads, which an event loop must not wait for in sleep."""
+        while not self._places.acquire(blocking=False):
+            if self.stopped.is_set():
+                raise _Trouble("it was not asked")
+            check_not_stopped()
+            await asyncio.sleep(PLACE_SECONDS)
         try:
-            while batch.pending and not batch.stopped.is_set():
-                check_not_stopped()
-                if self._places.acquire(timeout=PLACE_SECONDS):
-                    try:
-                        self._send_next(client, batch)
-                    finally:
-                        self._places.release()
-        except BaseException:
-            # No request begins any more, and those under way end: they may be paid for.
-            batch.stopped.set()
-            raise
+            yield
+        finally:
+            self._places.release()
 
-    def _send_next(self, client: httpx2.Client, batch: _Batch) -> None:
-        try:
-            key, body = batch.pending.popleft()
-        except IndexError:  # another thread took the last one
-            return
-        before = batch.replies
-        try:
-            reply = self._reply(client, batch, key, body)
-        except _Trouble as trouble:
-            batch.failed[key] = trouble.why
-            if trouble.again and batch.replies == before:
-                batch.stopped.set()  # not this request alone: the API is down
-        else:
-            batch.replies += 1
-            batch.keep(key, reply)
-
-    def _reply(
-        self, client: httpx2.Client, batch: _Batch, key: str, body: Body
-    ) -> Mapping[str, Any]:
+    async def _reply(self, client: httpx2.AsyncClient, key: str, body: Body) -> Mapping[str, Any]:
         """Send a request until there is a reply, with pauses in between."""
         # Other requests wait for other times, and the same ones when the run is repeated.
         spread = 0.75 + int(key[:8], 16) / 2**33
         attempt = 0
         while True:
             try:
-                return self._attempt(client, body)
+                return await self._attempt(client, body)
             except _Trouble as trouble:
-                if not trouble.again or attempt == self.settings.retries or batch.stopped.is_set():
+                if not trouble.again or attempt == self.settings.retries or self.stopped.is_set():
                     tried = f" in {attempt + 1} attempts" if attempt else ""
                     raise _Trouble(f"{trouble.why}{tried}", again=trouble.again) from None
                 pause = min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE) * spread
-                batch.stopped.wait(max(pause, trouble.wait))
+                await self._pause(max(pause, trouble.wait))
             attempt += 1
 
-    def _attempt(self, client: httpx2.Client, body: Body) -> Mapping[str, Any]:
+    async def _pause(self, seconds: float) -> None:
+        """Wait, but not for longer than the batch goes on."""
+        end = time.monotonic() + seconds
+        while not self.stopped.is_set() and (left := end - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, 0.2))
+
+    async def _attempt(self, client: httpx2.AsyncClient, body: Body) -> Mapping[str, Any]:
         import httpx2
 
-        limit, data = self.settings.timeout, bytearray()
-        end = time.monotonic() + limit
-        late = _Trouble(f"the API gave no answer within {limit:g} s")
+        limit = self.settings.timeout
         try:
-            with client.stream("POST", self._url, content=json.dumps(body)) as response:
-                for chunk in response.iter_bytes():
+            async with (
+                asyncio.timeout(limit),
+                client.stream("POST", self.url, content=json.dumps(body)) as response,
+            ):
+                data = bytearray()
+                async for chunk in response.aiter_bytes():
                     data += chunk
                     if len(data) > MOST_BYTES:
                         raise _Trouble(f"the API sent more than {MOST_BYTES:,} bytes", again=False)
-                    if time.monotonic() > end:
-                        raise late
-        except httpx2.TimeoutException:
-            raise late from None
+        except TimeoutError:
+            raise _Trouble(f"the API gave no answer within {limit:g} s") from None
         except httpx2.HTTPError as error:
-            said = shorten(redacted(f"{type(error).__name__}: {error}", self.key()))
-            raise _Trouble(f"the API cannot be reached ({printable(said)})") from None
+            said = f"{type(error).__name__}: {error}"
+            raise _Trouble(f"the API cannot be reached ({self._told(said)})") from None
         if response.status_code != 200:
             raise self._refusal(response.status_code, bytes(data), response.headers)
         try:
@@ -236,15 +280,18 @@ class Client:
         said = self._excerpt(data)
         if status == 404 or 300 <= status < 400:
             raise RewardError(
-                f"env.reward: kind judge: expected {self._url} to have a model "
+                f"env.reward: kind judge: expected {self.url} to have a model "
                 f"{self.settings.model!r}, got status {status}: {said}; correct url or model"
             )
         again = status in _AGAIN or status >= 500
-        pause = _seconds(headers.get("retry-after", "")) if again else 0.0
-        return _Trouble(f"the API answered with status {status}: {said}", again=again, wait=pause)
+        wait = _seconds(headers.get("retry-after", "")) if again else 0.0
+        return _Trouble(f"the API answered with status {status}: {said}", again=again, wait=wait)
 
     def _excerpt(self, data: bytes) -> str:
-        return repr(shorten(redacted(data.decode("utf-8", errors="replace"), self.key()), 200))
+        return repr(shorten(redacted(data.decode("utf-8", errors="replace"), self._key), 200))
+
+    def _told(self, text: str) -> str:
+        return printable(shorten(redacted(text, self._key)))
 
 
 def _seconds(text: str) -> float:

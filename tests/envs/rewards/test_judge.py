@@ -85,6 +85,23 @@ def test_threads_that_ask_at_once_share_the_limit_and_ask_each_question_once():
         assert server.requests == len(set(server.paid)) <= 40
 
 
+def test_a_thread_goes_on_where_another_one_has_failed_to_ask():
+    asked = []
+
+    def fails_first(body, number):
+        asked.append(number)
+        time.sleep(0.2)
+        return (400, {}) if number == 1 else by_digits(body)
+
+    with judging(fails_first) as server:
+        judge = made(server.url, retries=0)
+        parts = [in_a_thread("part", partial(ask, judge, ["7"])) for _ in range(2)]
+        found = [part.result(20)[0] for part in parts]
+    kinds = sorted(type(one).__name__ for one in found)
+    assert kinds == ["RewardError", "float"]
+    assert len(asked) == 2
+
+
 @pytest.mark.parametrize(
     ("text", "score"),
     [
