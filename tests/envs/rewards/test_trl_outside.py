@@ -61,7 +61,7 @@ def test_numbers_are_those_of_trls_own_trainer(chat_tokenizer, monkeypatch):
     messages = [
         [chat[0], {"role": "user", "content": prompt.columns["question"]}] for prompt, _ in flat
     ]
-    theirs = grpo_trainer.GRPOTrainer._calculate_rewards(
+    theirs = grpo_trainer.GRPOTrainer._calculate_rewards.__wrapped__(  # without its profiler
         trainer,
         [
             {**prompt.columns, "prompt": one}
