@@ -4,12 +4,15 @@ import json
 
 import pandas as pd
 import pytest
+from small_run import small
 
-from evo_grpo import DatasetEnv, ReasoningGym
+from evo_grpo import DatasetEnv, ReasoningGym, run
 from evo_grpo.envs.resolve import resolve_environment
 from evo_grpo.errors import ConfigError, DataError
 from evo_grpo.settings.given import Given
+from evo_grpo.training.inputs.recorded_inputs import read_inputs_of
 
+SUMS = [{"question": f"{n:02d}+01=", "answer": f"{n + 1:03d}"} for n in range(32)]
 ROWS = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(30)]
 
 
@@ -125,6 +128,22 @@ def test_images_are_refused_by_their_column():
     with pytest.raises(DataError, match=r'train: .*got "photo" of the type Image, .*leave it out'):
         DatasetEnv(photos, shorter, prompt="{question}")
     DatasetEnv(photos.remove_columns("photo"), shorter, prompt="{question}")
+    several = {**features, "photo": datasets.Sequence(datasets.Image())}
+    rows = {**rows, "photo": [[one] for one in rows["photo"]]}
+    album = datasets.Dataset.from_dict(rows, features=datasets.Features(several))
+    with pytest.raises(DataError, match=r'train: .*got "photo" of the type Image'):
+        DatasetEnv(album, shorter, prompt="{question}")
     plain = [{"question": "what?", "photo": {"bytes": b"x", "path": str(n)}} for n in range(30)]
     with pytest.raises(DataError, match=r'row 0: .*"photo" is dict, such as of an image'):
         DatasetEnv(plain, shorter, prompt="{question} {photo}")
+
+
+def test_a_run_takes_a_dataset_dict_and_records_its_splits(tmp_path):
+    splits = {"train": SUMS[:20], "validation": SUMS[20:26], "test": SUMS[26:]}
+    env = {"kind": "dataset", "train": splits, "prompt": "{question}", "reward": right}
+    folder = run(small(env=env), out=tmp_path / "run")
+    apart = {**env, **splits}
+    other = run(small(env=apart), out=tmp_path / "apart")
+    files = [read_inputs_of(one).files for one in (folder, other)]
+    assert files[0] == files[1]
+    assert set(files[0]) >= {"env.train", "env.validation", "env.test"}

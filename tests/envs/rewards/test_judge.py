@@ -505,3 +505,15 @@ def test_a_damaged_answer_is_asked_again_and_a_link_is_refused(tmp_path):
     (tmp_path / "judge" / "z.jsonl").symlink_to(file)
     with pytest.raises(Exception, match="expected a regular file"):
         made(server.url).record_in(tmp_path / "judge", "a")
+
+
+def test_what_a_judge_has_cost_is_that_of_the_run_it_serves(tmp_path):
+    """One object may serve a run, its resume, and another run in one process."""
+    with judging(lambda body, number: by_digits(body)) as server:
+        judge = made(server.url, input_price=1e6)
+        costs = []
+        for run, questions in (("a", ["1", "2"]), ("a", ["1"]), ("b", ["3"])):
+            judge.record_in(tmp_path / run, "judge-0-rank-0")
+            ask(judge, questions)
+            costs.append(judge.spent()["answers"])
+    assert costs == [2, 2, 1]

@@ -6,10 +6,12 @@ from dataclasses import replace
 import pytest
 from small_run import small
 
-from evo_grpo import run
+from evo_grpo import DatasetEnv, run
+from evo_grpo.envs.describing import environment_parts
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import ConfigError, DataError, RewardError
+from evo_grpo.population.rollouts import starts_from
 from evo_grpo.record.history import metric_rows
 from evo_grpo.types import Completion, CompletionGroup
 
@@ -89,6 +91,40 @@ def test_the_messages_are_those_of_the_agents_own_prompt(make):
     env.score([CompletionGroup(0, first, (Completion((1,), "x", None, True),))])
     question = {"role": "user", "content": first.columns["question"]}
     assert seen == [[{"role": "system", "content": "Think."}, question]]
+
+
+def test_the_step_is_that_of_the_prompts_before_those_of_a_call(make):
+    """However batches are cut, and 0 in an evaluation, which is the same measure in every round."""
+    steps = []
+
+    def reward(completions, trainer_state, **kwargs):
+        steps.append(trainer_state.global_step)
+        return [0.0] * len(completions)
+
+    env = make(reward)
+    taken = starts_from(env, 6, 3)
+    env.batch(9)  # another part of the population is further on
+    done = (Completion((1,), "x", None, True),)
+    for prompts in (taken, env.prompts("validation"), env.batch(1, 4)):
+        env.score([CompletionGroup(0, prompt, done) for prompt in prompts])
+    assert steps == [3, 0, 2]
+
+
+def test_a_function_with_a_weight_of_its_own_is_called_in_the_style_too(make):
+    env = make(RewardFunction("by_instance", ByInstance(), 2.0))
+    assert env.score([answered(env, "four")]).tolist() == [[4.0]]
+    with pytest.raises(ConfigError, match=r"parameters that TRL passes, .* got prompt; leave"):
+        make(lambda completions, prompt: [0.0] * len(completions))
+
+
+def test_the_style_is_part_of_what_a_run_was_begun_with():
+    kinds = [DatasetEnv(ROWS, lengths_of, reward_style=style) for style in (None, "trl")]
+    plain, trl = (environment_parts(one, 0) for one in kinds)
+    assert trl == {**plain, "env.reward_style": "trl"}
+
+
+def lengths_of(completions, **kwargs):
+    return [len(completion) for completion in completions]
 
 
 def test_each_agent_has_a_call_and_metrics_of_its_own(make):

@@ -2,6 +2,7 @@
 
 import ast
 import io
+import threading
 import time
 import warnings
 from dataclasses import replace
@@ -180,3 +181,23 @@ def _wait_for(holds):
     while not holds() and time.monotonic() < end:
         time.sleep(0.01)
     assert holds()
+
+
+def test_work_of_two_threads_ends_in_any_order(monkeypatch):
+    console, begun, done = pipe(), threading.Event(), threading.Event()
+    monkeypatch.setattr(module, "LONG_WORK", 0.3)
+
+    def works():
+        with working("in a thread"):
+            begun.set()
+            done.wait(30)
+
+    with WorkLines(console):
+        thread = threading.Thread(target=works)
+        with working("here"):
+            thread.start()
+            begun.wait(30)
+        _wait_for(lambda: "in a thread" in console.file.getvalue())
+        done.set()
+        thread.join()
+    assert console.file.getvalue() == "  in a thread …\n"
