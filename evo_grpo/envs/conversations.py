@@ -76,7 +76,21 @@ def messages_of(value: object, where: str) -> list[dict[str, Any]]:
             f"{where}: expected text or messages such as {_FORM}, got {excerpt(repr(value))}; "
             "mend or drop the row"
         )
-    return [_message(one, f"{where}, message {n}") for n, one in enumerate(messages)]
+    return [
+        cast("dict[str, Any]", one)
+        if _is_plain(one)
+        else _message(one, f"{where}, message {number}")
+        for number, one in enumerate(messages)
+    ]
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a message needs no change, as nearly all."""
+    if type(value) is not dict:
+        return False
+    message = cast("dict[Any, Any]", value)
+    known = message.get("role") in ROLES and type(message.get("content")) is str
+    return known and (len(message) == 2 or all(one is not None for one in message.values()))
 
 
 def _message(value: object, where: str) -> dict[str, Any]:

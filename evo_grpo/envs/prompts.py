@@ -385,6 +385,8 @@ class _Present(dict[str, Any]):
 
     def __getitem__(self, column: str) -> Any:  # noqa: ANN401 -- of any column
         value = super().__getitem__(column)
+        if isinstance(value, str):
+            return value
         if value is None:
             raise DataError(f'the column "{column}" is None; {NO_NONE}')
         inside = value.values() if isinstance(value, Mapping) else value
@@ -396,7 +398,7 @@ class _Present(dict[str, Any]):
             )
         # With a conversion, as in {column!r}, it is meant.
         alone = self._text.strip() == f"{{{column}}}" and holds_messages(value)
-        if not isinstance(value, str) and (alone or is_conversation(value)):
+        if alone or is_conversation(value):
             if f"{{{column}!" in self._text:
                 return value
             kind = "a mapping" if isinstance(value, Mapping) else "a list"

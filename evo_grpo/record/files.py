@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from contextlib import contextmanager, suppress
+from itertools import count
 from typing import TYPE_CHECKING, Any, final
 
 from pydantic_core import from_json
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+#: Calls of `many_objects`, and after how many of them it searches all objects.
+_calls = count(1)
+_SEARCH_EVERY = 16
 _LOOKS, _MOMENT = 5, 0.01
 _CHECKSUM = "sha256"
 _TEMPORARY = ".tmp"
@@ -48,13 +52,23 @@ _HEAD = 64
 
 @contextmanager
 def many_objects() -> Generator[None]:
-    """Pause the search for cycles, which takes as long as making many objects does."""
+    """Pause the search for cycles while many objects are made, which takes as long as making them.
+
+    Python searches all objects again whenever their number has grown by a quarter. Afterwards they
+    are old: young objects are searched soon, three times before they are old. Python does not count
+    them then, so every few calls all objects are searched here: for those of an ended run.
+    """
     searches = gc.isenabled()
+    if searches and next(_calls) % _SEARCH_EVERY == 0:
+        gc.collect()
     gc.disable()
     try:
         yield
     finally:
         if searches:
+            if not gc.get_freeze_count():  # else a user's program has frozen its own objects
+                gc.freeze()
+                gc.unfreeze()  # into the oldest generation
             gc.enable()
 
 
