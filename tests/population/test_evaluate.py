@@ -25,7 +25,7 @@ from evo_grpo.population.evaluate import (
     weighted,
 )
 from evo_grpo.training.assemble import prepare
-from evo_grpo.types import Prompt
+from evo_grpo.types import Prompt, RewardScore
 
 NAN = float("nan")
 
@@ -251,6 +251,13 @@ def test_a_second_look_is_averaged_with_the_first_by_prompt():
     assert both.score.per_prompt == tuple(expected)
     assert both.score.mean == pytest.approx(expected.mean())
     assert both.score.se == pytest.approx(expected.std(ddof=1) / np.sqrt(PROMPTS))
+
+
+def test_rewards_by_function_are_those_of_the_look_for_which_no_agent_was_chosen():
+    own = (RewardScore("exact", 0.5, 0.1, PROMPTS),)
+    first = evaluation(20)
+    first = replace(first, score=replace(first.score, rewards=own))
+    assert merged(first, evaluation(10)).score.rewards == own
 
 
 def test_looks_and_their_tokens_add_up():
