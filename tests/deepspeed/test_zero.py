@@ -82,8 +82,7 @@ def test_a_run_of_two_ranks_is_that_of_adamw_and_goes_on_without_deepspeed(tmp_p
     file = written(tmp_path, engine={**ENGINE, "base": "sharded"}, **TWO_ROUNDS, **STILL)
     alone("run", file, "--out", tmp_path / "own")
     file = written(tmp_path, engine={**ENGINE, "zero": 2}, **TWO_ROUNDS, **STILL)
-    done = nproc(2, "run", file, "--out", tmp_path / "zero")
-    assert "engine.zero 2: agents take turns" in done.stderr
+    nproc(2, "run", file, "--out", tmp_path / "zero")
     assert apart(tmp_path / "own", tmp_path / "zero") <= 1e-5
     assert apart(tmp_path / "own", tmp_path / "zero", "optimizer.safetensors") <= 1e-5
     told = [leaderboard(tmp_path / name)[["agent", "fitness"]] for name in ("own", "zero")]
