@@ -57,6 +57,9 @@ class WorkLines(logging.Handler):
         logger = logging.getLogger(LOGGER)
         logger.removeHandler(self)
         logger.setLevel(self._level)
+        # After Ctrl-C the work of a generator may end later, or not at all.
+        for timer in (one for begun in self._begun.values() for one in begun):
+            timer.cancel()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show work that has begun, unless it ends within `LONG_WORK`."""

@@ -173,7 +173,13 @@ def test_work_is_shown_while_it_lasts_if_it_takes_long(monkeypatch):
         _wait_for(lambda: console.file.getvalue() == "  load the weights …\n")
     with working("render the prompts"):  # nobody looks any more
         pass
+    monkeypatch.setattr(module, "LONG_WORK", 0.2)
+    begun = working("take the first step")
+    with WorkLines(console):
+        begun.__enter__()  # as after Ctrl-C, its end does not come
+    time.sleep(0.4)
     assert console.file.getvalue() == "  load the weights …\n"
+    begun.__exit__(None, None, None)
 
 
 def _wait_for(holds):
