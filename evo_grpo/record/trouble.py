@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from evo_grpo.record.records import AgentRecord, RoundRecord
     from evo_grpo.record.summary import SelectedAgent
     from evo_grpo.schema.search_space import HyperparameterConfig
-    from evo_grpo.settings import RunConfig
 
 FEW_ENDED = 0.5
 """Share of completions that sample the end token, below which the limit of tokens is too low."""
@@ -94,7 +93,8 @@ class Trouble:
 def find_trouble(
     rounds: Sequence[RoundRecord],
     winner: SelectedAgent | None = None,
-    settings: RunConfig | None = None,
+    space: HyperparameterConfig | None = None,
+    dropout: float = 0.0,
 ) -> list[Trouble]:
     """Return the problems of a run, ordered by their first round.
 
@@ -102,17 +102,18 @@ def find_trouble(
         rounds: The finished rounds, first to last.
         winner: The winner, or before the end the best agent: its values are compared with the
             bounds of their ranges.
-        settings: The settings of the run; None if they are not known.
+        space: The hyperparameters that may change, with their ranges; None if they are not known.
+        dropout: Dropout of the adapters.
     """
     found: list[Trouble] = []
     for look in (_failed, _collapsed, _signs, _equal_rewards, _entropy, _cut,
                  _left_out, _memory):  # fmt: skip
         found += look(rounds)
-    if settings is not None and settings.model.lora.dropout:
+    if dropout:
         # Training drops parts of the adapters, sampling does not: a gap is no fault of the engine.
         found = [one for one in found if one.kind != "sampler_gap"]
-    if settings is not None and winner is not None:
-        found += _at_bounds(winner.record, settings.search_space())
+    if space is not None and winner is not None:
+        found += _at_bounds(winner.record, space)
     return sorted(found, key=lambda one: one.round)
 
 

@@ -192,7 +192,11 @@ class RunView:
     @cached_property
     def troubles(self) -> list[Trouble]:
         """The problems of the run, with their remedies."""
-        return find_trouble(self.rounds, self.winner, self.settings)
+        settings = self.settings
+        if settings is None:
+            return find_trouble(self.rounds, self.winner)
+        dropout = settings.model.lora.dropout
+        return find_trouble(self.rounds, self.winner, settings.search_space(), dropout)
 
     @property
     def played(self) -> Iterator[AgentRecord]:

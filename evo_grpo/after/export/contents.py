@@ -20,7 +20,7 @@ from evo_grpo.sources import PACKAGED, Source, embedded_digests, resolve
 
 if TYPE_CHECKING:
     from evo_grpo.record.choice import ChosenAgent
-    from evo_grpo.settings import RunConfig
+    from evo_grpo.settings import ModelConfig
 
 INSIDE = f"./{BASE}"
 """The name of a base inside the export, relative to its folder."""
@@ -112,9 +112,11 @@ def read_adapter_files(choice: ChosenAgent) -> dict[str, bytes]:
     return read
 
 
-def find_base(choice: ChosenAgent, config: RunConfig, adapter: bytes) -> BaseModel:
+def find_base(
+    choice: ChosenAgent, model: ModelConfig, adapter: bytes, quantization: str | None = None
+) -> BaseModel:
     """Return the base of an agent, from the run's settings and its adapter_config.json."""
-    name, attributes = config.model.name, _attributes(choice)
+    name, attributes = model.name, _attributes(choice)
     is_object = "model" in _objects(choice, attributes)
     source = None if is_object else _source(name)
     said = str(_json(adapter, ADAPTER).get("base_model_name_or_path") or name)
@@ -126,16 +128,16 @@ def find_base(choice: ChosenAgent, config: RunConfig, adapter: bytes) -> BaseMod
         reference = INSIDE
     else:
         reference = os.path.abspath(source.path)
-    revision = config.model.config.get("revision")
+    revision = model.config.get("revision")
     return BaseModel(
         name,
         source,
         reference,
         revision=revision if isinstance(revision, str) else None,
-        own_code=config.model.trust_remote_code,
+        own_code=model.trust_remote_code,
         dtype=str(attributes.get("dtype") or _FLOAT),
         digest=attributes.get("base_digest"),
-        quantization=config.engine.quantization,
+        quantization=quantization,
     )
 
 

@@ -124,7 +124,7 @@ def export_choice(
     with writing(target, "export"):
         place = check_target(target, force=force)
     config = read_config(choice.run, past=True)
-    base = find_base(choice, config, adapter[ADAPTER])
+    base = find_base(choice, config.model, adapter[ADAPTER], config.engine.quantization)
     if push is not None and not merge and os.path.isabs(base.reference):
         raise ConfigError(
             f"push: expected a base that others have too, got {base.name!r}, a folder of this "

@@ -100,7 +100,7 @@ def test_the_card_names_a_base_as_the_hub_knows_it_or_not_at_all(
     Path("fetched.gguf").touch()
     monkeypatch.setattr(sources, "installed", lambda name: tmp_path / "fetched.gguf")
     monkeypatch.setattr(export_module, "adapter_contents", lambda *_: Contents({}))
-    base = find_base(choose_of(run), over(name), b"{}")
+    base = find_base(choose_of(run), over(name).model, b"{}")
     monkeypatch.setattr(export_module, "find_base", lambda *_: base)
     card = (export(run, tmp_path / "out") / "README.md").read_text()
     assert yaml.safe_load(card.split("---\n")[1]).get("base_model") == known
@@ -141,7 +141,7 @@ def test_a_name_that_is_no_repository(hub, run, tmp_path, name):
 
 
 def test_a_base_in_a_folder_is_not_pushed_and_nothing_is_written(hub, run, tmp_path, monkeypatch):
-    there = find_base(choose_of(run), over(resolve("tiny-sums").path), b"{}")
+    there = find_base(choose_of(run), over(resolve("tiny-sums").path).model, b"{}")
     monkeypatch.setattr(export_module, "find_base", lambda *_: there)
     with pytest.raises(ConfigError, match="a folder of this machine; push one model with --merge"):
         export(run, tmp_path / "out", push="me/sums")
