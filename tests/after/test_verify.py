@@ -497,3 +497,9 @@ def test_what_is_made_from_the_rounds_is_not_looked_at_and_made_anew(
     assert (stopped / name).read_bytes().count(b"\n") == (
         (made / "finished" / name).read_bytes().count(b"\n")
     )
+
+
+def test_a_best_that_a_resume_leaves_as_it_is_is_damage(stopped):
+    file = stopped / BEST / "optimizer.safetensors"
+    flip(file)
+    assert the_damage(stopped) == f"{file}: has changed since round 2 recorded it"
