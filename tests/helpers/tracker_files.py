@@ -55,6 +55,17 @@ def runs_of_wandb(folder):
     return [record.run for record in records if record.HasField("run")]
 
 
+def ended_wandb(folder):
+    """Return whether the file of the last start is written to its end."""
+    from google.protobuf.message import DecodeError
+
+    try:
+        records = list(records_of_wandb(files_of_wandb(folder)[-1]))
+    except DecodeError:  # half of a record
+        return False
+    return bool(records) and records[-1].HasField("exit")
+
+
 def steps_of_wandb(folder):
     """Return the id of the run of each file, and how many steps the file has."""
     found = []

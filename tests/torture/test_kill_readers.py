@@ -9,12 +9,13 @@ import importlib.util
 import json
 import random
 import shutil
+import time
 
 import pytest
 from killed_runs import Runs
 from small_run import small
 from torture_table import tried
-from tracker_files import read_tensorboard, read_wandb, steps_of_wandb
+from tracker_files import ended_wandb, read_tensorboard, read_wandb, steps_of_wandb
 
 import evo_grpo
 
@@ -49,11 +50,19 @@ def measured(read):
     return lambda folder: {who: sorted(set(values)) for who, values in read(folder).items()}
 
 
+def wandb(folder):
+    """Return what wandb was given; its own process writes the last records after `finish`."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until and not ended_wandb(folder):
+        time.sleep(0.1)
+    return measured(read_wandb)(folder)
+
+
 READERS = {
     "optuna": trials,
     "report": page,
     "tensorboard": measured(read_tensorboard),
-    "wandb": measured(read_wandb),
+    "wandb": wandb,
 }
 
 
