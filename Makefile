@@ -187,7 +187,8 @@ $(OUTSIDE_STAMP): $(STAMP)
 test-outside: $(OUTSIDE_STAMP)
 	PYTHONPATH=$(OUTSIDE) EVO_GRPO_OUTSIDE=$(OUTSIDE) $(TESTS) $(BIN)/python -m pytest -rs \
 	  tests/envs/adapters/test_gem.py tests/envs/adapters/test_verifiers.py \
-	  tests/envs/rewards/test_trl_outside.py $(ARGS)
+	  tests/envs/rewards/test_trl_outside.py tests/envs/test_templates_outside.py \
+	  -n 2 $(ARGS)
 
 $(TRACKERS_STAMP): $(STAMP)
 	@echo 'Installing into $(TRACKERS): less than a minute.'

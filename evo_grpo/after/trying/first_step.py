@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from evo_grpo.places import looking_in
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.evaluate import weighted
+from evo_grpo.readers.terminal.plain import clock
 from evo_grpo.record.code import beside, code_folder
 from evo_grpo.record.files import plain_value
 from evo_grpo.record.wording import count
@@ -98,6 +99,8 @@ class Tried:
         weights: Weight of each reward function.
         sampling_seconds: Time in which the answers were sampled; 0 for a given answer.
         reward_seconds: Time in which they were scored.
+        steps: Steps of the run; 0 for a given answer.
+        answers_per_step: Answers of all agents in one of them.
     """
 
     task: str
@@ -105,6 +108,8 @@ class Tried:
     weights: Mapping[str, float]
     sampling_seconds: float
     reward_seconds: float
+    steps: int = 0
+    answers_per_step: int = 0
 
     @property
     def answers(self) -> tuple[TriedAnswer, ...]:
@@ -125,6 +130,16 @@ class Tried:
     def tokens(self) -> float:
         """Mean tokens of an answer."""
         return sum(answer.tokens for answer in self.answers) / len(self.answers)
+
+    @property
+    def run_seconds(self) -> tuple[float, float]:
+        """Least and most time in which the steps of the run sample, by the time of these answers.
+
+        The least if more answers at once take no longer, the most if they take as long each.
+        """
+        least = self.steps * self.sampling_seconds
+        most = least * self.answers_per_step / len(self.answers)
+        return min(least, most), max(least, most)
 
     def signal_with(self, group_size: int) -> float:
         """Return the share of groups of another size that would have a signal.
@@ -156,8 +171,13 @@ class Tried:
                 spread = f"{min(values):g} to {max(values):g}, mean {mean:.2f}"
             times = "" if weight == 1 else f", times {weight:g}"
             found.append(f"reward {name}: {spread}{times}")
-        if len(answers) == len(self.prompts):
+        if not self.steps:
             return found
+        low, high = map(clock, self.run_seconds)
+        found.append(
+            f"{count(self.steps, 'step')} of {count(self.answers_per_step, 'answer')} each sample "
+            f"between {low} and {high} in the run, besides learning and evaluations"
+        )
         differ = sum(prompt.signal for prompt in self.prompts)
         found.append(
             f"{differ} of {count(len(self.prompts), 'group')} have a signal: only a group whose "
@@ -200,6 +220,7 @@ class Tried:
                 "tokens": self.tokens,
                 "sampling_seconds": self.sampling_seconds,
                 "reward_seconds": self.reward_seconds,
+                "run_seconds": self.run_seconds,
             }
         )
 
@@ -262,7 +283,10 @@ def try_config(
         (slot,) = add_agents(cohort, 1, "same", start)
         cohort.open_engine()
         stack.callback(cohort.close_engine)
-        return _sampled(cohort, slot, made, _starts(made, split, numbers), samples, notify)
+        tried = _sampled(cohort, slot, made, _starts(made, split, numbers), samples, notify)
+        each = (run.algorithm.prompts_per_step or made.batch_size) * run.algorithm.group_size
+        steps = run.population.rounds * run.population.steps_per_round
+        return replace(tried, steps=steps, answers_per_step=run.population.size * each)
 
 
 def _sampled(

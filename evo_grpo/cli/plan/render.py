@@ -85,6 +85,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
         if late := sum(plan.prompts.too_long.values()):
             done = "left out" if config.env.too_long == "drop" else "cut at the beginning"
             yield "", f"{count(late, 'row')} with a prompt too long for the context: {done}"
+    else:
+        yield "prompts", "made by the task when the run starts; evo-grpo try shows some"
     for number, call in enumerate(plan.calls):
         yield "" if number else "rewards", call
     yield "a step", _step(plan)

@@ -243,8 +243,8 @@ def place_in_code(error: BaseException) -> str:
 
 def hint(error: BaseException) -> str:
     """Return what to change in a function that was written for another trainer, or ""."""
-    # Not str(error), since the __str__ of a user's exception may raise.
-    told = error.args[0] if error.args and isinstance(error.args[0], str) else ""
+    # Neither str(error) nor isinstance, which call what a user's object may define.
+    told = error.args[0] if error.args and type(error.args[0]) is str else ""
     if isinstance(error, KeyError) and told in FOREIGN:
         return f"; {FOREIGN[told]}: see {PAGE}"
     kind = isinstance(error, TypeError | AttributeError)

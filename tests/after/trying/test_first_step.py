@@ -106,6 +106,18 @@ def prepare_row(config, number):
     return task_of(config).splits["train"][number]["answer"]
 
 
+def test_the_time_of_the_run_follows_from_its_steps(dataset):
+    config = dataset("exact", population__rounds=3, population__steps_per_round=5)
+    config = config.replace(algorithm=config.algorithm.replace(prompts_per_step=4))
+    tried = try_config(config, samples=4)
+    each = config.population.size * 4 * config.algorithm.group_size
+    assert (tried.steps, tried.answers_per_step) == (15, each)
+    low, high = tried.run_seconds
+    assert low == 15 * tried.sampling_seconds
+    assert high == pytest.approx(low * each / 12)
+    assert f"15 steps of {each} answers each sample between" in "\n".join(tried.sentences())
+
+
 def test_the_share_with_a_signal_is_that_of_independent_draws(dataset):
     tried = try_config(dataset("exact"), samples=4)
     for size in (2, 3):
@@ -172,7 +184,7 @@ def test_the_document_is_the_result(dataset):
     found, expected = json.loads(done.stdout), try_config(config, rows=3, samples=2).to_json()
     for one in (found, expected):
         assert one.pop("sampling_seconds") > 0
-        one.pop("reward_seconds")
+        one.pop("reward_seconds"), one.pop("run_seconds")
     assert found == expected
 
 

@@ -173,6 +173,16 @@ def dumb(completion):
     raise Dumb
 
 
+class Guarded:
+    @property
+    def __class__(self):
+        raise Own
+
+
+def guarded(completion):
+    raise ValueError(Guarded())
+
+
 def long(completion):
     raise ValueError("m" * 10_000_000)
 
@@ -186,6 +196,7 @@ def long(completion):
         (async_cancelled, "it raised CancelledError"),
         (cancels_itself, "it raised CancelledError"),
         (dumb, "it raised Dumb, whose __str__ raised Own"),
+        (guarded, "it raised ValueError: <"),
     ],
 )
 def test_whatever_a_function_raises_is_a_reward_error(function, what):
@@ -319,7 +330,7 @@ def test_a_mode_left_changed_is_named_and_put_back(change, said, elsewhere, tmp_
 
     def work():
         with pytest.raises(RewardAbortError) as error:
-            run(forgets)
+            run(forgets, timeout=30)  # torch imports much where it is set
         caught.append(str(error.value))
         assert current_modes() == before
         assert run(lambda completion: 1.0).tolist() == [[1.0]] * 3

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import tiny
 import torch
 from engine_contract import RolloutContract, logprobs_of, prompts
 from small_run import small
+from stop_cases import completions, cut_alike, slots_of, tokenizer_of
 from tiny_cohort import PLAIN, no_rewards
 from vllm_doubles import settings_of
 
@@ -31,6 +33,8 @@ from evo_grpo.rollout.vllm.engine import VLLMEngine
 pytestmark = pytest.mark.vllm
 ROOT = Path(__file__).resolve().parents[3]
 TEXTS = ("12+07=", "3+4=", "10+22=", "5+5=")
+CONFIGURATIONS = 20
+"""Of stop strings, for each kind of tokenizer."""
 GAP = 2e-4
 """Nats by which vLLM's log-probs may differ from PEFT's."""
 
@@ -198,6 +202,22 @@ def test_stop_strings(python):
     assert all(c.ended for c in cut)
     assert all("1" not in slots.base.tokenizer.decode(c.token_ids[:-1]) for c in found)
     engine.close()
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+def test_completions_are_cut_where_one_row_alone_is_cut(kind, python):
+    slots, tokenizer = slots_of(kind, head_dim=32), tokenizer_of(kind)  # vLLM has no less
+    # It gets the tokenizer where it starts with a string.
+    started = VLLMEngine(slots, settings_of(python=python, algorithm={"stop": ["q"]}))
+
+    def sample(requests, **algorithm):
+        own = settings_of(algorithm=algorithm)
+        return completions(VLLMEngine(slots, own, link=Shared(started._link)).rollout(requests))
+
+    draw = random.Random(kind)
+    each = [cut_alike(draw, tokenizer, sample, apart=False) for _ in range(CONFIGURATIONS)]
+    assert sum(each) > CONFIGURATIONS // 3
+    started.close()
 
 
 def test_a_base_that_vllm_cannot_run_is_named(python):
