@@ -124,7 +124,7 @@ def _task(plan: Plan) -> str:
 def _prompts(lengths: PromptLengths) -> str:
     least, most, read, rows, *_ = lengths
     if not read:
-        return "their lengths are read when the run loads the tokenizer"
+        return "read when the run loads the tokenizer; evo-grpo try shows some"
     tokens = f"{least:,} to {most:,} tokens" if least < most else count(most, "token")
     return tokens if read == rows else f"{tokens}, in a sample of {read:,} of {rows:,} rows"
 
