@@ -101,6 +101,17 @@ class Ends:
             count *= 2
         return self._place(row, self._decoded([row])[0]) >= 0
 
+    def cut(self, row: tuple[int, ...]) -> tuple[int, ...]:
+        """Return a row up to the token that completes its first stop string; all without one.
+
+        For engines that see the first bytes of a character only with the last one.
+        """
+        while len(row) > self._least + 1:
+            if self._place(row[:-1], self._decoded([row[:-1]])[0]) < 0:
+                break
+            row = row[:-1]
+        return row
+
     def _place(self, row: Sequence[int], text: str) -> int:
         """Return where the first stop string of a row's text begins; -1 if there is none.
 

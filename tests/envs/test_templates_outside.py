@@ -24,6 +24,9 @@ if importlib.util.find_spec("trl") is None:
     pytest.skip("trl is not installed here: make test-outside", allow_module_level=True)
 
 FOLDER = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
+if len(NAMES) < 50:
+    raise ImportError(f"expected trl's chat templates in {FOLDER}, got {len(NAMES)}")
 SYSTEM, ASKED = {"role": "system", "content": " Be brief.\n"}, {"role": "user", "content": "2+2? "}
 SAID = {"role": "assistant", "content": "<think>\nadd\n</think>\n\nIt is 4."}
 CONVERSATIONS = {
@@ -56,7 +59,7 @@ def bytewise():
     )
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.jinja")))
+@pytest.mark.parametrize("name", NAMES)
 def test_prompts_are_those_of_apply_chat_template(name, bytewise, tmp_path):
     bytewise.chat_template = (FOLDER / f"{name}.jinja").read_text()
     bytewise.save_pretrained(tmp_path)

@@ -132,14 +132,13 @@ class Tried:
         return sum(answer.tokens for answer in self.answers) / len(self.answers)
 
     @property
-    def run_seconds(self) -> tuple[float, float]:
-        """Least and most time in which the steps of the run sample, by the time of these answers.
+    def run_seconds(self) -> float | None:
+        """Time in which all steps of the run would sample, if each answer took as long as these.
 
-        The least if more answers at once take no longer, the most if they take as long each.
+        More answers at once take less each. None for a given answer.
         """
-        least = self.steps * self.sampling_seconds
-        most = least * self.answers_per_step / len(self.answers)
-        return min(least, most), max(least, most)
+        each = self.sampling_seconds / len(self.answers)
+        return self.steps * self.answers_per_step * each if self.steps else None
 
     def signal_with(self, group_size: int) -> float:
         """Return the share of groups of another size that would have a signal.
@@ -171,12 +170,12 @@ class Tried:
                 spread = f"{min(values):g} to {max(values):g}, mean {mean:.2f}"
             times = "" if weight == 1 else f", times {weight:g}"
             found.append(f"reward {name}: {spread}{times}")
-        if not self.steps:
+        if self.run_seconds is None:
             return found
-        low, high = map(clock, self.run_seconds)
         found.append(
-            f"{count(self.steps, 'step')} of {count(self.answers_per_step, 'answer')} each sample "
-            f"between {low} and {high} in the run, besides learning and evaluations"
+            f"{count(self.steps, 'step')} of {count(self.answers_per_step, 'answer')} like these "
+            f"sample for {clock(self.run_seconds)} in the run, less where more at once are faster; "
+            "scoring, learning and evaluations come on top"
         )
         differ = sum(prompt.signal for prompt in self.prompts)
         found.append(
@@ -220,6 +219,8 @@ class Tried:
                 "tokens": self.tokens,
                 "sampling_seconds": self.sampling_seconds,
                 "reward_seconds": self.reward_seconds,
+                "steps": self.steps,
+                "answers_per_step": self.answers_per_step,
                 "run_seconds": self.run_seconds,
             }
         )
@@ -303,9 +304,10 @@ def _sampled(
     every = [one for one in starts for _ in range(size)]
     _tell_of_judges(env, every, cohort.output_tokens(hparams), notify)
     sampler = PopulationSampler.in_training(cohort, [slot], stream=("try",))
-    begin = time.perf_counter()
     asked = starts_under(env, hparams.prompt, starts)
-    play = played_out(cohort.begin(env, [asked], [size]), sampler)
+    begun = cohort.begin(env, [asked], [size])  # makes environments of several turns
+    begin = time.perf_counter()
+    play = played_out(begun, sampler)
     scoring = time.perf_counter()
     (found,) = play.experiences()
     check_answers("the model", (one.logprobs for one in found.trajectories))

@@ -243,11 +243,12 @@ def place_in_code(error: BaseException) -> str:
 
 def hint(error: BaseException) -> str:
     """Return what to change in a function that was written for another trainer, or ""."""
-    # Neither str(error) nor isinstance, which call what a user's object may define.
-    told = error.args[0] if error.args and type(error.args[0]) is str else ""
-    if isinstance(error, KeyError) and told in FOREIGN:
+    # Neither str nor isinstance, which call what a user's object may define.
+    args: tuple[object, ...] = BaseException.args.__get__(error)
+    told = args[0] if args and type(args[0]) is str else ""
+    if issubclass(type(error), KeyError) and told in FOREIGN:
         return f"; {FOREIGN[told]}: see {PAGE}"
-    kind = isinstance(error, TypeError | AttributeError)
+    kind = issubclass(type(error), TypeError | AttributeError)
     if kind and told.startswith(("string indices must be", "'str' object has no attribute 'get'")):
         return (
             "; completions and prompts are strings here, where TRL has messages in conversations: "

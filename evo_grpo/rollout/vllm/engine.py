@@ -184,7 +184,10 @@ class VLLMEngine(RolloutEngine):
         """Yield the groups of each request; the rows of the answer are in the same order."""
         tokens, values = answer["tokens"].tolist(), answer["logprobs"].tolist()
         ends = list(accumulate(answer["lengths"], initial=0))
-        rows = [(tuple(tokens[a:b]), tuple(values[a:b])) for a, b in pairwise(ends)]
+        each = [tuple(tokens[a:b]) for a, b in pairwise(ends)]
+        if self.ends.strings:
+            each = [self.ends.cut(ids) for ids in each]
+        rows = [(ids, tuple(values[a : a + len(ids)])) for ids, a in zip(each, ends, strict=False)]
         texts = self.ends.texts([ids for ids, _ in rows])
         done = iter(zip(rows, texts, answer["stopped"], strict=True))
 

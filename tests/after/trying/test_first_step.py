@@ -107,15 +107,17 @@ def prepare_row(config, number):
 
 
 def test_the_time_of_the_run_follows_from_its_steps(dataset):
-    config = dataset("exact", population__rounds=3, population__steps_per_round=5)
-    config = config.replace(algorithm=config.algorithm.replace(prompts_per_step=4))
-    tried = try_config(config, samples=4)
-    each = config.population.size * 4 * config.algorithm.group_size
-    assert (tried.steps, tried.answers_per_step) == (15, each)
-    low, high = tried.run_seconds
-    assert low == 15 * tried.sampling_seconds
-    assert high == pytest.approx(low * each / 12)
-    assert f"15 steps of {each} answers each sample between" in "\n".join(tried.sentences())
+    short = {"population__rounds": 3, "population__steps_per_round": 5}
+    config = dataset("exact", **short, algorithm__prompts_per_step=4)
+    env = prepare(dataset("exact")).env
+    for given, prompts in ((None, 4), (env, env.batch_size)):
+        own = config if given is None else dataset("exact", **short)
+        tried = try_config(own, samples=4, env=given)
+        each = config.population.size * prompts * config.algorithm.group_size
+        assert (tried.steps, tried.answers_per_step) == (15, each)
+        assert tried.run_seconds == pytest.approx(15 * tried.sampling_seconds * each / 12)
+        assert f"15 steps of {each} answers like these sample for" in "\n".join(tried.sentences())
+    assert try_config(config, answer="x").run_seconds is None
 
 
 def test_the_share_with_a_signal_is_that_of_independent_draws(dataset):

@@ -179,8 +179,18 @@ class Guarded:
         raise Own
 
 
+class GuardedError(Guarded, Exception):
+    @property
+    def args(self):
+        raise Own
+
+
 def guarded(completion):
     raise ValueError(Guarded())
+
+
+def guarded_itself(completion):
+    raise GuardedError("mine")
 
 
 def long(completion):
@@ -197,6 +207,7 @@ def long(completion):
         (cancels_itself, "it raised CancelledError"),
         (dumb, "it raised Dumb, whose __str__ raised Own"),
         (guarded, "it raised ValueError: <"),
+        (guarded_itself, "it raised GuardedError: mine"),
     ],
 )
 def test_whatever_a_function_raises_is_a_reward_error(function, what):

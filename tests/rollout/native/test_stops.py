@@ -46,6 +46,20 @@ def test_a_string_that_ends_in_a_long_token_or_a_character_of_many_is_found():
         assert stopped == [False, False, least < 3, False]
 
 
+def test_a_row_is_cut_behind_the_token_with_the_end_of_its_stop_string():
+    tokenizer = tokenizer_of("bytes")
+    every = range(len(tokenizer))
+    # Letters and the first byte of a character, which vLLM does not show before the last one.
+    token = next(i for i in every if tokenizer.decode([i]) == "na\ufffd")
+    row = (token, *tokenizer("x y a")["input_ids"])
+    base = slots_of("bytes").base
+    for least, kept in ((0, 1), (1, len(row))):
+        algorithm = {"stop": ["a"], "min_output_tokens": least}
+        ends = Ends(base, AgentSettings(algorithm=algorithm).algorithm)
+        assert ends.cut(row) == row[:kept]
+        assert ends.cut(row[1:3]) == row[1:3]
+
+
 @pytest.mark.parametrize(
     ("stop", "message"),
     [
