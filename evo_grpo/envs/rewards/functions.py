@@ -244,7 +244,7 @@ def place_in_code(error: BaseException) -> str:
 def hint(error: BaseException) -> str:
     """Return what to change in a function that was written for another trainer, or ""."""
     # Neither str nor isinstance, which call what a user's object may define.
-    args: tuple[object, ...] = BaseException.__getattribute__(error, "args")
+    args: tuple[object, ...] = vars(BaseException)["args"].__get__(error)
     first = args[0] if args else ""
     told = first if type(first) is str else ""
     if issubclass(type(error), KeyError) and told in FOREIGN:
