@@ -106,7 +106,7 @@ class Ends:
 
         For engines that see the first bytes of a character only with the last one.
         """
-        while len(row) > self._least + 1:
+        while self.strings and len(row) > self._least + 1:
             if self._place(row[:-1], self._decoded([row[:-1]])[0]) < 0:
                 break
             row = row[:-1]

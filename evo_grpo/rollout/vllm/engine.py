@@ -184,10 +184,8 @@ class VLLMEngine(RolloutEngine):
         """Yield the groups of each request; the rows of the answer are in the same order."""
         tokens, values = answer["tokens"].tolist(), answer["logprobs"].tolist()
         ends = list(accumulate(answer["lengths"], initial=0))
-        each = [tuple(tokens[a:b]) for a, b in pairwise(ends)]
-        if self.ends.strings:
-            each = [self.ends.cut(ids) for ids in each]
-        rows = [(ids, tuple(values[a : a + len(ids)])) for ids, a in zip(each, ends, strict=False)]
+        each = [(self.ends.cut(tuple(tokens[a:b])), a) for a, b in pairwise(ends)]
+        rows = [(ids, tuple(values[a : a + len(ids)])) for ids, a in each]
         texts = self.ends.texts([ids for ids, _ in rows])
         done = iter(zip(rows, texts, answer["stopped"], strict=True))
 

@@ -81,8 +81,9 @@ class SlowModel:
             values.append(float(logprobs[token]))
             if token in sampling.stop_token_ids:
                 return tokens, values, token
+            # Always a token late, as vLLM is where half a character follows the string.
             for text in sampling.stop:
-                if text in self.tokenizer.decode(tokens):
+                if text in self.tokenizer.decode(tokens[:-1]):
                     return tokens, values, text
         return tokens, values, None
 
