@@ -142,7 +142,7 @@ def _device(number: int) -> str:
     import torch
 
     own = torch.cuda.get_device_properties(number)
-    bf16 = "" if own.major >= 8 else ", no bfloat16: set engine.dtype to float16 or float32"
+    bf16 = "" if own.major >= 8 else ", emulates bfloat16: engine.dtype auto is float16"
     size = format_bytes(own.total_memory)
     return f"cuda:{number} {own.name}, {size}, capability {own.major}.{own.minor}{bf16}"
 

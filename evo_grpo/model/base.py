@@ -154,8 +154,9 @@ class SharedBase:
         Args:
             name: Name of an embedded model, `smollm2`, a folder, a .gguf file or a hub id.
             device: A torch device string, or "auto" for CUDA if available, else the CPU.
-            dtype: "auto" is float32 on the CPU and bfloat16 on CUDA; or "float32", "bfloat16",
-                "float16", or the torch.dtype. `torch_dtype`, the older spelling, does the same.
+            dtype: "auto" is float32 on the CPU, and bfloat16 on CUDA or float16 below compute
+                capability 8.0; or "float32", "bfloat16", "float16", or the torch.dtype.
+                `torch_dtype`, the older spelling, does the same.
             tokenizer: Use this one instead of the model's own.
             quantization: Keep the linear layers in 8 or 4 bits; see `model.quantized`.
             on_host: Keep the model in CPU memory for now, in the dtype for the device.
@@ -274,8 +275,8 @@ class SharedBase:
     def compile(self, mode: str) -> None:
         """Compile the layers without adapters (norms, rotary embeddings) with torch.compile.
 
-        The linear layers are not compiled here: their forward depends on the layout of rows, so
-        each layout would need a new compilation. The native engine compiles its decode step.
+        The linear layers are not compiled: their forward depends on the layout of rows, so each
+        layout would need a new compilation.
         """
         _try_compiler(mode, self.device)
         for module in self.trunk.modules():

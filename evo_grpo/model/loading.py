@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, cast
 
 import torch
@@ -16,17 +17,37 @@ from evo_grpo.model.files import check_files
 from evo_grpo.printable import shorten
 from evo_grpo.sources import Source
 
+_log = logging.getLogger(__name__)
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the torch dtype for a name or dtype; "auto" is bfloat16 on CUDA, else float32."""
+    """Return the torch dtype for a name or dtype.
+
+    "auto" is float32 but on CUDA: bfloat16, or float16 on cards that emulate bfloat16.
+    """
+    if dtype == "auto" and device.type == "cuda":
+        return _half_of(device)
     if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return torch.float32
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise ModelError(f"dtype: expected auto, {', '.join(DTYPES)}, got {dtype!r}")
     return DTYPES[name]
+
+
+def _half_of(device: torch.device) -> torch.dtype:
+    """Return the half precision in which a CUDA device multiplies."""
+    if torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 0):
+        return torch.bfloat16
+    _say_float16(torch.cuda.get_device_name(device))
+    return torch.float16
+
+
+@cache
+def _say_float16(card: str) -> None:
+    _log.warning("engine.dtype: auto is float16 on %s, which emulates bfloat16", card)
 
 
 def merge_dtype_keywords(

@@ -42,6 +42,7 @@ class RankReport:
         reduced: Engine settings that were lowered to save memory, with their present values.
         fresh: The fresh evaluations of the archive and of the best agent that it has made.
         judge_cost: What its judges have cost from the start of the run.
+        decodes_by: What computed its completions, see `RolloutEngine`.
     """
 
     agents: Mapping[Slot, AgentReport]
@@ -49,6 +50,7 @@ class RankReport:
     files: CheckpointFiles = field(default_factory=CheckpointFiles)
     fresh: Mapping[Slot, Evaluation] = field(default_factory=dict[Slot, Evaluation])
     judge_cost: float = 0.0
+    decodes_by: str = ""
 
 
 @dataclass(frozen=True)

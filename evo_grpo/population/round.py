@@ -229,7 +229,8 @@ def report_of(
         for slot, tally in tallies.items()
     }
     cost = judge_cost(this.env)
-    return RankReport(agents, cohort.reduced(), this.writer.hand_over(), fresh, cost)
+    files, by = this.writer.hand_over(), cohort.decodes_by
+    return RankReport(agents, cohort.reduced(), files, fresh, cost, by)
 
 
 def plan_and_record(
@@ -255,7 +256,9 @@ def plan_and_record(
             return Look(tuple(this.slots), 1, prompts)
         plan = replace(plan, record=replace(plan.record, between=False))
     elapsed = time.perf_counter() - this.start
-    plan = replace(plan, record=timed(plan.record, this.watch.seconds, this.began, elapsed))
+    record = timed(plan.record, this.watch.seconds, this.began, elapsed)
+    decodes_by = " and ".join(sorted({report.decodes_by for report in reports} - {""}))
+    plan = replace(plan, record=replace(record, decodes_by=decodes_by))
     tallies = {slot: agent.tally for slot, agent in agents.items()}
     if not all(map(cohort.is_local, this.slots)):
         steps = range(this.settings.population.steps_per_round)

@@ -140,6 +140,8 @@ class RoundRecord:
             are written.
         reduced: Engine settings that were lowered during the run because the device ran out of
             memory, with their present values; with several processes, the least of them.
+        decodes_by: What computed the completions, see `RolloutEngine`: other operations give other
+            last digits, and so other tokens now and then.
         started: Start time in seconds since 1970 (UTC); None where it is not known.
         ended: End time, likewise.
         steering: Requests of the user between this round and the next one, in order, with their
@@ -167,6 +169,7 @@ class RoundRecord:
     evaluation_tokens: int = 0
     files: Mapping[RelativePath, str] = field(default_factory=dict[str, str])
     reduced: Mapping[str, int] = field(default_factory=dict[str, int])
+    decodes_by: str = ""
     started: float | None = None
     ended: float | None = None
     steering: tuple[RequestOutcome, ...] = ()

@@ -51,7 +51,9 @@ class EngineConfig(Group):
         pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "Weights of the base: `auto` is float32 on the CPU and bfloat16 on CUDA."
+        "auto",
+        "Weights of the base: `auto` is float32 on the CPU, and bfloat16 on CUDA, or float16 on "
+        "cards below compute capability 8.0, which emulate bfloat16.",
     )
     quantization: Literal["int8", "nf4"] | None = setting(
         None,
@@ -129,7 +131,7 @@ class EngineConfig(Group):
     compile: str | None = setting(
         None,
         "Mode of torch.compile, for instance `default`; null does not compile. Compiles the base's "
-        "layers without adapters, and on a GPU also the decode step of models of the Llama family.",
+        "layers without adapters.",
         min_length=1,
     )
 

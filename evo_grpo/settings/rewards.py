@@ -94,7 +94,7 @@ class ModelReward(Group):
     )
     batch_size: int = setting(16, "Texts of one forward pass.", ge=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "dtype of its weights; `auto` is bfloat16 on CUDA and float32 elsewhere."
+        "auto", "dtype of its weights; `auto` is as in `engine.dtype`."
     )
 
     @model_validator(mode="after")

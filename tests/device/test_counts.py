@@ -28,6 +28,7 @@ from torch import nn
 
 from evo_grpo.learn import learner
 from evo_grpo.model.llama.cache import FixedCache
+from evo_grpo.model.llama.cuda import operators
 from evo_grpo.rollout.native.loop import DecodeLoop
 from evo_grpo.rollout.native.output import StopConditions
 
@@ -66,6 +67,11 @@ def test_unequal_ranks_and_rows_launch_no_more_kernels(given):
 
 def test_ranks_that_are_too_wide_are_a_product_more():
     compared(kernel_counts(ranks=(64,) * 8, min_output_tokens=STEPS), f"{KERNELS}, A apart")
+
+
+def test_attention_in_splits_is_a_launch_more(monkeypatch):
+    monkeypatch.setattr(operators, "UNSPLIT", 16)
+    compared(kernel_counts(min_output_tokens=STEPS), f"{KERNELS}, over 2,048 columns")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-window", "gemma3"])

@@ -126,6 +126,7 @@ def launches(shape, dtype, rank, monkeypatch, *, minimum=True, norms=False, agen
     )
     operators.attend(q, cache, cache, owners, 0.125, 0)
     operators.attend(q, cache, cache, owners, 0.125, 32)
+    operators.join_splits(*operators.attend_splits(q, cache, cache, owners, 0.125, 0), q)
     operators.add_norm(*adapted(hidden), None, owners, x, None, 0.0, weight, 1e-6, 1.0)
     operators.add_norm(*adapted(hidden), weight, owners, x, weight, 1e-6, weight, 1e-6, 0.5)
     operators.gate_up(*adapted(2 * inner), None, tiles, inner, False)

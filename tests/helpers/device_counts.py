@@ -32,9 +32,10 @@ class Watch:
     """Counts of each step of `rollout`, in blocks, and of each draw."""
 
     def __init__(self, monkeypatch):
-        self.blocks, self.draws, self.kernel_draws = [], [], []
+        self.blocks, self.draws, self.kernel_draws, self.prefills = [], [], [], []
         step, draw, reserve = DecodeLoop._step, Batch.draw, FixedCache.reserve
         by_kernels, prepare = Batch.draw_by_kernels, KernelDecoder.reserve
+        prefill = KernelDecoder.prefill
 
         def watched_step(loop):
             with rehearsal.counting() as counts:
@@ -59,6 +60,13 @@ class Watch:
             self.blocks.append([])
             return prepare(decoder, columns)
 
+        def watched_prefill(decoder, *given):
+            with rehearsal.counting() as counts:
+                hidden = prefill(decoder, *given)
+            self.prefills.append(counts)
+            return hidden
+
+        monkeypatch.setattr(KernelDecoder, "prefill", watched_prefill)
         monkeypatch.setattr(DecodeLoop, "_step", watched_step)
         monkeypatch.setattr(Batch, "draw", watched_draw)
         monkeypatch.setattr(Batch, "draw_by_kernels", watched_kernels)
@@ -154,7 +162,7 @@ def decode_counts():
 
 def kernel_counts(**given):
     """The counts of a decode step by kernels, from models of two layers and of four."""
-    steps = {}
+    steps, prefills = {}, {}
     for layers in (2, 4):
         with pytest.MonkeyPatch.context() as patch:
             watch = Watch(patch)
@@ -164,9 +172,11 @@ def kernel_counts(**given):
             rollout(build=build, kernels="on", **given)
         (steps[layers],) = {c.launches.total() for c in watch.steps}
         (draw,) = {c.launches.total() for c in watch.kernel_draws}
+        (prefills[layers],) = {c.launches.total() for c in watch.prefills}
     layer = (steps[4] - steps[2]) // 2
     return {
         "launches of a layer": layer,
+        "launches of a layer of a prefill": (prefills[4] - prefills[2]) // 2,
         "launches of a draw": draw,
         "launches of the rest": steps[2] - 2 * layer - draw,
         "syncs in steps": sum(c.syncs.total() for c in watch.steps),

@@ -13,7 +13,9 @@ from evo_grpo.model.llama.cuda import operators
 
 #: Largest difference over the largest number, by dtype; the interpreter cuts bf16 off.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-NAMES = ("embed_norm", "qkv", "attend", "add_norm", "gate_up", "draw")
+NAMES = ("embed_norm", "qkv", "attend", "attend_splits", "add_norm", "gate_up", "draw")
+#: Kernels whose programs are tiles of rows.
+TILED = ("qkv", "gate_up")
 
 
 @dataclass
@@ -45,6 +47,9 @@ class Case:
             order += ("ends", "origin", "scale", "cap")
             functions.draw_token(*(given[name] for name in order), *written.values())
             made = ()
+        elif self.name == "attend_splits":
+            made = functions.join_splits(*functions.attend_splits(*given.values()), given["q"])
+            made = (made,)
         else:
             made = getattr(functions, self.name)(*given.values(), *written.values())
             made = () if made is None else made if isinstance(made, tuple) else (made,)
@@ -103,21 +108,30 @@ class Case:
                     one[step, given["origin"][row]] = two[step, given["origin"][row]]
 
 
+def case_of(name, seed, dtype=torch.float32, prefill=True):
+    """A random case of a kernel."""
+    return getattr(Maker(seed, dtype, prefill, 20 if name in TILED else 5), name)()
+
+
 def is_float(x):
     return isinstance(x, torch.Tensor) and x.dtype.is_floating_point
 
 
 class Maker:
-    """Draws cases of one dtype from a seed."""
+    """Draws cases of one dtype from a seed; with `prefill` also those of several tokens a row.
 
-    def __init__(self, seed, dtype):
+    The interpreter takes milliseconds a program, so `most` rows is less where each is a program.
+    """
+
+    def __init__(self, seed, dtype, prefill=True, most=20):
+        self.prefill = prefill
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype = dtype
         agents = self.integer(1, 5)
         self.counts = [self.pick(0, 1, 2, 5, 16, 17) for _ in range(agents)]
         self.counts[self.integer(0, agents)] = self.integer(1, 4)
-        if sum(self.counts) > 20:
-            self.counts = [min(count, 3) for count in self.counts]
+        if sum(self.counts) > most:
+            self.counts = [min(count, 3 if most > 9 else 1) for count in self.counts]
         self.ranks = [self.pick(0, 1, 3, 8, 16, 17, 64) for _ in range(agents)]
         self.total = sum(self.counts)
         self.owners = torch.arange(agents).repeat_interleave(torch.tensor(self.counts))
@@ -185,9 +199,15 @@ class Maker:
         heads, kv = self.pick((1, 1), (1, 1), (4, 2), (3, 1))
         size, room = self.pick(32, 48, 64, 96, 128, 256), 9
         norms = self.integer(0, 2)
-        cache = torch.full((self.total, kv, room, size), 7.0, dtype=self.dtype)
         turn = self.maybe((self.noise(room, size // 2), self.noise(room, size // 2)))
         positions = torch.randint(0, room, (self.total,), generator=self.generator)
+        # In a prefill, a row of the cache has several tokens, each with a column of its own.
+        columns = self.pick(
+            *(n for n in (1, 2, 3) if self.total % n == 0 and (n == 1 or self.prefill))
+        )
+        if columns > 1:
+            positions = torch.arange(columns).repeat(self.total // columns) + self.integer(0, 6)
+        cache = torch.full((self.total // columns, kv, room, size), 7.0, dtype=self.dtype)
         return Case(
             "qkv", self.owners,
             {
@@ -199,25 +219,28 @@ class Maker:
             {
                 "q": self.noise(self.total, heads, size), "keys": cache, "values": cache.clone(),
             },
-            ("z", "low", "positions", "q", "keys", "values"),
+            ("z", "low", "positions", "q") + (("keys", "values") if columns == 1 else ()),
         )  # fmt: skip
 
-    def attend(self):
+    def attend(self, name="attend", rooms=(5, 64, 150)):
         kv, group = self.pick(1, 2), self.pick(1, 2, 3, 7, 8)
-        size, room = self.pick(32, 48, 64, 96, 128, 256), self.pick(5, 64, 150)
+        size, room = self.pick(32, 48, 64, 96, 128, 256), self.pick(*rooms)
         positions = torch.randint(0, room, (self.total,), generator=self.generator)
         seen = torch.arange(room) <= positions[:, None]
         cache = [self.noise(self.total, kv, room, size) for _ in range(2)]
         for piece in cache:
             piece[~seen[:, None].expand(-1, kv, -1)] = float("nan")
         return Case(
-            "attend", self.owners,
+            name, self.owners,
             {
                 "q": self.noise(self.total, kv * group, size), "keys": cache[0],
                 "values": cache[1], "positions": positions, "scale": size**-0.5,
                 "window": self.pick(0, 0, 1, 4, 70),
             }, rows=("q", "keys", "values", "positions"),
         )  # fmt: skip
+
+    def attend_splits(self):
+        return self.attend("attend_splits", (5, 64, 150))
 
     def add_norm(self):
         size = self.pick(8, 32, 96, 130, 1000)

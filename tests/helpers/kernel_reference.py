@@ -6,6 +6,7 @@ arguments of the operators.
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 
 import torch
@@ -70,7 +71,7 @@ def qkv(
             c, s = (_wide(table[positions])[:, None] for table in (cos, sin))
             one, two = turned[i].chunk(2, -1)
             turned[i] = torch.cat([one * c - two * s, two * c + one * s], -1)
-    every = torch.arange(rows, device=z.device)
+    every = torch.arange(rows, device=z.device) // (rows // len(keys))
     q.copy_(turned[0])
     keys[every, :, positions] = turned[1].to(keys.dtype)
     values[every, :, positions] = turned[2].to(values.dtype)
@@ -80,15 +81,31 @@ def attend(
     q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int
 ) -> Tensor:
     """See `kernels.attend`."""
+    return join_splits(*attend_splits(q, keys, values, positions, scale, window), q)
+
+
+def attend_splits(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    """See `kernels.attend`; one split of all columns."""
     rows, heads, size = q.shape
     group = heads // keys.shape[1]
-    out = q.new_empty(rows, heads, size)
+    mixed, sums = (_wide(q).new_zeros(rows, heads, 1, width) for width in (size, 2))
     for row, last in enumerate(positions.tolist()):
         seen = slice(max(0, last + 1 - window) if window else 0, last + 1)
         k, v = (_wide(part[row, :, seen]).repeat_interleave(group, 0) for part in (keys, values))
-        weights = torch.softmax(torch.einsum("hd,hcd->hc", _wide(q[row]), k) * scale, -1)
-        out[row] = torch.einsum("hc,hcd->hd", weights, v).to(q.dtype)
-    return out.view(rows, -1)
+        scores = torch.einsum("hd,hcd->hc", _wide(q[row]), k) * scale
+        weights = torch.softmax(scores, -1)
+        mixed[row, :, 0] = torch.einsum("hc,hcd->hd", weights, v)
+        sums[row, :, 0, 0] = scores.logsumexp(-1) / math.log(2)
+        sums[row, :, 0, 1] = 1.0
+    return mixed, sums
+
+
+def join_splits(mixed: Tensor, sums: Tensor, q: Tensor) -> Tensor:
+    """See `kernels.join_splits`."""
+    weights = torch.exp2(sums[..., :1] - sums[..., :1].amax(2, keepdim=True))
+    return ((mixed * weights).sum(2) / (sums[..., 1:] * weights).sum(2)).to(q.dtype).flatten(1)
 
 
 def add_norm(

@@ -74,6 +74,12 @@ class FusedForward:
         """Return whether any adapter of the layout has a part in a layer."""
         return name in self._served
 
+    def new_stack(self, name: str, dtype: torch.dtype) -> Stack | None:
+        """Return the stacked adapters of a layer, made anew; None if no agent adapts it."""
+        if name not in self._served:
+            return None
+        return build_stack(self.layers[name], self.layout.adapters, dtype)
+
     def stack(self, name: str, dtype: torch.dtype) -> Stack:
         """Return the stacked adapters of a layer, from the cache when they are frozen."""
         if name in self._stacks:

@@ -10,16 +10,20 @@ kernel.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from evo_grpo.model.forward.prefix import SharedPrefix
 from evo_grpo.model.llama.kernels import Context, Rotate, Span, heads_of, rotate, rotate_back
 
 #: A row is short if its queries times keys are at most the square of this.
 SHORT = 128
+
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Attention:
@@ -111,6 +115,42 @@ class Attention:
         group = self.heads // self.kv_heads
         tall = [mask.repeat(*(1,) * (mask.ndim - 2), group, 1) for mask in masks]
         return tuple(m if m.ndim == 2 else m.repeat_interleave(self.kv_heads, 0) for m in tall)
+
+
+def attend_prompts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    window: int | None,
+    masks: dict[int, Tensor],
+) -> Tensor:
+    """Return the outputs (NP, Tp, heads * D) of prompts that are padded on the right.
+
+    q is (NP, heads, Tp, D), k and v (NP, kv_heads, Tp, D); `masks` keeps those of windows.
+    """
+    heads, columns, size = q.shape[1:]
+    mask = None
+    if window is not None and columns > window:
+        mask = masks.get(window)
+        if mask is None:
+            mask = masks[window] = causal(columns, q, window)
+        if q.device.type == "cuda" and heads != k.shape[1]:
+            # On CUDA, no kernel that takes a mask serves groups of heads.
+            k, v = (part.repeat_interleave(heads // k.shape[1], 1) for part in (k, v))
+    # Not by cuDNN, which takes 30 ms of the host to plan each new shape.
+    with sdpa_kernel(_BACKENDS) if q.device.type == "cuda" else nullcontext():
+        mixed = nn.functional.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            # Causal attention never looks at padding on the right.
+            is_causal=mask is None,
+            scale=None if scale == size**-0.5 else scale,
+            enable_gqa=heads != k.shape[1],
+        )
+    return mixed.transpose(1, 2).flatten(2)
 
 
 def causal(columns: int, like: Tensor, window: int | None = None) -> Tensor:

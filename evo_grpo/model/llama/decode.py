@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from evo_grpo.model.forward.chunks import Chunks, make_chunks
 from evo_grpo.model.forward.fused import FusedForward
-from evo_grpo.model.forward.stacks import Stack, build_stack
-from evo_grpo.model.llama.attention import causal
+from evo_grpo.model.llama.attention import attend_prompts
 from evo_grpo.model.llama.blocks import Block, JoinedStack
-from evo_grpo.model.llama.cache import FixedCache, KeyValues, Refill, cache_for
+from evo_grpo.model.llama.cache import FixedCache, Refill, cache_for
 from evo_grpo.model.llama.families import Description
 from evo_grpo.model.llama.kernels import rotate
 from evo_grpo.model.llama.weights import JoinedLayer, JoinedLinear, LlamaWeights, Norm
@@ -45,14 +44,12 @@ class _Norm:
     other devices torch has one, which rounds once, after the weight.
     """
 
-    def __init__(self, norm: Norm, *, compiled: bool) -> None:
+    def __init__(self, norm: Norm) -> None:
         self.module = norm.module
         weight, own = norm.weight, self.module.weight
         self.fused = own.device.type != "cpu" and weight.dtype == own.dtype
         # transformers normalizes in fp32 whatever the dtype, and rounds before the weight.
-        self.plain = not self.fused and (
-            compiled or own.dtype != torch.float32 or own.device.type != "cpu"
-        )
+        self.plain = not self.fused and (own.dtype != torch.float32 or own.device.type != "cpu")
         self.factor, self.eps = weight, norm.eps
         if not self.fused and not self.plain:
             size = weight.shape[0]
@@ -81,8 +78,8 @@ class _HeadNorms:
     As one on a CPU, where each head has its own.
     """
 
-    def __init__(self, norms: tuple[Norm, ...], described: Description, *, compiled: bool) -> None:
-        q, k = self.norms = tuple(_Norm(norm, compiled=compiled) for norm in norms)
+    def __init__(self, norms: tuple[Norm, ...], described: Description) -> None:
+        q, k = self.norms = tuple(map(_Norm, norms))
         self.counts = described.heads, described.kv_heads
         self.all = described.family.head_norms == "all"
         self.joined = not (self.all or q.fused or q.plain or k.fused or k.plain)
@@ -112,15 +109,13 @@ class _Layer:
     `turn` is the place of its rotary table, -1 without one.
     """
 
-    def __init__(
-        self, layer: JoinedLayer, described: Description, number: int, *, compiled: bool
-    ) -> None:
+    def __init__(self, layer: JoinedLayer, described: Description, number: int) -> None:
         self.before, self.after, self.then, self.last = (
-            None if norm is None else _Norm(norm, compiled=compiled) for norm in layer.norms
+            None if norm is None else _Norm(norm) for norm in layer.norms
         )
         self.heads: _HeadNorms | None = None
         if layer.head_norms:
-            self.heads = _HeadNorms(layer.head_norms, described, compiled=compiled)
+            self.heads = _HeadNorms(layer.head_norms, described)
         table = described.layers[number].table
         self.turn = -1 if table is None else described.tables.index(table)
 
@@ -129,44 +124,31 @@ class _Layer:
 class LlamaDecoder:
     """One rollout over `LlamaWeights` with the active adapters; see `Decoder`.
 
-    `columns` is the longest prompt plus completion, for the rotary tables; `cache` is an empty one,
-    None for that of the device; `parts` are `stacks_of` them, which are made otherwise.
+    `columns` is the longest prompt plus completion, for the rotary tables.
     """
 
-    def __init__(
-        self,
-        weights: LlamaWeights,
-        fused: FusedForward,
-        columns: int,
-        cache: KeyValues | None = None,
-        parts: list[list[list[Stack | None]]] | None = None,
-    ) -> None:
+    def __init__(self, weights: LlamaWeights, fused: FusedForward, columns: int) -> None:
         self.weights = weights
         self.fused = fused
         probe = weights.embed(torch.zeros(1, 1, dtype=torch.long, device=weights.base.device))
         d = self._described = weights.description
         tables = (weights.rotary(columns, probe, table) for table in d.tables)
         self.tables = [(cos, sin) for cos, sin in tables if sin is not None]
-        self.cache = cache or cache_for(weights.base.device, d.scale, d.windows)
+        self.cache = cache_for(weights.base.device, d.scale, d.windows)
         self._adapters = fused.layout.adapters
-        parts = parts or stacks_of(weights, fused)
         self._stacks = [
             [
-                JoinedStack.of(stacks, base.sizes)
-                for base, stacks in zip(layer.linears(), own, strict=True)
+                JoinedStack.of(
+                    [fused.new_stack(name, weights.dtype) for name in base.names], base.sizes
+                )
+                for base in layer.linears()
             ]
-            for layer, own in zip(weights.layers, parts, strict=True)
+            for layer in weights.layers
         ]
-        compiled = weights.base.compiled is not None
-        self._layers = [
-            _Layer(layer, d, number, compiled=compiled)
-            for number, layer in enumerate(weights.layers)
-        ]
-        # torch's own scale is not to the bit that of Python.
-        self._scale = None if d.scale == d.head_dim**-0.5 else d.scale
+        self._layers = [_Layer(layer, d, number) for number, layer in enumerate(weights.layers)]
         silu, gelu = nn.functional.silu, partial(nn.functional.gelu, approximate="tanh")
         self._activation: Callable[[Tensor], Tensor] = silu if d.activation == "silu" else gelu
-        self._last_norm = _Norm(weights.norm, compiled=compiled)
+        self._last_norm = _Norm(weights.norm)
         self._chunks: Chunks | None = None
         self._linears: list[list[_Linear]] = []
 
@@ -192,24 +174,7 @@ class LlamaDecoder:
                 q, k = rotate(q, *turns[layer.turn]), rotate(k, *turns[layer.turn])
             self.cache.append(k, v)
             # Prompts are padded on the right, where causal attention never looks.
-            mask = None
-            if kind.window is not None and columns > kind.window:
-                if kind.window not in masks:
-                    masks[kind.window] = causal(columns, x, kind.window)
-                mask = masks[kind.window]
-                if x.device.type == "cuda" and w.heads != w.kv_heads:
-                    # On CUDA, no kernel that takes a mask serves groups of heads.
-                    k, v = (p.repeat_interleave(w.heads // w.kv_heads, 1) for p in (k, v))
-            mixed = nn.functional.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=self._scale,
-                enable_gqa=w.heads != k.shape[1],
-            )
-            mixed = mixed.transpose(1, 2).reshape(rows, columns, -1)
+            mixed = attend_prompts(q, k, v, w.description.scale, kind.window, masks)
             x = self._rest(linears, layer, x, mixed)
         last = x[torch.arange(rows, device=x.device), lengths - 1]
         return self._last_norm(last)
@@ -323,18 +288,3 @@ class LlamaDecoder:
             [placed(base, stack) for base, stack in zip(layer.linears(), stacks, strict=True)]
             for layer, stacks in zip(self.weights.layers, self._stacks, strict=True)
         ]
-
-
-def stacks_of(weights: LlamaWeights, fused: FusedForward) -> list[list[list[Stack | None]]]:
-    """Return the active adapters of each part of each joined layer; None where none adapts it."""
-    dtype, adapters = weights.dtype, fused.layout.adapters
-    return [
-        [
-            [
-                build_stack(fused.layers[name], adapters, dtype) if fused.adapts(name) else None
-                for name in base.names
-            ]
-            for base in layer.linears()
-        ]
-        for layer in weights.layers
-    ]

@@ -182,6 +182,11 @@ class Cohort:
         return {name: value for name, value in found if value is not None}
 
     @property
+    def decodes_by(self) -> str:
+        """What computed the last completions, see `RolloutEngine`; empty before the first."""
+        return getattr(self._engine, "decodes_by", "")
+
+    @property
     def context_length(self) -> int | None:
         """Longest prompt plus completion, None if neither the model nor the settings limit it."""
         lengths = [self.settings.algorithm.max_model_len, self.base.context_length]

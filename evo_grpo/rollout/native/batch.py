@@ -17,8 +17,8 @@ from evo_grpo.rollout.native.rows import Rows
 from evo_grpo.rollout.sampling import RowSampling, sample_tokens
 from evo_grpo.settings.engines.native import DRAWN_LOGITS
 
-#: Logits from which kernels draw at once. They need none of the tensors in fp32 that count there.
-_KERNEL_LOGITS = 8 * DRAWN_LOGITS
+#: Bytes of logits from which kernels draw at once: those of all tensors that count there.
+_KERNEL_BYTES = 16 * DRAWN_LOGITS
 
 
 @final
@@ -30,6 +30,7 @@ class Batch:
         drawn: int64, the number of tokens that rows have drawn: (1,) of all rows if they are
             `alike`, else (B,).
         vocabulary: V.
+        element: Bytes of a logit.
 
     Attributes:
         before: (B,) int64, the position before that of each row's first token.
@@ -37,13 +38,15 @@ class Batch:
         finished: (B,) bool.
     """
 
-    def __init__(self, rows: Rows, drawn: Tensor, vocabulary: int, *, alike: bool) -> None:
+    def __init__(
+        self, rows: Rows, drawn: Tensor, vocabulary: int, element: int, *, alike: bool
+    ) -> None:
         self.rows, self.drawn, self._alike = rows, drawn, alike
         self.before = rows.lengths - 1
         self.tokens = torch.zeros_like(rows.origin)
         self.finished = torch.zeros_like(rows.origin, dtype=torch.bool)
         self._parts = self._cut(DRAWN_LOGITS // vocabulary)
-        self._large_parts = self._cut(_KERNEL_LOGITS // vocabulary)
+        self._large_parts = self._cut(_KERNEL_BYTES // (vocabulary * element))
 
     def _cut(self, size: int) -> list[tuple[slice, RowSampling]]:
         """Return slices of at most so many rows, with their settings."""

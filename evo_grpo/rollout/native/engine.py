@@ -16,13 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from evo_grpo.errors import EvoGrpoError
 from evo_grpo.model.alone import beside_no_load
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.ends import Ends
 from evo_grpo.model.forward.fused import FusedForward, RowLayout, population_forward
 from evo_grpo.model.forward.sending import send
 from evo_grpo.model.llama.choice import takes_fast_path
-from evo_grpo.model.llama.cuda.choice import open_decoder
+from evo_grpo.model.llama.cuda.choice import give_up_kernels, open_decoder
+from evo_grpo.model.llama.cuda.decode import KernelDecoder
 from evo_grpo.model.llama.weights import LlamaWeights
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.model.out_of_memory import free_cached, halved, is_out_of_memory
@@ -34,7 +36,7 @@ from evo_grpo.rollout.native.decoder import (
     ModuleDecoder,
     check_attention,
 )
-from evo_grpo.rollout.native.graphs import CompiledStep, StepGraphs
+from evo_grpo.rollout.native.graphs import StepGraphs
 from evo_grpo.rollout.native.loop import DecodeLoop, hands_on_places
 from evo_grpo.rollout.native.output import Output
 from evo_grpo.rollout.native.queue import RowQueue
@@ -75,7 +77,6 @@ class NativeEngine(RolloutEngine):
         self._window = window_of(self.base)
         wanted = settings.engine.cuda_graphs and self.base.device.type == "cuda"
         self._graphs = StepGraphs(self.base.device) if wanted else None
-        self._compiled: CompiledStep | None = None
         self._kernels: Kernels = settings.engine.kernels
         self._by_modules = not self.base.specialized
         self._choose_path()
@@ -149,7 +150,7 @@ class NativeEngine(RolloutEngine):
             }
             try:
                 places = step * per_prompt if refills else None
-                sampled = self._rollout(list(part.values()), places, equal=equal)
+                sampled = self._completed(list(part.values()), places, equal=equal)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -180,6 +181,19 @@ class NativeEngine(RolloutEngine):
         """Rows decoded at once if lack of memory has reduced them below the setting; else None."""
         return self.max_rows if self.max_rows < self._wanted_rows else None
 
+    def _completed(
+        self, requests: Sequence[RolloutRequest], places: int | None, *, equal: bool
+    ) -> list[list[CompletionGroup]]:
+        """Sample; by torch's operations if kernels cannot be compiled or fail."""
+        try:
+            return self._rollout(requests, places, equal=equal)
+        except Exception as error:  # a compiler, a driver and Triton raise errors of many types
+            known = isinstance(error, EvoGrpoError) or is_out_of_memory(error)
+            if known or self.decodes_by != "kernels":
+                raise
+            give_up_kernels(self.base, error)
+        return self._rollout(requests, places, equal=equal)
+
     def _rollout(
         self, requests: Sequence[RolloutRequest], places: int | None, *, equal: bool
     ) -> list[list[CompletionGroup]]:
@@ -194,9 +208,6 @@ class NativeEngine(RolloutEngine):
             for p in r.prompts
         )
         total = columns + columns_out
-        mode = self.base.compiled
-        if mode is not None and (self._compiled is None or self._compiled.mode != mode):
-            self._compiled = CompiledStep(mode)
         with population_forward(self.slots.layers, layout, frozen=True) as fused:
             ids, lengths = self._pad(requests, columns)
             queue = RowQueue(
@@ -217,18 +228,20 @@ class NativeEngine(RolloutEngine):
                 ends=self.ends,
                 context=self._context,
                 graphs=self._graphs if self._specialized and not equal else None,
-                compiled=self._compiled,
             )
             output = loop.run()
         return self._groups(requests, output, loop.stops.lengths)
 
     def _decoder(self, fused: FusedForward, columns: int, *, equal: bool) -> Decoder:
-        if equal:
-            return EqualLengthDecoder(self.base)
-        if not self._specialized:
+        if equal or not self._specialized:
+            self.decodes_by = "modules"
+            if equal:
+                return EqualLengthDecoder(self.base)
             return ModuleDecoder(self.base, decoder_layers(self.base))
         weights = LlamaWeights.of(self.base, self.slots.layers)
-        return open_decoder(weights, fused, columns, self._kernels)
+        decoder = open_decoder(weights, fused, columns, self._kernels)
+        self.decodes_by = "kernels" if isinstance(decoder, KernelDecoder) else "layers"
+        return decoder
 
     def _pad(self, requests: Sequence[RolloutRequest], columns: int) -> tuple[Tensor, Tensor]:
         """Return the padded prompts: ids (NP, columns) and lengths (NP,)."""

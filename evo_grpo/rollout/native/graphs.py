@@ -1,4 +1,4 @@
-"""Decode steps in fewer launches: as CUDA graphs, or fused by torch.compile."""
+"""Decode steps as CUDA graphs, which one launch replays."""
 
 from __future__ import annotations
 
@@ -14,14 +14,6 @@ from evo_grpo.working import working
 
 #: Least number of steps for which a step is captured: a capture takes about as long as a plain one.
 _WORTH = 4
-
-#: Most compilations of the step. Numbers of rows and widths are compiled once more, as variables,
-#: when they first change; what else differs (filters of sampling, unequal rows of agents) is a
-#: step of its own.
-_MOST = 32
-
-#: Modules whose errors mean that a compilation failed; those of the step are torch's own.
-_COMPILER = ("torch._dynamo.", "torch._inductor.")
 
 
 @final
@@ -87,15 +79,16 @@ class StepGraphs:
         if is_out_of_memory(error):
             raise error
         self.work, self._graph = False, None
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         warnings.warn(
             "engine.cuda_graphs: the decode step cannot be captured as a CUDA graph, and runs "
-            f"kernel by kernel from now on ({str(error).splitlines()[0][:200]}); set "
+            f"kernel by kernel from now on ({reason[:200]}); set "
             "engine.cuda_graphs to false to spare the attempt",
             UserWarning,
             stacklevel=2,
         )
 
-    def _tried(self, step: Callable[[], None]) -> RuntimeError | None:
+    def _tried(self, step: Callable[[], None]) -> Exception | None:
         """Capture a step; return the error if that fails."""
         graph = torch.cuda.CUDAGraph()
 
@@ -113,57 +106,10 @@ class StepGraphs:
 
         try:
             self._beside(capture)
-        except RuntimeError as error:
+        except Exception as error:  # Triton's are of many types
             # A capture that ends with an error leaves the allocator in it.
             with suppress(RuntimeError, AttributeError):
                 torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType] -- `capture_end` calls it where the capture succeeds
             return error
         self._graph = graph
         return None
-
-
-@final
-class CompiledStep:
-    """Compiles a step when it first meets its kind of rows, and runs it.
-
-    If a compilation fails, steps stay plain from then on, and a warning gives the reason.
-    """
-
-    def __init__(self, mode: str) -> None:
-        self.mode = mode
-        # `StepGraphs` captures the step itself.
-        options = torch._inductor.list_mode_options(mode) | {"triton.cudagraphs": False}  # pyright: ignore[reportPrivateUsage] -- documented
-        self._compiled: Callable[[Callable[[], None]], None]
-        self._compiled = torch.compile(  # pyright: ignore[reportCallIssue] -- overloads lack the limit
-            _call, fullgraph=True, options=options, recompile_limit=_MOST
-        )
-        self._work = True
-        self._first = True
-
-    def run(self, step: Callable[[], None]) -> None:
-        """Run a step, which reads and writes tensors alone."""
-        if self._work:
-            telling = working("compile the decode step") if self._first else nullcontext()
-            self._first = False
-            try:
-                with telling:
-                    return self._compiled(step)
-            except Exception as error:
-                cause = getattr(error, "inner_exception", error)
-                if not type(error).__module__.startswith(_COMPILER):
-                    raise
-                if is_out_of_memory(cause):
-                    raise cause from error  # fewer rows may compile
-                self._work = False
-                reason = next(iter(str(cause).splitlines()), "") or type(cause).__name__
-                warnings.warn(
-                    "engine.compile: the decode step cannot be compiled, and runs uncompiled from "
-                    f"now on ({reason[:200]}); leave engine.compile out to spare the attempt",
-                    UserWarning,
-                    stacklevel=2,
-                )
-        return step()
-
-
-def _call(step: Callable[[], None]) -> None:
-    step()

@@ -7,7 +7,6 @@ was drawn past a row's end does not count. Where rows wait, they take the places
 
 from __future__ import annotations
 
-from functools import partial
 from typing import cast, final
 
 import numpy as np
@@ -22,7 +21,7 @@ from evo_grpo.model.llama.cache import Refill
 from evo_grpo.model.llama.cuda.decode import KernelDecoder
 from evo_grpo.rollout.native.batch import Batch, StopStrings
 from evo_grpo.rollout.native.decoder import Decoder, RefillDecoder
-from evo_grpo.rollout.native.graphs import CompiledStep, StepGraphs
+from evo_grpo.rollout.native.graphs import StepGraphs
 from evo_grpo.rollout.native.output import Output, StopConditions
 from evo_grpo.rollout.native.queue import Prompts, RowQueue
 from evo_grpo.rollout.native.rows import Rows, prompt_mask
@@ -48,7 +47,6 @@ class DecodeLoop:
     Args:
         decoder: With an empty cache; a `RefillDecoder` if not all rows are decoded at once.
         graphs: Holds steps as CUDA graphs; None for plain steps.
-        compiled: Compiles steps that read and write the same memory; None for plain steps.
     """
 
     def __init__(
@@ -61,7 +59,6 @@ class DecodeLoop:
         ends: Ends,
         context: int,
         graphs: StepGraphs | None = None,
-        compiled: CompiledStep | None = None,
     ) -> None:
         self.base = base
         self.fused = fused
@@ -69,7 +66,7 @@ class DecodeLoop:
         self.queue = queue
         self.output = Output(queue.rows)
         self._last = context - 1
-        self._graphs, self._compiled = graphs, compiled
+        self._graphs = graphs
         device = queue.rows.origin.device
         self._ends = StopConditions(queue.rows.sampling, ends.ids, base.vocabulary, device)
         self.stops, self._watched = StopStrings(ends, len(queue.rows.origin)), bool(ends.strings)
@@ -124,14 +121,11 @@ class DecodeLoop:
 
     def _run_steps(self, count: int) -> None:
         memory = self.decoder.reserve(self._used + count)
-        step = self._step
-        if self._compiled is not None and memory is not None:
-            step = partial(self._compiled.run, step)
         if self._graphs is not None and memory is not None:
-            self._graphs.run(step, (len(self.batch.tokens), memory), count)
+            self._graphs.run(self._step, (len(self.batch.tokens), memory), count)
         else:
             for _ in range(count):
-                step()
+                self._step()
         self._used += count
         self._left -= count
 
@@ -211,7 +205,8 @@ class DecodeLoop:
         return self._batch(rows, torch.zeros(count, dtype=torch.long, device=rows.origin.device))
 
     def _batch(self, rows: Rows, drawn: Tensor) -> Batch:
-        return Batch(rows, drawn, self.base.vocabulary, alike=self._alike and not self._kernels)
+        vocabulary, element = self.base.vocabulary, self.base.dtype.itemsize
+        return Batch(rows, drawn, vocabulary, element, alike=self._alike and not self._kernels)
 
     def _go_on(self, batch: Batch) -> None:
         """Decode other rows from now on."""

@@ -53,6 +53,7 @@ class VLLMEngine(RolloutEngine):
     """
 
     exact = False
+    decodes_by = "vllm"
 
     def __init__(
         self, slots: AdapterSlots, settings: AgentSettings, *, link: Child | None = None

@@ -311,8 +311,7 @@ def parse_gpu(text: str) -> Gpu:
     Raises:
         ConfigError: The text is neither a size nor a known name.
     """
-    plain = re.sub(r"[\s_]+", "-", text.strip().lower())
-    known = plain.removeprefix("nvidia-").removeprefix("geforce-")
+    known = _plain(text)
     if known in GPUS:
         return Gpu(text, int(GPUS[known] * 2**30))
     size = _SIZE.fullmatch(text.strip().lower())
@@ -323,6 +322,12 @@ def parse_gpu(text: str) -> Gpu:
         f"--gpu: expected a size such as 24GB, or one of {', '.join(GPUS)}; got {text!r}"
         + (f", did you mean {close}?" if close else "")
     )
+
+
+def _plain(text: str) -> str:
+    """Return the name of a card as `GPUS` writes it."""
+    plain = re.sub(r"[\s_]+", "-", text.strip().lower())
+    return plain.removeprefix("nvidia-").removeprefix("geforce-")
 
 
 def dtypes(config: RunConfig, gpu: Gpu | None = None) -> dict[str, Device]:
@@ -336,9 +341,12 @@ def dtypes(config: RunConfig, gpu: Gpu | None = None) -> dict[str, Device]:
         device = "cuda"
     if dtype != "auto":
         return {dtype: "cuda" if device.startswith("cuda") else "cpu"}
+    # Those below compute capability 8.0; see `pick_dtype`.
+    older = gpu is not None and _plain(gpu.name).startswith(("t4", "v100"))
+    half = "float16" if older else "bfloat16"
     if device == "auto":
-        return {"float32": "cpu", "bfloat16": "cuda"}
-    return {"bfloat16": "cuda"} if device.startswith("cuda") else {"float32": "cpu"}
+        return {"float32": "cpu", half: "cuda"}
+    return {half: "cuda"} if device.startswith("cuda") else {"float32": "cpu"}
 
 
 def setup_here(

@@ -19,6 +19,7 @@ from evo_grpo.training.sizing.machine import (
     Setup,
     changed,
     choose_limits,
+    dtypes,
     fit_of,
     parse_gpu,
     propose,
@@ -260,6 +261,12 @@ def test_a_driver_that_does_not_answer_is_not_waited_for(monkeypatch):
 )
 def test_a_card_has_its_memory(text, size):
     assert parse_gpu(text) == (text, size)
+
+
+@pytest.mark.parametrize(("card", "dtype"), [("NVIDIA T4", "float16"), ("a10", "bfloat16")])
+def test_a_card_is_planned_for_in_its_half_precision(card, dtype):
+    assert dtypes(config(dtype="auto"), parse_gpu(card)) == {dtype: "cuda"}
+    assert dtypes(config(dtype="float32"), parse_gpu(card)) == {"float32": "cuda"}
 
 
 def test_an_unknown_card_is_refused_with_those_that_are_known():

@@ -1,4 +1,4 @@
-"""The choice between the kernels of a decode step and torch's operations."""
+"""The choice between the kernels of a forward and torch's operations."""
 
 from __future__ import annotations
 
@@ -13,58 +13,61 @@ from evo_grpo.model.llama.cuda.decode import KernelDecoder
 from evo_grpo.model.llama.cuda.operators import interpreted
 from evo_grpo.model.llama.decode import LlamaDecoder
 from evo_grpo.model.llama.weights import LlamaWeights
-from evo_grpo.model.out_of_memory import is_out_of_memory
 from evo_grpo.settings.engine import Kernels
-from evo_grpo.working import working
 
 _log = logging.getLogger(__name__)
 
 #: Bounds of the kernels.
 MOST_HEAD_DIM, MOST_GROUP, MOST_HIDDEN, MOST_RANK = 256, 16, 16384, 128
-_WORKING, _FAILED, _SAID = "kernels that ran", "kernels that failed", "kernels refused"
+_REFUSED, _FAILED = "kernels refused", "kernels failed"
 
 
 def open_decoder(
     weights: LlamaWeights, fused: FusedForward, columns: int, wanted: Kernels
 ) -> LlamaDecoder | KernelDecoder:
-    """Return the decoder of a rollout: that by kernels where they serve the base and its device.
-
-    Kernels that cannot be compiled or run are not tried again, and the reason is logged once.
-    """
+    """Return the decoder of a rollout: that by kernels where they serve the base and its device."""
     base = weights.base
-    reason = None if wanted == "off" else _refusal(weights, fused, wanted)
-    if wanted == "off" or reason == "":
+    # In float32 and on other devices nobody expects them.
+    expected = base.device.type == "cuda" and weights.dtype != torch.float32
+    if wanted == "off" or (wanted == "auto" and not expected):
         return LlamaDecoder(weights, fused, columns)
+    if base.derived.get(_FAILED):
+        return LlamaDecoder(weights, fused, columns)
+    reason = _refusal(base) or _unserved(weights, fused)
     if reason is None:
-        decoder = KernelDecoder(weights, fused, columns)
-        reason = _failure(decoder)
-        if reason is None:
-            return decoder
-    said: set[str] = base.derived.setdefault(_SAID, set())
+        return KernelDecoder(weights, fused, columns)
+    _say(base, reason)
+    return LlamaDecoder(weights, fused, columns)
+
+
+def give_up_kernels(base: SharedBase, error: BaseException) -> None:
+    """Decode by torch's operations from now on, since kernels could not be compiled or run."""
+    base.derived[_FAILED] = True
+    lines = str(error).splitlines() or [""]
+    _say(base, f"kernels failed ({type(error).__name__}: {lines[0][:200]})")
+
+
+def _say(base: SharedBase, reason: str) -> None:
+    """Log once why kernels do not serve a base."""
+    said: set[str] = base.derived.setdefault(_REFUSED, set())
     if reason not in said:
         said.add(reason)
         _log.warning(
             "engine.kernels: model %r decodes by torch's operations: %s", base.name, reason
         )
-    return LlamaDecoder(weights, fused, columns)
 
 
-def _refusal(weights: LlamaWeights, fused: FusedForward, wanted: Kernels) -> str | None:
-    """Return why kernels do not serve a base, "" where nobody expects them; None if they may."""
-    base, auto = weights.base, wanted == "auto"
-    if auto and (base.device.type != "cuda" or weights.dtype == torch.float32):
-        return ""
-    if base.device.type == "mps":
-        return "they need an NVIDIA GPU of compute capability 8.0 or newer"
-    if base.device.type == "cpu" and not interpreted():
+def _refusal(base: SharedBase) -> str | None:
+    """Return why kernels do not serve a device; None if they may."""
+    kind, device = base.device.type, base.device
+    if kind == "cpu" and not interpreted():
         return "on a CPU they run in Triton's interpreter alone, TRITON_INTERPRET=1"
-    if base.device.type == "cuda" and (
-        torch.version.hip or torch.cuda.get_device_capability(base.device) < (8, 0)
-    ):
+    old = kind == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8,))
+    if kind == "mps" or old:
         return "they need an NVIDIA GPU of compute capability 8.0 or newer"
-    if base.device.type in ("cpu", "cuda") and importlib.util.find_spec("triton") is None:
+    if kind in ("cpu", "cuda") and importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    return base.derived.get(_FAILED) or _unserved(weights, fused)
+    return None
 
 
 def _unserved(weights: LlamaWeights, fused: FusedForward) -> str | None:
@@ -72,8 +75,6 @@ def _unserved(weights: LlamaWeights, fused: FusedForward) -> str | None:
     base, d = weights.base, weights.description
     if not d.family.kernels:
         return f"they do not serve {base.model.config.model_type}"
-    if base.compiled is not None:
-        return "engine.compile compiles the decode step instead"
     if weights.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"they do not serve {weights.dtype}"
     hidden, group = weights.layers[0].out.weight.shape[0], d.heads // d.kv_heads
@@ -85,29 +86,3 @@ def _unserved(weights: LlamaWeights, fused: FusedForward) -> str | None:
     names = [name for name in fused.layout.adapters if name is not None]
     rank = max((one.r.get(n, 0) for one in fused.layers.values() for n in names), default=0)
     return None if rank <= MOST_RANK else f"they serve ranks of up to {MOST_RANK}, got {rank}"
-
-
-def _failure(decoder: KernelDecoder) -> str | None:
-    """Run a step of one row, unless one like it has run; return why it failed, None if it ran.
-
-    This also compiles the kernels, which a capture of CUDA graphs does not allow.
-    """
-    base: SharedBase = decoder.weights.base
-    if base.device.type != "cuda":
-        return None
-    ran: set[object] = base.derived.setdefault(_WORKING, set())
-    if decoder.signature in ran:
-        return None
-    try:
-        with working("compile the kernels of the decode step"):
-            decoder.rehearse()
-            torch.cuda.synchronize(base.device)
-    except Exception as error:  # a compiler, a driver and Triton raise errors of many types
-        if is_out_of_memory(error):
-            raise
-        lines = str(error).splitlines() or [""]
-        reason = f"they failed ({type(error).__name__}: {lines[0][:200]})"
-        base.derived[_FAILED] = reason
-        return reason
-    ran.add(decoder.signature)
-    return None

@@ -1,11 +1,13 @@
-"""Decoding by kernels: nine launches a layer, whatever numbers of rows and ranks the agents have.
+"""Prompts and decode steps by kernels: nine launches a layer, whatever rows and ranks agents have.
 
 A row's column of the cache is its position, so that a row attends to its first columns and needs
-neither a mask nor a column of its own. Prompts are computed by `LlamaDecoder`.
+neither a mask nor a column of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from copy import copy
 from typing import final
 
@@ -13,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from evo_grpo.model.forward.fused import FusedForward
-from evo_grpo.model.llama.cache import FixedCache, Refill
+from evo_grpo.model.llama.attention import attend_prompts
+from evo_grpo.model.llama.cache import Refill
 from evo_grpo.model.llama.cuda import operators
 from evo_grpo.model.llama.cuda.tables import RowTables, adapted_layers
-from evo_grpo.model.llama.decode import LlamaDecoder, stacks_of
 from evo_grpo.model.llama.weights import JoinedLayer, LlamaWeights, Norm
+from evo_grpo.working import working
 
 #: Columns of the cache come in multiples of this, so that kernels know that rows are aligned.
 _COLUMNS = 64
@@ -58,20 +61,25 @@ class KernelDecoder:
         self.weights = weights
         self.fused = fused
         d = self._described = weights.description
-        parts = stacks_of(weights, fused)
-        self._prompts = LlamaDecoder(weights, fused, columns, FixedCache(d.scale, d.windows), parts)
+        like = weights.embed(torch.zeros(1, 1, dtype=torch.long, device=weights.base.device))
         half = d.head_dim // 2
-        self._tables = [
-            (cos[:, :half].contiguous(), sin[:, half:].contiguous())
-            for cos, sin in self._prompts.tables
-        ]
-        self._linears = adapted_layers(weights, fused, parts)
+        self._turns: list[tuple[Tensor, Tensor]] = []
+        for table in d.tables:
+            cos, sin = weights.rotary(columns, like, table)
+            if sin is not None:
+                self._turns.append((cos[:, :half].contiguous(), sin[:, half:].contiguous()))
+        self._linears = adapted_layers(weights, fused)
         self._adapters = fused.layout.adapters
         firsts = [layer.norms[0] for layer in weights.layers[1:]]
         followed = [*firsts, weights.norm]
         self._layers = [
-            _Layer(layer, norm or weights.norm, *self._kind(number))
-            for number, (layer, norm) in enumerate(zip(weights.layers, followed, strict=True))
+            _Layer(
+                layer,
+                norm or weights.norm,
+                -1 if kind.table is None else d.tables.index(kind.table),
+                kind.window or 0,
+            )
+            for layer, norm, kind in zip(weights.layers, followed, d.layers, strict=True)
         ]
         first = weights.layers[0].norms[0]
         assert first is not None, "a family of kernels has a norm before the attention"
@@ -80,53 +88,39 @@ class KernelDecoder:
         self._values: list[Tensor] = []
         self._rows: RowTables | None = None
 
-    @property
-    def signature(self) -> object:
-        """What decides which kernels a step launches."""
-        shapes = [(x.rank, x.a is None, x.bias is None) for layer in self._linears for x in layer]
-        dtype = self.weights.dtype
-        return str(dtype), tuple(dict.fromkeys(shapes)), self._described
-
-    def rehearse(self) -> None:
-        """Run a step of one row over a cache of its own, and draw a token."""
-        other, base = self.beside(), self.weights.base
-        d, device = self._described, base.device
-        shape = 1, d.kv_heads, _COLUMNS, d.head_dim
-        cache = torch.zeros(shape, dtype=self.weights.dtype, device=device)
-        other._keys = other._values = [cache] * len(self._layers)
-        other._rows = RowTables.of((1,), device)
-        none = torch.zeros(1, dtype=torch.long, device=device)
-        logits = base.head(other.step(none, none))
-        heat, scale, cap = torch.ones(1, device=device), base.logit_scale, base.softcap
-        ends = torch.zeros(base.vocabulary, dtype=torch.bool, device=device)
-        weighed = operators.weigh_blocks(logits, heat, none, None, ends, scale, cap)
-        draws = torch.zeros(1, 1, dtype=torch.float64, device=device)
-        state = none.clone(), none.bool(), none.clone(), none[None].clone(), heat[None].clone()
-        operators.draw_token(
-            logits, weighed, heat, None, draws, None, none, ends, none, scale, cap, *state
-        )
-
-    def _kind(self, number: int) -> tuple[int, int]:
-        """Return the place of a layer's rotary table, -1 for none, and its window, 0 for none."""
-        kind = self._described.layers[number]
-        table = -1 if kind.table is None else self._described.tables.index(kind.table)
-        return table, kind.window or 0
-
     def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Run prompts (NP, Tp); see `Decoder`."""
-        return self._prompts.prefill(ids, lengths)
+        (prompts, columns), d = ids.shape, self._described
+        shape = prompts, d.kv_heads, columns, d.head_dim
+        layers = range(len(self._layers))
+        dtype, device = self.weights.dtype, ids.device
+        self._keys = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
+        self._values = [torch.empty_like(keys) for keys in self._keys]
+        masks: dict[int, Tensor] = {}
+
+        def attend(number: int, q: Tensor) -> Tensor:
+            window = self._layers[number].window
+            whole = q.view(prompts, columns, d.heads, d.head_dim).transpose(1, 2)
+            k, v = self._keys[number], self._values[number]
+            return attend_prompts(whole, k, v, d.scale, window or None, masks).flatten(0, 1)
+
+        positions = torch.arange(columns, device=device).repeat(prompts)
+        known = self.weights.base.derived.setdefault("kernels compiled", [])
+        with nullcontext() if known else working("compile the kernels"):
+            tokens = ids.flatten().contiguous()  # a column of a wider tensor has strides
+            hidden = self._run(tokens, positions, self._tables(columns), attend)
+        known.append(True)
+        return hidden[torch.arange(prompts, device=device) * columns + lengths - 1]
 
     def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:
         """Expand prompt rows to completion rows; see `Decoder`."""
         del mask  # the padding of a prompt has the columns of the tokens that follow it
         room = -(-columns // _COLUMNS) * _COLUMNS
-        self._keys, self._values = [], []
-        for come, pieces in zip(self._prefilled(), (self._keys, self._values), strict=True):
-            for piece in come:
+        for pieces in (self._keys, self._values):
+            for i, piece in enumerate(pieces):
                 new = piece.new_empty(source.shape[0], piece.shape[1], room, piece.shape[3])
                 new[:, :, : piece.shape[2]] = piece.index_select(0, source)
-                pieces.append(new)
-            come.clear()
+                pieces[i] = new
         self._rows = None
 
     def keep(self, rows: Tensor) -> None:
@@ -139,15 +133,13 @@ class KernelDecoder:
     def beside(self) -> KernelDecoder:
         """Return a decoder with an empty cache; see `RefillDecoder`."""
         other = copy(self)
-        other._prompts = copy(self._prompts)
-        other._prompts.cache = FixedCache(self._described.scale, self._described.windows)
         other._keys, other._values, other._rows = [], [], None
         return other
 
     def refill(self, arrived: KernelDecoder | None, moves: Refill) -> int:
         """Exchange rows; see `RefillDecoder`."""
         rows = len(moves.stay_to) + len(moves.join_to)
-        joining = arrived._prefilled() if arrived else ([], [])
+        joining = (arrived._keys, arrived._values) if arrived else ([], [])
         used = joining[0][0].shape[2] if arrived else 0
         for pieces, come in zip((self._keys, self._values), joining, strict=True):
             for i, piece in enumerate(pieces):
@@ -166,27 +158,50 @@ class KernelDecoder:
         """Prepare the next steps; see `Decoder`."""
         del columns  # there is room for all
         if self._rows is None:
-            counts = self.fused.layout.counts_of(self._adapters)
-            self._rows = RowTables.of(counts, self.weights.base.device)
+            self._rows = self._tables(1)
         return self._keys[0].shape[2]
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Run one token per row; see `Decoder`."""
-        d, rows = self._described, self._rows
-        assert rows is not None
+        assert self._rows is not None, "reserve() comes first"
+
+        def attend(number: int, q: Tensor) -> Tensor:
+            keys, window = self._keys[number], self._layers[number].window
+            given = q, keys, self._values[number], positions, self._described.scale, window
+            if min(keys.shape[2], window or keys.shape[2]) <= operators.UNSPLIT:
+                return operators.attend(*given)
+            return operators.join_splits(*operators.attend_splits(*given), q)
+
+        return self._run(tokens, positions, self._rows, attend)
+
+    def _tables(self, columns: int) -> RowTables:
+        """Return whose rows are whose, of `columns` tokens for each row of the layout."""
+        counts = self.fused.layout.counts_of(self._adapters)
+        return RowTables.of([count * columns for count in counts], self.weights.base.device)
+
+    def _run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        rows: RowTables,
+        attend: Callable[[int, Tensor], Tensor],
+    ) -> Tensor:
+        """Run tokens (M,) at positions; return final hidden states (M, H).
+
+        `attend` takes a layer and its queries (M, heads, D), and returns their outputs.
+        """
+        d = self._described
         x, normed = self._embedded(tokens)
         for i, (layer, linears) in enumerate(zip(self._layers, self._linears, strict=True)):
-            keys, values = self._keys[i], self._values[i]
-            turn = (None, None) if layer.table < 0 else self._tables[layer.table]
+            turn = (None, None) if layer.table < 0 else self._turns[layer.table]
             q = x.new_empty(len(x), d.heads, d.head_dim)
             operators.qkv(
                 *linears[0].of(normed), rows.tiles, positions, *turn, layer.q_norm, layer.k_norm,
-                layer.q_eps, layer.k_eps, q, keys, values,
+                layer.q_eps, layer.k_eps, q, self._keys[i], self._values[i],
             )  # fmt: skip
-            mixed = operators.attend(q, keys, values, positions, d.scale, layer.window)
             factor = d.residual_multiplier
             x, normed = operators.add_norm(
-                *linears[1].of(mixed), rows.owners, x, *layer.norms[0], factor
+                *linears[1].of(attend(i, q)), rows.owners, x, *layer.norms[0], factor
             )
             inner = operators.gate_up(
                 *linears[2].of(normed), rows.tiles, linears[3].weight.shape[1],
@@ -198,16 +213,10 @@ class KernelDecoder:
         return normed
 
     def _embedded(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input (B, H) of the first layer, and that normalized."""
+        """Return the input (M, H) of the first layer, and that normalized."""
         embed, (weight, eps) = self.weights.embed, self._first
         if type(embed) is nn.Embedding:
             factor = self._described.embedding_multiplier
             return operators.embed_norm(tokens, embed.weight, weight, factor, eps)
         x = self.weights.embedded(tokens)
         return x, nn.functional.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
-
-    def _prefilled(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return keys and values of the prompts, layer by layer."""
-        cache = self._prompts.cache
-        assert isinstance(cache, FixedCache)
-        return cache.keys, cache.values

@@ -1,4 +1,4 @@
-"""The kernels of a decode step, in Triton; `operators` launches each of them by one operator.
+"""The kernels of a forward, in Triton; `operators` launches each of them by one operator.
 
 Rows of an agent lie side by side. A tile is up to 16 rows of one agent, (first row, rows, agent) in
 the table `tiles`. The table `adapters` holds, for each agent and each part of a joined layer, the
@@ -6,7 +6,6 @@ first of its columns in `low`, its rank, and where its B (rank, outputs) begins 
 of a multiple of 16 numbers. No program reads numbers of another agent, and what it computes for a
 row does not depend on the rows beside it. Sums are in fp32. `EXACT` multiplies in fp32 too, as for
 weights in fp32, and in the interpreter, which has no product of bf16.
-
 """
 
 # pyright: basic, reportMissingImports=false
@@ -80,11 +79,14 @@ def _store_halves(pointers, one, two, half, full):
 @triton.jit
 def qkv(
     z, z_stride, low, low_stride, b, adapters, bias, tiles, positions, cos, sin, q_norm, k_norm,
-    q, keys, values, room, q_eps, k_eps,
+    q, keys, values, room, columns, q_eps, k_eps,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, RANK: tl.constexpr,
     BIAS: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Finish one head of a tile: adapter, bias, norm, rotary positions; write q, or k or v."""
+    """Finish one head of a tile: adapter, bias, norm, rotary positions; write q, or k or v.
+
+    Each row of the cache has `columns` rows of the tiles: one in a step, a prompt's in a prefill.
+    """
     tile, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(tiles + 3 * tile).to(tl.int64)
     count, agent = tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
@@ -101,12 +103,12 @@ def qkv(
     if RANK > 0:
         entry = adapters + (agent * 3 + part) * 3
         stride = tl.where(part == 0, (HEADS * D + 15) // 16 * 16, (KV * D + 15) // 16 * 16)
-        columns = own * D + i
+        features = own * D + i
         one = _add_product(
-            one, low, low_stride, rows, present, entry, b, stride, columns, inside, RANK, EXACT
+            one, low, low_stride, rows, present, entry, b, stride, features, inside, RANK, EXACT
         )
         two = _add_product(
-            two, low, low_stride, rows, present, entry, b, stride, columns + half, inside, RANK,
+            two, low, low_stride, rows, present, entry, b, stride, features + half, inside, RANK,
             EXACT,
         )  # fmt: skip
     if BIAS:
@@ -129,7 +131,7 @@ def qkv(
     if part == 0:
         _store_halves(q + (rows[:, None] * HEADS + own) * D + i[None, :], one, two, half, full)
     else:
-        to = ((rows * KV + own) * room + position)[:, None] * D + i[None, :]
+        to = ((rows // columns * KV + own) * room + position)[:, None] * D + i[None, :]
         if part == 1:
             _store_halves(keys + to, one, two, half, full)
         else:
@@ -138,17 +140,25 @@ def qkv(
 
 @triton.jit
 def attend(
-    q, keys, values, positions, out, room, scale,
+    q, keys, values, positions, out, sums, room, scale,
     KV: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
+    WIDTH: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Attend of a row's query heads of one key head to its columns, up to that of its position."""
+    """Attend of a row's query heads of one key head to its columns, up to that of its position.
+
+    A program with a SPLIT attends to so many of them alone, writes the sums of values in fp32, and
+    for each head the maximum of its scores and the sum of weights to `sums`; see `join_splits`.
+    """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, d, c = tl.arange(0, PADDED), tl.arange(0, WIDTH), tl.arange(0, BLOCK)
     last = tl.load(positions + row).to(tl.int32)
-    begin = 0
+    begin, end = 0, last + 1
     if WINDOW > 0:
-        begin = tl.maximum(last + 1 - WINDOW, 0)
+        begin = tl.maximum(end - WINDOW, 0)
+    if SPLIT > 0:
+        begin += tl.program_id(2) * SPLIT
+        end = tl.minimum(begin + SPLIT, end)
     heads = (row * KV + head) * GROUP + g
     real = (g < GROUP)[:, None] & (d < D)[None, :]
     query = tl.load(q + heads[:, None] * D + d[None, :], real, 0.0)
@@ -159,8 +169,8 @@ def attend(
     mixed = tl.zeros([PADDED, WIDTH], tl.float32)
     base = (row * KV + head) * room * D
     to_two = scale * 1.4426950408889634  # exp(x) is 2 ** (x log2(e))
-    for at in range(begin, last + 1, BLOCK):
-        seen = at + c <= last
+    for at in range(begin, end, BLOCK):
+        seen = at + c < end
         place = base + (at + c)[:, None] * D + d[None, :]
         there = seen[:, None] & (d < D)[None, :]
         key = tl.load(keys + place, there, 0.0)
@@ -177,8 +187,33 @@ def attend(
             weights.to(value.dtype), value, mixed * fewer[:, None], input_precision="ieee"
         )
         top = higher
-    mixed = mixed / total[:, None]
-    tl.store(out + heads[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), real)
+    if SPLIT > 0:
+        place = heads * tl.num_programs(2) + tl.program_id(2)
+        tl.store(sums + 2 * place, top, g < GROUP)
+        tl.store(sums + 2 * place + 1, total, g < GROUP)
+        tl.store(out + place[:, None] * D + d[None, :], mixed, real)
+    else:
+        mixed = mixed / total[:, None]
+        tl.store(out + heads[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), real)
+
+
+@triton.jit
+def join_splits(
+    mixed, sums, out,
+    SPLITS: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Join what the splits of `attend` wrote for a head of a row."""
+    own = tl.program_id(0).to(tl.int64) * SPLITS
+    n, d = tl.arange(0, PADDED), tl.arange(0, WIDTH)
+    top = tl.max(tl.load(sums + 2 * (own + n), n < SPLITS, float("-inf")), 0)
+    total = 0.0
+    y = tl.zeros([WIDTH], tl.float32)
+    for i in range(0, SPLITS):
+        weight = tl.exp2(tl.load(sums + 2 * (own + i)) - top)
+        total += tl.load(sums + 2 * (own + i) + 1) * weight
+        y += tl.load(mixed + (own + i) * D + d, d < D, 0.0) * weight
+    place = out + tl.program_id(0).to(tl.int64) * D + d
+    tl.store(place, (y / total).to(out.dtype.element_ty), d < D)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The operators of a decode step: each launches one kernel, on CUDA or in Triton's interpreter.
+"""The operators of a forward by kernels: each launches one, on CUDA or in Triton's interpreter.
 
 Triton is imported by the first of them that runs. Arguments are as in `kernels`, which says what
 each computes. An operator returns new tensors, or writes into its last arguments and returns none.
@@ -8,47 +8,49 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.library import Library, infer_schema
 
 #: Rows of a tile.
 TILE = 16
+#: Columns of the cache in a block, and in a split of an attention to more columns than `UNSPLIT`.
+_ATTEND_COLUMNS, _SPLIT = 32, 512
+UNSPLIT = 2048
+#: Columns of a row of a norm for each warp, and ranks of an adapter that it reads at once.
+_NORM_COLUMNS, _NORM_RANKS = 256, 8
+#: Columns of a tile of gate and up.
+_GATE_COLUMNS = 128
+#: Tokens of a block of the vocabulary.
+_DRAW_BLOCK = 4096
+
+_Launch = TypeVar("_Launch", bound=Callable[..., Any])
+_LIBRARY = Library("evo_grpo", "DEF")  # operators exist as long as it does
+#: The launch of each operator, which tests exchange for the same by torch.
+LAUNCHES: dict[str, Callable[..., Any]] = {}
 
 
-@dataclass
-class Tuning:
-    """Sizes of blocks, numbers of warps and of stages; numbers of rows change none of them.
+def _operator(*written: str) -> Callable[[_Launch], _Launch]:
+    """Make a launch the operator of its name, which writes into some of its arguments."""
 
-    Attributes:
-        qkv_warps: Of a head of a tile.
-        attend_columns: Columns of the cache in a block.
-        attend_warps: Of a row and key head.
-        attend_stages: Blocks of the cache that are read ahead, and one.
-        norm_columns: Columns of a row for each warp.
-        norm_ranks: Ranks of an adapter that are read at once.
-        gate_columns: Columns of a tile.
-        gate_warps: Of a tile.
-        draw_block: Tokens of a block of the vocabulary.
-        draw_warps: Of such a block.
-    """
+    def made(launch: _Launch) -> _Launch:
+        name = launch.__name__
+        LAUNCHES[name] = launch
 
-    qkv_warps: int = 4
-    attend_columns: int = 32
-    attend_warps: int = 2
-    attend_stages: int = 3
-    norm_columns: int = 256
-    norm_ranks: int = 8
-    gate_columns: int = 128
-    gate_warps: int = 4
-    draw_block: int = 4096
-    draw_warps: int = 4
+        def call(*args: Any) -> Any:  # noqa: ANN401 -- what the operators take and return
+            device = args[0].device  # Triton launches on the current one
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                return LAUNCHES[name](*args)
 
+        _LIBRARY.define(name + infer_schema(launch, mutates_args=written))
+        _LIBRARY.impl(name, call, "CPU")
+        _LIBRARY.impl(name, call, "CUDA")
+        return cast("_Launch", getattr(torch.ops.evo_grpo, name).default)
 
-#: What the launches below use; a bench may change it.
-TUNING = Tuning()
+    return made
 
 
 def interpreted() -> bool:
@@ -76,14 +78,20 @@ def _exact(x: Tensor) -> bool:
     return x.dtype == torch.float32 or x.device.type == "cpu"
 
 
-def _flags(x: Tensor | None, instead: Tensor) -> Tensor:
+def _flags(x: Tensor) -> Tensor:
     """Return booleans as bytes, which kernels read."""
-    return instead if x is None else x.view(torch.uint8)
+    return x.view(torch.uint8)
 
 
-def _embed_norm(
+def _norm_warps(columns: int) -> int:
+    return min(16, max(1, columns // _NORM_COLUMNS))
+
+
+@_operator()
+def embed_norm(
     tokens: Tensor, table: Tensor, weight: Tensor, factor: float, eps: float
 ) -> tuple[Tensor, Tensor]:
+    """Return x and its norm (M, H) of tokens (M,), given the table (V, H)."""
     rows, size = tokens.shape[0], table.shape[1]
     x, normed = table.new_empty(rows, size), table.new_empty(rows, size)
     columns = _power(size)
@@ -94,176 +102,146 @@ def _embed_norm(
     return x, normed
 
 
-def _norm_warps(columns: int) -> int:
-    return min(16, max(1, columns // TUNING.norm_columns))
-
-
-def _qkv(
+@_operator("q", "keys", "values")
+def qkv(
     z: Tensor, low: Tensor, b: Tensor, adapters: Tensor, rank: int, bias: Tensor | None,
     tiles: Tensor, positions: Tensor, cos: Tensor | None, sin: Tensor | None,
     q_norm: Tensor | None, k_norm: Tensor | None, q_eps: float, k_eps: float,
     q: Tensor, keys: Tensor, values: Tensor,
 ) -> None:  # fmt: skip
-    (_, heads, size), (_, kv, room, _) = q.shape, keys.shape
+    """Write q (M, heads, D), and keys and values (B, kv, room, D) at positions (M,)."""
+    (tokens, heads, size), (rows, kv, room, _) = q.shape, keys.shape
     _kernels().qkv[(tiles.shape[0], heads + 2 * kv)](
         z, z.stride(0), low, low.stride(0), b, adapters, z if bias is None else bias, tiles,
         positions, z if cos is None else cos, z if sin is None else sin,
         z if q_norm is None else q_norm, z if k_norm is None else k_norm, q, keys, values, room,
-        q_eps, k_eps, HEADS=heads, KV=kv, D=size, HALF=_power(size // 2, 16), RANK=rank,
-        BIAS=bias is not None, NORM=q_norm is not None, TURN=cos is not None, EXACT=_exact(z),
-        num_warps=TUNING.qkv_warps,
+        tokens // rows, q_eps, k_eps, HEADS=heads, KV=kv, D=size, HALF=_power(size // 2, 16),
+        RANK=rank, BIAS=bias is not None, NORM=q_norm is not None, TURN=cos is not None,
+        EXACT=_exact(z), num_warps=4,
     )  # fmt: skip
 
 
 def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int,
+    out: Tensor, sums: Tensor, splits: int,
+) -> None:  # fmt: skip
+    (rows, heads, size), (_, kv, room, _) = q.shape, keys.shape
+    _kernels().attend[(rows, kv, splits)](
+        q, keys, values, positions, out, sums, room, scale, KV=kv, GROUP=heads // kv,
+        PADDED=_power(heads // kv, 16), D=size, WIDTH=_power(size, 16), WINDOW=window,
+        BLOCK=_ATTEND_COLUMNS // (2 if size > 128 else 1), SPLIT=0 if out is sums else _SPLIT,
+        EXACT=_exact(q), num_warps=2, num_stages=3,
+    )  # fmt: skip
+
+
+@_operator()
+def attend(
     q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int
 ) -> Tensor:
-    (rows, heads, size), (_, kv, room, _) = q.shape, keys.shape
+    """Return the outputs (B, heads * D) of q (B, heads, D); window 0 is none."""
+    out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+    _attend(q, keys, values, positions, scale, window, out, out, 1)
+    return out
+
+
+@_operator()
+def attend_splits(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    """Return fp32 sums (B, heads, S, D) and (B, heads, S, 2) of S splits; see `attend`."""
+    (rows, heads, size), room = q.shape, keys.shape[2]
+    splits = -(-min(room, window or room) // _SPLIT)
+    mixed = q.new_empty(rows, heads, splits, size, dtype=torch.float32)
+    sums = mixed.new_empty(rows, heads, splits, 2)
+    _attend(q, keys, values, positions, scale, window, mixed, sums, splits)
+    return mixed, sums
+
+
+@_operator()
+def join_splits(mixed: Tensor, sums: Tensor, q: Tensor) -> Tensor:
+    """Return the outputs (B, heads * D) of what `attend_splits` returns."""
+    rows, heads, splits, size = mixed.shape
     out = q.new_empty(rows, heads * size)
-    wide = size > 128
-    _kernels().attend[(rows, kv)](
-        q, keys, values, positions, out, room, scale, KV=kv, GROUP=heads // kv,
-        PADDED=_power(heads // kv, 16), D=size, WIDTH=_power(size, 16), WINDOW=window,
-        BLOCK=TUNING.attend_columns // (2 if wide else 1), EXACT=_exact(q),
-        num_warps=TUNING.attend_warps, num_stages=TUNING.attend_stages,
+    _kernels().join_splits[(rows * heads,)](
+        mixed, sums, out, SPLITS=splits, PADDED=_power(splits, 2), D=size, WIDTH=_power(size, 16),
+        num_warps=1,
     )  # fmt: skip
     return out
 
 
-def _add_norm(
+@_operator()
+def add_norm(
     z: Tensor, low: Tensor, b: Tensor, adapters: Tensor, rank: int, bias: Tensor | None,
     owners: Tensor, x: Tensor, post: Tensor | None, post_eps: float, weight: Tensor, eps: float,
     factor: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the residual x (M, H) plus a finished layer, and its norm."""
     rows, size = x.shape
     out, normed = torch.empty_like(x), torch.empty_like(x)
     columns = _power(size)
     _kernels().add_norm[(rows,)](
         z, z.stride(0), low, low.stride(0), b, adapters, z if bias is None else bias, owners, x,
         weight if post is None else post, weight, out, normed, post_eps, eps, factor, H=size,
-        COLUMNS=columns, RANK=rank, CHUNK=TUNING.norm_ranks, BIAS=bias is not None,
+        COLUMNS=columns, RANK=rank, CHUNK=_NORM_RANKS, BIAS=bias is not None,
         POST=post is not None, num_warps=_norm_warps(columns),
     )  # fmt: skip
     return out, normed
 
 
-def _gate_up(
+@_operator()
+def gate_up(
     z: Tensor, low: Tensor, b: Tensor, adapters: Tensor, rank: int, bias: Tensor | None,
     tiles: Tensor, size: int, gelu: bool,
 ) -> Tensor:  # fmt: skip
+    """Return the input (M, size) of the down projection."""
     out = z.new_empty(z.shape[0], size)
     # In fp32 a tile has twice the numbers, and its product is no instruction of its own.
-    widest = TUNING.gate_columns // (4 if _exact(z) else 1)
-    block = min(widest, _power(size, 16))
+    block = min(_GATE_COLUMNS // (4 if _exact(z) else 1), _power(size, 16))
     _kernels().gate_up[(tiles.shape[0], -(-size // block))](
         z, z.stride(0), low, low.stride(0), b, adapters, z if bias is None else bias, tiles, out,
         SIZE=size, BLOCK=block, RANK=rank, BIAS=bias is not None, GELU=gelu, EXACT=_exact(z),
-        num_warps=TUNING.gate_warps,
+        num_warps=4,
     )  # fmt: skip
     return out
 
 
 def drawn_block(vocabulary: int) -> int:
     """Return the tokens of a block of the vocabulary, where a token is drawn."""
-    return min(TUNING.draw_block, _power(vocabulary, 16))
+    return min(_DRAW_BLOCK, _power(vocabulary, 16))
 
 
-def _weigh_blocks(
+@_operator()
+def weigh_blocks(
     logits: Tensor, temperature: Tensor, drawn: Tensor, minimum: Tensor | None, ends: Tensor,
     scale: float, cap: float,
 ) -> Tensor:  # fmt: skip
+    """Return maxima and sums (B, blocks, 4) fp32 of logits (B, V)."""
     rows, vocabulary = logits.shape
     block = drawn_block(vocabulary)
     count = -(-vocabulary // block)
     out = temperature.new_empty(rows, count, 4)
     _kernels().weigh_blocks[(rows, count)](
-        logits, temperature, drawn, drawn if minimum is None else minimum, _flags(ends, ends), out,
+        logits, temperature, drawn, drawn if minimum is None else minimum, _flags(ends), out,
         logits.stride(0), vocabulary, scale, cap, BLOCK=block, MINIMUM=minimum is not None,
-        CAP=cap != 0.0, num_warps=TUNING.draw_warps,
+        CAP=cap != 0.0, num_warps=4,
     )  # fmt: skip
     return out
 
 
-def _draw_token(
+@_operator("drawn", "finished", "tokens", "out_tokens", "out_logprobs")
+def draw_token(
     logits: Tensor, weighed: Tensor, temperature: Tensor, greedy: Tensor | None, draws: Tensor,
     minimum: Tensor | None, limit: Tensor, ends: Tensor, origin: Tensor, scale: float, cap: float,
     drawn: Tensor, finished: Tensor, tokens: Tensor, out_tokens: Tensor, out_logprobs: Tensor,
 ) -> None:  # fmt: skip
+    """Write the next tokens (B,), and rows of `out_tokens` and `out_logprobs` (T, B)."""
     rows, vocabulary = logits.shape
     count = weighed.shape[1]
     _kernels().draw_token[(rows,)](
-        logits, weighed, temperature, _flags(greedy, tokens), draws, drawn,
-        drawn if minimum is None else minimum, limit, _flags(ends, ends), origin,
-        _flags(finished, finished), tokens, out_tokens, out_logprobs, logits.stride(0),
-        draws.stride(0), out_tokens.shape[1], draws.shape[0], vocabulary, scale, cap,
-        BLOCK=drawn_block(vocabulary), COUNT=count, BLOCKS=_power(count, 2),
-        GREEDY=greedy is not None, MINIMUM=minimum is not None, CAP=cap != 0.0,
-        num_warps=TUNING.draw_warps,
+        logits, weighed, temperature, tokens if greedy is None else _flags(greedy), draws, drawn,
+        drawn if minimum is None else minimum, limit, _flags(ends), origin, _flags(finished),
+        tokens, out_tokens, out_logprobs, logits.stride(0), draws.stride(0), out_tokens.shape[1],
+        draws.shape[0], vocabulary, scale, cap, BLOCK=drawn_block(vocabulary), COUNT=count,
+        BLOCKS=_power(count, 2), GREEDY=greedy is not None, MINIMUM=minimum is not None,
+        CAP=cap != 0.0, num_warps=4,
     )  # fmt: skip
-
-
-_ADAPTED = "Tensor z, Tensor low, Tensor b, Tensor adapters, int rank, Tensor? bias"
-_SCHEMAS = (
-    "embed_norm(Tensor tokens, Tensor table, Tensor weight, float factor, float eps)"
-    " -> (Tensor, Tensor)",
-    f"qkv({_ADAPTED}, Tensor tiles, Tensor positions, Tensor? cos, Tensor? sin, Tensor? q_norm,"
-    " Tensor? k_norm, float q_eps, float k_eps, Tensor(a!) q, Tensor(b!) keys, Tensor(c!) values)"
-    " -> ()",
-    "attend(Tensor q, Tensor keys, Tensor values, Tensor positions, float scale, int window)"
-    " -> Tensor",
-    f"add_norm({_ADAPTED}, Tensor owners, Tensor x, Tensor? post, float post_eps, Tensor weight,"
-    " float eps, float factor) -> (Tensor, Tensor)",
-    f"gate_up({_ADAPTED}, Tensor tiles, int size, bool gelu) -> Tensor",
-    "weigh_blocks(Tensor logits, Tensor temperature, Tensor drawn, Tensor? minimum, Tensor ends,"
-    " float scale, float cap) -> Tensor",
-    "draw_token(Tensor logits, Tensor weighed, Tensor temperature, Tensor? greedy, Tensor draws,"
-    " Tensor? minimum, Tensor limit, Tensor ends, Tensor origin, float scale, float cap,"
-    " Tensor(a!) drawn, Tensor(b!) finished, Tensor(c!) tokens, Tensor(d!) out_tokens,"
-    " Tensor(e!) out_logprobs) -> ()",
-)
-#: The launch of each operator, which tests exchange for the same by torch.
-LAUNCHES: dict[str, Callable[..., Any]] = {
-    "embed_norm": _embed_norm,
-    "qkv": _qkv,
-    "attend": _attend,
-    "add_norm": _add_norm,
-    "gate_up": _gate_up,
-    "weigh_blocks": _weigh_blocks,
-    "draw_token": _draw_token,
-}
-
-
-def _on_cpu(name: str) -> Callable[..., Any]:
-    def launch(*args: Any) -> Any:  # noqa: ANN401 -- what the operators take and return
-        return LAUNCHES[name](*args)
-
-    return launch
-
-
-def _on_cuda(name: str) -> Callable[..., Any]:
-    def launch(*args: Any) -> Any:  # noqa: ANN401 -- as above
-        with torch.cuda.device(args[0].device):  # Triton launches on the current one
-            return LAUNCHES[name](*args)
-
-    return launch
-
-
-def _defined() -> torch.library.Library:
-    library = torch.library.Library("evo_grpo", "DEF")
-    for schema in _SCHEMAS:
-        name = schema.partition("(")[0]
-        library.define(schema)
-        library.impl(name, _on_cuda(name), "CUDA")
-        library.impl(name, _on_cpu(name), "CPU")
-    return library
-
-
-_LIBRARY = _defined()  # operators exist as long as it does
-_OPERATORS: Any = torch.ops.evo_grpo
-embed_norm: Callable[..., tuple[Tensor, Tensor]] = _OPERATORS.embed_norm.default
-qkv: Callable[..., None] = _OPERATORS.qkv.default
-attend: Callable[..., Tensor] = _OPERATORS.attend.default
-add_norm: Callable[..., tuple[Tensor, Tensor]] = _OPERATORS.add_norm.default
-gate_up: Callable[..., Tensor] = _OPERATORS.gate_up.default
-weigh_blocks: Callable[..., Tensor] = _OPERATORS.weigh_blocks.default
-draw_token: Callable[..., None] = _OPERATORS.draw_token.default

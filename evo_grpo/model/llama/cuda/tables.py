@@ -56,12 +56,7 @@ class AdaptedLinear:
 
     def of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int, Tensor | None]:
         """Return the first arguments of the operators that finish the layer's product with x."""
-        return *self.products(x), *self.of_adapters
-
-    @property
-    def of_adapters(self) -> tuple[Tensor, Tensor, int, Tensor | None]:
-        """Those of them that do not depend on x."""
-        return self.b, self.table, self.rank, self.bias
+        return *self.products(x), self.b, self.table, self.rank, self.bias
 
 
 @dataclass(frozen=True)
@@ -90,43 +85,27 @@ class RowTables:
         return cls(*send([owners, np.array(tiles).reshape(-1, 3)], device))
 
 
-def adapted_layers(
-    weights: LlamaWeights, fused: FusedForward, stacks: Sequence[Sequence[Sequence[Stack | None]]]
-) -> list[list[AdaptedLinear]]:
-    """Return the four joined linear layers of each decoder layer, with the adapters of a rollout.
-
-    `stacks` are those of each part of each joined layer, None where no agent adapts it.
-    """
-    adapters = fused.layout.adapters
-    plans = [
-        [
-            _Plan.of(base, parts, fused, adapters)
-            for base, parts in zip(layer.linears(), own, strict=True)
-        ]
-        for layer, own in zip(weights.layers, stacks, strict=True)
-    ]
+def adapted_layers(weights: LlamaWeights, fused: FusedForward) -> list[list[AdaptedLinear]]:
+    """Return the four joined linear layers of each layer, with the adapters of a rollout."""
+    base = weights.base
+    plans = [[_Plan.of(weights, one, fused) for one in x.linears()] for x in weights.layers]
     different = {plan.entries: None for group in plans for plan in group}
-    shape = len(adapters), -1, 3
-    sent = send([np.array(entries).reshape(shape) for entries in different], weights.base.device)
+    shape = len(fused.layout.adapters), -1, 3
+    sent = send([np.array(entries).reshape(shape) for entries in different], base.device)
     tables = dict(zip(different, sent, strict=True))
-    before: dict[int, Tensor] = weights.base.derived.get("kernel weights", {})
+    before: dict[int, Tensor] = base.derived.get("kernel weights", {})
     buffers: dict[int, Tensor] = {}
     found: list[list[AdaptedLinear]] = []
-    for layer, group in zip(layers_of(weights.base), plans, strict=True):
+    for layer, group in zip(layers_of(base), plans, strict=True):
         modules = iter(linears_of(layer))
+        own = [[plain(next(modules)) for _ in plan.stacks] for plan in group]
         found.append(
             [
-                plan.built(
-                    base,
-                    [plain(next(modules)) for _ in base.sizes],
-                    tables[plan.entries],
-                    before,
-                    buffers,
-                )
-                for base, plan in zip(weights.layers[len(found)].linears(), group, strict=True)
+                plan.built(linears, tables[plan.entries], before, buffers)
+                for plan, linears in zip(group, own, strict=True)
             ]
         )
-    weights.base.derived["kernel weights"] = buffers
+    base.derived["kernel weights"] = buffers
     return found
 
 
@@ -135,54 +114,50 @@ class _Plan:
     """Where the adapters of a joined layer lie.
 
     Attributes:
-        stacks: Of each part.
+        base: The layer.
+        stacks: The adapters of each part; None where no agent adapts it.
         entries: Of the table, flat.
         ranks: Of each part, those of all agents.
     """
 
+    base: JoinedLinear
     stacks: tuple[Stack | None, ...]
     entries: tuple[int, ...]
     ranks: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(
-        cls,
-        base: JoinedLinear,
-        stacks: Sequence[Stack | None],
-        fused: FusedForward,
-        adapters: Sequence[str | None],
-    ) -> _Plan:
+    def of(cls, weights: LlamaWeights, base: JoinedLinear, fused: FusedForward) -> _Plan:
         """Return the plan of a joined layer."""
+        adapters = fused.layout.adapters
+        stacks: list[Stack | None] = []
         places: list[list[tuple[int, int, int]]] = []
-        ranks: list[tuple[int, ...]] = []
         column = offset = 0
-        for name, size, stack in zip(base.names, base.sizes, stacks, strict=True):
-            own = tuple(_rank(fused, name, adapter) if stack else 0 for adapter in adapters)
-            part: list[tuple[int, int, int]] = []
-            room = stack.b.shape[1] * padded(size) if stack else 0
-            for rank in own:
-                part.append((column, rank, offset))
+        for name, size in zip(base.names, base.sizes, strict=True):
+            stack = fused.new_stack(name, weights.dtype)
+            stacks.append(stack)
+            places.append([])
+            for adapter in adapters:
+                rank = _rank(fused, name, adapter) if stack else 0
+                places[-1].append((column, rank, offset))
                 column += rank
-                offset += room
-            places.append(part)
-            ranks.append(own)
-        entries = [n for agent in zip(*places, strict=True) for place in agent for n in place]
-        return cls(tuple(stacks), tuple(entries), tuple(ranks))
+                offset += stack.b.shape[1] * padded(size) if stack else 0
+        entries = tuple(n for agent in zip(*places, strict=True) for place in agent for n in place)
+        ranks = tuple(tuple(rank for _, rank, _ in part) for part in places)
+        return cls(base, tuple(stacks), entries, ranks)
 
     def built(
-        self, base: JoinedLinear, modules: list[Any], table: Tensor,
-        before: dict[int, Tensor], buffers: dict[int, Tensor],
+        self, modules: list[Any], table: Tensor, before: dict[int, Tensor],
+        buffers: dict[int, Tensor],
     ) -> AdaptedLinear:  # fmt: skip
         """Copy the adapters to their places; `buffers` gets the weight that has room for A."""
-        width, low = base.weight.shape[0], sum(map(sum, self.ranks))
-        rank = max(map(max, self.ranks))
-        own = base.weight.detach()
+        base, own = self.base, self.base.weight.detach()
+        width, low = own.shape[0], sum(map(sum, self.ranks))
         if not low:
             return AdaptedLinear(own, width, base.bias, None, own, table, 0)
-        rows = self._rows(own)
-        b = self._b(base, own)
+        rank = padded(max(map(max, self.ranks)))
+        rows, b = self._rows(own.dtype), self._b()
         if low > _BESIDE * width:
-            return AdaptedLinear(own, width, base.bias, rows, b, table, -(-rank // 16) * 16)
+            return AdaptedLinear(own, width, base.bias, rows, b, table, rank)
         total = -(-(width + low) // _ROWS) * _ROWS
         weight = before.pop(own.data_ptr(), None)
         if weight is None or len(weight) < total or weight.dtype != own.dtype:
@@ -190,9 +165,9 @@ class _Plan:
             weight = _with_room(base, modules, total)
         buffers[weight.data_ptr()] = weight
         weight[width : width + low].copy_(rows)
-        return AdaptedLinear(weight[:total], width, base.bias, None, b, table, -(-rank // 16) * 16)
+        return AdaptedLinear(weight[:total], width, base.bias, None, b, table, rank)
 
-    def _rows(self, like: Tensor) -> Tensor:
+    def _rows(self, dtype: torch.dtype) -> Tensor:
         """Return the A of all parts and agents, below each other."""
         rows: list[Tensor] = []
         for stack, ranks in zip(self.stacks, self.ranks, strict=True):
@@ -202,16 +177,16 @@ class _Plan:
                 rows.append(stack.a.flatten(0, 1))
             else:
                 rows += [a[:rank] for a, rank in zip(stack.a, ranks, strict=True) if rank]
-        return (rows[0] if len(rows) == 1 else torch.cat(rows)).to(like.dtype)
+        return (rows[0] if len(rows) == 1 else torch.cat(rows)).to(dtype)
 
-    def _b(self, base: JoinedLinear, like: Tensor) -> Tensor:
+    def _b(self) -> Tensor:
         """Return the B of all parts and agents in one buffer."""
         parts: list[Tensor] = []
-        for stack, size in zip(self.stacks, base.sizes, strict=True):
+        for stack, size in zip(self.stacks, self.base.sizes, strict=True):
             if stack is not None:
-                b = stack.b.to(like.dtype)
                 missing = padded(size) - size
-                parts.append((nn.functional.pad(b, (0, missing)) if missing else b).reshape(-1))
+                b = nn.functional.pad(stack.b, (0, missing)) if missing else stack.b
+                parts.append(b.reshape(-1))
         return torch.cat(parts)
 
 

@@ -3,16 +3,23 @@
 import logging
 from types import SimpleNamespace
 
+import kernel_reference
 import pytest
 import tiny
 import torch
+from engine_contract import ids_of, prompts_of
 
+from evo_grpo.errors import RunFailedError
 from evo_grpo.model.forward.fused import population_forward
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.llama.cuda import choice
 from evo_grpo.model.llama.cuda.decode import KernelDecoder
 from evo_grpo.model.llama.decode import LlamaDecoder
 from evo_grpo.model.llama.weights import LlamaWeights
+from evo_grpo.rollout.engine import RolloutRequest
+from evo_grpo.rollout.native.engine import NativeEngine
+from evo_grpo.rollout.sampling import Sampling
+from evo_grpo.settings import AgentSettings
 
 
 @pytest.fixture
@@ -21,11 +28,9 @@ def on_card(monkeypatch):
 
     def card(slots, dtype=torch.bfloat16, version=(9, 0), triton=True):
         monkeypatch.setattr(choice.torch.cuda, "get_device_capability", lambda device: version)
-        monkeypatch.setattr(choice.torch.cuda, "synchronize", lambda device: None)
         monkeypatch.setattr(
             choice.importlib.util, "find_spec", lambda name: object() if triton else None
         )
-        monkeypatch.setattr(KernelDecoder, "rehearse", lambda self: None)
         device = property(lambda self: SimpleNamespace(type="cuda"))
         monkeypatch.setattr(type(slots.base), "device", device)
         monkeypatch.setattr(LlamaWeights, "dtype", property(lambda self: dtype))
@@ -90,44 +95,51 @@ def test_a_cpu_without_the_interpreter(pair, caplog, monkeypatch):
     assert "TRITON_INTERPRET" in said(caplog)[0]
 
 
+def drawn(slots, kernels):
+    """Tokens by an engine that meets no refusal, whose kernels compute by torch."""
+    engine = NativeEngine(slots, AgentSettings(engine={"kernels": kernels}))
+    sampling = Sampling(max_output_tokens=4)
+    asked = [
+        RolloutRequest(i, name, prompts_of(3, 5), 2, sampling, i)
+        for i, name in enumerate(slots.names)
+    ]
+    with pytest.MonkeyPatch.context() as patch, kernel_reference.instead():
+        patch.setattr(choice, "_refusal", lambda base: None)
+        found = [ids_of(groups) for groups in engine.rollout(asked)]
+    return found, engine.decodes_by
+
+
 @pytest.mark.parametrize(("error", "shown"), [
     (RuntimeError("Failed to find C compiler. Please\nmore"), "Failed to find C compiler"),
     (FileNotFoundError(2, "Python.h"), "Python.h"),
     (ValueError(""), "ValueError"),
 ])  # fmt: skip
-def test_kernels_that_fail_are_tried_once(pair, on_card, caplog, monkeypatch, error, shown):
-    on_card(pair)
+@pytest.mark.parametrize("kernel", ["qkv", "draw_token"])
+def test_kernels_that_fail_are_tried_once(pair, caplog, monkeypatch, kernel, error, shown):
+    wanted = drawn(pair, "off")
+    assert drawn(pair, "on") == (wanted[0], "kernels")
     tried = []
 
-    def fails(self):
-        tried.append(self)
+    def fails(*given):
+        tried.append(kernel)
         raise error
 
-    monkeypatch.setattr(KernelDecoder, "rehearse", fails)
-    assert [opened(pair, "auto") for _ in range(3)] == ["torch"] * 3
+    monkeypatch.setattr(kernel_reference, kernel, fails)
+    assert [drawn(pair, "on") for _ in range(3)] == [wanted] * 3
     assert len(tried) == 1
     (line,) = said(caplog)
     assert shown in line
     assert "more" not in line
 
 
-def test_kernels_that_ran_are_not_rehearsed_again(pair, on_card, monkeypatch):
-    on_card(pair)
-    tried = []
-    monkeypatch.setattr(KernelDecoder, "rehearse", lambda self: tried.append(self))
-    assert [opened(pair, "auto") for _ in range(3)] == ["kernels"] * 3
-    assert len(tried) == 1
-
-
-def test_out_of_memory_is_no_reason_to_change(pair, on_card, monkeypatch):
-    on_card(pair)
-
-    def fails(self):
+def test_out_of_memory_is_no_reason_to_change(pair, monkeypatch, caplog):
+    def fails(*given):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(KernelDecoder, "rehearse", fails)
-    with pytest.raises(torch.OutOfMemoryError):
-        opened(pair, "auto")
+    monkeypatch.setattr(kernel_reference, "gate_up", fails)
+    with pytest.warns(UserWarning, match="memory"), pytest.raises(RunFailedError, match="memory"):
+        drawn(pair, "on")
+    assert not said(caplog)
 
 
 @pytest.mark.parametrize(("changes", "kernels"), [

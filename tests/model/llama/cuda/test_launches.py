@@ -1,8 +1,7 @@
 """An operator launches one kernel and runs nothing else, which is what counts of launches count."""
 
 import pytest
-import torch
-from kernel_cases import NAMES, Maker
+from kernel_cases import NAMES, case_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evo_grpo.model.llama.cuda import operators
@@ -58,8 +57,9 @@ class _Inside:
 def test_one_kernel_and_no_operation_of_torch(name, monkeypatch):
     launched, operations = Launches(), Operations()
     monkeypatch.setattr(operators, "_kernels", lambda: launched)
-    getattr(Maker(3, torch.float32), name)().run(_Inside(operations))
-    assert launched.names == (["weigh_blocks", "draw_token"] if name == "draw" else [name])
+    case_of(name, 3).run(_Inside(operations))
+    two = {"draw": ["weigh_blocks", "draw_token"], "attend_splits": ["attend", "join_splits"]}
+    assert launched.names == two.get(name, [name])
     assert set(operations.names) <= FREE
 
 
@@ -68,5 +68,5 @@ def test_a_second_operation_is_seen(monkeypatch):
     monkeypatch.setattr(operators, "_kernels", lambda: launched)
     launch = operators.LAUNCHES["attend"]
     monkeypatch.setitem(operators.LAUNCHES, "attend", lambda *args: launch(*args).contiguous() * 2)
-    Maker(3, torch.float32).attend().run(_Inside(operations))
+    case_of("attend", 3).run(_Inside(operations))
     assert not set(operations.names) <= FREE

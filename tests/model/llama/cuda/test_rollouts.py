@@ -7,6 +7,9 @@ import tiny
 from architectures import FAMILIES
 from engine_contract import prompts_of
 
+from evo_grpo.model.llama import decode
+from evo_grpo.model.llama.cache import FixedCache
+from evo_grpo.model.llama.cuda import operators
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native import engine as native
 from evo_grpo.rollout.native.engine import NativeEngine
@@ -27,8 +30,8 @@ def sampled(
     kernels,
     *,
     ranks=(4, 1, 7),
-    tokens=6,
-    lengths=(3, 9, 1),
+    tokens=5,
+    lengths=(3, 7, 1),
     rows=None,
     targets=None,
     ends=(1,),
@@ -43,7 +46,7 @@ def sampled(
             i,
             name,
             prompts_of(*lengths),
-            1 + i % 2,
+            1 + (i == 1),
             Sampling(max_output_tokens=tokens, **sampling),
             i,
         )
@@ -76,8 +79,8 @@ def test_several_ends_and_least_lengths():
 
 
 def test_greedy_and_cold_rows():
-    compared(tiny.qwen2, temperature=0.0, min_output_tokens=2)
-    compared(tiny.qwen2, temperature=0.3)
+    compared(tiny.qwen2, ranks=(4, 1), temperature=0.0, min_output_tokens=2)
+    compared(tiny.qwen2, ranks=(4, 1), temperature=0.3)
 
 
 def test_filters_are_drawn_by_torch():
@@ -96,9 +99,16 @@ def test_ranks_too_wide_to_lie_below_the_weights():
 @pytest.mark.parametrize("family", ["llama", "qwen3-window"])
 def test_rows_that_take_the_places_of_others(family, monkeypatch):
     monkeypatch.setattr(native, "hands_on_places", lambda device: True)
+    monkeypatch.setattr(decode, "cache_for", lambda device, *layers: FixedCache(*layers))
     lengths = (3, 9, 1, 5, 2)
     given = {"rows": 12, "tokens": 7, "lengths": lengths, "ends": (1, *range(5, 17))}
     compared(SERVED[family], **given)
+
+
+def test_attention_in_splits(monkeypatch):
+    monkeypatch.setattr(operators, "UNSPLIT", 16)
+    monkeypatch.setattr(operators, "_SPLIT", 16)
+    compared(SERVED["gemma3"], ranks=(4,), tokens=4, lengths=(3, 20))
 
 
 def test_weights_keep_their_values_and_take_up_other_adapters():
