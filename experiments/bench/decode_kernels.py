@@ -2,6 +2,7 @@
 
     python experiments/bench/decode_kernels.py [--limit 300] [--out FILE]
     python experiments/bench/decode_kernels.py --cpu     tiny, in Triton's interpreter
+    python experiments/bench/decode_kernels.py --expected     what a step should take, by counting
 
 Prints as it goes, the most wanted first, and leaves out what does not fit into the time. Weights
 are random; a step is a replayed CUDA graph inside a whole rollout, as in production.
@@ -48,6 +49,10 @@ from evo_grpo.rollout.native.graphs import StepGraphs  # noqa: E402
 
 SHAPES = {
     **LARGE,
+    "7B": {
+        "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064,
+    },
     "tiny": {
         "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 512,
@@ -280,8 +285,10 @@ def agents(shape: str, *, unequal: bool = False) -> tuple[Cohort, list[int], boo
     return found
 
 
-def rollouts(cohort: Cohort, slots: list[int], unequal: bool, rows: int) -> Job:
-    """Time the steps of a rollout with kernels and without; return the job."""
+def rollouts(
+    cohort: Cohort, slots: list[int], unequal: bool, rows: int
+) -> tuple[Job, dict[str, float]]:
+    """Time the steps of a rollout with kernels and without; return the job and its times."""
     times: dict[str, float] = {}
     work = work_of(rows, unequal=unequal)
     for wanted in ("on", "off"):
@@ -302,7 +309,7 @@ def rollouts(cohort: Cohort, slots: list[int], unequal: bool, rows: int) -> Job:
         **times, faster=times["step_off"] / times["step_on"] if times["step_on"] else 0.0,
         **({"REFUSED": said} if said else {}),
     )  # fmt: skip
-    return job
+    return job, times
 
 
 # --- The parts of a step.
@@ -375,7 +382,7 @@ class Parts:
         self.inputs = [self.normed, noise(d.heads * d.head_dim), self.normed, noise(self.inner)]
         self.q = noise(d.heads, d.head_dim)
         self.done = [
-            [linear.of(x) for linear, x in zip(layer, self.inputs, strict=True)]
+            [linear.products(x) for linear, x in zip(layer, self.inputs, strict=True)]
             for layer in decoder._linears[:2]
         ]
         self.logits = base.head(self.normed)
@@ -397,8 +404,8 @@ class Parts:
                 i,
                 layer,
                 [
-                    (*of[:2], *linear.of_adapters)
-                    for of, linear in zip(self.done[i % 2], linears, strict=True)
+                    (*products, linear.b, linear.table, linear.rank, linear.bias)
+                    for products, linear in zip(self.done[i % 2], linears, strict=True)
                 ],
             )
 
@@ -413,7 +420,7 @@ class Parts:
         decoder, rows = self.decoder, self.decoder._rows
         for i, layer, done in self._layers():
             operators.qkv(
-                *done[0], rows.tiles, self.positions, *decoder._tables[layer.table], layer.q_norm,
+                *done[0], rows.tiles, self.positions, *decoder._turns[layer.table], layer.q_norm,
                 layer.k_norm, layer.q_eps, layer.k_eps, self.q, decoder._keys[i],
                 decoder._values[i],
             )  # fmt: skip
@@ -480,8 +487,8 @@ class Parts:
         }  # fmt: skip
 
 
-def parts(job: Job, peak: Peak) -> None:
-    """Time each part of a step, and show its kernels."""
+def parts(job: Job, peak: Peak) -> tuple[float, float]:
+    """Time each part of a step, and show its kernels; return its ms and its share of the least."""
     with torch.no_grad(), ExitStack() as stack:
         own = Parts(job, PROMPT + TOKENS // 2, stack)
         names = ("qkv", "attend", "add_norm", "gate_up", "head", "draw")
@@ -500,6 +507,7 @@ def parts(job: Job, peak: Peak) -> None:
         )  # fmt: skip
         if not CPU:
             profiled(own)
+    return found["step"], ideal / found["step"]
 
 
 def profiled(own: Parts) -> None:
@@ -517,6 +525,49 @@ def profiled(own: Parts) -> None:
     for one in longest:
         time_and_count = f"{one.self_device_time_total:8.0f} us {one.count:4d} x"
         print(f"    {time_and_count}  {one.key[:100]}", flush=True)
+
+
+# --- What a step should take.
+
+#: FLOPs in bf16 and bytes read in a millisecond: measured on the H200, else 4/5 of the data sheet.
+CARDS = {
+    "H200": (785e9, 2.7e9), "A100 80GB": (250e9, 1.63e9), "RTX 4090": (132e9, 0.81e9),
+    "L4": (48e9, 0.24e9),
+}  # fmt: skip
+#: Milliseconds that a captured kernel takes beside its bytes and FLOPs.
+LAUNCH = 0.0035
+
+
+def expected(shape: str, rows: int, card: str, rank: int = 8, columns: int = 128) -> float:
+    """Return the milliseconds of a step, in bf16: launches, and bytes or FLOPs of each part."""
+    s, peak = SHAPES[shape], Peak(*CARDS[card])
+    hidden, inner, layers = s["hidden_size"], s["intermediate_size"], s["num_hidden_layers"]
+    size = hidden // s["num_attention_heads"]
+    kv, vocabulary = s["num_key_value_heads"] * size, s["vocab_size"]
+
+    def product(inside: int, out: int, parts: int) -> float:
+        width = out + parts * rank * AGENTS
+        moved = inside * width + rows * (inside + width) + AGENTS * rank * out
+        return LAUNCH + peak.least(2.0 * rows * inside * width, 2.0 * moved)
+
+    def other(numbers: float) -> float:
+        return LAUNCH + peak.least(0, 2.0 * numbers)
+
+    layer = (
+        product(hidden, hidden + 2 * kv, 3) + product(hidden, hidden, 1)
+        + product(hidden, 2 * inner, 2) + product(inner, hidden, 1)
+        + other(rows * 2 * (hidden + 2 * kv)) + other(rows * (2 * kv * columns + 2 * hidden))
+        + 2 * other(rows * 4 * hidden) + other(rows * 3 * inner)
+    )  # fmt: skip
+    head = LAUNCH + peak.least(2.0 * rows * hidden * vocabulary, 2.0 * vocabulary * (hidden + rows))
+    return layers * layer + head + 2 * other(rows * vocabulary) + 3 * LAUNCH
+
+
+def tell_expected() -> None:
+    """Print what a step should take on some cards."""
+    for shape in ("0.5B", "3B", "7B"):
+        for rows in (64, 256, 1024):
+            say(f"{shape}, {rows} rows, ms", **{c: expected(shape, rows, c) for c in CARDS})
 
 
 # --- All of it.
@@ -544,18 +595,22 @@ def measured(given: argparse.Namespace, shape: str, peak: Peak) -> None:
         with part(given, 15) as fits:
             if fits:
                 own = own or agents(shape)
-                parts(rollouts(*own, count), peak)
+                parts(rollouts(*own, count)[0], peak)
 
 
 def main() -> None:
     """Check the kernels, then measure the shapes."""
     given = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     given.add_argument("--cpu", action="store_true", help="tiny, in Triton's interpreter")
+    given.add_argument("--expected", action="store_true", help="what a step should take")
     given.add_argument("--limit", type=float, default=290.0, help="seconds")
     given.add_argument("--shapes", nargs="+", default=["tiny"] if CPU else ["0.5B", "3B"])
     given.add_argument("--leave-out", nargs="*", default=[], choices=["check", "unequal"])
     given.add_argument("--out", type=Path, help="write the numbers to this JSON file")
     chosen = given.parse_args()
+    if chosen.expected:
+        tell_expected()
+        return
     name = "CPU" if CPU else torch.cuda.get_device_name()
     say("where", device=name, torch=torch.__version__, triton=triton.__version__)
     peak = Peak.measured()

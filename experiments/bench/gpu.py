@@ -176,7 +176,6 @@ def speed(
     if place.device.type == "cuda":
         add("generate, CUDA graphs", fastest, None, bandwidth / fastest)
     report.at_least(f"decode, 8 agents over one by one, {shape}", generate[1] / generate[0], 5.0)
-    report.at_least(f"decode, share of bandwidth, {shape}", bandwidth / fastest, 0.6)
     report.at_least(f"learn, 8 agents over one by one, {shape}", learn[1] / learn[0], 1.5)
     report.at_least(f"learn, share of the matrix peak, {shape}", rate / reached[0], 0.4)
 
@@ -204,6 +203,7 @@ def against_libraries(
 
     pair = place.pair(job.generate, generated, repeats)
     add("HF, no LoRA", pair)
+    ahead, beside = f"generate, vLLM over ours, {shape}", None
     del plain, generated
     if vllm is not None:
         lengths = [job.work.tokens] * job.rows
@@ -211,10 +211,35 @@ def against_libraries(
         try:
             with ExitStack() as stack:
                 peer = stack.enter_context(vllm_peer(job, lengths, stack, eager=eager, python=vllm))
-                add("vLLM", place.pair(job.generate, lambda: peer.ask("generate"), repeats))
+                beside = place.pair(job.generate, lambda: peer.ask("generate"), repeats)
+                add("vLLM", beside)
         except PeerError as error:
             progress("vLLM", not_measured=error)
+    report.at_least(ahead, beside and beside[1] / beside[0], 1.0)
     return pair[0]
+
+
+def steps(report: Report, shape: str) -> None:
+    """Measure a replayed decode step by kernels, and hold it against what it should cost.
+
+    The aim is a share of the least time: the sum over parts of the larger of bytes over the
+    bandwidth and FLOPs over the matrix peak.
+    """
+    from decode_kernels import Peak, agents, parts, rollouts  # it needs Triton
+
+    peak, own = Peak.measured(), agents(shape)
+    for rows, aim in ((256, 0.6 if shape == "3B" else None), (64, 0.5)):
+        job, times = rollouts(*own, rows)
+        step, share = parts(job, peak)
+        report.add(f"A decode step by kernels, Qwen2.5-{shape} shape", rows=rows, ms=step,
+                   share=share, **times)  # fmt: skip
+        if aim is not None:
+            report.at_least(f"decode step, share of the least time, {shape}, {rows}", share, aim)
+        if rows == 64:
+            ours, torch_alone = times["sampler_gap_on"], times["sampler_gap_off"]
+            report.at_most(f"sampler_gap, kernels over torch, {shape}", ours / torch_alone, 1.0)
+        elif shape == "0.5B":
+            report.at_most("decode step, ms, 0.5B, 256 rows", step, 1.6)
 
 
 def progress(what: str, **values: object) -> None:
@@ -316,7 +341,7 @@ def arguments() -> argparse.Namespace:
     """Read the command line."""
     given = parser(__doc__.partition("\n")[0])
     given.add_argument("--shapes", nargs="+", choices=["0.5B", "3B"], default=["0.5B", "3B"])
-    parts = ["speed", "launches", "memory"]
+    parts = ["steps", "speed", "launches", "memory"]
     # Compiling takes minutes, so it is measured where asked for.
     given.add_argument("--parts", nargs="+", choices=[*parts, "compile"], default=parts)
     given.add_argument("--vllm", type=Path, metavar="PYTHON", help="an interpreter that has vLLM")
@@ -348,6 +373,8 @@ def main() -> int:
     work = Work(1, 4, 4) if given.rehearse else Work(4, 8, 16 if small else 128, prompt_tokens=64)
     shapes = ["rehearsal"] if given.rehearse else given.shapes[:1] if small else given.shapes
     for shape in shapes:
+        if "steps" in given.parts and not given.rehearse:
+            steps(report, shape)
         if "speed" in given.parts:
             speed(report, shape, place, work, reached, repeats, given.vllm)
         if "compile" in given.parts:

@@ -129,6 +129,13 @@ def test_groups_have_each_agents_own_size():
     assert [a.metrics["rows"] for a in record.agents] == [2 * size for size in sizes]
 
 
+@pytest.mark.parametrize("specialized", [True, False])
+def test_a_round_records_what_computed_its_completions(specialized):
+    prepared = prepare(small())
+    prepared.cohort.base.specialized = specialized
+    assert play(prepared).decodes_by == ("layers" if specialized else "modules")
+
+
 def test_nothing_is_selected_after_the_last_round():
     prepared = prepare(small(population__rounds=1))
     record = play(prepared)
