@@ -86,9 +86,16 @@ def test_a_few_steps_are_not_worth_a_capture(cuda, graphs):
     assert cuda.done == ["plain"] * 3
 
 
-def test_a_capture_that_fails_leaves_plain_steps_and_says_why_once(cuda, graphs):
-    cuda.errors = [RuntimeError("operation not permitted when stream is capturing")]
-    with pytest.warns(UserWarning, match=r"engine\.cuda_graphs: .* \(operation not permitted"):
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (RuntimeError("operation not permitted when stream is capturing"), "operation not perm"),
+        (ValueError(""), "ValueError"),  # a compiler's errors have types of their own
+    ],
+)
+def test_a_capture_that_fails_leaves_plain_steps_and_says_why_once(cuda, graphs, error, cause):
+    cuda.errors = [error]
+    with pytest.warns(UserWarning, match=rf"engine\.cuda_graphs: .* \({cause}"):
         graphs.run(cuda.step, HERE, 8)
     graphs.run(cuda.step, ELSEWHERE, 8)
     assert cuda.done == ["plain", "capture"] + ["plain"] * 15
