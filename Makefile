@@ -18,7 +18,7 @@
 #   make fuzz          look for inputs that break a property of tests/fuzz, ten minutes for each of
 #                      them; EVO_GRPO_FUZZ_SECONDS=60 for a minute, ARGS="-k cli" for some of them
 
-#   make test-kernels  the kernels of a decode step, in Triton's interpreter and compiled for cards
+#   make test-kernels  the kernels of generation, in Triton's interpreter and compiled for cards
 #                      that are not here; installs Triton
 #   make test-vllm     vLLM as the engine that generates, on this machine's CPU
 #   make test-minimum  the fast tests on the oldest versions that pyproject.toml allows

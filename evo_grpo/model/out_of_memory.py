@@ -8,14 +8,14 @@ import torch
 
 from evo_grpo.errors import RunFailedError
 
-_CPU_MESSAGE = "can't allocate memory"
-"""Message of torch's allocator on a CPU; its error has no own class."""
+_MESSAGES = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Messages of torch on a CPU, of drivers and of libraries, whose errors have no own class."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that a device has no memory left."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and _CPU_MESSAGE in str(error)
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _MESSAGES)
     )
 
 

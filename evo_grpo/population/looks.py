@@ -50,7 +50,7 @@ class RankReport:
     files: CheckpointFiles = field(default_factory=CheckpointFiles)
     fresh: Mapping[Slot, Evaluation] = field(default_factory=dict[Slot, Evaluation])
     judge_cost: float = 0.0
-    decodes_by: str = ""
+    decodes_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

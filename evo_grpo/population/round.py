@@ -229,7 +229,7 @@ def report_of(
         for slot, tally in tallies.items()
     }
     cost = judge_cost(this.env)
-    files, by = this.writer.hand_over(), cohort.decodes_by
+    files, by = this.writer.hand_over(), cohort.take_decodes_by()
     return RankReport(agents, cohort.reduced(), files, fresh, cost, by)
 
 
@@ -257,8 +257,8 @@ def plan_and_record(
         plan = replace(plan, record=replace(plan.record, between=False))
     elapsed = time.perf_counter() - this.start
     record = timed(plan.record, this.watch.seconds, this.began, elapsed)
-    decodes_by = " and ".join(sorted({report.decodes_by for report in reports} - {""}))
-    plan = replace(plan, record=replace(record, decodes_by=decodes_by))
+    decodes_by = sorted({name for report in reports for name in report.decodes_by})
+    plan = replace(plan, record=replace(record, decodes_by=tuple(decodes_by)))
     tallies = {slot: agent.tally for slot, agent in agents.items()}
     if not all(map(cohort.is_local, this.slots)):
         steps = range(this.settings.population.steps_per_round)

@@ -169,7 +169,7 @@ class RoundRecord:
     evaluation_tokens: int = 0
     files: Mapping[RelativePath, str] = field(default_factory=dict[str, str])
     reduced: Mapping[str, int] = field(default_factory=dict[str, int])
-    decodes_by: str = ""
+    decodes_by: tuple[str, ...] = ()
     started: float | None = None
     ended: float | None = None
     steering: tuple[RequestOutcome, ...] = ()

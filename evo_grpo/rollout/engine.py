@@ -100,12 +100,12 @@ class RolloutEngine:
             weights, within the rounding of its dtype and without LoRA dropout. False for an engine
             with other kernels, another precision or a copy of the weights: the learner then
             corrects for the difference; see `LossConfig.sampler_correction`.
-        decodes_by: What computed the last rollout; each round records it. Of the native engine
-            "kernels", the joined "layers", or the base's "modules"; of the other, "vllm".
+        decodes_by: What has computed rollouts; each round records and clears it. Of the native
+            engine "kernels", the joined "layers" or the base's "modules"; of the other "vllm".
     """
 
     exact: bool
-    decodes_by: str = ""
+    decodes_by: set[str]
 
     @classmethod
     def check(cls, engine: EngineConfig) -> None:

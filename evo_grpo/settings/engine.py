@@ -142,7 +142,7 @@ class EngineConfig(Group):
     )
     kernels: Annotated[Kernels, BeforeValidator(_switch)] = setting(
         "auto",
-        "Generate by kernels made for a decode step of many adapters, with the built-in engine: "
+        "Generate by kernels made for rows of many adapters, with the built-in engine: "
         "`auto` takes them on CUDA devices of compute capability 8.0 or newer, with Triton, in "
         "half precision, for models of the Llama family; `on` in float32 too; `off` takes torch's "
         "own. "

@@ -532,7 +532,7 @@ def profiled(own: Parts) -> None:
 #: FLOPs in bf16 and bytes read in a millisecond: measured on the H200, else 4/5 of the data sheet.
 CARDS = {
     "H200": (785e9, 2.7e9), "A100 80GB": (250e9, 1.63e9), "RTX 4090": (132e9, 0.81e9),
-    "L4": (48e9, 0.24e9),
+    "L4": (97e9, 0.24e9),
 }  # fmt: skip
 #: Milliseconds that a captured kernel takes beside its bytes and FLOPs.
 LAUNCH = 0.0035

@@ -124,9 +124,14 @@ def launches(shape, dtype, rank, monkeypatch, *, minimum=True, norms=False, agen
         cache,
         cache.clone(),
     )
+    operators.qkv(  # of a prefill
+        *adapted(width), zeros(width), tiles, owners, *turn, *own, 1e-6, 1e-6, q,
+        zeros(count // 5, kv, 64, size), zeros(count // 5, kv, 64, size),
+    )  # fmt: skip
     operators.attend(q, cache, cache, owners, 0.125, 0)
     operators.attend(q, cache, cache, owners, 0.125, 32)
-    operators.join_splits(*operators.attend_splits(q, cache, cache, owners, 0.125, 0), q)
+    long = zeros(count, kv, 8192, size)
+    operators.join_splits(*operators.attend_splits(q, long, long, owners, 0.125, 4096), q)
     operators.add_norm(*adapted(hidden), None, owners, x, None, 0.0, weight, 1e-6, 1.0)
     operators.add_norm(*adapted(hidden), weight, owners, x, weight, 1e-6, weight, 1e-6, 0.5)
     operators.gate_up(*adapted(2 * inner), None, tiles, inner, False)

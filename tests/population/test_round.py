@@ -133,7 +133,7 @@ def test_groups_have_each_agents_own_size():
 def test_a_round_records_what_computed_its_completions(specialized):
     prepared = prepare(small())
     prepared.cohort.base.specialized = specialized
-    assert play(prepared).decodes_by == ("layers" if specialized else "modules")
+    assert play(prepared).decodes_by == ("layers" if specialized else "modules",)
 
 
 def test_nothing_is_selected_after_the_last_round():

@@ -10,20 +10,16 @@ kernel.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from evo_grpo.model.forward.prefix import SharedPrefix
 from evo_grpo.model.llama.kernels import Context, Rotate, Span, heads_of, rotate, rotate_back
 
 #: A row is short if its queries times keys are at most the square of this.
 SHORT = 128
-
-_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Attention:
@@ -138,18 +134,16 @@ def attend_prompts(
         if q.device.type == "cuda" and heads != k.shape[1]:
             # On CUDA, no kernel that takes a mask serves groups of heads.
             k, v = (part.repeat_interleave(heads // k.shape[1], 1) for part in (k, v))
-    # Not by cuDNN, which takes 30 ms of the host to plan each new shape.
-    with sdpa_kernel(_BACKENDS) if q.device.type == "cuda" else nullcontext():
-        mixed = nn.functional.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            # Causal attention never looks at padding on the right.
-            is_causal=mask is None,
-            scale=None if scale == size**-0.5 else scale,
-            enable_gqa=heads != k.shape[1],
-        )
+    mixed = nn.functional.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        # Causal attention never looks at padding on the right.
+        is_causal=mask is None,
+        scale=None if scale == size**-0.5 else scale,
+        enable_gqa=heads != k.shape[1],
+    )
     return mixed.transpose(1, 2).flatten(2)
 
 

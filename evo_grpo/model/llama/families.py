@@ -46,7 +46,7 @@ class Family:
         trunk: Name of the model below the head, after the prefix.
         embedding: Class of the embeddings after the prefix; empty for torch's own.
         activation: Key of the activation in the configuration.
-        kernels: Whether `llama.cuda` serves its decode step, with nine launches a layer.
+        kernels: Whether `llama.cuda` serves it, with nine launches a layer of a decode step.
     """
 
     name: str

@@ -181,10 +181,12 @@ class Cohort:
         found = ("max_tokens_per_microbatch", self.learner.reduced), ("max_decode_rows", decoded)
         return {name: value for name, value in found if value is not None}
 
-    @property
-    def decodes_by(self) -> str:
-        """What computed the last completions, see `RolloutEngine`; empty before the first."""
-        return getattr(self._engine, "decodes_by", "")
+    def take_decodes_by(self) -> tuple[str, ...]:
+        """Return what has computed completions since the last call, see `RolloutEngine`."""
+        names: set[str] = getattr(self._engine, "decodes_by", set[str]())
+        found = tuple(sorted(names))
+        names.clear()
+        return found
 
     @property
     def context_length(self) -> int | None:

@@ -29,6 +29,7 @@ class DividedSampling(RolloutEngine):
 
     def __init__(self, engine: RolloutEngine, team: Team) -> None:
         self.engine, self.team, self.exact = engine, team, engine.exact
+        self.decodes_by = engine.decodes_by
 
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
         """Sample the completions of every request; see `RolloutEngine`."""

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evo_grpo.errors import EvoGrpoError
 from evo_grpo.model.alone import beside_no_load
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.ends import Ends
@@ -25,6 +24,8 @@ from evo_grpo.model.forward.sending import send
 from evo_grpo.model.llama.choice import takes_fast_path
 from evo_grpo.model.llama.cuda.choice import give_up_kernels, open_decoder
 from evo_grpo.model.llama.cuda.decode import KernelDecoder
+from evo_grpo.model.llama.cuda.operators import KernelError
+from evo_grpo.model.llama.decode import LlamaDecoder
 from evo_grpo.model.llama.weights import LlamaWeights
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.model.out_of_memory import free_cached, halved, is_out_of_memory
@@ -47,6 +48,9 @@ from evo_grpo.types import Completion, CompletionGroup
 #: Most rows in one call of the decode loop over those at once, where rows wait: all have draws and
 #: output, and those that are done are lost if memory runs out.
 _WAVES = 8
+
+
+_DECODES_BY: Mapping[type, str] = {KernelDecoder: "kernels", LlamaDecoder: "layers"}
 
 
 @final
@@ -79,6 +83,7 @@ class NativeEngine(RolloutEngine):
         self._graphs = StepGraphs(self.base.device) if wanted else None
         self._kernels: Kernels = settings.engine.kernels
         self._by_modules = not self.base.specialized
+        self.decodes_by: set[str] = set()
         self._choose_path()
 
     def _choose_path(self) -> None:
@@ -184,13 +189,10 @@ class NativeEngine(RolloutEngine):
     def _completed(
         self, requests: Sequence[RolloutRequest], places: int | None, *, equal: bool
     ) -> list[list[CompletionGroup]]:
-        """Sample; by torch's operations if kernels cannot be compiled or fail."""
+        """Sample; by torch's operations if a kernel cannot be compiled or launched."""
         try:
             return self._rollout(requests, places, equal=equal)
-        except Exception as error:  # a compiler, a driver and Triton raise errors of many types
-            known = isinstance(error, EvoGrpoError) or is_out_of_memory(error)
-            if known or self.decodes_by != "kernels":
-                raise
+        except KernelError as error:
             give_up_kernels(self.base, error)
         return self._rollout(requests, places, equal=equal)
 
@@ -230,18 +232,16 @@ class NativeEngine(RolloutEngine):
                 graphs=self._graphs if self._specialized and not equal else None,
             )
             output = loop.run()
+            self.decodes_by.add(_DECODES_BY.get(type(decoder), "modules"))
         return self._groups(requests, output, loop.stops.lengths)
 
     def _decoder(self, fused: FusedForward, columns: int, *, equal: bool) -> Decoder:
-        if equal or not self._specialized:
-            self.decodes_by = "modules"
-            if equal:
-                return EqualLengthDecoder(self.base)
+        if equal:
+            return EqualLengthDecoder(self.base)
+        if not self._specialized:
             return ModuleDecoder(self.base, decoder_layers(self.base))
         weights = LlamaWeights.of(self.base, self.slots.layers)
-        decoder = open_decoder(weights, fused, columns, self._kernels)
-        self.decodes_by = "kernels" if isinstance(decoder, KernelDecoder) else "layers"
-        return decoder
+        return open_decoder(weights, fused, columns, self._kernels)
 
     def _pad(self, requests: Sequence[RolloutRequest], columns: int) -> tuple[Tensor, Tensor]:
         """Return the padded prompts: ids (NP, columns) and lengths (NP,)."""

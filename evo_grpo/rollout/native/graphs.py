@@ -9,6 +9,7 @@ from typing import final
 
 import torch
 
+from evo_grpo.model.llama.cuda.operators import KernelError
 from evo_grpo.model.out_of_memory import free_cached, is_out_of_memory
 from evo_grpo.working import working
 
@@ -76,7 +77,7 @@ class StepGraphs:
             error = self._tried(step)
         if error is None:
             return
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or isinstance(error, KernelError):
             raise error
         self.work, self._graph = False, None
         reason = next(iter(str(error).splitlines()), type(error).__name__)
@@ -88,7 +89,7 @@ class StepGraphs:
             stacklevel=2,
         )
 
-    def _tried(self, step: Callable[[], None]) -> Exception | None:
+    def _tried(self, step: Callable[[], None]) -> RuntimeError | None:
         """Capture a step; return the error if that fails."""
         graph = torch.cuda.CUDAGraph()
 
@@ -106,7 +107,7 @@ class StepGraphs:
 
         try:
             self._beside(capture)
-        except Exception as error:  # Triton's are of many types
+        except RuntimeError as error:
             # A capture that ends with an error leaves the allocator in it.
             with suppress(RuntimeError, AttributeError):
                 torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType] -- `capture_end` calls it where the capture succeeds

@@ -53,7 +53,6 @@ class VLLMEngine(RolloutEngine):
     """
 
     exact = False
-    decodes_by = "vllm"
 
     def __init__(
         self, slots: AdapterSlots, settings: AgentSettings, *, link: Child | None = None
@@ -70,6 +69,7 @@ class VLLMEngine(RolloutEngine):
         self._folders = (self._scratch, files)
         self._remove = weakref.finalize(self, _remove, os.getpid(), self._folders)
         self._adapters = PublishedAdapters(slots, files)
+        self.decodes_by: set[str] = set()
         self._asleep = False
         self._rank = largest_rank(slots, settings)
         self._link = link
@@ -89,6 +89,7 @@ class VLLMEngine(RolloutEngine):
         if not asked:
             return [[] for _ in requests]
         self.wake()
+        self.decodes_by.add("vllm")
         named = [r.adapter for r in asked if r.adapter is not None]
         if max((rank_of(self.slots, name) for name in named), default=0) > self._rank:
             self._start()

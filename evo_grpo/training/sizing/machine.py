@@ -247,7 +247,7 @@ def _proposals(config: RunConfig, setup: Setup) -> Iterator[dict[str, object]]:
         changes["engine.offload_adapters"] = True
     yield dict(changes)
     if setup.device == "cuda" and engine.dtype == "float32":
-        changes["engine.dtype"] = "bfloat16"
+        changes["engine.dtype"] = "auto"
     quantizes = engine.each_alone and not config.model.name.endswith(".gguf")
     if quantizes and engine.quantization is None:
         changes["engine.quantization"] = "int8"

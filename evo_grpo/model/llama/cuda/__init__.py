@@ -1,1 +1,1 @@
-"""The decode step of the Llama family by kernels of its own, for CUDA devices."""
+"""Generation of the Llama family by kernels of its own, for CUDA devices."""

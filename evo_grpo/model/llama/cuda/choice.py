@@ -10,7 +10,7 @@ import torch
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import FusedForward
 from evo_grpo.model.llama.cuda.decode import KernelDecoder
-from evo_grpo.model.llama.cuda.operators import interpreted
+from evo_grpo.model.llama.cuda.operators import KernelError, interpreted
 from evo_grpo.model.llama.decode import LlamaDecoder
 from evo_grpo.model.llama.weights import LlamaWeights
 from evo_grpo.settings.engine import Kernels
@@ -40,11 +40,10 @@ def open_decoder(
     return LlamaDecoder(weights, fused, columns)
 
 
-def give_up_kernels(base: SharedBase, error: BaseException) -> None:
-    """Decode by torch's operations from now on, since kernels could not be compiled or run."""
+def give_up_kernels(base: SharedBase, error: KernelError) -> None:
+    """Decode by torch's operations from now on: a kernel could not be compiled or launched."""
     base.derived[_FAILED] = True
-    lines = str(error).splitlines() or [""]
-    _say(base, f"kernels failed ({type(error).__name__}: {lines[0][:200]})")
+    _say(base, f"a kernel failed ({error})")
 
 
 def _say(base: SharedBase, reason: str) -> None:

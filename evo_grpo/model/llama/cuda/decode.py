@@ -1,4 +1,4 @@
-"""Prompts and decode steps by kernels: nine launches a layer, whatever rows and ranks agents have.
+"""Prompts and decode steps by kernels, of as many launches whatever rows and ranks agents have.
 
 A row's column of the cache is its position, so that a row attends to its first columns and needs
 neither a mask nor a column of its own.
@@ -24,6 +24,7 @@ from evo_grpo.working import working
 
 #: Columns of the cache come in multiples of this, so that kernels know that rows are aligned.
 _COLUMNS = 64
+_COMPILED = "kernels compiled"
 
 
 class _Layer:
@@ -105,11 +106,11 @@ class KernelDecoder:
             return attend_prompts(whole, k, v, d.scale, window or None, masks).flatten(0, 1)
 
         positions = torch.arange(columns, device=device).repeat(prompts)
-        known = self.weights.base.derived.setdefault("kernels compiled", [])
-        with nullcontext() if known else working("compile the kernels"):
+        derived = self.weights.base.derived
+        with nullcontext() if derived.get(_COMPILED) else working("compile the kernels"):
             tokens = ids.flatten().contiguous()  # a column of a wider tensor has strides
             hidden = self._run(tokens, positions, self._tables(columns), attend)
-        known.append(True)
+        derived[_COMPILED] = True
         return hidden[torch.arange(prompts, device=device) * columns + lengths - 1]
 
     def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:

@@ -145,7 +145,7 @@ def attend(
     WIDTH: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Attend of a row's query heads of one key head to its columns, up to that of its position.
+    """Attend to a row's columns up to that of its position, for the query heads of one key head.
 
     A program with a SPLIT attends to so many of them alone, writes the sums of values in fp32, and
     for each head the maximum of its scores and the sum of weights to `sums`; see `join_splits`.

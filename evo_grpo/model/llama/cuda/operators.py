@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.library import Library, infer_schema
 
+from evo_grpo.model.out_of_memory import is_out_of_memory
+
 #: Rows of a tile.
 TILE = 16
 #: Columns of the cache in a block, and in a split of an attention to more columns than `UNSPLIT`.
@@ -26,6 +28,11 @@ _NORM_COLUMNS, _NORM_RANKS = 256, 8
 _GATE_COLUMNS = 128
 #: Tokens of a block of the vocabulary.
 _DRAW_BLOCK = 4096
+
+
+class KernelError(RuntimeError):
+    """A kernel could not be compiled or launched; a compiler, a driver and Triton say why."""
+
 
 _Launch = TypeVar("_Launch", bound=Callable[..., Any])
 _LIBRARY = Library("evo_grpo", "DEF")  # operators exist as long as it does
@@ -43,7 +50,14 @@ def _operator(*written: str) -> Callable[[_Launch], _Launch]:
         def call(*args: Any) -> Any:  # noqa: ANN401 -- what the operators take and return
             device = args[0].device  # Triton launches on the current one
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                return LAUNCHES[name](*args)
+                try:
+                    return LAUNCHES[name](*args)
+                except Exception as error:
+                    if is_out_of_memory(error):
+                        raise
+                    lines = str(error).splitlines() or [""]
+                    text = f"{name}: {type(error).__name__}: {lines[0][:200]}"
+                    raise KernelError(text) from error
 
         _LIBRARY.define(name + infer_schema(launch, mutates_args=written))
         _LIBRARY.impl(name, call, "CPU")
@@ -148,7 +162,7 @@ def attend(
 def attend_splits(
     q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Return fp32 sums (B, heads, S, D) and (B, heads, S, 2) of S splits; see `attend`."""
+    """Return fp32 sums (B, heads, splits, D) and (B, heads, splits, 2); see `attend`."""
     (rows, heads, size), room = q.shape, keys.shape[2]
     splits = -(-min(room, window or room) // _SPLIT)
     mixed = q.new_empty(rows, heads, splits, size, dtype=torch.float32)

@@ -106,7 +106,7 @@ def drawn(slots, kernels):
     with pytest.MonkeyPatch.context() as patch, kernel_reference.instead():
         patch.setattr(choice, "_refusal", lambda base: None)
         found = [ids_of(groups) for groups in engine.rollout(asked)]
-    return found, engine.decodes_by
+    return found, *engine.decodes_by
 
 
 @pytest.mark.parametrize(("error", "shown"), [
@@ -132,9 +132,22 @@ def test_kernels_that_fail_are_tried_once(pair, caplog, monkeypatch, kernel, err
     assert "more" not in line
 
 
-def test_out_of_memory_is_no_reason_to_change(pair, monkeypatch, caplog):
+def test_an_error_beside_the_kernels_is_raised_as_it_is(pair, caplog, monkeypatch):
+    drawn(pair, "on")
+    monkeypatch.setattr(NativeEngine, "_pad", lambda *given: {}["prompts"])
+    with pytest.raises(KeyError, match="prompts"):
+        drawn(pair, "on")
+    assert not said(caplog)
+
+
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+])  # fmt: skip
+def test_out_of_memory_is_no_reason_to_change(pair, monkeypatch, caplog, error):
     def fails(*given):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(kernel_reference, "gate_up", fails)
     with pytest.warns(UserWarning, match="memory"), pytest.raises(RunFailedError, match="memory"):
