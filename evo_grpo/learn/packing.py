@@ -130,10 +130,15 @@ def pack(
         found = [bucket for part in apart for bucket in _packed(part, token_budget, max_rows)]
         if len(found) <= len(best) and _tokens(found) <= _tokens(best):
             best = found
-    return [
-        [(row.position, row.row) for row in sorted(bucket.rows, key=lambda row: row.position)]
-        for bucket in best
-    ]
+    return [[(row.position, row.row) for row in _side_by_side(bucket.rows)] for bucket in best]
+
+
+def _side_by_side(rows: Sequence[_SizedRow]) -> list[_SizedRow]:
+    """Return rows sorted by agent, and those of a prefix side by side."""
+    order: dict[tuple[int, bytes], int] = {}
+    for row in rows:
+        order.setdefault(row.prefix, len(order))
+    return sorted(rows, key=lambda row: (row.position, order[row.prefix]))
 
 
 def _packed(sized: Sequence[_SizedRow], token_budget: int, max_rows: int | None) -> list[_Bucket]:

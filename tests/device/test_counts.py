@@ -27,6 +27,7 @@ from device_counts import (
 from torch import nn
 
 from evo_grpo.learn import learner
+from evo_grpo.model.llama import train
 from evo_grpo.model.llama.cache import FixedCache
 from evo_grpo.model.llama.cuda import operators
 from evo_grpo.rollout.native.loop import DecodeLoop
@@ -92,6 +93,12 @@ def test_counts_of_a_rollout_without_its_steps():
 def test_counts_of_learn(agents):
     compared(counted_learn(agents).totals(), f"learn, {agents} agents")
     compared(counted_learn(agents, **KL).totals(), f"learn with a KL, 4 steps, {agents} agents")
+
+
+@pytest.mark.parametrize("agents", [2, 32])
+def test_counts_of_learn_by_flash_kernels(monkeypatch, agents):
+    monkeypatch.setattr(train, "flash_serves", lambda *given: True)
+    compared(counted_learn(agents).totals(), f"learn by flash kernels, {agents} agents")
 
 
 @pytest.mark.parametrize("family", ["llama", *FAMILIES])

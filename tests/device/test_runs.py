@@ -26,6 +26,7 @@ from evo_grpo import GRPO, MultiTurnGym, run
 from evo_grpo.cli.commands import app
 from evo_grpo.model.forward.fused import RowLayout, population_forward
 from evo_grpo.model.llama.choice import takes_fast_path
+from evo_grpo.model.llama.flash import flash_serves
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native.engine import NativeEngine
 from evo_grpo.rollout.native.loop import DecodeLoop
@@ -288,3 +289,10 @@ def test_bfloat16_trains_and_is_evaluated(device, tmp_path):
         observer=observer,
     )
     assert all(0 <= row["fitness"] <= 1 for row in shown(folder)[0])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("heads", [(14, 2, 64), (16, 2, 128), (4, 1, 256)])
+def test_flash_kernels_of_the_card_agree_with_plain_attention(device, heads):
+    like = torch.zeros(1, dtype=torch.bfloat16, device=device)
+    assert flash_serves(like, *heads)

@@ -33,6 +33,10 @@ class SharedPrefix:
         row_lengths: (B,) int64 length of each row's prefix, or (1,) if all are equal.
         where: (M,) positions of the wanted hidden states, in the Q * Tp of the prefixes followed by
             the B * C of the rests.
+        rows: Rows of each prefix; empty if those of a prefix do not lie side by side.
+        segments: Offsets (int64) of all prefixes and rests in their tokens, (Q + B + 1,); of the
+            rests of each prefix, (Q + 1,); of the real tokens of the prefixes, (Q + 1,); and the
+            places of these in Q * Tp, None if all are real. None without `rows`.
     """
 
     ids: Tensor
@@ -42,6 +46,8 @@ class SharedPrefix:
     rest: Tensor
     row_lengths: Tensor
     where: Tensor
+    rows: tuple[int, ...] = ()
+    segments: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
 
 
 def find_shared_prefixes(
@@ -81,7 +87,14 @@ def find_shared_prefixes(
     owners = positions[first]
     rest = np.take_along_axis(ids, follows, axis=1)
     row_lengths = lengths[:1] if (lengths == lengths[0]).all() else lengths[source]
-    sent = send([ids[first, :before], source, rest, row_lengths, where], device)
+    counts = np.bincount(source)
+    apart = bool((np.diff(source) < 0).any())
+    sent = send(
+        [ids[first, :before], source, rest, row_lengths, where]
+        + ([] if apart else _segments(counts, lengths, before, after)),
+        device,
+    )
+    real = sent[8] if len(sent) > 8 else None
     return SharedPrefix(
         ids=sent[0],
         lengths=tuple(int(n) for n in lengths),
@@ -90,4 +103,18 @@ def find_shared_prefixes(
         rest=sent[2],
         row_lengths=sent[3],
         where=sent[4],
+        rows=() if apart else tuple(counts.tolist()),
+        segments=None if apart else (sent[5], sent[6], sent[7], real),
     )
+
+
+def _segments(
+    rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], before: int, after: int
+) -> list[npt.NDArray[np.int64]]:
+    """Return the arrays of `SharedPrefix.segments`, given the rows and lengths of prefixes."""
+    count, total = len(rows), int(rows.sum())
+    alone = np.append(np.arange(count) * before, count * before + np.arange(total + 1) * after)
+    found = [alone, np.append(0, np.cumsum(rows)) * after, np.append(0, np.cumsum(lengths))]
+    if (lengths < before).any():
+        found.append(np.flatnonzero(np.arange(before) < lengths[:, None]))
+    return found

@@ -22,6 +22,7 @@ from evo_grpo.model.forward.prefix import SharedPrefix
 from evo_grpo.model.llama.adapter_views import adapter_views
 from evo_grpo.model.llama.attention import Attention
 from evo_grpo.model.llama.families import Description, LayerKind
+from evo_grpo.model.llama.flash import AnyAttention, SharedAttention, flash_serves
 from evo_grpo.model.llama.kernels import (
     HeadNorms,
     LoraLinear,
@@ -143,7 +144,7 @@ class LlamaForward:
                 x = run(x)
         return x
 
-    def _layer(self, layer: JoinedLayer, x: Tensor, *, attention: Attention) -> Tensor:
+    def _layer(self, layer: JoinedLayer, x: Tensor, *, attention: AnyAttention) -> Tensor:
         product = partial(self._linear, spans=attention.spans)
         described = self.weights.description
         if self.base.compiled is not None:
@@ -177,9 +178,14 @@ def attention_of(
     spans: tuple[Span, ...],
     prefix: SharedPrefix | None,
     like: Tensor,
-) -> Attention:
+) -> AnyAttention:
     """Return the attention of the layers of a kind; see `Attention`."""
     d = described
+    if prefix is not None and prefix.segments is not None:
+        longest = max(prefix.lengths) + prefix.rest.shape[1]
+        whole = kind.window is None or longest <= kind.window
+        if whole and flash_serves(like, d.heads, d.kv_heads, d.head_dim):
+            return SharedAttention(d.heads, d.kv_heads, spans, prefix, d.scale)
     return Attention(d.heads, d.kv_heads, spans, prefix, like, scale=d.scale, window=kind.window)
 
 

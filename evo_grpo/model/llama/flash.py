@@ -1,0 +1,287 @@
+"""Attention of rows that share prefixes, by flash kernels that read each key where it lies.
+
+Every prefix and every rest attends to itself, and the rests of a prefix, as one long query, to the
+keys of that prefix; the two outputs of a rest are joined by their log-sum-exps. With the joined
+output and log-sum-exp, the backward of each of the two calls is its part of the gradient
+(Dao 2023, arXiv:2307.08691, eq. 4). So no key is copied for a row or for a head of a group, and
+there is no mask.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from itertools import pairwise
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from evo_grpo.model.forward.chunks import make_chunks
+from evo_grpo.model.forward.prefix import SharedPrefix
+from evo_grpo.model.llama.attention import Attention
+from evo_grpo.model.llama.kernels import Context, Span, rotate, rotate_back
+
+_LIBRARY = torch.library.Library("evo_grpo_flash", "DEF")  # operators exist as long as it does
+_SEGMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor queries, Tensor keys, int longest_query, int longest_key,"
+    " bool causal, float scale"
+)
+_LIBRARY.define(f"forward({_SEGMENTS}) -> (Tensor, Tensor, Tensor, Tensor)")
+_OUTPUTS = "Tensor grad, Tensor out, Tensor sums, Tensor state, Tensor unused"
+_LIBRARY.define(f"backward({_OUTPUTS}, {_SEGMENTS}) -> (Tensor, Tensor, Tensor)")
+
+#: Largest difference of half precision over the largest number.
+MOST_APART = 0.03
+
+_log = logging.getLogger(__name__)
+
+
+def flash_serves(like: Tensor, heads: int, kv_heads: int, head_dim: int) -> bool:
+    """Return whether flash kernels serve tensors like one on its device, and compute right there.
+
+    torch calls their operators private, so that each release may change what they mean: the first
+    use of a shape is compared with plain attention.
+    """
+    return (
+        like.device.type == "cuda"
+        and like.dtype in (torch.float16, torch.bfloat16)
+        and head_dim % 8 == 0
+        and head_dim <= 256
+        and not torch.version.hip
+        and torch.cuda.get_device_capability(like.device) >= (8, 0)
+        and _agrees(like.device, like.dtype, heads, kv_heads, head_dim)
+    )
+
+
+@cache
+def _agrees(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
+) -> bool:
+    """Compare outputs and gradients with those of plain attention in fp32, on a small case."""
+    lengths, source, rest, most = (5, 3), torch.tensor([0, 0, 1]), 4, 5
+    segments = (
+        torch.tensor([0, 5, 10, 14, 18, 22], device=device),
+        torch.tensor([0, 8, 12], device=device),
+        torch.tensor([0, 5, 8], device=device),
+        torch.arange(8, device=device),
+    )
+    ids = torch.zeros(2, most), torch.zeros(3, rest)
+    prefix = SharedPrefix(
+        ids[0], lengths, (2,), source.to(device), ids[1],
+        torch.tensor([5, 5, 3], device=device), source, (2, 1), segments,
+    )  # fmt: skip
+    unused = make_chunks((1,), 1, 0, device)
+    found: list[list[Tensor]] = []
+    generator = torch.Generator().manual_seed(0)
+    given = torch.randn(22, (heads + 2 * kv_heads) * head_dim, generator=generator)
+    weights = torch.randn(22, heads * head_dim, generator=generator).to(device)
+    weights[8:10] = 0.0  # padding of the second prefix
+    for kind in (dtype, torch.float32):
+        joined = given.to(device, dtype).to(kind).requires_grad_()
+        one = joined.new_ones(1, 1, 1, head_dim)
+        spans = tuple(
+            Span(start, rows, columns, unused, one.expand(1, 1, columns, -1), None)
+            for start, rows, columns in ((0, 2, most), (10, 3, rest))
+        )
+        scale = head_dim**-0.5
+        if kind is dtype:
+            attention = SharedAttention(heads, kv_heads, spans, prefix, scale)
+        else:
+            attention = Attention(heads, kv_heads, spans, prefix, joined, scale=scale)
+        with torch.enable_grad():
+            out = attention(joined)
+            (grad,) = torch.autograd.grad(out, joined, weights.to(kind))
+        found.append([out.detach().float(), grad.float()])
+    apart = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(*found, strict=True)]
+    if max(apart) <= MOST_APART:
+        return True
+    _log.warning(
+        "torch's flash attention of %s differs from plain attention by %.2g: learning takes the "
+        "latter, which copies keys; report it with `evo-grpo doctor`", dtype, max(apart),
+    )  # fmt: skip
+    return False
+
+
+class SharedAttention:
+    """Attention of one micro-batch of shared prefixes and the rests of its rows.
+
+    Args:
+        heads: Query heads.
+        kv_heads: Key and value heads.
+        spans: The prefixes, and the rests.
+        prefix: The prefix of each row, whose rows lie side by side.
+        scale: Factor of the scores.
+    """
+
+    def __init__(
+        self, heads: int, kv_heads: int, spans: tuple[Span, ...], prefix: SharedPrefix, scale: float
+    ) -> None:
+        assert prefix.segments is not None
+        self.heads, self.kv_heads, self.spans, self.scale = heads, kv_heads, spans, scale
+        own, queries, keys = (part.int() for part in prefix.segments[:3])
+        self.real = prefix.segments[3]
+        first, rest = spans
+        longest = max(first.columns, rest.columns)
+        #: Offsets of queries and of keys (segments + 1,) int32, the longest of both, causal.
+        self.alone = own, own, longest, longest, True
+        most = max(prefix.rows) * rest.columns
+        self.over_prefixes = queries, keys, most, max(prefix.lengths), False
+        self.tables = [_by_token(spans, name) for name in ("cos", "sin")]
+
+    def __call__(self, joined: Tensor) -> Tensor:
+        """Attend: q, k and v side by side (M, (heads + 2 kv_heads) D) to (M, heads * D)."""
+        return _Shared.apply(joined, self)
+
+
+AnyAttention: TypeAlias = Attention | SharedAttention
+
+
+def _by_token(spans: tuple[Span, ...], name: str) -> Tensor | None:
+    """Return cos or sin (M, 1, D) of all tokens; None without rotary positions."""
+    parts: list[Tensor] = []
+    for span in spans:
+        table: Tensor | None = getattr(span, name)
+        if table is None:
+            return None
+        table = table.reshape(-1, span.columns, table.shape[-1])
+        parts.append(table.expand(span.rows, -1, -1).flatten(0, 1))
+    return torch.cat(parts)[:, None]
+
+
+class _Shared(torch.autograd.Function):
+    """See `SharedAttention`."""
+
+    @staticmethod
+    def forward(ctx: Context, joined: Tensor, plan: SharedAttention) -> Tensor:
+        cos, sin = plan.tables
+        assert cos is not None
+        both = plan.heads + plan.kv_heads
+        parts = joined.unflatten(-1, (both + plan.kv_heads, -1))
+        q, k = rotate(parts[:, :both], cos, sin).split((plan.heads, plan.kv_heads), dim=1)
+        v = parts[:, both:].contiguous()
+        out, sums, *state = _forward(q, k, v, *plan.alone, plan.scale)
+        start = plan.spans[1].start
+        before = _of_prefixes(plan, k, v)
+        more, more_sums, *more_state = _forward(q[start:], *before, *plan.over_prefixes, plan.scale)
+        own_sums = sums[:, start:]
+        whole = torch.logaddexp(own_sums, more_sums)
+        share = torch.exp(more_sums - whole).t()[..., None]
+        out[start:] = torch.lerp(out[start:].float(), more.float(), share).to(out.dtype)
+        own_sums.copy_(whole)
+        ctx.save_for_backward(q, k, v, out, sums, *state, *more_state)
+        ctx.plan = plan
+        return out.flatten(1)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
+        """Gradients of q, k and v, rotated back, into one tensor."""
+        plan: SharedAttention = ctx.plan
+        q, k, v, out, sums, *states = ctx.saved_tensors
+        grad = grads[0].reshape(out.shape).contiguous()
+        dq, dk, dv = _backward(grad, out, sums, *states[:2], q, k, v, *plan.alone, plan.scale)
+        start = plan.spans[1].start
+        more = _backward(
+            grad[start:], out[start:], sums[:, start:].contiguous(), *states[2:], q[start:],
+            *_of_prefixes(plan, k, v), *plan.over_prefixes, plan.scale,
+        )  # fmt: skip
+        dq[start:] += more[0]
+        for whole, part in ((dk, more[1]), (dv, more[2])):
+            if plan.real is None:
+                whole[:start] += part
+            else:
+                whole.index_add_(0, plan.real, part)  # each key once: in no order
+        cos, sin = plan.tables
+        assert cos is not None
+        joined = grad.new_empty(len(grad), plan.heads + 2 * plan.kv_heads, grad.shape[-1])
+        both = plan.heads + plan.kv_heads
+        rotate_back(dq, cos, sin, out=joined[:, : plan.heads])
+        rotate_back(dk, cos, sin, out=joined[:, plan.heads : both])
+        joined[:, both:] = dv
+        return joined.flatten(1), None
+
+
+def _of_prefixes(plan: SharedAttention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values of the prefixes' real tokens."""
+    if plan.real is None:
+        start = plan.spans[1].start
+        return k[:start], v[:start]
+    return k.index_select(0, plan.real), v.index_select(0, plan.real)
+
+
+def _on_cuda(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, longest_query: int,
+    longest_key: int, causal: bool, scale: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, queries, keys, longest_query, longest_key, 0.0, causal, False, scale=scale
+    )[:4]
+
+
+def _backward_on_cuda(
+    grad: Tensor, out: Tensor, sums: Tensor, state: Tensor, unused: Tensor, q: Tensor, k: Tensor,
+    v: Tensor, queries: Tensor, keys: Tensor, longest_query: int, longest_key: int, causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, sums, queries, keys, longest_query, longest_key, 0.0, causal, state,
+        unused, scale=scale,
+    )  # fmt: skip
+
+
+def _on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, longest_query: int,
+    longest_key: int, causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return outputs (M, heads, D) and log-sum-exps (heads, M) fp32, segment by segment."""
+    del longest_query, longest_key
+    out, sums = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+    for own, seen in _segments(queries, keys):
+        mixed, sum_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *_dense(q[own], k[seen], v[seen]), 0.0, causal, scale=scale
+        )
+        out[own], sums[:, own] = mixed[0].transpose(0, 1), sum_[0]
+    return out, sums, q.new_empty(0), q.new_empty(0)
+
+
+def _backward_on_cpu(
+    grad: Tensor, out: Tensor, sums: Tensor, state: Tensor, unused: Tensor, q: Tensor, k: Tensor,
+    v: Tensor, queries: Tensor, keys: Tensor, longest_query: int, longest_key: int, causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    del longest_query, longest_key, state, unused
+    found = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for own, seen in _segments(queries, keys):
+        dq, *rest = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            _heads_first(grad[own]), *_dense(q[own], k[seen], v[seen]), _heads_first(out[own]),
+            sums[:, own][None].contiguous(), 0.0, causal, scale=scale,
+        )  # fmt: skip
+        found[0][own] = dq[0].transpose(0, 1)
+        for whole, part in zip(found[1:], rest, strict=True):
+            whole[seen] = part[0].unflatten(0, (k.shape[1], -1)).sum(1).transpose(0, 1)
+    return found
+
+
+def _segments(queries: Tensor, keys: Tensor) -> list[tuple[slice, slice]]:
+    """Return the queries and keys of the segments that have both."""
+    both = zip(pairwise(queries.tolist()), pairwise(keys.tolist()), strict=True)
+    return [(slice(*q), slice(*k)) for q, k in both if q[0] < q[1] and k[0] < k[1]]
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    return x.transpose(0, 1)[None]
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v of a segment as (1, heads, T, D), keys repeated for their groups."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    return _heads_first(q), _heads_first(k), _heads_first(v)
+
+
+_LIBRARY.impl("forward", _on_cuda, "CUDA")
+_LIBRARY.impl("backward", _backward_on_cuda, "CUDA")
+_LIBRARY.impl("forward", _on_cpu, "CPU")
+_LIBRARY.impl("backward", _backward_on_cpu, "CPU")
+_forward = torch.ops.evo_grpo_flash.forward.default
+_backward = torch.ops.evo_grpo_flash.backward.default
