@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from evo_grpo.errors import ConfigError, ModelError, ShapeError
+from evo_grpo.model.llama.cuda.operators import KernelError
 from evo_grpo.model.loading import from_pretrained, merge_dtype_keywords, pick_device, pick_dtype
 from evo_grpo.model.logprobs import linear_logprobs, module_logprobs
 from evo_grpo.model.origin import is_plain_linear
@@ -35,6 +38,8 @@ from evo_grpo.working import working
 
 if TYPE_CHECKING:
     from transformers import Cache
+
+_log = logging.getLogger(__name__)
 
 #: Bytes of activations of one forward and backward on a CPU, and the range of tokens. With fewer
 #: tokens, matmuls are small and passes many; more tokens exceed the cache without being faster.
@@ -86,6 +91,8 @@ class SharedBase:
         self.specialized = True
         #: Quantisation of the linear layers; None without quantisation.
         self.quantization: Quantization | None = None
+        #: Whether kernels of `llama.cuda` compute the log-probs of tokens.
+        self.head_kernels = False
         #: The mode given to `compile`; None if it was not called.
         self.compiled: str | None = None
         #: Contexts of the passes of a base that is divided among processes.
@@ -399,7 +406,8 @@ class SharedBase:
         """
         if not is_plain_linear(self.head):
             return module_logprobs(self.logits, hidden, targets, temperature, self.vocabulary)
-        return linear_logprobs(
+        compute = partial(
+            linear_logprobs,
             hidden,
             self.head.weight,
             targets,
@@ -409,6 +417,12 @@ class SharedBase:
             softcap=self.softcap,
             of_entropies=of_entropies,
         )
+        try:
+            return compute(kernels=self.head_kernels)
+        except KernelError as error:
+            self.head_kernels = False
+            _log.warning("engine.kernels: log-probs are computed by torch's operations: %s", error)
+        return compute()
 
     def _check_forward(self) -> dict[str, str]:
         columns = columns_of_probe(self.model, self.context_length)

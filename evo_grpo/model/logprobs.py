@@ -25,9 +25,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from evo_grpo.model.llama.cuda import operators
+
 #: Logits held at once, in fp32 elements: 2 MiB on a CPU, about its second cache; 128 MiB elsewhere.
 CPU_ELEMENTS = 1 << 19
 DEVICE_ELEMENTS = 1 << 25
+#: The same of kernels, in half precision: as many bytes as the tensors in fp32 beside each other.
+KERNEL_ELEMENTS = 1 << 27
 #: Logits held at once of a head that is called, on any device.
 CALLED_ELEMENTS = 1 << 24
 #: Columns of a block on a CPU: wide enough for an efficient matmul, with enough rows left.
@@ -39,11 +43,15 @@ LEAST_LOGIT = -1e30
 
 
 class _Head(NamedTuple):
-    """A head: weight (V, H), bias (V,) or None, and the tanh cap of its logits, 0 for none."""
+    """A head: weight (V, H), bias (V,) or None, and the tanh cap of its logits, 0 for none.
+
+    `kernels` says whether those of `llama.cuda` are to compute.
+    """
 
     weight: Tensor
     bias: Tensor | None
     cap: float
+    kernels: bool
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -65,7 +73,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # The loss scale of float16 comes with the gradient, too late for what is rounded here.
         kept = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
-        rows, columns = _block(head.weight)
+        rows, columns = _block(head)
         parts: list[list[Tensor]] = []
         for part in _slices(max(1, len(hidden)), rows):
             given = hidden[part], head, targets[part], inverse[part]
@@ -105,13 +113,16 @@ class _LinearLogprobs(torch.autograd.Function):
 
 def _whole_rows(head: _Head) -> bool:
     """Return whether blocks are whole rows of plain logits, for which torch has fused kernels."""
-    return head.weight.device.type != "cpu" and head.bias is None and not head.cap
+    plain = head.bias is None and not head.cap
+    return plain and (head.kernels or head.weight.device.type != "cpu")
 
 
 def _of_whole_rows(
     hidden: Tensor, head: _Head, targets: Tensor, inverse: Tensor, count: int
 ) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
     """Return log-probs and entropies (M,), and `count` slopes (M, H), in few passes over logits."""
+    if head.kernels:
+        return _by_kernel(hidden, head.weight, targets, inverse, count)
     weight, place = head.weight, targets[:, None]
     table = _table(hidden, weight, inverse)
     picked = table.gather(1, place)
@@ -128,6 +139,30 @@ def _of_whole_rows(
     above = table.clamp_(min=LEAST_LOGPROB).add_(entropies[:, None]).mul_(probs)
     slopes.append(-inverse[:, None] * _product(above, weight))
     return (picked[:, 0], entropies), slopes
+
+
+def _by_kernel(
+    hidden: Tensor, weight: Tensor, targets: Tensor, inverse: Tensor, count: int
+) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
+    """Return what `_of_whole_rows` does: logits are written once and read twice, in half precision.
+
+    The slopes of other tokens than the target are relative to the likeliest of them, so that
+    float16 holds those of unlikely ones.
+    """
+    logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight)
+    above = torch.empty_like(logits) if count > 1 else logits
+    found = inverse.new_empty(len(logits), 3)
+    operators.head_slopes(targets, inverse, count, logits, above, found)
+    logprobs, entropies = found[:, 0], found[:, 1]
+    slopes: list[Tensor] = []
+    if count:
+        own, share, row = logprobs[:, None], found[:, 2:], weight[targets]
+        others = (logits @ weight).float().mul_(share)
+        slopes.append(inverse[:, None] * (-torch.expm1(own) * row - others))
+        if count > 1:
+            mine = own.exp() * (own.clamp(min=LEAST_LOGPROB) + entropies[:, None])
+            slopes.append(-inverse[:, None] * ((above @ weight).float() * share + mine * row))
+    return (logprobs.contiguous(), entropies.contiguous()), slopes
 
 
 def _table(hidden: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
@@ -205,7 +240,7 @@ def _product(block: Tensor, weight: Tensor) -> Tensor:
     return ((block / most).half() @ weight).float().mul_(most)
 
 
-def linear_logprobs(
+def linear_logprobs(  # noqa: PLR0913 -- what a head does to its logits
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -215,6 +250,7 @@ def linear_logprobs(
     scale: float = 1.0,
     softcap: float = 0.0,
     of_entropies: bool = True,
+    kernels: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute log-probs and entropies of target tokens straight from hidden states.
 
@@ -228,6 +264,7 @@ def linear_logprobs(
         softcap: The model's own tanh cap of its logits (Gemma), 0 for none.
         of_entropies: Whether the entropies are differentiable too, which costs another product
             with the head.
+        kernels: Whether those of `llama.cuda` compute, where there is neither bias nor cap.
 
     Returns:
         (M,) fp32 log-probs in nats and (M,) fp32 entropies in nats, of the whole vocabulary at the
@@ -237,7 +274,7 @@ def linear_logprobs(
     inverse = temperature.float().reciprocal()
     learned = torch.is_grad_enabled() and scaled.requires_grad
     count = 1 + of_entropies if learned else 0
-    head = _Head(weight, bias, softcap)
+    head = _Head(weight, bias, softcap, kernels and bias is None and not softcap)
     return cast(
         "tuple[Tensor, Tensor]",
         _LinearLogprobs.apply(scaled, head, targets, inverse, count),
@@ -290,10 +327,12 @@ def module_logprobs(
     return torch.cat(found), torch.cat(entropies)
 
 
-def _block(weight: Tensor) -> tuple[int, int]:
+def _block(head: _Head) -> tuple[int, int]:
     """Return rows and columns of one block of logits."""
-    vocabulary = weight.shape[0]
-    if weight.device.type == "cpu":
+    vocabulary = head.weight.shape[0]
+    if head.kernels:
+        return max(1, KERNEL_ELEMENTS // vocabulary), vocabulary
+    if head.weight.device.type == "cpu":
         columns = min(vocabulary, CPU_COLUMNS)
         return max(1, CPU_ELEMENTS // columns), columns
     return max(1, DEVICE_ELEMENTS // vocabulary), vocabulary

@@ -142,11 +142,10 @@ class EngineConfig(Group):
     )
     kernels: Annotated[Kernels, BeforeValidator(_switch)] = setting(
         "auto",
-        "Generate by kernels made for rows of many adapters, with the built-in engine: "
-        "`auto` takes them on CUDA devices of compute capability 8.0 or newer, with Triton, in "
-        "half precision, for models of the Llama family; `on` in float32 too; `off` takes torch's "
-        "own. "
-        "They give other last digits.",
+        "Generate with the built-in engine, and compute the log-probs of learning, by kernels of "
+        "evo-grpo: `auto` takes them on CUDA devices of compute capability 8.0 or newer, with "
+        "Triton, in half precision, for models of the Llama family; `on` in float32 too; `off` "
+        "takes torch's own. They give other last digits.",
     )
 
     def parts(self, processes: int = 1) -> int:

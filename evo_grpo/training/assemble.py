@@ -19,6 +19,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.select.own import CheckedSelector
 from evo_grpo.evolve.start import Start, start_hparams
 from evo_grpo.model.base import SharedBase
+from evo_grpo.model.llama.cuda.choice import serves_head
 from evo_grpo.model.loading import pick_device
 from evo_grpo.model.lora.files import AdapterCopy
 from evo_grpo.model.lora.load import take_over, trainable
@@ -279,6 +280,7 @@ def _base(
     if settings.engine.base == "sharded" or settings.engine.zero == 3:
         # Also set in one process, so that results do not depend on the number of processes.
         base.specialized = False
+    base.head_kernels = base.specialized and serves_head(base, settings.engine.kernels)
     agree_on_path(team, base, native=settings.engine.rollout_settings.shares_base)
     if _divided(settings, team):
         device = pick_device(settings.engine.device)

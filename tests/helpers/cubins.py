@@ -145,6 +145,9 @@ def launches(shape, dtype, rank, monkeypatch, *, minimum=True, norms=False, agen
         logits, weighed, floats, flags if minimum else None, draws, least, owners, ends, owners,
         1.0, 30.0 if norms else 0.0, owners.clone(), flags.clone(), owners.clone(), *out,
     )  # fmt: skip
+    operators.head_slopes(
+        owners, floats, 2, logits, logits.clone(), zeros(count, 3, kind=torch.float32)
+    )
     return found
 
 

@@ -13,7 +13,9 @@ from evo_grpo.model.llama.cuda import operators
 
 #: Largest difference over the largest number, by dtype; the interpreter cuts bf16 off.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-NAMES = ("embed_norm", "qkv", "attend", "attend_splits", "add_norm", "gate_up", "draw")
+NAMES = (
+    "embed_norm", "qkv", "attend", "attend_splits", "add_norm", "gate_up", "draw", "head_slopes",
+)  # fmt: skip
 #: Kernels whose programs are tiles of rows.
 TILED = ("qkv", "gate_up")
 
@@ -72,7 +74,8 @@ class Case:
 
     def check(self):
         """Compare with torch; rows of NaN are those of the reference."""
-        dtype = next(v.dtype for v in self.given.values() if is_float(v) and v.dtype in TOLERANCE)
+        floats = [v.dtype for v in (*self.given.values(), *self.written.values()) if is_float(v)]
+        dtype = self.written["logits"].dtype if self.name == "head_slopes" else floats[0]
         found, wanted = self.run(), self.expected()
         if self.name == "draw":
             self._exchange_close(found, wanted)
@@ -262,6 +265,26 @@ class Maker:
                 **self.adapted([size, size]), "tiles": self.tiles(), "size": size,
                 "gelu": bool(self.integer(0, 2)),
             }, rows=("z", "low"),
+        )  # fmt: skip
+
+    def head_slopes(self):
+        size, rows = self.pick(3, 130, 4097, 9001), self.total
+        logits = self.noise(rows, size, scale=self.pick(0.5, 3.0))
+        targets = torch.randint(0, size, (rows,), generator=self.generator)
+        if self.integer(0, 2):  # a target that has nearly all of the weight
+            logits[torch.arange(rows), targets] = 30.0
+        slopes = self.integer(0, 3)
+        return Case(
+            "head_slopes", self.owners,
+            {
+                "targets": targets, "inverse": torch.rand(rows, generator=self.generator) + 0.3,
+                "slopes": slopes,
+            },
+            {
+                "logits": logits, "above": torch.zeros_like(logits),
+                "out": torch.zeros(rows, 3),
+            },
+            ("targets", "inverse", "logits", "above", "out"),
         )  # fmt: skip
 
     def draw(self):

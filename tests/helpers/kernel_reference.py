@@ -203,6 +203,24 @@ def draw_token(
     drawn.add_(1).clamp_(max=len(draws) - 1)
 
 
+def head_slopes(
+    targets: Tensor, inverse: Tensor, slopes: int, logits: Tensor, above: Tensor, out: Tensor
+) -> None:
+    """See `kernels.head_slopes`."""
+    z = _wide(logits) * inverse[:, None]
+    table, place = torch.log_softmax(z, -1), targets[:, None]
+    others = z.scatter(1, place, float("-inf"))
+    top = others.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+    whole = torch.logsumexp(z, -1, keepdim=True)
+    entropy = torch.special.entr(table.exp()).sum(-1)
+    out.copy_(torch.stack([table.gather(1, place)[:, 0], entropy, (top - whole).exp()[:, 0]], -1))
+    if slopes:
+        e = (others - top).exp()
+        logits.copy_(e)
+        if slopes > 1:
+            above.copy_(e * (table.clamp(min=-200.0) + entropy[:, None]))
+
+
 @contextmanager
 def instead():
     """Let the operators compute by torch what they launch kernels for."""

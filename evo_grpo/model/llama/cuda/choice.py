@@ -27,17 +27,24 @@ def open_decoder(
 ) -> LlamaDecoder | KernelDecoder:
     """Return the decoder of a rollout: that by kernels where they serve the base and its device."""
     base = weights.base
-    # In float32 and on other devices nobody expects them.
-    expected = base.device.type == "cuda" and weights.dtype != torch.float32
-    if wanted == "off" or (wanted == "auto" and not expected):
-        return LlamaDecoder(weights, fused, columns)
-    if base.derived.get(_FAILED):
+    if not _expected(base, weights.dtype, wanted) or base.derived.get(_FAILED):
         return LlamaDecoder(weights, fused, columns)
     reason = _refusal(base) or _unserved(weights, fused)
     if reason is None:
         return KernelDecoder(weights, fused, columns)
     _say(base, reason)
     return LlamaDecoder(weights, fused, columns)
+
+
+def serves_head(base: SharedBase, wanted: Kernels) -> bool:
+    """Return whether a kernel serves the head of a base; see `logprobs`."""
+    return _expected(base, base.dtype, wanted) and _refusal(base) is None
+
+
+def _expected(base: SharedBase, dtype: torch.dtype, wanted: Kernels) -> bool:
+    """Return whether kernels are to be tried: by `auto` on CUDA in half precision."""
+    by_itself = base.device.type == "cuda" and dtype != torch.float32
+    return wanted == "on" or (wanted == "auto" and by_itself)
 
 
 def give_up_kernels(base: SharedBase, error: KernelError) -> None:

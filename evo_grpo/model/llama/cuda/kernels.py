@@ -412,3 +412,49 @@ def draw_token(
     ended = ended | (tl.load(limit + row) <= step + 1) | done
     tl.store(finished + row, ended.to(tl.uint8))
     tl.store(drawn + row, tl.minimum(step + 1, steps - 1))
+
+
+@triton.jit
+def head_slopes(
+    targets, inverse, logits, above, out, stride, V, BLOCK: tl.constexpr, SLOPES: tl.constexpr,
+):  # fmt: skip
+    """Write a row's log-prob of its target, entropy, and weight of the other tokens to out (M, 3).
+
+    With SLOPES, write exp(z - top) of the others over the logits, whose weight is that of exp(top),
+    and with two of them that times (log-prob + entropy) to `above`; 0 at the target.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    target, heat = tl.load(targets + row), tl.load(inverse + row)
+    own = logits + row * stride
+    mine = tl.load(own + target).to(tl.float32) * heat
+    top, total, timed = float("-inf"), 0.0, 0.0
+    for at in range(0, V, BLOCK):
+        c = at + tl.arange(0, BLOCK)
+        raw = tl.load(own + c, (c < V) & (c != target), float("-inf"))
+        z = raw.to(tl.float32) * heat
+        higher = tl.maximum(top, tl.max(z, 0))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        e, fewer = tl.exp(z - safe), tl.exp(top - safe)
+        shift = tl.where(top == float("-inf"), 0.0, top - safe)
+        timed = (timed + total * shift) * fewer + tl.sum(tl.where(e > 0, e * (z - safe), e), 0)
+        total = total * fewer + tl.sum(e, 0)
+        top = higher
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    most = tl.maximum(top, mine)
+    whole = tl.log(total * tl.exp(top - most) + tl.exp(mine - most)) + most
+    logprob, weight = mine - whole, tl.exp(top - whole)
+    p = tl.exp(logprob)
+    entropy = -weight * (timed + total * (safe - whole)) - tl.where(p > 0, p * logprob, p)
+    tl.store(out + 3 * row, logprob)
+    tl.store(out + 3 * row + 1, entropy)
+    tl.store(out + 3 * row + 2, weight)
+    if SLOPES > 0:
+        for at in range(0, V, BLOCK):
+            c = at + tl.arange(0, BLOCK)
+            z = tl.load(own + c, c < V, float("-inf")).to(tl.float32) * heat
+            e = tl.where(c == target, 0.0, tl.exp(z - safe))
+            tl.store(own + c, e.to(logits.dtype.element_ty), c < V)
+            if SLOPES > 1:
+                # exp() of a lower log-prob is 0, and 0 times -inf would be NaN.
+                e *= tl.maximum(z - whole, -200.0) + entropy
+                tl.store(above + row * stride + c, e.to(above.dtype.element_ty), c < V)

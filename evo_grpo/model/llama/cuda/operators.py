@@ -259,3 +259,15 @@ def draw_token(
         BLOCKS=_power(count, 2), GREEDY=greedy is not None, MINIMUM=minimum is not None,
         CAP=cap != 0.0, num_warps=4,
     )  # fmt: skip
+
+
+@_operator("logits", "above", "out")
+def head_slopes(
+    targets: Tensor, inverse: Tensor, slopes: int, logits: Tensor, above: Tensor, out: Tensor
+) -> None:
+    """Write log-probs, entropies and weights (M, 3) fp32, and slopes over logits (M, V)."""
+    rows, vocabulary = logits.shape
+    _kernels().head_slopes[(rows,)](
+        targets, inverse, logits, above, out, logits.stride(0), vocabulary,
+        BLOCK=drawn_block(vocabulary), SLOPES=slopes, num_warps=8,
+    )  # fmt: skip
