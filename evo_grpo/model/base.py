@@ -93,6 +93,8 @@ class SharedBase:
         self.quantization: Quantization | None = None
         #: Whether kernels of `llama.cuda` compute the log-probs of tokens.
         self.head_kernels = False
+        #: Whether flash kernels may compute attention in learning; see `llama.flash`.
+        self.allows_kernels = True
         #: The mode given to `compile`; None if it was not called.
         self.compiled: str | None = None
         #: Contexts of the passes of a base that is divided among processes.

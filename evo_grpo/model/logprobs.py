@@ -30,8 +30,8 @@ from evo_grpo.model.llama.cuda import operators
 #: Logits held at once, in fp32 elements: 2 MiB on a CPU, about its second cache; 128 MiB elsewhere.
 CPU_ELEMENTS = 1 << 19
 DEVICE_ELEMENTS = 1 << 25
-#: The same of kernels, in half precision: as many bytes as the tensors in fp32 beside each other.
-KERNEL_ELEMENTS = 1 << 27
+#: Bytes of the logits and slopes that kernels hold at once: those of three tensors in fp32.
+KERNEL_BYTES = 3 << 27
 #: Logits held at once of a head that is called, on any device.
 CALLED_ELEMENTS = 1 << 24
 #: Columns of a block on a CPU: wide enough for an efficient matmul, with enough rows left.
@@ -151,17 +151,18 @@ def _by_kernel(
     """
     logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight)
     above = torch.empty_like(logits) if count > 1 else logits
-    found = inverse.new_empty(len(logits), 3)
+    found = inverse.new_empty(len(logits), 4)
     operators.head_slopes(targets, inverse, count, logits, above, found)
     logprobs, entropies = found[:, 0], found[:, 1]
     slopes: list[Tensor] = []
     if count:
-        own, share, row = logprobs[:, None], found[:, 2:], weight[targets]
+        own, share, row = logprobs[:, None], found[:, 2:3], weight[targets]
         others = (logits @ weight).float().mul_(share)
         slopes.append(inverse[:, None] * (-torch.expm1(own) * row - others))
         if count > 1:
             mine = own.exp() * (own.clamp(min=LEAST_LOGPROB) + entropies[:, None])
-            slopes.append(-inverse[:, None] * ((above @ weight).float() * share + mine * row))
+            rest = (above @ weight).float() * share * found[:, 3:]
+            slopes.append(-inverse[:, None] * (rest + mine * row))
     return (logprobs.contiguous(), entropies.contiguous()), slopes
 
 
@@ -331,7 +332,7 @@ def _block(head: _Head) -> tuple[int, int]:
     """Return rows and columns of one block of logits."""
     vocabulary = head.weight.shape[0]
     if head.kernels:
-        return max(1, KERNEL_ELEMENTS // vocabulary), vocabulary
+        return max(1, KERNEL_BYTES // (2 * head.weight.itemsize * vocabulary)), vocabulary
     if head.weight.device.type == "cpu":
         columns = min(vocabulary, CPU_COLUMNS)
         return max(1, CPU_ELEMENTS // columns), columns

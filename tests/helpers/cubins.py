@@ -146,7 +146,7 @@ def launches(shape, dtype, rank, monkeypatch, *, minimum=True, norms=False, agen
         1.0, 30.0 if norms else 0.0, owners.clone(), flags.clone(), owners.clone(), *out,
     )  # fmt: skip
     operators.head_slopes(
-        owners, floats, 2, logits, logits.clone(), zeros(count, 3, kind=torch.float32)
+        owners, floats, 2, logits, logits.clone(), zeros(count, 4, kind=torch.float32)
     )
     return found
 

@@ -282,7 +282,7 @@ class Maker:
             },
             {
                 "logits": logits, "above": torch.zeros_like(logits),
-                "out": torch.zeros(rows, 3),
+                "out": torch.zeros(rows, 4),
             },
             ("targets", "inverse", "logits", "above", "out"),
         )  # fmt: skip

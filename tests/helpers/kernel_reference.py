@@ -213,12 +213,14 @@ def head_slopes(
     top = others.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     whole = torch.logsumexp(z, -1, keepdim=True)
     entropy = torch.special.entr(table.exp()).sum(-1)
-    out.copy_(torch.stack([table.gather(1, place)[:, 0], entropy, (top - whole).exp()[:, 0]], -1))
+    bound = 1.0 + entropy.abs() + (whole - top)[:, 0].clamp(0.0, 200.0)
+    share = (top - whole).exp()[:, 0]
+    out.copy_(torch.stack([table.gather(1, place)[:, 0], entropy, share, bound], -1))
     if slopes:
         e = (others - top).exp()
         logits.copy_(e)
         if slopes > 1:
-            above.copy_(e * (table.clamp(min=-200.0) + entropy[:, None]))
+            above.copy_(e * (table.clamp(min=-200.0) + entropy[:, None]) / bound[:, None])
 
 
 @contextmanager

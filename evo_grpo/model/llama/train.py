@@ -133,7 +133,9 @@ class LlamaForward:
         w = self.weights
         kinds = w.description.layers
         attentions = {
-            kind: attention_of(w.description, kind, spans(kind.table), prefix, x)
+            kind: attention_of(
+                w.description, kind, spans(kind.table), prefix, x, kernels=self.base.allows_kernels
+            )
             for kind in dict.fromkeys(kinds)
         }
         for layer, kind in zip(w.layers, kinds, strict=True):
@@ -178,10 +180,12 @@ def attention_of(
     spans: tuple[Span, ...],
     prefix: SharedPrefix | None,
     like: Tensor,
+    *,
+    kernels: bool = False,
 ) -> AnyAttention:
     """Return the attention of the layers of a kind; see `Attention`."""
     d = described
-    if prefix is not None and prefix.segments is not None:
+    if kernels and prefix is not None and prefix.segments is not None:
         longest = max(prefix.lengths) + prefix.rest.shape[1]
         whole = kind.window is None or longest <= kind.window
         if whole and flash_serves(like, d.heads, d.kv_heads, d.head_dim):

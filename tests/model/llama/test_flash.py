@@ -1,6 +1,7 @@
 """Attention of shared prefixes by flash kernels; here by torch's own for a CPU."""
 
 import logging
+from functools import partial
 
 import numpy as np
 import pytest
@@ -170,20 +171,51 @@ def test_rows_of_a_prefix_that_lie_apart_are_attended_to_as_before(by_flash):
     assert prefix.rows == ()
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (14, 2)])
-def test_kernels_that_mean_something_else_are_not_taken(heads, monkeypatch, caplog):
-    given = CPU, torch.bfloat16, *heads, 16
-    flash._agrees.cache_clear()
-    assert flash._agrees(*given)
-    assert not caplog.records
-    backward = flash._backward
+def shifted_sums(call, grad, out, sums, *rest):
+    return call(grad, out, sums.flip(0) + 1.0, *rest)
 
-    def other(grad, out, sums, *rest):
-        return backward(grad, out, sums.flip(0) + 1.0, *rest)
 
-    monkeypatch.setattr(flash, "_backward", other)
+def nan_in_a_gradient(call, *given):
+    dq, dk, dv = call(*given)
+    return dq, dk, dv * float("nan")
+
+
+def scale_of_its_own(call, *given):
+    return call(*given[:-1], given[6].shape[-1] ** -0.5)
+
+
+def far_keys_forgotten(call, *given):
+    dq, dk, dv = call(*given)
+    dk[130:150] = 0.0
+    return dq, dk, dv
+
+
+def no_kernel(call, *given):
+    raise RuntimeError("no kernel image is available\nmore")
+
+
+WRONG = {
+    shifted_sums: "differs", nan_in_a_gradient: "differs", scale_of_its_own: "differs",
+    far_keys_forgotten: "differs", no_kernel: "fails (RuntimeError: no kernel image is available)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_kernels_that_mean_something_else_are_not_taken(wrong, monkeypatch, caplog):
+    given = CPU, torch.bfloat16, 4, 2, 16
     flash._agrees.cache_clear()
+    monkeypatch.setattr(flash, "_backward", partial(wrong, flash._backward))
     assert [flash._agrees(*given) for _ in range(2)] == [False, False]
     (line,) = [r.message for r in caplog.records if r.levelno == logging.WARNING]
-    assert "differs from plain attention" in line
+    assert WRONG[wrong] in line
+    flash._agrees.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(14, 2, 64), (3, 3, 8), (4, 1, 256)])
+def test_kernels_that_are_right_are_taken(heads, dtype, caplog):
+    flash._agrees.cache_clear()
+    with torch.inference_mode():
+        assert flash._agrees(CPU, dtype, *heads)
+    assert not caplog.records
     flash._agrees.cache_clear()

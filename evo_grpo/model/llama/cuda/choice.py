@@ -43,7 +43,7 @@ def serves_head(base: SharedBase, wanted: Kernels) -> bool:
 
 def _expected(base: SharedBase, dtype: torch.dtype, wanted: Kernels) -> bool:
     """Return whether kernels are to be tried: by `auto` on CUDA in half precision."""
-    by_itself = base.device.type == "cuda" and dtype != torch.float32
+    by_itself = base.device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
     return wanted == "on" or (wanted == "auto" and by_itself)
 
 

@@ -418,10 +418,11 @@ def draw_token(
 def head_slopes(
     targets, inverse, logits, above, out, stride, V, BLOCK: tl.constexpr, SLOPES: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's log-prob of its target, entropy, and weight of the other tokens to out (M, 3).
+    """Write a row's log-prob of its target, entropy, and two factors to out (M, 4).
 
-    With SLOPES, write exp(z - top) of the others over the logits, whose weight is that of exp(top),
-    and with two of them that times (log-prob + entropy) to `above`; 0 at the target.
+    With SLOPES, write exp(z - top) of the other tokens over the logits, whose factor gives their
+    probabilities, and with two of them that times (log-prob + entropy), over the second factor, so
+    that float16 holds it, to `above`; 0 at the target.
     """
     row = tl.program_id(0).to(tl.int64)
     target, heat = tl.load(targets + row), tl.load(inverse + row)
@@ -436,7 +437,7 @@ def head_slopes(
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         e, fewer = tl.exp(z - safe), tl.exp(top - safe)
         shift = tl.where(top == float("-inf"), 0.0, top - safe)
-        timed = (timed + total * shift) * fewer + tl.sum(tl.where(e > 0, e * (z - safe), e), 0)
+        timed = (timed + total * shift) * fewer + tl.sum(e * tl.where(e > 0, z - safe, 0.0), 0)
         total = total * fewer + tl.sum(e, 0)
         top = higher
     safe = tl.where(top == float("-inf"), 0.0, top)
@@ -445,9 +446,12 @@ def head_slopes(
     logprob, weight = mine - whole, tl.exp(top - whole)
     p = tl.exp(logprob)
     entropy = -weight * (timed + total * (safe - whole)) - tl.where(p > 0, p * logprob, p)
-    tl.store(out + 3 * row, logprob)
-    tl.store(out + 3 * row + 1, entropy)
-    tl.store(out + 3 * row + 2, weight)
+    # e |log(e) + top - whole + entropy| is at most this, where log-probs are at least -200.
+    bound = 1.0 + tl.abs(entropy) + tl.minimum(tl.maximum(whole - safe, 0.0), 200.0)
+    tl.store(out + 4 * row, logprob)
+    tl.store(out + 4 * row + 1, entropy)
+    tl.store(out + 4 * row + 2, weight)
+    tl.store(out + 4 * row + 3, bound)
     if SLOPES > 0:
         for at in range(0, V, BLOCK):
             c = at + tl.arange(0, BLOCK)
@@ -456,5 +460,5 @@ def head_slopes(
             tl.store(own + c, e.to(logits.dtype.element_ty), c < V)
             if SLOPES > 1:
                 # exp() of a lower log-prob is 0, and 0 times -inf would be NaN.
-                e *= tl.maximum(z - whole, -200.0) + entropy
+                e *= (tl.maximum(z - whole, -200.0) + entropy) / bound
                 tl.store(above + row * stride + c, e.to(above.dtype.element_ty), c < V)

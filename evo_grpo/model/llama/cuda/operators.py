@@ -265,7 +265,7 @@ def draw_token(
 def head_slopes(
     targets: Tensor, inverse: Tensor, slopes: int, logits: Tensor, above: Tensor, out: Tensor
 ) -> None:
-    """Write log-probs, entropies and weights (M, 3) fp32, and slopes over logits (M, V)."""
+    """Write log-probs, entropies and factors (M, 4) fp32, and slopes over logits (M, V)."""
     rows, vocabulary = logits.shape
     _kernels().head_slopes[(rows,)](
         targets, inverse, logits, above, out, logits.stride(0), vocabulary,

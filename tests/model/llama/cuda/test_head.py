@@ -67,10 +67,20 @@ def same(dtype, of_entropies):
         assert (one - two).abs().max() <= APART[dtype] * max(1.0, float(two.abs().max()))
 
 
+def test_float16_holds_the_slopes_beside_a_token_that_is_sure():
+    hidden, weight, targets, temperature = states(rows=2, vocabulary=60_000)
+    hidden[:], weight[:, 0], targets[:] = 0.0, 1.0, 7  # all tokens have the first feature
+    hidden[:, 1] = 1.0
+    weight[:, 1] = torch.randn(60_000, generator=torch.Generator().manual_seed(2))
+    weight[targets, 1] = 150.0
+    given = hidden, weight, targets, torch.ones_like(temperature)
+    assert all(part.isfinite().all() for part in computed(given, torch.float16, kernels=True))
+
+
 def test_blocks_of_rows_give_the_same(monkeypatch):
     given = states()
     whole = computed(given, torch.float32, kernels=True)
-    monkeypatch.setattr("evo_grpo.model.logprobs.KERNEL_ELEMENTS", 2 * 300)
+    monkeypatch.setattr("evo_grpo.model.logprobs.KERNEL_BYTES", 2 * 300 * 2 * 4)
     for one, two in zip(whole, computed(given, torch.float32, kernels=True), strict=True):
         torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
 

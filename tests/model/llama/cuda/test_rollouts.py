@@ -96,13 +96,12 @@ def test_ranks_too_wide_to_lie_below_the_weights():
     compared(tiny.llama, ranks=(64, 3))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3-window"])
-def test_rows_that_take_the_places_of_others(family, monkeypatch):
+def test_rows_that_take_the_places_of_others(monkeypatch):
     monkeypatch.setattr(native, "hands_on_places", lambda device: True)
     monkeypatch.setattr(decode, "cache_for", lambda device, *layers: FixedCache(*layers))
     lengths = (3, 9, 1, 5, 2)
     given = {"rows": 12, "tokens": 7, "lengths": lengths, "ends": (1, *range(5, 17))}
-    compared(SERVED[family], **given)
+    compared(SERVED["qwen3-window"], **given)
 
 
 def test_attention_in_splits(monkeypatch):
