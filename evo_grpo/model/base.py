@@ -409,16 +409,9 @@ class SharedBase:
         if not is_plain_linear(self.head):
             return module_logprobs(self.logits, hidden, targets, temperature, self.vocabulary)
         compute = partial(
-            linear_logprobs,
-            hidden,
-            self.head.weight,
-            targets,
-            temperature,
-            bias=self.head.bias,
-            scale=self.logit_scale,
-            softcap=self.softcap,
-            of_entropies=of_entropies,
-        )
+            linear_logprobs, hidden, self.head.weight, targets, temperature, bias=self.head.bias,
+            scale=self.logit_scale, softcap=self.softcap, of_entropies=of_entropies,
+        )  # fmt: skip
         try:
             return compute(kernels=self.head_kernels)
         except KernelError as error:
