@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -38,8 +37,6 @@ from evo_grpo.working import working
 
 if TYPE_CHECKING:
     from transformers import Cache
-
-_log = logging.getLogger(__name__)
 
 #: Bytes of activations of one forward and backward on a CPU, and the range of tokens. With fewer
 #: tokens, matmuls are small and passes many; more tokens exceed the cache without being faster.
@@ -416,7 +413,8 @@ class SharedBase:
             return compute(kernels=self.head_kernels)
         except KernelError as error:
             self.head_kernels = False
-            _log.warning("engine.kernels: log-probs are computed by torch's operations: %s", error)
+            why = f"engine.kernels: log-probs are computed by torch's operations: {error}"
+            warnings.warn(why, UserWarning, stacklevel=2)
         return compute()
 
     def _check_forward(self) -> dict[str, str]:

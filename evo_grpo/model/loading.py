@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -16,8 +15,6 @@ from evo_grpo.model.alone import loading
 from evo_grpo.model.files import check_files
 from evo_grpo.printable import shorten
 from evo_grpo.sources import Source
-
-_log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -47,7 +44,11 @@ def _half_of(device: torch.device) -> torch.dtype:
 
 @cache
 def _say_float16(card: str) -> None:
-    _log.warning("engine.dtype: auto is float16 on %s, which emulates bfloat16", card)
+    warnings.warn(
+        f"engine.dtype: auto is float16 on {card}, which emulates bfloat16",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def merge_dtype_keywords(

@@ -9,7 +9,7 @@ group, and there is no mask. Keys of prefixes of unequal length are packed, once
 
 from __future__ import annotations
 
-import logging
+import warnings
 from functools import cache
 from itertools import pairwise
 from typing import TypeAlias
@@ -34,8 +34,6 @@ _LIBRARY.define(f"backward({_OUTPUTS}, {_SEGMENTS}) -> (Tensor, Tensor, Tensor)"
 
 #: Largest difference over the largest number; twice to four times what rounding gives.
 MOST_APART = {torch.bfloat16: 0.015, torch.float16: 0.003}
-
-_log = logging.getLogger(__name__)
 
 
 def flash_serves(like: Tensor, heads: int, kv_heads: int, head_dim: int) -> bool:
@@ -78,7 +76,11 @@ def _agrees(
         if all(part <= MOST_APART[dtype] for part in apart):  # not so where one is NaN
             return True
         reason = f"differs from plain attention by {max(apart):.2g}"
-    _log.warning("torch's flash attention of %s %s: learning takes plain attention", dtype, reason)
+    warnings.warn(
+        f"torch's flash attention of {dtype} {reason}: learning takes plain attention",
+        UserWarning,
+        stacklevel=2,
+    )
     return False
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
+import warnings
 
 import torch
 
@@ -14,8 +14,6 @@ from evo_grpo.model.llama.cuda.operators import KernelError, interpreted
 from evo_grpo.model.llama.decode import LlamaDecoder
 from evo_grpo.model.llama.weights import LlamaWeights
 from evo_grpo.settings.engine import Kernels
-
-_log = logging.getLogger(__name__)
 
 #: Bounds of the kernels.
 MOST_HEAD_DIM, MOST_GROUP, MOST_HIDDEN, MOST_RANK = 256, 16, 16384, 128
@@ -54,12 +52,14 @@ def give_up_kernels(base: SharedBase, error: KernelError) -> None:
 
 
 def _say(base: SharedBase, reason: str) -> None:
-    """Log once why kernels do not serve a base."""
+    """Warn once why kernels do not serve a base."""
     said: set[str] = base.derived.setdefault(_REFUSED, set())
     if reason not in said:
         said.add(reason)
-        _log.warning(
-            "engine.kernels: model %r decodes by torch's operations: %s", base.name, reason
+        warnings.warn(
+            f"engine.kernels: model {base.name!r} decodes by torch's operations: {reason}",
+            UserWarning,
+            stacklevel=3,
         )
 
 

@@ -1,6 +1,5 @@
 """When kernels decode, and what is said where they do not."""
 
-import logging
 from types import SimpleNamespace
 
 import kernel_reference
@@ -20,6 +19,8 @@ from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native.engine import NativeEngine
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.settings import AgentSettings
+
+pytestmark = pytest.mark.filterwarnings("always:engine.kernels:UserWarning")
 
 
 @pytest.fixture
@@ -61,38 +62,38 @@ def opened(slots, wanted):
     return "kernels" if isinstance(found, KernelDecoder) else "torch"
 
 
-def said(caplog):
-    return [r.message for r in caplog.records if r.levelno == logging.WARNING]
+def said(recwarn):
+    return [str(one.message) for one in recwarn if "engine.kernels" in str(one.message)]
 
 
-def test_auto_takes_kernels_in_half_precision_on_cards_that_serve(pair, on_card, caplog):
+def test_auto_takes_kernels_in_half_precision_on_cards_that_serve(pair, on_card, recwarn):
     on_card(pair)
     assert opened(pair, "auto") == "kernels"
     assert opened(pair, "off") == "torch"
     on_card(pair, torch.float32)
     assert opened(pair, "auto") == "torch"
     assert opened(pair, "on") == "kernels"
-    assert not said(caplog)
+    assert not said(recwarn)
 
 
 @pytest.mark.parametrize(("facts", "reason"), [
     ({"version": (7, 5)}, "compute capability 8.0"),
     ({"triton": False}, "Triton is not installed"),
 ])  # fmt: skip
-def test_a_card_that_cannot_is_named_once(pair, on_card, caplog, facts, reason):
+def test_a_card_that_cannot_is_named_once(pair, on_card, recwarn, facts, reason):
     on_card(pair, **facts)
     assert [opened(pair, "auto") for _ in range(2)] == ["torch", "torch"]
-    (line,) = said(caplog)
+    (line,) = said(recwarn)
     assert reason in line
     assert "engine.kernels" in line
 
 
-def test_a_cpu_without_the_interpreter(pair, caplog, monkeypatch):
+def test_a_cpu_without_the_interpreter(pair, recwarn, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert opened(pair, "auto") == "torch"
-    assert not said(caplog)
+    assert not said(recwarn)
     assert opened(pair, "on") == "torch"
-    assert "TRITON_INTERPRET" in said(caplog)[0]
+    assert "TRITON_INTERPRET" in said(recwarn)[0]
 
 
 def drawn(slots, kernels):
@@ -115,7 +116,7 @@ def drawn(slots, kernels):
     (ValueError(""), "ValueError"),
 ])  # fmt: skip
 @pytest.mark.parametrize("kernel", ["qkv", "draw_token"])
-def test_kernels_that_fail_are_tried_once(pair, caplog, monkeypatch, kernel, error, shown):
+def test_kernels_that_fail_are_tried_once(pair, recwarn, monkeypatch, kernel, error, shown):
     wanted = drawn(pair, "off")
     assert drawn(pair, "on") == (wanted[0], "kernels")
     tried = []
@@ -127,17 +128,17 @@ def test_kernels_that_fail_are_tried_once(pair, caplog, monkeypatch, kernel, err
     monkeypatch.setattr(kernel_reference, kernel, fails)
     assert [drawn(pair, "on") for _ in range(3)] == [wanted] * 3
     assert len(tried) == 1
-    (line,) = said(caplog)
+    (line,) = said(recwarn)
     assert shown in line
     assert "more" not in line
 
 
-def test_an_error_beside_the_kernels_is_raised_as_it_is(pair, caplog, monkeypatch):
+def test_an_error_beside_the_kernels_is_raised_as_it_is(pair, recwarn, monkeypatch):
     drawn(pair, "on")
     monkeypatch.setattr(NativeEngine, "_pad", lambda *given: {}["prompts"])
     with pytest.raises(KeyError, match="prompts"):
         drawn(pair, "on")
-    assert not said(caplog)
+    assert not said(recwarn)
 
 
 @pytest.mark.parametrize("error", [
@@ -145,14 +146,14 @@ def test_an_error_beside_the_kernels_is_raised_as_it_is(pair, caplog, monkeypatc
     RuntimeError("Triton Error [CUDA]: out of memory"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
 ])  # fmt: skip
-def test_out_of_memory_is_no_reason_to_change(pair, monkeypatch, caplog, error):
+def test_out_of_memory_is_no_reason_to_change(pair, monkeypatch, recwarn, error):
     def fails(*given):
         raise error
 
     monkeypatch.setattr(kernel_reference, "gate_up", fails)
     with pytest.warns(UserWarning, match="memory"), pytest.raises(RunFailedError, match="memory"):
         drawn(pair, "on")
-    assert not said(caplog)
+    assert not said(recwarn)
 
 
 @pytest.mark.parametrize(("changes", "kernels"), [
@@ -160,15 +161,15 @@ def test_out_of_memory_is_no_reason_to_change(pair, monkeypatch, caplog, error):
     ({"num_attention_heads": 16, "num_key_value_heads": 1}, True),
     ({"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 8}, False),
 ])  # fmt: skip
-def test_bounds(on_card, caplog, changes, kernels):
+def test_bounds(on_card, recwarn, changes, kernels):
     slots = tiny.population(tiny.llama(**changes))
     on_card(slots)
     assert opened(slots, "auto") == ("kernels" if kernels else "torch")
-    assert kernels or "they serve heads of up to 256" in said(caplog)[0]
+    assert kernels or "they serve heads of up to 256" in said(recwarn)[0]
 
 
-def test_ranks_past_the_bound(pair, on_card, caplog, monkeypatch):
+def test_ranks_past_the_bound(pair, on_card, recwarn, monkeypatch):
     on_card(pair)
     monkeypatch.setattr(choice, "MOST_RANK", 3)
     assert opened(pair, "auto") == "torch"
-    assert "ranks of up to 3, got 4" in said(caplog)[0]
+    assert "ranks of up to 3, got 4" in said(recwarn)[0]

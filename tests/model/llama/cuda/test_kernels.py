@@ -109,7 +109,10 @@ BROKEN = {
     "the block of another agent": ("qkv", "(agent * 3 + part) * 3", "part * 3"),
     "columns behind the last": ("attend", "where(seen[None, :], s", "where(g[:, None] < 99, s"),
     "ranks of the next agent": ("add_norm", "low + r, r < rank, 0.0", "low + r, r < r + 1, 0.0"),
-    "a maximum that is not subtracted": ("draw", "tl.exp(z - safe)", "tl.exp(z)"),
+    "a maximum that is not subtracted": (
+        "draw", "return top, tl.sum(tl.exp(z - safe), 0)", "return top, tl.sum(tl.exp(z), 0)",
+    ),
+    "a target that counts twice": ("head_slopes", "(c < V) & (c != target)", "c < V"),
 }  # fmt: skip
 
 
