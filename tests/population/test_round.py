@@ -134,6 +134,7 @@ def test_a_round_records_what_computed_its_completions(specialized):
     prepared = prepare(small())
     prepared.cohort.base.specialized = specialized
     assert play(prepared).decodes_by == ("layers" if specialized else "modules",)
+    assert prepared.cohort.take_decodes_by() == ()  # the next round begins anew
 
 
 def test_nothing_is_selected_after_the_last_round():

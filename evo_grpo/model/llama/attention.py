@@ -74,35 +74,16 @@ class Attention:
             return ShortAttention.apply(joined, self)
         q, k, v, *rest = Rotate.apply(joined, self.heads, self.kv_heads, self.spans)
         # Rows are padded on the right, where causal attention does not look.
-        mixed = [
-            nn.functional.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                is_causal=True,
-                scale=self._given_scale,
-                enable_gqa=self.heads != self.kv_heads,
-            )
-            if self._first is None
-            else self._masked(q, k, v, self._first)
-        ]
+        mixed = [_attend(q, k, v, self._first, self._given_scale)]
         if self.source is not None:
             q_then, k_then, v_then = rest
             keys = torch.cat([k.index_select(0, self.source), k_then], dim=2)
             values = torch.cat([v.index_select(0, self.source), v_then], dim=2)
             assert self._after is not None
-            mixed.append(self._masked(q_then, keys, values, self._after))
+            mask = self._after if self._after.ndim == 2 else self._after[:, None]
+            mixed.append(_attend(q_then, keys, values, mask, self._given_scale))
         flat = [part.transpose(1, 2).flatten(0, 1).flatten(1) for part in mixed]
         return flat[0] if len(flat) == 1 else torch.cat(flat)
-
-    def _masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        if q.device.type == "cuda" and self.heads != self.kv_heads:
-            # On CUDA, no kernel that takes a mask serves groups of heads.
-            k, v = (part.repeat_interleave(self.heads // self.kv_heads, 1) for part in (k, v))
-        wide = mask if mask.ndim == 2 else mask[:, None]
-        return nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=wide, scale=self._given_scale, enable_gqa=self.heads != k.shape[1]
-        )
 
     def _masks(self, like: Tensor) -> tuple[Tensor, ...]:
         """Repeat the masks for the query heads of one key head."""
@@ -125,26 +106,27 @@ def attend_prompts(
 
     q is (NP, heads, Tp, D), k and v (NP, kv_heads, Tp, D); `masks` keeps those of windows.
     """
-    heads, columns, size = q.shape[1:]
+    columns, size = q.shape[2:]
     mask = None
     if window is not None and columns > window:
         mask = masks.get(window)
         if mask is None:
             mask = masks[window] = causal(columns, q, window)
-        if q.device.type == "cuda" and heads != k.shape[1]:
-            # On CUDA, no kernel that takes a mask serves groups of heads.
-            k, v = (part.repeat_interleave(heads // k.shape[1], 1) for part in (k, v))
-    mixed = nn.functional.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        # Causal attention never looks at padding on the right.
-        is_causal=mask is None,
-        scale=None if scale == size**-0.5 else scale,
-        enable_gqa=heads != k.shape[1],
-    )
+    # Causal attention never looks at padding on the right.
+    mixed = _attend(q, k, v, mask, None if scale == size**-0.5 else scale)
     return mixed.transpose(1, 2).flatten(2)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Return torch's attention of groups of heads, causal without a mask."""
+    group = q.shape[1] // k.shape[1]
+    if mask is not None and q.device.type == "cuda" and group > 1:
+        # On CUDA, no kernel that takes a mask serves groups of heads.
+        k, v = (part.repeat_interleave(group, 1) for part in (k, v))
+    return nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
 
 
 def causal(columns: int, like: Tensor, window: int | None = None) -> Tensor:
