@@ -40,6 +40,8 @@ from evo_grpo.learn.updates import OwnOptimizers, Updates
 from evo_grpo.model.alone import beside_no_load
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.train import TrainForward, open_forward
+from evo_grpo.model.llama.cuda.choice import give_up_kernels
+from evo_grpo.model.llama.cuda.operators import KernelError
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.model.out_of_memory import free_cached, halved, is_out_of_memory
 from evo_grpo.schema.hparams import Hparams
@@ -297,6 +299,7 @@ class Learner:
     ) -> None:
         """Call `attempt`, with smaller micro-batches each time the device runs out of memory.
 
+        If a kernel cannot be compiled or launched, it is called again without kernels.
         `start_anew` removes the partial results of a failed attempt.
 
         Raises:
@@ -306,6 +309,10 @@ class Learner:
         while True:
             try:
                 return attempt()
+            except KernelError as error:
+                if not self.engine.each_alone:
+                    raise
+                give_up_kernels(self.base, error)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -389,7 +396,7 @@ class Learner:
         compares the present policy with the reference, in later epochs too: the ratio in the loss
         turns samples of the old policy into those of the present one.
         """
-        advantages = logprobs.new_tensor([row.advantage for row in batch.rows])
+        advantages = batch.advantages.to(logprobs.dtype)
         clip_range = self.algorithm.adv_clip_range
         if not per_token and clip_range is None:
             return advantages

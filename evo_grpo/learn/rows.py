@@ -124,6 +124,7 @@ class MicroBatch:
         targets: (M,) int64 generated token ids, row by row.
         where: (M,) flat positions in (B, T) of the hidden states that predict them.
         mask: (B, C) bool, the first n columns of a row with n generated tokens.
+        advantages: (B,) fp32.
         prefix: The same rows with their common prefixes once, where that is less work; else None.
     """
 
@@ -136,6 +137,7 @@ class MicroBatch:
     targets: Tensor
     where: Tensor
     mask: Tensor
+    advantages: Tensor
     prefix: SharedPrefix | None = None
 
     def pad(self, flat: Tensor) -> Tensor:
@@ -190,8 +192,9 @@ def collate(bucket: Sequence[tuple[int, Row]], pad_id: int, device: torch.device
     generated = masks.sum(axis=1)
     compact = np.arange(max(1, int(generated.max()))) < generated[:, None]
     present, counts = np.unique(positions, return_counts=True)
-    parts = (positions, ids[:, :-1], ids[line, column], line * (width - 1) + column - 1, compact)
-    sent = send(parts, device)
+    where = line * (width - 1) + column - 1
+    advantages = np.array([row.advantage for row in rows], dtype=np.float32)
+    sent = send((positions, ids[:, :-1], ids[line, column], where, compact, advantages), device)
     return MicroBatch(
         rows=rows,
         owners=positions.tolist(),
@@ -202,5 +205,6 @@ def collate(bucket: Sequence[tuple[int, Row]], pad_id: int, device: torch.device
         targets=sent[2],
         where=sent[3],
         mask=sent[4].bool(),
+        advantages=sent[5],
         prefix=find_shared_prefixes(positions, ids, masks, device),
     )

@@ -38,6 +38,8 @@ from evo_grpo.working import working
 if TYPE_CHECKING:
     from transformers import Cache
 
+    from evo_grpo.settings.engine import Kernels
+
 #: Bytes of activations of one forward and backward on a CPU, and the range of tokens. With fewer
 #: tokens, matmuls are small and passes many; more tokens exceed the cache without being faster.
 ACTIVATION_BYTES = 1 << 29
@@ -90,8 +92,8 @@ class SharedBase:
         self.quantization: Quantization | None = None
         #: Whether kernels of `llama.cuda` compute the log-probs of tokens.
         self.head_kernels = False
-        #: Whether flash kernels may compute attention in learning; see `llama.flash`.
-        self.allows_kernels = True
+        #: Whether kernels may compute; see `Engine`.
+        self.kernels: Kernels = "auto"
         #: The mode given to `compile`; None if it was not called.
         self.compiled: str | None = None
         #: Contexts of the passes of a base that is divided among processes.

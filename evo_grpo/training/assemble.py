@@ -280,8 +280,8 @@ def _base(
     if settings.engine.base == "sharded" or settings.engine.zero == 3:
         # Also set in one process, so that results do not depend on the number of processes.
         base.specialized = False
-    base.allows_kernels = settings.engine.kernels != "off"
-    base.head_kernels = base.specialized and serves_head(base, settings.engine.kernels)
+    base.kernels = settings.engine.kernels
+    base.head_kernels = base.specialized and serves_head(base)
     agree_on_path(team, base, native=settings.engine.rollout_settings.shares_base)
     if _divided(settings, team):
         device = pick_device(settings.engine.device)

@@ -22,6 +22,7 @@ from device_counts import (
     differing,
     family_counts,
     kernel_counts,
+    learn_layer_counts,
     rollout,
 )
 from torch import nn
@@ -98,7 +99,40 @@ def test_counts_of_learn(agents):
 @pytest.mark.parametrize("agents", [2, 32])
 def test_counts_of_learn_by_flash_kernels(monkeypatch, agents):
     monkeypatch.setattr(train, "flash_serves", lambda *given: True)
-    compared(counted_learn(agents).totals(), f"learn by flash kernels, {agents} agents")
+    counts = counted_learn(agents, kernels="auto")
+    compared(counts.totals(), f"learn by flash kernels, {agents} agents")
+
+
+@pytest.mark.parametrize("agents", [2, 32])
+def test_counts_of_learn_by_kernels(agents):
+    compared(counted_learn(agents, kernels="on").totals(), f"learn by kernels, {agents} agents")
+
+
+#: The launches of a layer do not depend on agents, their ranks or prefixes.
+LEARN_LAYERS = {
+    "learn layer by kernels": {},
+    "learn layer by kernels, recomputed": {"recompute": True},
+    "learn layer by kernels, prompts of unequal lengths": {"lengths": (3, 7)},
+    "learn layer by kernels, prompts of unequal lengths, recomputed": {
+        "lengths": (3, 7), "recompute": True,
+    },
+    "learn layer by kernels, without shared prefixes": {"shared": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", LEARN_LAYERS)
+def test_counts_of_a_learn_layer_by_kernels(key):
+    compared(learn_layer_counts(8, **LEARN_LAYERS[key]), key)
+    known = json.loads(TABLE.read_text())[key]
+    assert known["launches of a layer"] <= (75 if "recomputed" in key else 60)
+
+
+@pytest.mark.parametrize(
+    "given", [{"agents": 2}, {"agents": 32}, {"ranks": (1, 4, 16, 4, 2, 4, 8, 4)}]
+)
+def test_agents_and_ranks_launch_no_more_kernels_of_a_learn_layer(given):
+    found = learn_layer_counts(**{"agents": 8, **given})
+    assert found == json.loads(TABLE.read_text())["learn layer by kernels"]
 
 
 @pytest.mark.parametrize("family", ["llama", *FAMILIES])

@@ -1,4 +1,4 @@
-"""Compiles the kernels of a decode step for cards that are not here, as a launch there would."""
+"""Compiles the kernels for cards that are not here, as a launch there would."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from evo_grpo.model.llama.cuda import kernels, operators
+from evo_grpo.model.llama.cuda import kernels, learn_kernels, operators
 
 #: Kibibytes of shared memory that a program may have, by compute capability.
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
@@ -148,6 +148,46 @@ def launches(shape, dtype, rank, monkeypatch, *, minimum=True, norms=False, agen
     operators.head_slopes(
         owners, floats, 2, logits, logits.clone(), zeros(count, 4, kind=torch.float32)
     )
+    return found
+
+
+def launches_of_learning(shape, dtype, rank, monkeypatch, *, norms=False, agents=4, rows=32):
+    """The launches of a learn layer beside those of a forward, each once."""
+    found = []
+    for name in operators.LAUNCHES.keys() & vars(learn_kernels).keys():
+        monkeypatch.setattr(learn_kernels, name, Recorder(getattr(learn_kernels, name), found))
+    monkeypatch.setattr(operators, "_exact", lambda x: x.dtype == torch.float32)
+    hidden, heads, kv, size, inner, _ = SHAPES[shape]
+    count, width = agents * rows, (heads + 2 * kv) * size
+
+    def zeros(*sizes, kind=dtype):
+        return torch.zeros(sizes, dtype=kind)
+
+    tiles, firsts = zeros(agents, 3, kind=torch.long), zeros(agents + 1, kind=torch.long)
+    x, weight, scale = zeros(count, hidden), zeros(hidden), zeros(agents, 2 * rank).float()
+    a, b = zeros(agents, 2 * rank, hidden), zeros(agents, 2 * rank, 2 * inner)
+    both, splits = zeros(count, 2 * inner), zeros(2, a.numel() + b.numel(), kind=torch.float32)
+    low = operators.project(x, a, scale, tiles)
+    operators.project(both, b, scale, tiles)
+    operators.add_low(low, b, tiles, both)
+    operators.outer(low, x, low, both, tiles, firsts, 0, splits)
+    operators.norm_backward(x, x, x, weight, 1e-6)
+    operators.glu_backward(False, both, zeros(count, inner))
+    operators.glu_backward(True, both, zeros(count, inner))
+    positions, turn = zeros(count, kind=torch.long), (zeros(64, size // 2), zeros(64, size // 2))
+    own = (zeros(size), zeros(size)) if norms else (None, None)
+    q, k, joined = zeros(count, heads, size), zeros(count, kv, size), zeros(count, width)
+    operators.qkv(
+        joined, joined, joined, tiles, 0, None, tiles, positions, *turn, *own, 1e-6, 1e-6, q, k,
+        k.clone(),
+    )  # fmt: skip
+    more = [q[: count // 2], k[: count // 2], k[: count // 2]]
+    operators.qkv_backward(
+        q, k, k, more, positions[: count // 2], joined if norms else None, positions, *turn, *own,
+        1e-6, 1e-6,
+    )  # fmt: skip
+    sums = zeros(heads, count, kind=torch.float32)
+    operators.join_parts(q[: count // 2], q, sums, sums[:, : count // 2].contiguous())
     return found
 
 

@@ -7,14 +7,19 @@ from itertools import pairwise, zip_longest
 from pathlib import Path
 
 import kernel_reference
+import numpy as np
 import pytest
 import rehearsal
 import tiny
+import torch
 from engine_contract import prompts_of
 from tiny_cohort import PLAIN, build_cohort, build_model, learn, make_rows
 
+from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.forward.prefix import find_shared_prefixes
 from evo_grpo.model.llama.cache import FixedCache
 from evo_grpo.model.llama.cuda.decode import KernelDecoder
+from evo_grpo.model.llama.cuda.learn import KernelForward
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native.batch import Batch
 from evo_grpo.rollout.native.engine import NativeEngine
@@ -101,16 +106,55 @@ def rollout(layers=2, agents=8, build=None, kernels="auto", ranks=None, samples=
     return counts
 
 
-def counted_learn(agents, build=None, **changes):
+def counted_learn(agents, build=None, kernels="off", **changes):
     """A learn call of agents that have learned before."""
     model = (build() if build else build_model(num_hidden_layers=4)).to(rehearsal.NAME)
     cohort = build_cohort(agents, PLAIN.replace(**changes), model=model, warm=False)
+    base = cohort.slots.base
+    base.kernels, base.head_kernels = kernels, kernels == "on"
     slots = list(cohort.agents)
     rows = [make_rows(7 + slot) for slot in slots]
-    learn(cohort, slots, rows)
-    with rehearsal.counting() as counts:
+    with kernel_reference.instead():
         learn(cohort, slots, rows)
+        with rehearsal.counting() as counts:
+            learn(cohort, slots, rows)
+    assert base.head_kernels == (kernels == "on")
+    assert "kernels refused" not in base.derived
     return counts
+
+
+def learn_layer_counts(agents, *, shared=True, recompute=False, ranks=None, lengths=(5, 5)):
+    """Launches of a learn layer by kernels, forward and backward, and the waits and copies.
+
+    They are those of a second micro-batch, which adds to gradients. On a card, the backward of
+    flash attention with groups of heads is five launches.
+    """
+    found = []
+    for layers in (2, 4):
+        model = tiny.llama(num_hidden_layers=layers).to(rehearsal.NAME)
+        slots = tiny.population(model, ranks or (4,) * agents)
+        rows = [make_rows(agent, prompt=(lengths[0], lengths[1] + 1)) for agent in range(agents)]
+        width = max(len(row.token_ids) for own in rows for row in own)
+        ids = np.zeros((sum(map(len, rows)), width), np.int64)
+        masks = ids.astype(bool)
+        for i, row in enumerate(row for own in rows for row in own):
+            ids[i, : len(row.token_ids)], masks[i, : len(row.mask)] = row.token_ids, row.mask
+        owners = np.arange(agents).repeat([len(own) for own in rows])
+        layout = RowLayout(slots.names, tuple(len(own) for own in rows))
+        step = KernelForward(slots, slots.names, recompute=recompute)
+        for _ in range(2):
+            with rehearsal.counting() as counts, kernel_reference.instead(), step.rows(layout):
+                device = slots.base.device
+                prefix = find_shared_prefixes(owners, ids, masks, device) if shared else None
+                assert (prefix is None) is not shared
+                given = torch.tensor(ids).to(device), torch.arange(ids.size).to(device)
+                step.hidden_at(*given, prefix).sum().backward()
+        launches = counts.launches
+        found.append(launches.total() + 4 * launches["evo_grpo_flash::backward"])
+    return {
+        "launches of a layer": (found[1] - found[0]) // 2,
+        "syncs": counts.syncs.total(), "copies": counts.copies.total(),
+    }  # fmt: skip
 
 
 def differing(blocks):

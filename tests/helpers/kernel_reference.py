@@ -71,8 +71,12 @@ def qkv(
             c, s = (_wide(table[positions])[:, None] for table in (cos, sin))
             one, two = turned[i].chunk(2, -1)
             turned[i] = torch.cat([one * c - two * s, two * c + one * s], -1)
-    every = torch.arange(rows, device=z.device) // (rows // len(keys))
     q.copy_(turned[0])
+    if keys.ndim == 3:
+        keys.copy_(turned[1])
+        values.copy_(turned[2])
+        return
+    every = torch.arange(rows, device=z.device) // (rows // len(keys))
     keys[every, :, positions] = turned[1].to(keys.dtype)
     values[every, :, positions] = turned[2].to(values.dtype)
 
@@ -221,6 +225,105 @@ def head_slopes(
         logits.copy_(e)
         if slopes > 1:
             above.copy_(e * (table.clamp(min=-200.0) + entropy[:, None]) / bound[:, None])
+
+
+def _tokens(tiles: Tensor) -> list[tuple[slice, int]]:
+    return [(slice(at, at + count), agent) for at, count, agent in tiles.tolist()]
+
+
+def project(x: Tensor, matrix: Tensor, scale: Tensor, tiles: Tensor) -> Tensor:
+    """See `learn_kernels.project`."""
+    out = x.new_empty(len(x), matrix.shape[1])
+    for own, agent in _tokens(tiles):
+        out[own] = (_wide(x[own]) @ _wide(matrix[agent]).t() * scale[agent]).to(x.dtype)
+    return out
+
+
+def add_low(low: Tensor, matrix: Tensor, tiles: Tensor, y: Tensor) -> None:
+    """See `learn_kernels.add_low`."""
+    for own, agent in _tokens(tiles):
+        y[own] = (_wide(y[own]) + _wide(low[own]) @ _wide(matrix[agent])).to(y.dtype)
+
+
+def outer(
+    d_low: Tensor, x: Tensor, low: Tensor, grad: Tensor, tiles: Tensor, firsts: Tensor,
+    offset: int, out: Tensor,
+) -> None:  # fmt: skip
+    """See `learn_kernels.outer`."""
+    rank, splits = low.shape[1], len(out)
+    starts = firsts.tolist()
+    for left, right in ((d_low, x), (low, grad)):
+        shape = splits, len(starts) - 1, rank, right.shape[1]
+        own = out[:, offset : offset + shape[1] * rank * shape[3]].view(shape)
+        own.zero_()
+        offset += own[0].numel()
+        for number, (part, agent) in enumerate(_tokens(tiles)):
+            split = (number - starts[agent]) % splits
+            own[split, agent] += (_wide(left[part]).t() @ _wide(right[part])).to(own.dtype)
+
+
+def norm_backward(
+    more: Tensor | None, grad: Tensor, x: Tensor, weight: Tensor, eps: float
+) -> Tensor:
+    """See `learn_kernels.norm_backward`."""
+    y = _norm_gradient(_wide(grad), _wide(x), weight, eps)
+    return (y if more is None else y + _wide(more)).to(x.dtype)
+
+
+def _norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the gradient of x; autograd does not run inside of an operator."""
+    inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    grad = grad * _wide(weight)
+    return inverse * (grad - x * inverse.square() * (grad * x).mean(-1, keepdim=True))
+
+
+def glu_backward(gelu: bool, both: Tensor, grad: Tensor) -> None:
+    """See `learn_kernels.glu_backward`."""
+    gate, up = _wide(both).clone().chunk(2, 1)
+    slopes, g = torch.ops.aten, _wide(grad).clone()
+    if gelu:
+        active = torch.nn.functional.gelu(gate, approximate="tanh")
+        d_gate = slopes.gelu_backward(g * up, gate, approximate="tanh")
+    else:
+        active, d_gate = torch.nn.functional.silu(gate), slopes.silu_backward(g * up, gate)
+    both.copy_(torch.cat([d_gate, g * active], 1))
+    grad.copy_(active * up)
+
+
+def qkv_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, more: list[Tensor], places: Tensor | None,
+    joined: Tensor | None, positions: Tensor, cos: Tensor | None, sin: Tensor | None,
+    q_norm: Tensor | None, k_norm: Tensor | None, q_eps: float, k_eps: float,
+) -> Tensor:  # fmt: skip
+    """See `learn_kernels.qkv_backward`."""
+    heads, kv = dq.shape[1], dk.shape[1]
+    whole = [_wide(part).clone() for part in (dq, dk, dv)]
+    if places is not None:
+        whole[0][len(places) :] += _wide(more[0])
+        real = places >= 0
+        for own, part in zip(whole[1:], more[1:], strict=True):
+            own[: len(places)][real] += _wide(part)[places[real]]
+    norms = (q_norm, q_eps), (k_norm, k_eps)
+    given = None if joined is None else _wide(joined).view(len(dq), -1, dq.shape[2])
+    before = [None] * 2 if given is None else given.split([heads, kv, kv], 1)
+    for i, (weight, eps) in enumerate(norms):
+        if cos is not None and sin is not None:
+            c, s = _wide(cos[positions])[:, None], _wide(sin[positions])[:, None]
+            one, two = whole[i].chunk(2, -1)
+            whole[i] = torch.cat([one * c + two * s, two * c - one * s], -1)
+        if weight is not None:
+            whole[i] = _norm_gradient(whole[i], before[i], weight, eps)
+    return torch.cat(whole, 1).flatten(1).to(dq.dtype)
+
+
+def join_parts(more: Tensor, out: Tensor, sums: Tensor, more_sums: Tensor) -> None:
+    """See `learn_kernels.join_parts`."""
+    start = len(out) - len(more)
+    whole = torch.logaddexp(sums[:, start:], more_sums)
+    first, second = (torch.exp(x - whole).t()[..., None] for x in (sums[:, start:], more_sums))
+    out[start:] = (_wide(out[start:]) * first + _wide(more) * second).to(out.dtype)
+    sums[:, start:] = whole
+    more_sums.copy_(whole)
 
 
 @contextmanager

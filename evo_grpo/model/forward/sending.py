@@ -12,13 +12,18 @@ from torch import Tensor
 
 
 def send(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Return int64 tensors of the shapes of integer or boolean arrays.
+    """Return int64 tensors of the shapes of integer or boolean arrays, fp32 ones of float32 arrays.
 
     One copy serves all of them, since each has its costs. On CUDA the host does not wait for it.
     """
-    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays], dtype=np.int64))
+    floats = [array.dtype == np.float32 for array in arrays]
+    bits = [a.view(np.int32) if is_float else a for a, is_float in zip(arrays, floats, strict=True)]
+    flat = torch.from_numpy(np.concatenate([array.ravel() for array in bits], dtype=np.int64))
     # Pinned memory is kept until it has been copied, which other devices do not promise.
     pinned = device.type == "cuda"
     flat = flat.pin_memory() if pinned else flat
     sent = flat.to(device, non_blocking=pinned).split([array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(sent, arrays, strict=True)]
+    return [
+        (part.int().view(torch.float32) if is_float else part).view(array.shape)
+        for part, array, is_float in zip(sent, arrays, floats, strict=True)
+    ]

@@ -15,7 +15,7 @@ from evo_grpo.model.forward.fused import population_forward
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import SharedPrefix
 from evo_grpo.model.llama.choice import takes_fast_path
-from evo_grpo.model.llama.train import LlamaForward
+from evo_grpo.model.llama.cuda.choice import open_learner
 from evo_grpo.model.lora.slots import AdapterSlots
 
 
@@ -124,5 +124,5 @@ def open_forward(
     """
     dropout = any(slots.lora_config(name).lora_dropout for name in adapters if name is not None)
     if not plain and not dropout and takes_fast_path(slots.base, slots.layers):
-        return LlamaForward(slots, adapters, recompute=recompute)
+        return open_learner(slots, adapters, recompute=recompute)
     return ModuleForward(slots, recompute=recompute)

@@ -53,6 +53,10 @@ class Part:
         """Its columns of the joined output."""
         return slice(self.column, self.column + self.size)
 
+    def block(self, b: Tensor) -> Block:
+        """Return its block of the joined B, given the leaf (N, size, rank)."""
+        return Block(self.rows, self.columns, b.transpose(1, 2))
+
 
 @dataclass(frozen=True)
 class JoinedAdapters:
@@ -90,7 +94,7 @@ class JoinedAdapters:
                 Block(p.rows, p.columns, self._once(p.name, dtype, partial(_up, own, dtype)))
                 for p, own in parts
             )
-        ups = [Block(part.rows, part.columns, own.transpose(1, 2)) for part, own in parts]
+        ups = [part.block(own) for part, own in parts]
         join = partial(as_one, ups, self.a.shape[1], self.width, dtype)
         return (Block(slice(None), slice(None), self._once("b", dtype, join)),)
 

@@ -32,6 +32,9 @@ _LIBRARY.define(f"forward({_SEGMENTS}) -> (Tensor, Tensor, Tensor, Tensor)")
 _OUTPUTS = "Tensor grad, Tensor out, Tensor sums, Tensor state, Tensor unused"
 _LIBRARY.define(f"backward({_OUTPUTS}, {_SEGMENTS}) -> (Tensor, Tensor, Tensor)")
 
+#: Offsets (segments + 1,) int32 of queries and of keys, the longest of both, whether it is causal.
+Offsets: TypeAlias = tuple[Tensor, Tensor, int, int, bool]
+
 #: Largest difference over the largest number; twice to four times what rounding gives.
 MOST_APART = {torch.bfloat16: 0.015, torch.float16: 0.003}
 
@@ -130,6 +133,66 @@ def _differences(
     return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(*found, strict=True)]
 
 
+class Segments:
+    """Which tokens of a micro-batch attend to which, as flash kernels take it.
+
+    Attributes:
+        alone: Every row, or every prefix and rest, for itself.
+        over: The rests of each prefix over its keys; None without prefixes.
+        real: Places of the real tokens of the prefixes; None if all are real.
+        start: First token of the rests.
+    """
+
+    def __init__(self, prefix: SharedPrefix | None, ids: Tensor) -> None:
+        self.real: Tensor | None = None
+        self.start = 0
+        self.over: Offsets | None = None
+        if prefix is None:
+            rows, columns = ids.shape
+            own = torch.arange(rows + 1, dtype=torch.int32, device=ids.device) * columns
+            self.alone: Offsets = own, own, columns, columns, True
+            return
+        assert prefix.segments is not None
+        own, queries, keys = (part.int() for part in prefix.segments[:3])
+        self.real = prefix.segments[3]
+        self.start, after = prefix.ids.numel(), prefix.rest.shape[1]
+        longest = max(prefix.ids.shape[1], after)
+        self.alone = own, own, longest, longest, True
+        self.over = queries, keys, max(prefix.rows) * after, max(prefix.lengths), False
+
+    def attend(self, q: Tensor, kv: Tensor, scale: float) -> tuple[list[Tensor], list[Tensor]]:
+        """Return outputs (M, heads, D), log-sum-exps (heads, M) fp32 and a state of each part.
+
+        `kv` are keys and values (2, M, kv heads, D). The second part is empty without prefixes.
+        """
+        first = list(_forward(q, *kv, *self.alone, scale))
+        if self.over is None:
+            return first, []
+        return first, list(_forward(q[self.start :], *self._of_prefixes(kv), *self.over, scale))
+
+    def backward(
+        self, grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, sums: Tensor,
+        more_sums: Tensor | None, states: list[Tensor], scale: float,
+    ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+        """Return dq, dk and dv of each part, given the joined outputs and log-sum-exps.
+
+        Those of keys and values in the second part are of the real tokens of the prefixes.
+        """
+        first = list(_backward(grad, out, sums, *states[:2], q, *kv, *self.alone, scale))
+        if self.over is None or more_sums is None:
+            return first, []
+        rest = slice(self.start, None)
+        more = _backward(
+            grad[rest], out[rest], more_sums, *states[2:], q[rest], *self._of_prefixes(kv),
+            *self.over, scale,
+        )  # fmt: skip
+        return first, list(more)
+
+    def _of_prefixes(self, kv: Tensor) -> Tensor:
+        """Return keys and values of the prefixes' real tokens."""
+        return kv[:, : self.start] if self.real is None else kv.index_select(1, self.real)
+
+
 class SharedAttention:
     """Attention of one micro-batch of shared prefixes and the rests of its rows.
 
@@ -144,16 +207,8 @@ class SharedAttention:
     def __init__(
         self, heads: int, kv_heads: int, spans: tuple[Span, ...], prefix: SharedPrefix, scale: float
     ) -> None:
-        assert prefix.segments is not None
         self.heads, self.kv_heads, self.spans, self.scale = heads, kv_heads, spans, scale
-        own, queries, keys = (part.int() for part in prefix.segments[:3])
-        self.real = prefix.segments[3]
-        first, rest = spans
-        longest = max(first.columns, rest.columns)
-        #: Offsets of queries and of keys (segments + 1,) int32, the longest of both, causal.
-        self.alone = own, own, longest, longest, True
-        most = max(prefix.rows) * rest.columns
-        self.over_prefixes = queries, keys, most, max(prefix.lengths), False
+        self.segments = Segments(prefix, prefix.ids)
         self.tables = [_by_token(spans, name) for name in ("cos", "sin")]
 
     def __call__(self, joined: Tensor) -> Tensor:
@@ -186,17 +241,17 @@ class _Shared(torch.autograd.Function):
         both = plan.heads + plan.kv_heads
         parts = joined.unflatten(-1, (both + plan.kv_heads, -1))
         q, k = rotate(parts[:, :both], cos, sin).split((plan.heads, plan.kv_heads), dim=1)
-        v = parts[:, both:].contiguous()
-        out, sums, *state = _forward(q, k, v, *plan.alone, plan.scale)
-        start = plan.spans[1].start
-        before = _of_prefixes(plan, k, v)
-        more, more_sums, *more_state = _forward(q[start:], *before, *plan.over_prefixes, plan.scale)
+        kv = torch.stack([k, parts[:, both:]])
+        (out, sums, *state), (more, more_sums, *more_state) = plan.segments.attend(
+            q, kv, plan.scale
+        )
+        start = plan.segments.start
         own_sums = sums[:, start:]
         whole = torch.logaddexp(own_sums, more_sums)
         share = torch.exp(more_sums - whole).t()[..., None]
         out[start:] = torch.lerp(out[start:].float(), more.float(), share).to(out.dtype)
         own_sums.copy_(whole)
-        ctx.save_for_backward(q, k, v, out, sums, *state, *more_state)
+        ctx.save_for_backward(q, kv, out, sums, whole, *state, *more_state)
         ctx.plan = plan
         return out.flatten(1)
 
@@ -204,20 +259,18 @@ class _Shared(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
         """Gradients of q, k and v, rotated back, into one tensor."""
         plan: SharedAttention = ctx.plan
-        q, k, v, out, sums, *states = ctx.saved_tensors
+        q, kv, out, sums, more_sums, *states = ctx.saved_tensors
         grad = grads[0].reshape(out.shape).contiguous()
-        dq, dk, dv = _backward(grad, out, sums, *states[:2], q, k, v, *plan.alone, plan.scale)
-        start = plan.spans[1].start
-        more = _backward(
-            grad[start:], out[start:], sums[:, start:].contiguous(), *states[2:], q[start:],
-            *_of_prefixes(plan, k, v), *plan.over_prefixes, plan.scale,
-        )  # fmt: skip
+        (dq, dk, dv), more = plan.segments.backward(
+            grad, q, kv, out, sums, more_sums, states, plan.scale
+        )
+        start, real = plan.segments.start, plan.segments.real
         dq[start:] += more[0]
         for whole, part in ((dk, more[1]), (dv, more[2])):
-            if plan.real is None:
+            if real is None:
                 whole[:start] += part
             else:
-                whole.index_add_(0, plan.real, part)  # each key once: in no order
+                whole.index_add_(0, real, part)  # each key once: in no order
         cos, sin = plan.tables
         assert cos is not None
         joined = grad.new_empty(len(grad), plan.heads + 2 * plan.kv_heads, grad.shape[-1])
@@ -226,14 +279,6 @@ class _Shared(torch.autograd.Function):
         rotate_back(dk, cos, sin, out=joined[:, plan.heads : both])
         joined[:, both:] = dv
         return joined.flatten(1), None
-
-
-def _of_prefixes(plan: SharedAttention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values of the prefixes' real tokens."""
-    if plan.real is None:
-        start = plan.spans[1].start
-        return k[:start], v[:start]
-    return k.index_select(0, plan.real), v.index_select(0, plan.real)
 
 
 def _on_cuda(

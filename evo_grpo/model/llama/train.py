@@ -134,7 +134,12 @@ class LlamaForward:
         kinds = w.description.layers
         attentions = {
             kind: attention_of(
-                w.description, kind, spans(kind.table), prefix, x, kernels=self.base.allows_kernels
+                w.description,
+                kind,
+                spans(kind.table),
+                prefix,
+                x,
+                kernels=self.base.kernels != "off",
             )
             for kind in dict.fromkeys(kinds)
         }

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from collections.abc import Sequence
 
 import torch
 
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import FusedForward
 from evo_grpo.model.llama.cuda.decode import KernelDecoder
-from evo_grpo.model.llama.cuda.operators import KernelError, interpreted
+from evo_grpo.model.llama.cuda.learn import KernelForward
+from evo_grpo.model.llama.cuda.operators import FAILED, KernelError, interpreted
 from evo_grpo.model.llama.decode import LlamaDecoder
+from evo_grpo.model.llama.flash import flash_serves
+from evo_grpo.model.llama.train import LlamaForward
 from evo_grpo.model.llama.weights import LlamaWeights
+from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.settings.engine import Kernels
 
 #: Bounds of the kernels.
 MOST_HEAD_DIM, MOST_GROUP, MOST_HIDDEN, MOST_RANK = 256, 16, 16384, 128
-_REFUSED, _FAILED = "kernels refused", "kernels failed"
+_REFUSED = "kernels refused"
 
 
 def open_decoder(
@@ -25,7 +30,7 @@ def open_decoder(
 ) -> LlamaDecoder | KernelDecoder:
     """Return the decoder of a rollout: that by kernels where they serve the base and its device."""
     base = weights.base
-    if not _expected(base, weights.dtype, wanted) or base.derived.get(_FAILED):
+    if not _expected(base, weights.dtype, wanted) or base.derived.get(FAILED):
         return LlamaDecoder(weights, fused, columns)
     reason = _refusal(base) or _unserved(weights, fused)
     if reason is None:
@@ -34,9 +39,23 @@ def open_decoder(
     return LlamaDecoder(weights, fused, columns)
 
 
-def serves_head(base: SharedBase, wanted: Kernels) -> bool:
+def open_learner(
+    slots: AdapterSlots, adapters: Sequence[str | None], *, recompute: bool
+) -> LlamaForward:
+    """Return the forward of an optimizer step: that by kernels where they serve the base."""
+    base = slots.base
+    weights = LlamaWeights.of(base, slots.layers)
+    if _expected(base, weights.dtype, base.kernels) and not base.derived.get(FAILED):
+        reason = _refusal(base) or _unlearned(weights)
+        if reason is None:
+            return KernelForward(slots, adapters, recompute=recompute)
+        _say(base, reason, "learns")
+    return LlamaForward(slots, adapters, recompute=recompute)
+
+
+def serves_head(base: SharedBase) -> bool:
     """Return whether a kernel serves the head of a base; see `logprobs`."""
-    return _expected(base, base.dtype, wanted) and _refusal(base) is None
+    return _expected(base, base.dtype, base.kernels) and _refusal(base) is None
 
 
 def _expected(base: SharedBase, dtype: torch.dtype, wanted: Kernels) -> bool:
@@ -46,18 +65,18 @@ def _expected(base: SharedBase, dtype: torch.dtype, wanted: Kernels) -> bool:
 
 
 def give_up_kernels(base: SharedBase, error: KernelError) -> None:
-    """Decode by torch's operations from now on: a kernel could not be compiled or launched."""
-    base.derived[_FAILED] = True
-    _say(base, f"a kernel failed ({error})")
+    """Compute by torch's operations from now on: a kernel could not be compiled or launched."""
+    base.derived[FAILED] = True
+    _say(base, f"a kernel failed ({error})", "computes")
 
 
-def _say(base: SharedBase, reason: str) -> None:
+def _say(base: SharedBase, reason: str, does: str = "decodes") -> None:
     """Warn once why kernels do not serve a base."""
     said: set[str] = base.derived.setdefault(_REFUSED, set())
     if reason not in said:
         said.add(reason)
         warnings.warn(
-            f"engine.kernels: model {base.name!r} decodes by torch's operations: {reason}",
+            f"engine.kernels: model {base.name!r} {does} by torch's operations: {reason}",
             UserWarning,
             stacklevel=3,
         )
@@ -77,6 +96,27 @@ def _refusal(base: SharedBase) -> str | None:
 
 
 def _unserved(weights: LlamaWeights, fused: FusedForward) -> str | None:
+    """Return why kernels do not decode with a base and adapters; None if they do."""
+    reason = _unserved_layers(weights)
+    names = [name for name in fused.layout.adapters if name is not None]
+    rank = max((one.r.get(n, 0) for one in fused.layers.values() for n in names), default=0)
+    if reason is None and rank > MOST_RANK:
+        return f"they serve ranks of up to {MOST_RANK}, got {rank}"
+    return reason
+
+
+def _unlearned(weights: LlamaWeights) -> str | None:
+    """Return why kernels do not learn with a base; None if they do."""
+    base, d = weights.base, weights.description
+    if base.compiled is not None:
+        return "engine.compile is set"
+    like = weights.layers[0].qkv.weight
+    if base.device.type == "cuda" and not flash_serves(like, d.heads, d.kv_heads, d.head_dim):
+        return f"torch's flash attention does not serve {weights.dtype} with {d.head_dim} features"
+    return _unserved_layers(weights)
+
+
+def _unserved_layers(weights: LlamaWeights) -> str | None:
     """Return why kernels do not serve the layers of a base; None if they do."""
     base, d = weights.base, weights.description
     if not d.family.kernels:
@@ -89,6 +129,4 @@ def _unserved(weights: LlamaWeights, fused: FusedForward) -> str | None:
             f"they serve heads of up to {MOST_HEAD_DIM} features, groups of up to {MOST_GROUP} and "
             f"{MOST_HIDDEN} hidden features, got {d.head_dim}, {group} and {hidden}"
         )
-    names = [name for name in fused.layout.adapters if name is not None]
-    rank = max((one.r.get(n, 0) for one in fused.layers.values() for n in names), default=0)
-    return None if rank <= MOST_RANK else f"they serve ranks of up to {MOST_RANK}, got {rank}"
+    return None

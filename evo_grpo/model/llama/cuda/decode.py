@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import copy
-from typing import final
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -25,21 +25,54 @@ from evo_grpo.working import working
 #: Columns of the cache come in multiples of this, so that kernels know that rows are aligned.
 _COLUMNS = 64
 _COMPILED = "kernels compiled"
+Turn: TypeAlias = tuple[Tensor, Tensor] | tuple[None, None]
 
 
-class _Layer:
-    """What a layer computes beside its linear layers."""
+class LayerParts:
+    """What a layer computes beside its linear layers.
 
-    def __init__(self, layer: JoinedLayer, following: Norm, table: int, window: int) -> None:
-        self.table, self.window = table, window
-        self.q_norm = self.k_norm = None
-        self.q_eps = self.k_eps = 0.0
-        if layer.head_norms:
-            (self.q_norm, self.q_eps), (self.k_norm, self.k_eps) = map(_weight, layer.head_norms)
+    `following` is the norm after it, and `turn` are cos and sin (positions, D / 2), or None twice.
+    """
+
+    def __init__(self, layer: JoinedLayer, following: Norm, turn: Turn, window: int) -> None:
+        self.turn, self.window = turn, window
+        of_q, of_k = map(_weight, layer.head_norms) if layer.head_norms else ((None, 0.0),) * 2
+        #: Weights and eps of the norms of q and k.
+        self.head_norms = of_q[0], of_k[0], of_q[1], of_k[1]
         _, after, then, last = layer.norms
         assert then is not None, "a family of kernels has a norm before the MLP"
         #: Norm of what is added and norm of the sum: of the attention, then of the MLP.
         self.norms = [_norms(after, then), _norms(last, following)]
+
+
+def parts_of(weights: LlamaWeights, columns: int) -> tuple[list[LayerParts], tuple[Tensor, float]]:
+    """Return the parts of each layer, for so many positions, and the first norm."""
+    d = weights.description
+    like = weights.embed(torch.zeros(1, 1, dtype=torch.long, device=weights.base.device))
+    half = d.head_dim // 2
+    turns: dict[str | None, Turn] = {None: (None, None)}
+    for table in d.tables:
+        cos, sin = weights.rotary(columns, like, table)
+        if sin is not None:
+            turns[table] = cos[:, :half].contiguous(), sin[:, half:].contiguous()
+    norms = [*(layer.norms[0] for layer in weights.layers), weights.norm]
+    assert norms[0] is not None, "a family of kernels has a norm before the attention"
+    return [
+        LayerParts(layer, following or weights.norm, turns[kind.table], kind.window or 0)
+        for layer, following, kind in zip(weights.layers, norms[1:], d.layers, strict=True)
+    ], _weight(norms[0])
+
+
+def embedded(
+    weights: LlamaWeights, norm: tuple[Tensor, float], tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the input (M, H) of the first layer, and that normalized."""
+    embed, (weight, eps) = weights.embed, norm
+    if type(embed) is nn.Embedding:
+        factor = weights.description.embedding_multiplier
+        return operators.embed_norm(tokens, embed.weight, weight, factor, eps)
+    x = weights.embedded(tokens)
+    return x, nn.functional.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
 def _weight(norm: Norm) -> tuple[Tensor, float]:
@@ -61,30 +94,10 @@ class KernelDecoder:
     def __init__(self, weights: LlamaWeights, fused: FusedForward, columns: int) -> None:
         self.weights = weights
         self.fused = fused
-        d = self._described = weights.description
-        like = weights.embed(torch.zeros(1, 1, dtype=torch.long, device=weights.base.device))
-        half = d.head_dim // 2
-        self._turns: list[tuple[Tensor, Tensor]] = []
-        for table in d.tables:
-            cos, sin = weights.rotary(columns, like, table)
-            if sin is not None:
-                self._turns.append((cos[:, :half].contiguous(), sin[:, half:].contiguous()))
+        self._described = weights.description
         self._linears = adapted_layers(weights, fused)
         self._adapters = fused.layout.adapters
-        firsts = [layer.norms[0] for layer in weights.layers[1:]]
-        followed = [*firsts, weights.norm]
-        self._layers = [
-            _Layer(
-                layer,
-                norm or weights.norm,
-                -1 if kind.table is None else d.tables.index(kind.table),
-                kind.window or 0,
-            )
-            for layer, norm, kind in zip(weights.layers, followed, d.layers, strict=True)
-        ]
-        first = weights.layers[0].norms[0]
-        assert first is not None, "a family of kernels has a norm before the attention"
-        self._first = _weight(first)
+        self._layers, self._first = parts_of(weights, columns)
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._rows: RowTables | None = None
@@ -192,13 +205,12 @@ class KernelDecoder:
         `attend` takes a layer and its queries (M, heads, D), and returns their outputs.
         """
         d = self._described
-        x, normed = self._embedded(tokens)
+        x, normed = embedded(self.weights, self._first, tokens)
         for i, (layer, linears) in enumerate(zip(self._layers, self._linears, strict=True)):
-            turn = (None, None) if layer.table < 0 else self._turns[layer.table]
             q = x.new_empty(len(x), d.heads, d.head_dim)
             operators.qkv(
-                *linears[0].of(normed), rows.tiles, positions, *turn, layer.q_norm, layer.k_norm,
-                layer.q_eps, layer.k_eps, q, self._keys[i], self._values[i],
+                *linears[0].of(normed), rows.tiles, positions, *layer.turn, *layer.head_norms, q,
+                self._keys[i], self._values[i],
             )  # fmt: skip
             factor = d.residual_multiplier
             x, normed = operators.add_norm(
@@ -212,12 +224,3 @@ class KernelDecoder:
                 *linears[3].of(inner), rows.owners, x, *layer.norms[1], factor
             )
         return normed
-
-    def _embedded(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input (M, H) of the first layer, and that normalized."""
-        embed, (weight, eps) = self.weights.embed, self._first
-        if type(embed) is nn.Embedding:
-            factor = self._described.embedding_multiplier
-            return operators.embed_norm(tokens, embed.weight, weight, factor, eps)
-        x = self.weights.embedded(tokens)
-        return x, nn.functional.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)

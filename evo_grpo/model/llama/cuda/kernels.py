@@ -81,11 +81,13 @@ def qkv(
     z, z_stride, low, low_stride, b, adapters, bias, tiles, positions, cos, sin, q_norm, k_norm,
     q, keys, values, room, columns, q_eps, k_eps,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, RANK: tl.constexpr,
-    BIAS: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, CACHED: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """Finish one head of a tile: adapter, bias, norm, rotary positions; write q, or k or v.
 
     Each row of the cache has `columns` rows of the tiles: one in a step, a prompt's in a prefill.
+    Without one, keys and values are written as q is.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(tiles + 3 * tile).to(tl.int64)
@@ -131,7 +133,10 @@ def qkv(
     if part == 0:
         _store_halves(q + (rows[:, None] * HEADS + own) * D + i[None, :], one, two, half, full)
     else:
-        to = ((rows // columns * KV + own) * room + position)[:, None] * D + i[None, :]
+        to = rows // columns * KV + own
+        if CACHED:
+            to = to * room + position
+        to = to[:, None] * D + i[None, :]
         if part == 1:
             _store_halves(keys + to, one, two, half, full)
         else:

@@ -17,8 +17,8 @@ from torch.library import Library, infer_schema
 
 from evo_grpo.model.out_of_memory import is_out_of_memory
 
-#: Rows of a tile.
-TILE = 16
+#: Rows of a tile, and of one in learning, where an agent has many.
+TILE, LEARN_TILE = 16, 64
 #: Columns of the cache in a block, and in a split of an attention to more columns than `UNSPLIT`.
 _ATTEND_COLUMNS, _SPLIT = 32, 512
 UNSPLIT = 2048
@@ -26,8 +26,13 @@ UNSPLIT = 2048
 _NORM_COLUMNS, _NORM_RANKS = 256, 8
 #: Columns of a tile of gate and up.
 _GATE_COLUMNS = 128
+#: Columns of a block of a gradient of A or B.
+OUTER_COLUMNS = 128
 #: Tokens of a block of the vocabulary.
 _DRAW_BLOCK = 4096
+
+#: Name among the derived of a base: whether a kernel has failed there.
+FAILED = "kernels failed"
 
 
 class KernelError(RuntimeError):
@@ -48,7 +53,8 @@ def _operator(*written: str) -> Callable[[_Launch], _Launch]:
         LAUNCHES[name] = launch
 
         def call(*args: Any) -> Any:  # noqa: ANN401 -- what the operators take and return
-            device = args[0].device  # Triton launches on the current one
+            # Triton launches on the current one.
+            device = next(x.device for x in args if isinstance(x, Tensor))
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 try:
                     return LAUNCHES[name](*args)
@@ -76,6 +82,12 @@ def _kernels() -> Any:  # noqa: ANN401 -- a module of functions that Triton has 
     from evo_grpo.model.llama.cuda import kernels
 
     return kernels
+
+
+def _learn_kernels() -> Any:  # noqa: ANN401 -- as above
+    from evo_grpo.model.llama.cuda import learn_kernels
+
+    return learn_kernels
 
 
 def padded(size: int) -> int:
@@ -123,15 +135,18 @@ def qkv(
     q_norm: Tensor | None, k_norm: Tensor | None, q_eps: float, k_eps: float,
     q: Tensor, keys: Tensor, values: Tensor,
 ) -> None:  # fmt: skip
-    """Write q (M, heads, D), and keys and values (B, kv, room, D) at positions (M,)."""
-    (tokens, heads, size), (rows, kv, room, _) = q.shape, keys.shape
+    """Write q (M, heads, D), and keys and values (B, kv, room, D) at positions (M,).
+
+    Those may be (M, kv, D) too.
+    """
+    (tokens, heads, size), (rows, kv), cached = q.shape, keys.shape[:2], keys.ndim == 4
     _kernels().qkv[(tiles.shape[0], heads + 2 * kv)](
         z, z.stride(0), low, low.stride(0), b, adapters, z if bias is None else bias, tiles,
         positions, z if cos is None else cos, z if sin is None else sin,
-        z if q_norm is None else q_norm, z if k_norm is None else k_norm, q, keys, values, room,
-        tokens // rows, q_eps, k_eps, HEADS=heads, KV=kv, D=size, HALF=_power(size // 2, 16),
-        RANK=rank, BIAS=bias is not None, NORM=q_norm is not None, TURN=cos is not None,
-        EXACT=_exact(z), num_warps=4,
+        z if q_norm is None else q_norm, z if k_norm is None else k_norm, q, keys, values,
+        keys.shape[2] if cached else 1, tokens // rows, q_eps, k_eps, HEADS=heads, KV=kv, D=size,
+        HALF=_power(size // 2, 16), RANK=rank, BIAS=bias is not None, NORM=q_norm is not None,
+        TURN=cos is not None, CACHED=cached, EXACT=_exact(z), num_warps=4,
     )  # fmt: skip
 
 
@@ -270,4 +285,119 @@ def head_slopes(
     _kernels().head_slopes[(rows,)](
         targets, inverse, logits, above, out, logits.stride(0), vocabulary,
         BLOCK=drawn_block(vocabulary), SLOPES=slopes, num_warps=8,
+    )  # fmt: skip
+
+
+def _ranks(rank: int) -> tuple[int, int]:
+    """Return the ranks of a block of a joined layer in learning, and the blocks."""
+    block = min(LEARN_TILE, _power(rank, 16))
+    return block, -(-rank // block)
+
+
+@_operator()
+def project(x: Tensor, matrix: Tensor, scale: Tensor, tiles: Tensor) -> Tensor:
+    """Return low columns (M, R) of x (M, in), given matrices (N, R, in) and scales (N, R)."""
+    _, rank, size = matrix.shape
+    out = x.new_empty(x.shape[0], rank)
+    block, blocks = _ranks(rank)
+    _learn_kernels().project[(tiles.shape[0], blocks)](
+        x, matrix, scale, tiles, out, R=rank, SIZE=size, ROWS=LEARN_TILE, RANKS=block, BLOCK=64,
+        EXACT=_exact(x), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@_operator("y")
+def add_low(low: Tensor, matrix: Tensor, tiles: Tensor, y: Tensor) -> None:
+    """Add the product of low columns (M, R) and matrices (N, R, out) to y (M, out)."""
+    _, rank, size = matrix.shape
+    block = min(128, _power(size, 16))
+    _learn_kernels().add_low[(tiles.shape[0], -(-size // block))](
+        low, matrix, tiles, y, R=rank, SIZE=size, ROWS=LEARN_TILE, RANKS=min(32, _ranks(rank)[0]),
+        BLOCK=block, EXACT=_exact(y), num_warps=4,
+    )  # fmt: skip
+
+
+@_operator("out")
+def outer(
+    d_low: Tensor, x: Tensor, low: Tensor, grad: Tensor, tiles: Tensor, firsts: Tensor,
+    offset: int, out: Tensor,
+) -> None:  # fmt: skip
+    """Write the gradients of A (N, R, in) and B (N, R, out) to splits (S, numbers) fp32.
+
+    They lie at an offset of each split, one behind the other; `firsts` (N + 1,) are the first tiles
+    of the agents.
+    """
+    agents, (_, rank) = firsts.shape[0] - 1, low.shape
+    inputs, outputs, splits = x.shape[1], grad.shape[1], out.shape[0]
+    block, blocks = _ranks(rank)
+    _learn_kernels().outer[
+        (agents * blocks, -(-inputs // OUTER_COLUMNS) - (-outputs // OUTER_COLUMNS), splits)
+    ](
+        d_low, x, low, grad, tiles, firsts, out, out.stride(0), offset,
+        offset + agents * rank * inputs, R=rank, IN=inputs, OUT=outputs, SPLITS=splits,
+        ROWS=LEARN_TILE, RANKS=block, BLOCK=OUTER_COLUMNS, EXACT=_exact(x), num_warps=4,
+    )  # fmt: skip
+
+
+@_operator()
+def norm_backward(
+    more: Tensor | None, grad: Tensor, x: Tensor, weight: Tensor, eps: float
+) -> Tensor:
+    """Return the gradient (M, H) of x from that of its norm, plus `more`."""
+    rows, size = x.shape
+    out, columns = torch.empty_like(x), _power(size)
+    _learn_kernels().norm_backward[(rows,)](
+        grad if more is None else more, grad, x, weight, out, eps, H=size, COLUMNS=columns,
+        MORE=more is not None, num_warps=_norm_warps(columns),
+    )  # fmt: skip
+    return out
+
+
+@_operator("both", "grad")
+def glu_backward(gelu: bool, both: Tensor, grad: Tensor) -> None:
+    """Write gradients over gate and up (M, 2 I), and the GLU's output over its gradient (M, I)."""
+    rows, size = grad.shape
+    block = min(1024, _power(size, 16))
+    _learn_kernels().glu_backward[(rows, -(-size // block))](
+        both, grad, SIZE=size, BLOCK=block, GELU=gelu, num_warps=4
+    )
+
+
+@_operator()
+def qkv_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, more: list[Tensor], places: Tensor | None,
+    joined: Tensor | None, positions: Tensor, cos: Tensor | None, sin: Tensor | None,
+    q_norm: Tensor | None, k_norm: Tensor | None, q_eps: float, k_eps: float,
+) -> Tensor:  # fmt: skip
+    """Return the gradient (M, (heads + 2 kv) D) of q, k and v side by side.
+
+    `more` are gradients of the queries of the last tokens, and of keys and values at the `places`
+    (M',) of the first tokens, -1 for none. `joined` is what the norms of q and k were given.
+    """
+    (tokens, heads, size), kv = dq.shape, dk.shape[1]
+    out = dq.new_empty(tokens, (heads + 2 * kv) * size)
+    none = out
+    further = (none,) * 4 if places is None else (*more, places)
+    _learn_kernels().qkv_backward[(-(-tokens // 16), heads + 2 * kv)](
+        dq, dk, dv, *further, 0 if places is None else places.shape[0],
+        none if joined is None else joined, positions, none if cos is None else cos,
+        none if sin is None else sin, none if q_norm is None else q_norm,
+        none if k_norm is None else k_norm, out, tokens, q_eps, k_eps, HEADS=heads, KV=kv, D=size,
+        HALF=_power(size // 2, 16), NORM=q_norm is not None, TURN=cos is not None,
+        MORE=places is not None, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@_operator("out", "sums", "more_sums")
+def join_parts(more: Tensor, out: Tensor, sums: Tensor, more_sums: Tensor) -> None:
+    """Join outputs (M', heads, D) of the last tokens to those in out (M, heads, D).
+
+    `sums` (heads, M) and `more_sums` (heads, M') fp32 are log-sum-exps, and get the joined ones.
+    """
+    rows, heads, size = more.shape
+    _learn_kernels().join_parts[(-(-rows // 16), heads)](
+        more, out, sums, more_sums, out.shape[0] - rows, rows, HEADS=heads, D=size,
+        WIDTH=_power(size, 16), num_warps=2,
     )  # fmt: skip

@@ -9,7 +9,15 @@ import torch
 if os.environ.get("TRITON_INTERPRET") == "1" or importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton's compiler: make test-kernels", allow_module_level=True)
 
-from cubins import SHAPES, SHARED, compiled_for, launches, named, resources
+from cubins import (
+    SHAPES,
+    SHARED,
+    compiled_for,
+    launches,
+    launches_of_learning,
+    named,
+    resources,
+)  # fmt: skip
 
 pytestmark = pytest.mark.kernels
 #: shape, rank, dtype and capabilities: what people train everywhere, the rest where it is tightest.
@@ -22,8 +30,13 @@ TRIED = [
 
 @pytest.mark.parametrize(("shape", "rank", "dtype", "capabilities"), TRIED)
 def test_no_spills_within_shared_memory(shape, rank, dtype, capabilities, monkeypatch):
-    found = launches(shape, dtype, rank, monkeypatch, norms=shape in ("gemma", "7B"))
+    norms = shape in ("gemma", "7B")
+    found = launches(shape, dtype, rank, monkeypatch, norms=norms)
     assert len(found) == 14
+    if dtype is not torch.float32:  # in which no card learns by kernels
+        more = launches_of_learning(shape, dtype, rank, monkeypatch, norms=norms)
+        assert len(more) == 9
+        found += more
     bad = []
     for capability in capabilities:
         for name, launch in named(found):

@@ -12,10 +12,13 @@ from evo_grpo.model.llama.cuda import operators
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton's interpreter: make test-kernels", allow_module_level=True)
 
-from kernel_cases import NAMES, case_of
+from kernel_cases import LEARN_NAMES, NAMES, case_of
 
-#: Cases of each kernel and dtype; 510 of a kernel.
-CASES, PIECES = 170, 10
+#: Cases of each dtype, of the kernels of a forward and those of learning; 510 and 180 of a kernel.
+CASES, LEARN_CASES, PIECES = 170, 60, 10
+#: Those of learning whose rows are those of agents, and those that see no other row.
+OF_ROWS = ("project", "add_low", "norm_backward", "glu_backward", "qkv_backward")
+ALONE = OF_ROWS[:-1]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # NaN and infinities are given on purpose, and numpy warns of them.
 pytestmark = [
@@ -31,9 +34,9 @@ def _short_splits(monkeypatch):
 
 @pytest.mark.parametrize("piece", range(PIECES))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + LEARN_NAMES)
 def test_a_kernel_computes_what_torch_does(name, dtype, piece):
-    for seed in range(piece, CASES, PIECES):
+    for seed in range(piece, CASES if name in NAMES else LEARN_CASES, PIECES):
         case_of(name, seed, dtype).check()
 
 
@@ -49,6 +52,9 @@ def damaged(case, agent):
                 x[own] = float("nan")
                 if x.ndim > 1 and x.shape[-1]:
                     x[own, ..., 0] = float("inf")
+    if "matrix" in given:
+        given["matrix"] = given["matrix"].clone()
+        given["matrix"][agent] = float("nan")
     if "adapters" in given:
         given["b"] = given["b"].clone()
         for _, rank, offset in given["adapters"][agent].tolist():
@@ -65,7 +71,7 @@ def by_row(case, results):
     return results
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + OF_ROWS)
 def test_a_nan_stays_with_its_agent(name):
     tried = 0
     for seed in range(25):
@@ -81,7 +87,23 @@ def test_a_nan_stays_with_its_agent(name):
     assert tried > 8
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_a_nan_reaches_the_gradients_of_no_other_agent():
+    for seed in range(25):
+        case = case_of("outer", seed)
+        sizes = [case.given[name].shape[1] for name in ("low", "x", "grad")]
+        agents = len(case.given["firsts"]) - 1
+        found = []
+        for tried in (case, damaged(case, agent := int(case.owners[0]))):
+            out = tried.run()[0][:, case.given["offset"] :]
+            parts = out.split([agents * sizes[0] * size for size in sizes[1:]], 1)
+            found += [part.unflatten(1, (agents, -1)) for part in parts]
+        others = torch.arange(agents) != agent
+        for clean, dirty in zip(found[:2], found[2:], strict=True):
+            assert torch.equal(clean[:, others], dirty[:, others])
+            assert dirty[:, agent].isnan().any()
+
+
+@pytest.mark.parametrize("name", NAMES + ALONE)
 def test_a_row_alone_gives_the_same_bits(name):
     for seed in range(15):
         case = case_of(name, seed, prefill=False)
@@ -113,20 +135,26 @@ BROKEN = {
         "draw", "return top, tl.sum(tl.exp(z - safe), 0)", "return top, tl.sum(tl.exp(z), 0)",
     ),
     "a target that counts twice": ("head_slopes", "(c < V) & (c != target)", "c < V"),
+    "the matrix of another agent": ("add_low", "matrix + (agent * R", "matrix + (0 * agent * R"),
+    "tiles of the next agent": (
+        "outer", "tl.load(firsts + agent + 1)", "tl.load(firsts + agent + 2)",
+    ),
+    "rotation not turned back": ("qkv_backward", "one * c + two * s", "one * c - two * s"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_broken_kernel_is_seen(what, monkeypatch, tmp_path):
     name, good, bad = BROKEN[what]
-    text = Path(operators._kernels().__file__).read_text()
+    own = "_kernels" if name in NAMES else "_learn_kernels"
+    text = Path(getattr(operators, own)().__file__).read_text()
     assert text.count(good) == 1
     file = tmp_path / "broken.py"
     file.write_text(text.replace(good, bad))
     broken = ModuleType("broken")
     broken.__file__ = str(file)
     exec(compile(file.read_text(), str(file), "exec"), vars(broken))
-    monkeypatch.setattr(operators, "_kernels", lambda: broken)
+    monkeypatch.setattr(operators, own, lambda: broken)
     with pytest.raises(AssertionError):
         [case_of(name, seed).check() for seed in range(60)]
 

@@ -1,7 +1,7 @@
 """An operator launches one kernel and runs nothing else, which is what counts of launches count."""
 
 import pytest
-from kernel_cases import NAMES, case_of
+from kernel_cases import LEARN_NAMES, NAMES, case_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evo_grpo.model.llama.cuda import operators
@@ -53,10 +53,11 @@ class _Inside:
         return call
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + LEARN_NAMES)
 def test_one_kernel_and_no_operation_of_torch(name, monkeypatch):
     launched, operations = Launches(), Operations()
-    monkeypatch.setattr(operators, "_kernels", lambda: launched)
+    for own in ("_kernels", "_learn_kernels"):
+        monkeypatch.setattr(operators, own, lambda: launched)
     case_of(name, 3).run(_Inside(operations))
     two = {"draw": ["weigh_blocks", "draw_token"], "attend_splits": ["attend", "join_splits"]}
     assert launched.names == two.get(name, [name])

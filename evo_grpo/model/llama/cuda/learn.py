@@ -1,0 +1,390 @@
+"""The learn pass by kernels, of as many launches whatever agents, ranks and prefixes there are.
+
+All layers are one function of autograd: what a layer keeps for its backward is listed in `_Kept`
+and freed when the gradient has passed. The tokens of all prefixes come first, then those of all
+rests; a tile has tokens of one agent. The gradients of all A and B of a layer lie in one buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evo_grpo.model.forward.prefix import SharedPrefix
+from evo_grpo.model.forward.sending import send
+from evo_grpo.model.llama.adapter_views import JoinedAdapters
+from evo_grpo.model.llama.blocks import as_one
+from evo_grpo.model.llama.cuda import operators
+from evo_grpo.model.llama.cuda.decode import embedded, parts_of
+from evo_grpo.model.llama.cuda.operators import FAILED, LEARN_TILE, OUTER_COLUMNS, TILE
+from evo_grpo.model.llama.flash import Segments
+from evo_grpo.model.llama.train import LlamaForward
+from evo_grpo.model.llama.weights import JoinedLinear
+from evo_grpo.model.lora.slots import AdapterSlots
+
+#: Programs that keep a GPU busy, and the most splits of a sum over tokens.
+_PROGRAMS, _MOST_SPLITS = 512, 8
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """A joined linear layer with the adapters of a step.
+
+    Attributes:
+        weight: (out, in).
+        bias: (out,) or None.
+        adapters: The leaves that A and B come from; None without adapters.
+        a: (N, R, in), the A of all parts along the rank, in the dtype of the weight.
+        b: (N, R, out), the block-diagonal B.
+        scale: (N, R).
+        offset: Where the gradients of A and B begin in those of the layer.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    adapters: JoinedAdapters | None
+    a: Tensor
+    b: Tensor
+    scale: Tensor
+    offset: int
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, base: JoinedLinear, adapters: JoinedAdapters | None, offset: int) -> _Linear:
+        """Return a layer with copies of its adapters."""
+        weight = base.weight.detach()
+        if adapters is None:
+            none = weight.new_empty(0)
+            return cls(weight, base.bias, None, none, none, none, offset)
+        blocks = [part.block(b) for part, b in zip(adapters.parts, adapters.b, strict=True)]
+        b = as_one(blocks, adapters.a.shape[1], adapters.width, weight.dtype)
+        scale = adapters.scale.float()
+        return cls(weight, base.bias, adapters, adapters.a.to(weight.dtype), b, scale, offset)
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers A and B have."""
+        return self.a.numel() + self.b.numel()
+
+    def forward(self, x: Tensor, tiles: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output (M, out) for x (M, in), and the low columns (M, R)."""
+        y = torch.nn.functional.linear(x, self.weight, self.bias)
+        if self.adapters is None:
+            return y, y
+        low = operators.project(x, self.a, self.scale, tiles)
+        operators.add_low(low, self.b, tiles, y)
+        return y, low
+
+    def backward(
+        self, grad: Tensor, tiles: Tensor, *, wanted: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x, if it is wanted, and of the low columns."""
+        dx = torch.mm(grad, self.weight) if wanted else grad
+        if self.adapters is None:
+            return dx, grad
+        d_low = operators.project(grad, self.b, self.scale, tiles)
+        if wanted:
+            operators.add_low(d_low, self.a, tiles, dx)
+        return dx, d_low
+
+    def put_gradients(self, numbers: Tensor) -> None:
+        """Add gradients, as they lie in those of the layer, to those of the leaves."""
+        if self.adapters is None:
+            return
+        own = numbers[self.offset : self.offset + self.numbers]
+        of_a, of_b = own.split([self.a.numel(), self.b.numel()])
+        _add(self.adapters.a, of_a.view(self.a.shape))
+        for part, b in zip(self.adapters.parts, self.adapters.b, strict=True):
+            _add(b, of_b.view(self.b.shape)[:, part.rows, part.columns].transpose(1, 2))
+
+
+def _add(leaf: Tensor, grad: Tensor) -> None:
+    grad = grad.to(leaf.dtype).contiguous()
+    leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+
+
+class _Layer:
+    """The linear layers of a decoder layer, and the gradients of their adapters."""
+
+    def __init__(self, forward: KernelForward, number: int) -> None:
+        self.linears: list[_Linear] = []
+        self.numbers = 0
+        least = _PROGRAMS
+        for base in forward.weights.layers[number].linears():
+            linear = _Linear.of(base, forward.joined(base), self.numbers)
+            self.linears.append(linear)
+            self.numbers += linear.numbers
+            blocks = sum(-(-size // OUTER_COLUMNS) for size in linear.weight.shape)
+            least = min(least, len(forward.adapters) * blocks)
+        self.splits = min(_MOST_SPLITS, -(-_PROGRAMS // least))
+        self.grads: Tensor | None = None
+
+    def add(self, splits: Tensor) -> None:
+        """Add the sum of splits (S, numbers) to the gradients."""
+        total = splits.sum(0)
+        self.grads = total if self.grads is None else self.grads.add_(total)
+
+
+@dataclass
+class _Kept:
+    """What the backward of a layer needs.
+
+    Attributes:
+        x: Its input (M, H), and `normed` that normalized.
+        joined: q, k and v side by side before their norms; None without norms.
+        heads: q, keys and values, and the outputs of the heads.
+        sums: Log-sum-exps (heads, M), of the rests over prefixes too, and states of flash kernels.
+        middle: Input of the second half (M, H), and `middle_normed` that normalized.
+        added: What the norms after both halves were given (M, H); empty without such norms.
+        both: Gate and up (M, 2 I).
+        lows: The low columns of the four linear layers.
+    """
+
+    x: Tensor
+    normed: Tensor
+    joined: Tensor | None
+    heads: tuple[Tensor, Tensor, Tensor]
+    sums: tuple[Tensor, Tensor | None, list[Tensor]]
+    middle: Tensor
+    middle_normed: Tensor
+    added: list[Tensor]
+    both: Tensor
+    lows: list[Tensor]
+
+
+class KernelForward(LlamaForward):
+    """A `LlamaForward` by kernels; a micro-batch that they do not serve goes by that one.
+
+    With `recompute`, only the input of each layer and its norm are kept.
+    """
+
+    def __init__(
+        self, slots: AdapterSlots, adapters: Sequence[str | None], *, recompute: bool = False
+    ) -> None:
+        super().__init__(slots, adapters, recompute=recompute)
+        self.layers = [_Layer(self, i) for i in range(len(self.weights.layers))]
+        self.anchor = torch.zeros((), device=self.base.device, requires_grad=True)
+
+    def joined(self, base: JoinedLinear) -> JoinedAdapters | None:
+        """Return the adapters of a joined layer."""
+        return self._views.joined[base.names]
+
+    def hidden_at(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
+        """See `TrainForward`."""
+        columns = ids.shape[1]
+        if prefix is not None:
+            columns = max(prefix.lengths) + prefix.rest.shape[1]
+        windows = [kind.window for kind in self.weights.description.layers]
+        apart = prefix is not None and prefix.segments is None
+        if apart or any(w and w < columns for w in windows) or self.base.derived.get(FAILED):
+            return super().hidden_at(ids, where, prefix)
+        batch = _Batch(self, self._current.counts, ids, prefix, columns)
+        hidden: Tensor = _Layers.apply(self.anchor, batch, torch.is_grad_enabled())
+        return hidden.index_select(0, where if prefix is None else prefix.where)
+
+    def tables(self, spans: Sequence[tuple[Sequence[int], int]]) -> list[Tensor]:
+        """Return the tiles, the first of each agent, and tiles of all tokens without agents.
+
+        A span is the rows of each agent of the layout, and the tokens of a row.
+        """
+        tiles: list[tuple[int, int, int]] = []
+        start = 0
+        for counts, columns in spans:
+            for name, count in zip(self._current.adapters, counts, strict=True):
+                stop = start + count * columns
+                owner = self._places[name]
+                firsts = range(start, stop, LEARN_TILE)
+                tiles += [(owner, at, min(LEARN_TILE, stop - at)) for at in firsts]
+                start = stop
+        table = np.array(sorted(tiles))
+        firsts = np.searchsorted(table[:, 0], np.arange(len(self._views.adapters) + 1))
+        at = np.arange(0, start, TILE)
+        plain = np.stack([at, np.minimum(TILE, start - at), 0 * at], 1)
+        return send([table[:, [1, 2, 0]], firsts, plain], self.base.device)
+
+    def collect_gradients(self) -> None:
+        """Write the gradient of each adapter to its parameters."""
+        for layer in self.layers:
+            if layer.grads is not None:
+                for linear in layer.linears:
+                    linear.put_gradients(layer.grads)
+                layer.grads = None
+        super().collect_gradients()
+
+
+class _Layers(torch.autograd.Function):
+    """The layers of a batch; the anchor makes autograd call the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, batch: _Batch, keeps: bool) -> Tensor:  # noqa: ANN401 -- as torch calls it
+        del anchor
+        ctx.batch = batch
+        return batch.forward(keeps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:  # noqa: ANN401 -- as above
+        ctx.batch.backward(grads[0].contiguous())
+        return None, None, None
+
+
+class _Batch:
+    """A micro-batch: its tokens, whose they are, and what the layers keep of it."""
+
+    def __init__(
+        self,
+        run: KernelForward,
+        counts: tuple[int, ...],
+        ids: Tensor,
+        prefix: SharedPrefix | None,
+        columns: int,
+    ) -> None:
+        self.run, weights = run, run.weights
+        self.parts, self.norm = parts_of(weights, columns)
+        self.segments = Segments(prefix, ids)
+        at = torch.arange(ids.shape[1] if prefix is None else columns, device=ids.device)
+        #: Places of the tokens of the prefixes among the real ones, -1 for padding.
+        self.places: Tensor | None = None
+        if prefix is None:
+            self.tokens, self.positions = ids.flatten(), at.repeat(len(ids))
+            spans = [(counts, ids.shape[1])]
+        else:
+            before, after = prefix.ids, prefix.rest.shape[1]
+            self.tokens = torch.cat([before.flatten(), prefix.rest.flatten()])
+            rests = (prefix.row_lengths[:, None] + at[:after]).expand(len(prefix.rest), -1)
+            first = at[: before.shape[1]].repeat(len(before))
+            self.positions = torch.cat([first, rests.flatten()])
+            spans = [(prefix.counts, before.shape[1]), (counts, after)]
+            self.places = _places(prefix, self.segments)
+        self.tiles, self.firsts, self.plain = run.tables(spans)
+        self.kept: list[_Kept | tuple[Tensor, Tensor]] = []
+        self.last: Tensor | None = None
+
+    def forward(self, keeps: bool) -> Tensor:
+        """Return the final hidden states (M, H), normalized."""
+        x, normed = embedded(self.run.weights, self.norm, self.tokens)
+        for number in range(len(self.parts)):
+            given = x, normed
+            x, normed, kept = self._layer(number, *given)
+            if keeps:
+                self.kept.append(given if self.run.recompute else kept)
+        self.last = x if keeps else None
+        return normed
+
+    def backward(self, grad: Tensor) -> None:
+        """Add the gradients of the adapters, given that of the final hidden states."""
+        assert self.last is not None
+        norm = self.run.weights.norm
+        weight = norm.weight.detach()
+        grad = operators.norm_backward(None, grad, self.last, weight, norm.eps)
+        self.last = None
+        for number in reversed(range(len(self.parts))):
+            kept = self.kept.pop()
+            if not isinstance(kept, _Kept):
+                kept = self._layer(number, *kept)[2]
+            grad = self._layer_backward(number, grad, kept)
+
+    def _layer(self, number: int, x: Tensor, normed: Tensor) -> tuple[Tensor, Tensor, _Kept]:
+        """Run a layer; return its output, the norm of it, and what the backward needs."""
+        d, parts, tiles = self.run.weights.description, self.parts[number], self.tiles
+        qkv, out, gate_up, down = self.run.layers[number].linears
+        joined, low_qkv = qkv.forward(normed, tiles)
+        q = joined.new_empty(len(x), d.heads, d.head_dim)
+        kv = joined.new_empty(2, len(x), d.kv_heads, d.head_dim)
+        operators.qkv(
+            *_finished(joined), self.plain, self.positions, *parts.turn, *parts.head_norms, q, *kv
+        )
+        (mixed, sums, *states), more = self.segments.attend(q, kv, d.scale)
+        if more:
+            operators.join_parts(more[0], mixed, sums, more[1])
+            states += more[2:]
+        y, low_out = out.forward(mixed.flatten(1), tiles)
+        factor, unused = d.residual_multiplier, self.positions
+        middle, middle_normed = operators.add_norm(
+            *_finished(y), unused, x, *parts.norms[0], factor
+        )
+        both, low_gate_up = gate_up.forward(middle_normed, tiles)
+        inner = operators.gate_up(
+            *_finished(both), self.plain, both.shape[1] // 2, d.activation != "silu"
+        )
+        z, low_down = down.forward(inner, tiles)
+        after, following = operators.add_norm(
+            *_finished(z), unused, middle, *parts.norms[1], factor
+        )
+        kept = _Kept(
+            x, normed, joined if parts.head_norms[0] is not None else None, (q, kv, mixed),
+            (sums, more[1] if more else None, states), middle, middle_normed,
+            [] if parts.norms[0][0] is None else [y, z], both,
+            [low_qkv, low_out, low_gate_up, low_down],
+        )  # fmt: skip
+        return after, following, kept
+
+    def _layer_backward(self, number: int, grad: Tensor, kept: _Kept) -> Tensor:
+        """Return the gradient of a layer's input, given that of its output."""
+        d, parts, tiles = self.run.weights.description, self.parts[number], self.tiles
+        layer = self.run.layers[number]
+        qkv, out, gate_up, down = layer.linears
+        splits = grad.new_empty(layer.splits, layer.numbers, dtype=torch.float32)
+
+        def outer(linear: _Linear, d_low: Tensor, x: Tensor, low: Tensor, grad: Tensor) -> None:
+            if linear.adapters is not None:
+                operators.outer(d_low, x, low, grad, tiles, self.firsts, linear.offset, splits)
+
+        def of_added(grad: Tensor, half: int) -> Tensor:
+            """Return the gradient of what a half of the layer adds, before the norm after it."""
+            if d.residual_multiplier != 1.0:
+                grad = grad * d.residual_multiplier
+            post, eps, _, _ = parts.norms[half]
+            return (
+                grad
+                if post is None
+                else operators.norm_backward(None, grad, kept.added[half], post, eps)
+            )
+
+        own = of_added(grad, 1)
+        inner, d_low = down.backward(own, tiles)
+        operators.glu_backward(d.activation != "silu", kept.both, inner)
+        outer(down, d_low, inner, kept.lows[3], own)
+        d_normed, d_low = gate_up.backward(kept.both, tiles)
+        outer(gate_up, d_low, kept.middle_normed, kept.lows[2], kept.both)
+        _, _, weight, eps = parts.norms[0]
+        grad = operators.norm_backward(grad, d_normed, kept.middle, weight, eps)
+        own = of_added(grad, 0)
+        d_mixed, d_low = out.backward(own, tiles)
+        q, kv, mixed = kept.heads
+        outer(out, d_low, mixed.flatten(1), kept.lows[1], own)
+        sums, more_sums, states = kept.sums
+        first, more = self.segments.backward(
+            d_mixed.view_as(mixed), q, kv, mixed, sums, more_sums, states, d.scale
+        )
+        dq, dk, dv = first
+        joined = operators.qkv_backward(
+            dq, dk, dv, more, self.places, kept.joined, self.positions, *parts.turn,
+            *parts.head_norms,
+        )  # fmt: skip
+        d_normed, d_low = qkv.backward(joined, tiles, wanted=number > 0)
+        outer(qkv, d_low, kept.normed, kept.lows[0], joined)
+        if layer.numbers:
+            layer.add(splits)
+        if not number:
+            return grad
+        _, _, weight, eps = self.parts[number - 1].norms[1]
+        return operators.norm_backward(grad, d_normed, kept.x, weight, eps)
+
+
+def _finished(z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int, None]:
+    """Return the first arguments of an operator of a forward, for a product that is whole."""
+    return z, z, z, z, 0, None
+
+
+def _places(prefix: SharedPrefix, segments: Segments) -> Tensor:
+    """Return the place of each token of the prefixes among the real ones, -1 for padding."""
+    count, real = prefix.ids.numel(), segments.real
+    if real is None:
+        return torch.arange(count, device=prefix.ids.device)
+    places = real.new_full((count,), -1)
+    return places.index_copy_(0, real, torch.arange(len(real), device=real.device))

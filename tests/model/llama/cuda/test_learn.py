@@ -1,0 +1,261 @@
+"""The learn pass by kernels: in Triton's interpreter, or each computed by torch where it is not."""
+
+import os
+import warnings
+from contextlib import nullcontext
+
+import architectures
+import kernel_reference
+import numpy as np
+import pytest
+import tiny
+import torch
+from fused_cases import take_gradients
+from tiny_cohort import PLAIN, build_cohort, learn, make_rows, perturb
+
+from evo_grpo.model.forward import prefix as prefixes
+from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.forward.prefix import find_shared_prefixes
+from evo_grpo.model.forward.train import open_forward
+from evo_grpo.model.llama.cuda import operators
+from evo_grpo.model.llama.cuda.learn import KernelForward
+from evo_grpo.model.llama.train import LlamaForward
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [pytest.mark.kernels] if INTERPRETED else []
+#: The interpreter takes seconds for each.
+CASES = int(os.environ.get("EVO_GRPO_LEARN_CASES", 60 if INTERPRETED else 500))
+PIECES = 10
+CPU = torch.device("cpu")
+WIDE = {"sliding_window": 64}
+MODELS = {
+    "llama": tiny.llama,
+    "qwen2": tiny.qwen2,
+    "qwen3": architectures.FAMILIES["qwen3"],
+    "smollm3": architectures.FAMILIES["smollm3"],
+    "granite": architectures.FAMILIES["granite"],
+    "gemma3": lambda: architectures.FAMILIES["gemma3"](**WIDE),
+    "mistral": lambda: tiny.mistral(**WIDE),
+    "bias in the MLP": lambda: tiny.llama(mlp_bias=True),
+    "one key head": lambda: tiny.llama(num_key_value_heads=1),
+}
+MODULES = ("all-linear", "all-linear", ["q_proj"], ["k_proj", "up_proj"], ["o_proj", "down_proj"])
+
+
+@pytest.fixture(autouse=True)
+def _by_torch_without_an_interpreter():
+    with nullcontext() if INTERPRETED else kernel_reference.instead():
+        yield
+
+
+class Case:
+    """Agents and their rows; some have no adapter, no rows, or rows that predict nothing."""
+
+    def __init__(self, seed, dtype=torch.float32):
+        rng = self.rng = np.random.default_rng(seed)
+        names = list(MODELS)
+        agents = int(rng.integers(1, 4))
+        ranks = [int(rng.choice([1, 2, 4, 7, 17])) for _ in range(agents)]
+        build, modules = MODELS[names[seed % len(names)]], MODULES[rng.integers(len(MODULES))]
+        model = build().to(dtype)
+        self.slots = tiny.population(model, tuple(ranks), target_modules=modules)
+        self.names = list(tiny.names(agents))
+        if agents > 1 and rng.integers(0, 4) == 0:
+            self.names[int(rng.integers(agents))] = None
+        positions, whole = [], []
+        for agent in range(agents):
+            for _ in range(rng.integers(0 if agent else 1, 3)):
+                head = rng.integers(2, tiny.VOCABULARY, rng.integers(2, 9))
+                for _ in range(rng.integers(1, 5)):
+                    tail = rng.integers(2, tiny.VOCABULARY, rng.integers(0, 6))
+                    whole.append((head, tail))
+                    positions.append(agent)
+        width = max(2, *(len(head) + len(tail) for head, tail in whole))
+        ids, masks = np.zeros((len(whole), width), np.int64), np.zeros((len(whole), width), bool)
+        for i, (head, tail) in enumerate(whole):
+            ids[i, : len(head) + len(tail)] = np.r_[head, tail]
+            masks[i, len(head) : len(head) + len(tail)] = True
+        self.positions, self.ids, self.masks = np.array(positions), ids, masks
+        rows, places = np.nonzero(masks)
+        self.wanted = list(zip(rows.tolist(), (places - 1).tolist(), strict=True))
+        self.weights = tiny.noise((len(rows), tiny.HIDDEN), seed + 1)
+        self.shared = bool(rng.integers(0, 3))
+
+    def gradients(self, kind, *, recompute=False, pieces=1):
+        """Hidden states and gradients by a kind of forward; `pieces` are micro-batches."""
+        step = kind(self.slots, self.names, recompute=recompute)
+        out = []
+        for part in np.array_split(np.arange(len(self.ids)), pieces):
+            chosen = [i for i, (row, _) in enumerate(self.wanted) if row in part]
+            positions, ids, masks = (x[part] for x in (self.positions, self.ids, self.masks))
+            present = sorted(set(positions.tolist()))
+            places = np.searchsorted(present, positions)
+            counts = np.bincount(places).tolist()
+            layout = RowLayout(tuple(self.names[p] for p in present), tuple(counts))
+            prefix = find_shared_prefixes(places, ids, masks, CPU) if self.shared else None
+            first = int(part[0])
+            where = [(self.wanted[i][0] - first) * ids.shape[1] + self.wanted[i][1] for i in chosen]
+            with step.rows(layout):
+                given = torch.tensor(ids), torch.tensor(where, dtype=torch.long)
+                hidden = step.hidden_at(*given, prefix)
+                (hidden * self.weights[chosen].to(hidden.dtype)).sum().backward()
+            out.append(hidden.detach())
+        step.collect_gradients()
+        return torch.cat(out), take_gradients(self.slots, self.names)
+
+    def row_by_row(self):
+        """The same in float64 by the model's own modules, each row for itself."""
+        slots, out, sums = self.slots, [], {}
+        slots.base.model.double()
+        for row, agent in enumerate(self.positions.tolist()):
+            chosen = [i for i, (r, _) in enumerate(self.wanted) if r == row]
+            if not chosen:
+                continue
+            name = self.names[agent]
+            if name is not None:
+                slots.activate(name)
+            columns = [self.wanted[i][1] for i in chosen]
+            with nullcontext() if name is not None else slots.peft.disable_adapter():
+                hidden = slots.base.hidden(torch.tensor(self.ids[row : row + 1]))[0, columns]
+            out.append(hidden.detach())
+            if name is None:
+                continue
+            (hidden * self.weights[chosen].double()).sum().backward()
+            grads = [
+                torch.zeros_like(p) if p.grad is None else p.grad for p in slots.parameters(name)
+            ]
+            take_gradients(slots, [name])
+            before = sums.get(name)
+            sums[name] = (
+                grads if before is None else [a + b for a, b in zip(before, grads, strict=True)]
+            )
+        return torch.cat(out), sums
+
+
+def compare(found, wanted, most):
+    hidden, gradients = found
+    assert (hidden - wanted[0]).abs().max() <= most * wanted[0].abs().max()
+    for name, theirs in wanted[1].items():
+        top = max(float(g.abs().max()) for g in theirs)
+        for own, other in zip(gradients[name], theirs, strict=True):
+            own = torch.zeros_like(other) if own is None else own
+            assert (own - other).abs().max() <= most * max(top, 1e-3), name
+
+
+@pytest.mark.parametrize("piece", range(PIECES))
+def test_gradients_are_those_of_each_row_for_itself(piece, monkeypatch):
+    monkeypatch.setattr(prefixes, "MIN_SAVED_SHARE", -9.0)
+    for seed in range(piece, CASES, PIECES):
+        case = Case(seed)
+        if not case.wanted:
+            continue
+        found = case.gradients(KernelForward, recompute=seed % 3 == 0)
+        compare(found, case.gradients(LlamaForward), 1e-5)
+        compare(found, case.row_by_row(), 1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float16, 0.02), (torch.bfloat16, 0.1)])
+def test_gradients_in_half_precision(dtype, most):
+    for seed in range(12 if INTERPRETED else 60):
+        case = Case(seed, dtype)
+        if case.wanted:
+            compare(case.gradients(KernelForward), case.row_by_row(), most)
+
+
+def test_micro_batches_add_up():
+    for seed in range(5, 9 if INTERPRETED else 25):
+        case = Case(seed)
+        if len(case.ids) > 2:
+            whole, parts = (case.gradients(KernelForward, pieces=n) for n in (1, 2))
+            compare(parts, whole, 1e-5)
+
+
+def learned(kernels, rows, hparams=PLAIN, build=tiny.llama, broken=None, **settings):
+    """The adapters of agents that have learned, and their metrics."""
+    cohort = build_cohort(len(rows), hparams, model=build(), **settings)
+    cohort.slots.base.kernels = kernels
+    if broken is not None:
+        perturb(cohort, broken, float("nan"))
+    metrics = learn(cohort, list(cohort.agents), rows)
+    weights = [
+        torch.cat([p.detach().flatten() for p in cohort.slots.parameters(state.adapter)])
+        for state in cohort.agents.values()
+    ]
+    return weights, metrics
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Take the kernels as if Triton were there."""
+    monkeypatch.setattr("evo_grpo.model.llama.cuda.choice._refusal", lambda base: None)
+
+
+LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "gspo", "cispo")
+
+
+@pytest.mark.usefixtures("on")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "granite"])
+def test_agents_learn_the_same(family):
+    rows = [make_rows(slot, groups=2, prompt=(4, 9)) for slot in range(3)]
+    hparams = PLAIN.replace(beta=0.1, update_epochs=2, batch_size=6)
+    ours, metrics = learned("on", rows, hparams, MODELS[family])
+    wanted, others = learned("off", rows, hparams, MODELS[family])
+    for one, two in zip(ours, wanted, strict=True):
+        # AdamW moves a weight whose gradient is near 0 by the sign of that.
+        assert (one - two).abs().mean() < 1e-5
+    for one, two in zip(metrics, others, strict=True):
+        assert one == pytest.approx(two, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.usefixtures("on")
+def test_two_equal_calls_are_equal_to_the_bit():
+    rows = [make_rows(slot) for slot in range(2)]
+    first, second = (learned("on", rows)[0] for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.usefixtures("on")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_nan_stays_with_its_agent():
+    rows = [make_rows(slot) for slot in range(3)]
+    clean, dirty = (learned("on", rows, broken=broken)[0] for broken in (None, 1))
+    assert dirty[1].isnan().any()
+    assert torch.equal(clean[0], dirty[0])
+    assert torch.equal(clean[2], dirty[2])
+
+
+@pytest.mark.usefixtures("on")
+@pytest.mark.parametrize("name", ["project", "glu_backward"])
+def test_a_kernel_that_fails_is_left_to_torch_and_named_once(name, monkeypatch):
+    """One of the forward, and one that is first launched in the backward."""
+    rows = [make_rows(slot) for slot in range(2)]
+    wanted, _ = learned("off", rows)
+
+    def fails(*given):
+        raise FileNotFoundError(2, "Python.h")
+
+    monkeypatch.setitem(operators.LAUNCHES, name, fails)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found, _ = learned("on", rows, PLAIN)
+    assert all(map(torch.equal, found, wanted))
+    (line,) = [str(one.message) for one in said if "engine.kernels" in str(one.message)]
+    assert "Python.h" in line
+
+
+@pytest.mark.usefixtures("on")
+def test_a_window_shorter_than_rows_is_left_to_torch():
+    rows = [make_rows(slot, prompt=(8, 9), answer=(5, 6)) for slot in range(2)]
+    found, wanted = (
+        learned(kernels, rows, build=architectures.FAMILIES["mistral-window"])[0]
+        for kernels in ("on", "off")
+    )
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.usefixtures("on")
+def test_what_kernels_do_not_serve_takes_todays_path(recwarn):
+    slots = tiny.population(architectures.FAMILIES["olmo2"](), (4,))
+    for wanted, kind in (("off", LlamaForward), ("auto", LlamaForward), ("on", LlamaForward)):
+        slots.base.kernels = wanted
+        assert type(open_forward(slots, slots.names)) is kind
