@@ -52,6 +52,7 @@ class Work:
         least_rows: Completions that cannot be decoded in several parts: those of one prompt of
             every agent.
         head_norms: Whether queries and keys have norms of their own.
+        kernels: Whether kernels of its own learn on a GPU in half precision; see `engine.kernels`.
         resident: Agents that are on the device at once; None if all are, and the archive too.
     """
 
@@ -71,6 +72,7 @@ class Work:
     group: int = 1
     least_rows: int = 1
     head_norms: bool = False
+    kernels: bool = False
     resident: int | None = None
 
 

@@ -38,7 +38,7 @@ ROOM = 0.95
 #: Relative error of a plan. A run is refused if it would not fit even with this error.
 TOLERANCE = 0.2
 #: Most rows and tokens that are chosen on a GPU; larger batches are hardly faster.
-MOST_ROWS, MOST_TOKENS = 4096, 16384
+MOST_ROWS, MOST_TOKENS = 4096, 65536
 #: Rows and tokens on a GPU of unknown memory.
 FEW_ROWS, FEW_TOKENS = 128, 1024
 #: An engine with a memory of its own decodes as many as fit there. Its tensors of logits grow with
@@ -48,7 +48,7 @@ SMALL_GPU, FEW_OF_ENGINE = 70 * 10**9, 256
 _SHARDS = 4
 #: Rank and number of agents that are proposed if nothing else suffices.
 _FEW_RANKS, _FEW_AGENTS = 8, 4
-_STEPS = sorted({2**n for n in range(15)} | {3 * 2**n for n in range(13)})
+_STEPS = sorted({2**n for n in range(17)} | {3 * 2**n for n in range(15)})
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 #: GiB that CUDA reports on a card, rounded down; where error correction takes a part, without it.
 GPUS = {

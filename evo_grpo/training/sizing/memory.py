@@ -38,6 +38,8 @@ LOGIT_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
 ACTIVATION_BYTES = 1 << 29
 CPU_TOKENS = (2048, 8192)
 DEVICE_TOKENS = 4096
+#: Most splits of a gradient times agents, over the agents; see `llama.cuda.learn`.
+KERNEL_SPLITS = 40
 #: As in `model.forward.prefix` and `model.llama.attention`.
 MIN_SAVED_SHARE = 0.05
 SHORT = 128
@@ -115,6 +117,8 @@ def work_of(
     context = algorithm.max_model_len or min(size.context or 1 << 30, PROMPT_TOKENS + output)
     divided = engine.base == "sharded" or engine.zero == 3
     offloads = engine.offload_adapters and device == "cuda"
+    specialised = engine.each_alone and engine.quantization is None and not lora.dropout
+    family = FAMILIES[size.architecture]
     return Work(
         agents=own,
         archive=config.evolve.keeps_archive,
@@ -127,11 +131,12 @@ def work_of(
         prompt_tokens=max(1, context - output),
         output_tokens=output,
         filtered=algorithm.top_p < 1 or algorithm.top_k > 0,
-        specialised=engine.each_alone and engine.quantization is None and not lora.dropout,
+        specialised=specialised,
         shards=processes if divided else 1,
         group=algorithm.group_size,
         least_rows=together * algorithm.group_size,
-        head_norms=bool(FAMILIES[size.architecture].head_norms),
+        head_norms=bool(family.head_norms),
+        kernels=specialised and family.kernels and engine.kernels != "off",
         # The part that computes, and the next one.
         resident=min(own, 2 * together) if offloads else None,
     )
@@ -333,6 +338,13 @@ def saved_bytes(shape: Shape, work: Work, batch: LearnBatch, each: int, device: 
     """
     hidden, queries, kv, inner = shape.hidden, shape.query_width, shape.kv_width, shape.inner
     tokens = batch.tokens
+    if _by_kernels(work, each, device):
+        # Inputs and outputs of both norms, q, k, v, outputs of heads, gate and up, products with A,
+        # and log-sum-exps, of rests twice.
+        kept = 4 * hidden + 2 * (queries + kv + inner) + 7 * work.rank
+        kept += (queries + 2 * kv) * work.head_norms
+        rests = batch.rows * batch.rest if batch.prefixes else 0
+        return each * tokens * kept + 4 * shape.heads * (tokens + rests)
     # The inputs of both norms and of the linear layers, the gate, both parts of its product, and
     # the products with A of seven adapters.
     kept = tokens * (4 * hidden + 2 * queries + 4 * inner + 7 * work.rank)
@@ -363,6 +375,11 @@ def saved_bytes(shape: Shape, work: Work, batch: LearnBatch, each: int, device: 
     return each * kept + 4 * wide
 
 
+def _by_kernels(work: Work, each: int, device: Device) -> bool:
+    """Return whether kernels learn; a window shorter than rows takes torch's operations."""
+    return work.kernels and each == DTYPE_BYTES["bfloat16"] and device == "cuda"
+
+
 def _learning(
     shape: Shape, work: Work, engine: EngineConfig, budget: int, each: int, device: Device
 ) -> tuple[Part, ...]:
@@ -371,8 +388,12 @@ def _learning(
     layer = saved_bytes(shape, work, batch, each, device)
     # Gradients of a layer that exist at once.
     passing = tokens * each * (3 * hidden + (2 if work.specialised else 3) * inner)
+    kernels = _by_kernels(work, each, device)
+    if kernels:  # and splits of the gradients of a layer's adapters, with the zeros of joined B
+        passing += 6 * (_resident(work) + KERNEL_SPLITS) * work.parameters // shape.layers
     if engine.gradient_checkpointing:
-        activations = shape.layers * tokens * hidden * each + layer + passing
+        inputs = 2 if kernels else 1  # kernels keep the norm of each too
+        activations = inputs * shape.layers * tokens * hidden * each + layer + passing
     else:
         activations = shape.layers * layer + passing
     # The last hidden states: all, those of the generated tokens, and their normalised ones.

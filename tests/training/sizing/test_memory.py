@@ -2,20 +2,29 @@
 
 from dataclasses import replace
 
+import kernel_reference
+import numpy as np
 import pytest
 import tiny
+import torch
+from architectures import FAMILIES
 from small_run import small
 from transformers import LlamaConfig
 
 from evo_grpo.model.base import SharedBase
+from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.forward.prefix import find_shared_prefixes
+from evo_grpo.model.llama.cuda.learn import KernelForward
 from evo_grpo.settings import EngineConfig
 from evo_grpo.training.sizing.machine import Setup
 from evo_grpo.training.sizing.memory import (
+    LearnBatch,
     Work,
     base_bytes,
     learn_batch,
     micro_batch_tokens,
     predict,
+    saved_bytes,
     total,
 )
 from evo_grpo.training.sizing.model_size import from_config, read_model_size
@@ -208,3 +217,34 @@ def test_agents_in_host_memory_are_not_on_the_device():
     # The archive is in host memory too.
     assert agents("cuda", evolve__archive=True).bytes == on.bytes
     assert agents("cuda", on=False, evolve__archive=True).bytes > off.bytes
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("build", [tiny.llama, FAMILIES["qwen3"]])
+def test_what_kernels_keep_for_the_backward_is_counted(build, shared):
+    slots = tiny.population(build().half(), (4, 4))
+    rows, prompt, rest = 8, 6, 5
+    ids = np.arange(rows * (prompt + rest)).reshape(rows, -1) % 38 + 2
+    ids[:, :prompt] = ids[0, :prompt]
+    masks = np.zeros(ids.shape, bool)
+    masks[:, prompt:] = True
+    cpu, step = torch.device("cpu"), KernelForward(slots, slots.names)
+    prefix = find_shared_prefixes(np.arange(rows) // 4, ids, masks, cpu) if shared else None
+    with step.rows(RowLayout(slots.names, (4, 4))), kernel_reference.instead():
+        hidden = step.hidden_at(torch.tensor(ids), torch.arange(rows), prefix)
+    kept = hidden.grad_fn.next_functions[0][0].batch.kept
+    fields = [value for field in vars(kept[0]).values() for value in flattened(field)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in fields}
+    config = slots.base.model.config.to_dict()
+    batch = (
+        LearnBatch(rows, 2, prompt, rest - 1) if shared else LearnBatch(rows, 0, 0, prompt + rest)
+    )
+    work = replace(WORK, rank=4, kernels=True, head_norms=build is not tiny.llama)
+    planned = saved_bytes(from_config("", config).shape, work, batch, 2, "cuda")
+    assert planned == sum(storages.values())
+
+
+def flattened(value):
+    if isinstance(value, torch.Tensor):
+        return [value] if value.numel() else []
+    return [one for part in value or () for one in flattened(part)]
