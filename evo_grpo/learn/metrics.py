@@ -36,7 +36,9 @@ class MetricSums:
 
     def add(self, name: str, positions: Tensor, per_row: Tensor) -> None:
         """Add values (B,) of rows to the sums of their agents at positions (B,)."""
-        self._of(self.values, name).index_add_(0, positions, per_row.detach().to(torch.float64))
+        values = per_row.detach().to(torch.float64)
+        # Unlike index_add_, it adds in a fixed order on CUDA too.
+        self._of(self.values, name).index_put_((positions,), values, accumulate=True)
 
     def peak(self, name: str, positions: Tensor, per_row: Tensor) -> None:
         """Raise the maxima of the agents at positions (B,) to values (B,) of their rows."""

@@ -10,6 +10,8 @@ group, and there is no mask. Keys of prefixes of unequal length are packed, once
 from __future__ import annotations
 
 import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
 from typing import TypeAlias
@@ -178,19 +180,32 @@ class Segments:
 
         Those of keys and values in the second part are of the real tokens of the prefixes.
         """
-        first = list(_backward(grad, out, sums, *states[:2], q, *kv, *self.alone, scale))
-        if self.over is None or more_sums is None:
-            return first, []
         rest = slice(self.start, None)
-        more = _backward(
-            grad[rest], out[rest], more_sums, *states[2:], q[rest], *self._of_prefixes(kv),
-            *self.over, scale,
-        )  # fmt: skip
+        with _in_a_fixed_order():
+            first = list(_backward(grad, out, sums, *states[:2], q, *kv, *self.alone, scale))
+            if self.over is None or more_sums is None:
+                return first, []
+            more = _backward(
+                grad[rest], out[rest], more_sums, *states[2:], q[rest], *self._of_prefixes(kv),
+                *self.over, scale,
+            )  # fmt: skip
         return first, list(more)
 
     def _of_prefixes(self, kv: Tensor) -> Tensor:
         """Return keys and values of the prefixes' real tokens."""
         return kv[:, : self.start] if self.real is None else kv.index_select(1, self.real)
+
+
+@contextmanager
+def _in_a_fixed_order() -> Generator[None]:
+    """Let the kernel add gradients of queries in a fixed order, not by atomic sums."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
 class SharedAttention:

@@ -184,8 +184,8 @@ class KernelForward(LlamaForward):
         if apart or any(w and w < columns for w in windows) or self.base.derived.get(FAILED):
             return super().hidden_at(ids, where, prefix)
         batch = _Batch(self, self._current.counts, ids, prefix, columns)
-        hidden: Tensor = _Layers.apply(self.anchor, batch, torch.is_grad_enabled())
-        return hidden.index_select(0, where if prefix is None else prefix.where)
+        chosen = where if prefix is None else prefix.where
+        return _Layers.apply(self.anchor, batch, chosen, torch.is_grad_enabled())
 
     def tables(self, spans: Sequence[tuple[Sequence[int], int]]) -> list[Tensor]:
         """Return the tiles, the first of each agent, and tiles of all tokens without agents.
@@ -221,15 +221,24 @@ class _Layers(torch.autograd.Function):
     """The layers of a batch; the anchor makes autograd call the backward."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, batch: _Batch, keeps: bool) -> Tensor:  # noqa: ANN401 -- as torch calls it
+    def forward(ctx: Any, anchor: Tensor, batch: _Batch, where: Tensor, keeps: bool) -> Tensor:  # noqa: ANN401 -- as torch calls it
+        """Return the final hidden states at `where`."""
         del anchor
         ctx.batch = batch
-        return batch.forward(keeps)
+        hidden = batch.forward(keeps)
+        ctx.save_for_backward(where)
+        return hidden.index_select(0, where)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:  # noqa: ANN401 -- as above
-        ctx.batch.backward(grads[0].contiguous())
-        return None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:  # noqa: ANN401 -- as above
+        """Add the gradients of the adapters to those of the layers."""
+        (where,) = ctx.saved_tensors
+        batch: _Batch = ctx.batch
+        whole = grads[0].new_zeros(len(batch.tokens), grads[0].shape[1])
+        # The end of a prefix is chosen once for each row. Unlike index_add_, this adds in a fixed
+        # order on CUDA too.
+        batch.backward(whole.index_put_((where,), grads[0], accumulate=True))
+        return None, None, None, None
 
 
 class _Batch:
