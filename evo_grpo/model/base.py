@@ -94,6 +94,8 @@ class SharedBase:
         self.head_kernels = False
         #: Whether kernels may compute; see `Engine`.
         self.kernels: Kernels = "auto"
+        #: Whether flash attention adds gradients in a fixed order; see `llama.flash`.
+        self.in_order = True
         #: The mode given to `compile`; None if it was not called.
         self.compiled: str | None = None
         #: Contexts of the passes of a base that is divided among processes.

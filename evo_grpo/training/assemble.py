@@ -281,6 +281,8 @@ def _base(
         # Also set in one process, so that results do not depend on the number of processes.
         base.specialized = False
     base.kernels = settings.engine.kernels
+    # The order is set for the whole process, also for rewards that compute at the same time.
+    base.in_order = not settings.engine.overlap
     base.head_kernels = base.specialized and serves_head(base)
     agree_on_path(team, base, native=settings.engine.rollout_settings.shares_base)
     if _divided(settings, team):

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -145,7 +145,8 @@ class Segments:
         start: First token of the rests.
     """
 
-    def __init__(self, prefix: SharedPrefix | None, ids: Tensor) -> None:
+    def __init__(self, prefix: SharedPrefix | None, ids: Tensor, *, in_order: bool) -> None:
+        self._in_order = in_order
         self.real: Tensor | None = None
         self.start = 0
         self.over: Offsets | None = None
@@ -180,15 +181,16 @@ class Segments:
 
         Those of keys and values in the second part are of the real tokens of the prefixes.
         """
-        rest = slice(self.start, None)
-        with _in_a_fixed_order():
+        context = _in_a_fixed_order if self._in_order else nullcontext
+        with context():
             first = list(_backward(grad, out, sums, *states[:2], q, *kv, *self.alone, scale))
-            if self.over is None or more_sums is None:
-                return first, []
+        if self.over is None or more_sums is None:
+            return first, []
+        before, rest = self._of_prefixes(kv), slice(self.start, None)
+        with context():
             more = _backward(
-                grad[rest], out[rest], more_sums, *states[2:], q[rest], *self._of_prefixes(kv),
-                *self.over, scale,
-            )  # fmt: skip
+                grad[rest], out[rest], more_sums, *states[2:], q[rest], *before, *self.over, scale
+            )
         return first, list(more)
 
     def _of_prefixes(self, kv: Tensor) -> Tensor:
@@ -198,14 +200,19 @@ class Segments:
 
 @contextmanager
 def _in_a_fixed_order() -> Generator[None]:
-    """Let the kernel add gradients of queries in a fixed order, not by atomic sums."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    """Let the kernel add gradients of queries in a fixed order, not by atomic sums.
+
+    A mode that only warns would leave the order open. Memory is not filled, as this mode does.
+    """
+    settings: Any = torch.utils.deterministic
+    before, fills = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("error")
+    settings.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warns)
+        settings.fill_uninitialized_memory = fills
+        torch.set_deterministic_debug_mode(before)
 
 
 class SharedAttention:
@@ -217,13 +224,21 @@ class SharedAttention:
         spans: The prefixes, and the rests.
         prefix: The prefix of each row, whose rows lie side by side.
         scale: Factor of the scores.
+        in_order: Whether gradients are added in a fixed order.
     """
 
     def __init__(
-        self, heads: int, kv_heads: int, spans: tuple[Span, ...], prefix: SharedPrefix, scale: float
+        self,
+        heads: int,
+        kv_heads: int,
+        spans: tuple[Span, ...],
+        prefix: SharedPrefix,
+        scale: float,
+        *,
+        in_order: bool = True,
     ) -> None:
         self.heads, self.kv_heads, self.spans, self.scale = heads, kv_heads, spans, scale
-        self.segments = Segments(prefix, prefix.ids)
+        self.segments = Segments(prefix, prefix.ids, in_order=in_order)
         self.tables = [_by_token(spans, name) for name in ("cos", "sin")]
 
     def __call__(self, joined: Tensor) -> Tensor:

@@ -140,6 +140,7 @@ class LlamaForward:
                 prefix,
                 x,
                 kernels=self.base.kernels != "off",
+                in_order=self.base.in_order,
             )
             for kind in dict.fromkeys(kinds)
         }
@@ -187,6 +188,7 @@ def attention_of(
     like: Tensor,
     *,
     kernels: bool = False,
+    in_order: bool = True,
 ) -> AnyAttention:
     """Return the attention of the layers of a kind; see `Attention`."""
     d = described
@@ -194,7 +196,7 @@ def attention_of(
         longest = max(prefix.lengths) + prefix.rest.shape[1]
         whole = kind.window is None or longest <= kind.window
         if whole and flash_serves(like, d.heads, d.kv_heads, d.head_dim):
-            return SharedAttention(d.heads, d.kv_heads, spans, prefix, d.scale)
+            return SharedAttention(d.heads, d.kv_heads, spans, prefix, d.scale, in_order=in_order)
     return Attention(d.heads, d.kv_heads, spans, prefix, like, scale=d.scale, window=kind.window)
 
 

@@ -14,7 +14,7 @@ agree within 7%, of memory in use: glibc keeps freed memory in gaps, up to 15% m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from evo_grpo.model.llama.families import FAMILIES
 from evo_grpo.settings import EngineConfig, RunConfig
@@ -136,7 +136,12 @@ def work_of(
         group=algorithm.group_size,
         least_rows=together * algorithm.group_size,
         head_norms=bool(family.head_norms),
-        kernels=specialised and family.kernels and engine.kernels != "off",
+        # A window of all layers may be shorter than rows, which torch's operations then learn.
+        kernels=specialised
+        and family.kernels
+        and family.windows != "all"
+        and engine.kernels != "off"
+        and engine.compile is None,
         # The part that computes, and the next one.
         resident=min(own, 2 * together) if offloads else None,
     )
@@ -214,6 +219,8 @@ def predict(
     if base is None or weights is None or size.shape is None:
         return None
     each = DTYPE_BYTES[dtype]
+    # float16 is the dtype of cards that are too old for kernels.
+    work = replace(work, kernels=work.kernels and device == "cuda" and dtype == "bfloat16")
     held = [*_held(size, work, engine, base, each, device), *others]
     rollout = engine.rollout_settings
     most = max(work.rows, work.evaluation_rows)
@@ -338,7 +345,7 @@ def saved_bytes(shape: Shape, work: Work, batch: LearnBatch, each: int, device: 
     """
     hidden, queries, kv, inner = shape.hidden, shape.query_width, shape.kv_width, shape.inner
     tokens = batch.tokens
-    if _by_kernels(work, each, device):
+    if work.kernels:
         # Inputs and outputs of both norms, q, k, v, outputs of heads, gate and up, products with A,
         # and log-sum-exps, of rests twice.
         kept = 4 * hidden + 2 * (queries + kv + inner) + 7 * work.rank
@@ -375,11 +382,6 @@ def saved_bytes(shape: Shape, work: Work, batch: LearnBatch, each: int, device: 
     return each * kept + 4 * wide
 
 
-def _by_kernels(work: Work, each: int, device: Device) -> bool:
-    """Return whether kernels learn; a window shorter than rows takes torch's operations."""
-    return work.kernels and each == DTYPE_BYTES["bfloat16"] and device == "cuda"
-
-
 def _learning(
     shape: Shape, work: Work, engine: EngineConfig, budget: int, each: int, device: Device
 ) -> tuple[Part, ...]:
@@ -388,11 +390,12 @@ def _learning(
     layer = saved_bytes(shape, work, batch, each, device)
     # Gradients of a layer that exist at once.
     passing = tokens * each * (3 * hidden + (2 if work.specialised else 3) * inner)
-    kernels = _by_kernels(work, each, device)
-    if kernels:  # and splits of the gradients of a layer's adapters, with the zeros of joined B
+    if (
+        work.kernels
+    ):  # and splits of the gradients of a layer's adapters, with the zeros of joined B
         passing += 6 * (_resident(work) + KERNEL_SPLITS) * work.parameters // shape.layers
     if engine.gradient_checkpointing:
-        inputs = 2 if kernels else 1  # kernels keep the norm of each too
+        inputs = 2 if work.kernels else 1  # kernels keep the norm of each too
         activations = inputs * shape.layers * tokens * hidden * each + layer + passing
     else:
         activations = shape.layers * layer + passing
@@ -407,6 +410,10 @@ def _learning(
             "logits of a block", 3 * 4 * min(LOGIT_ELEMENTS[device], tokens * shape.vocabulary), ""
         ),
     ]
+    if work.kernels:
+        # A and B in the base's dtype, and gradients in fp32, with the zeros of joined B.
+        stacks = 5 * _resident(work) * work.parameters
+        parts.append(Part("adapters side by side", stacks, "population.size"))
     if not work.specialised:
         # A step stacks the adapters of a layer and keeps the stacks for the backward pass.
         stacks = _resident(work) * work.parameters * each

@@ -139,6 +139,26 @@ def test_agents_learn_the_same(family, by_flash, monkeypatch):
         assert one == pytest.approx(two, rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.parametrize("in_order", [True, False])
+def test_the_order_of_sums_is_set_for_the_backward_alone(in_order, monkeypatch):
+    modes = []
+
+    def watched(call, *given):
+        modes.append(torch.get_deterministic_debug_mode())
+        return call(*given)
+
+    monkeypatch.setattr(flash, "_backward", partial(watched, flash._backward))
+    prefix = shared(3, monkeypatch)
+    spans = spans_of(prefix)
+    given = tiny.noise((spans[1].stop, 4 * SIZE), 0).detach().requires_grad_()
+    attention = SharedAttention(2, 1, spans, prefix, 0.3, in_order=in_order)
+    attention(given).sum().backward()
+    # A mode of 1 would only warn, and flash attention would keep to no order.
+    assert modes == [2 if in_order else 0] * 2
+    assert torch.get_deterministic_debug_mode() == 0
+    assert torch.utils.deterministic.fill_uninitialized_memory
+
+
 def test_two_equal_calls_are_equal_to_the_bit(by_flash):
     rows = [make_rows(slot, groups=3) for slot in range(2)]
     first, second = (learned(tiny.llama, rows)[0] for _ in range(2))

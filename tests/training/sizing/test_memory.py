@@ -232,7 +232,7 @@ def test_what_kernels_keep_for_the_backward_is_counted(build, shared):
     prefix = find_shared_prefixes(np.arange(rows) // 4, ids, masks, cpu) if shared else None
     with step.rows(RowLayout(slots.names, (4, 4))), kernel_reference.instead():
         hidden = step.hidden_at(torch.tensor(ids), torch.arange(rows), prefix)
-    kept = hidden.grad_fn.next_functions[0][0].batch.kept
+    kept = hidden.grad_fn.batch.kept
     fields = [value for field in vars(kept[0]).values() for value in flattened(field)]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in fields}
     config = slots.base.model.config.to_dict()

@@ -10,6 +10,7 @@ import torch
 
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import FusedForward
+from evo_grpo.model.llama.cuda.comparison import differs
 from evo_grpo.model.llama.cuda.decode import KernelDecoder
 from evo_grpo.model.llama.cuda.learn import KernelForward
 from evo_grpo.model.llama.cuda.operators import FAILED, KernelError, interpreted
@@ -46,7 +47,7 @@ def open_learner(
     base = slots.base
     weights = LlamaWeights.of(base, slots.layers)
     if _expected(base, weights.dtype, base.kernels) and not base.derived.get(FAILED):
-        reason = _refusal(base) or _unlearned(weights)
+        reason = _refusal(base) or _unlearned(weights) or _differs(slots, adapters)
         if reason is None:
             return KernelForward(slots, adapters, recompute=recompute)
         _say(base, reason, "learns")
@@ -114,6 +115,17 @@ def _unlearned(weights: LlamaWeights) -> str | None:
     if base.device.type == "cuda" and not flash_serves(like, d.heads, d.kv_heads, d.head_dim):
         return f"torch's flash attention does not serve {weights.dtype} with {d.head_dim} features"
     return _unserved_layers(weights)
+
+
+def _differs(slots: AdapterSlots, adapters: Sequence[str | None]) -> str | None:
+    """Return that kernels give other gradients, or fail, on a GPU; None if they do not."""
+    if slots.base.device.type != "cuda":
+        return None
+    try:
+        return differs(slots, adapters)
+    except KernelError as error:
+        slots.base.derived[FAILED] = True
+        return f"a kernel failed ({error})"
 
 
 def _unserved_layers(weights: LlamaWeights) -> str | None:

@@ -19,6 +19,7 @@ from evo_grpo.model.llama.attention import attend_prompts
 from evo_grpo.model.llama.cache import Refill
 from evo_grpo.model.llama.cuda import operators
 from evo_grpo.model.llama.cuda.tables import RowTables, adapted_layers
+from evo_grpo.model.llama.families import LayerKind
 from evo_grpo.model.llama.weights import JoinedLayer, LlamaWeights, Norm
 from evo_grpo.working import working
 
@@ -31,11 +32,11 @@ Turn: TypeAlias = tuple[Tensor, Tensor] | tuple[None, None]
 class LayerParts:
     """What a layer computes beside its linear layers.
 
-    `following` is the norm after it, and `turn` are cos and sin (positions, D / 2), or None twice.
+    `following` is the norm after it, `table` that of its rotary positions.
     """
 
-    def __init__(self, layer: JoinedLayer, following: Norm, turn: Turn, window: int) -> None:
-        self.turn, self.window = turn, window
+    def __init__(self, layer: JoinedLayer, following: Norm, kind: LayerKind) -> None:
+        self.table, self.window = kind.table, kind.window or 0
         of_q, of_k = map(_weight, layer.head_norms) if layer.head_norms else ((None, 0.0),) * 2
         #: Weights and eps of the norms of q and k.
         self.head_norms = of_q[0], of_k[0], of_q[1], of_k[1]
@@ -45,8 +46,8 @@ class LayerParts:
         self.norms = [_norms(after, then), _norms(last, following)]
 
 
-def parts_of(weights: LlamaWeights, columns: int) -> tuple[list[LayerParts], tuple[Tensor, float]]:
-    """Return the parts of each layer, for so many positions, and the first norm."""
+def turns_of(weights: LlamaWeights, columns: int) -> dict[str | None, Turn]:
+    """Return cos and sin (columns, D / 2) of each table; None for none."""
     d = weights.description
     like = weights.embed(torch.zeros(1, 1, dtype=torch.long, device=weights.base.device))
     half = d.head_dim // 2
@@ -55,11 +56,18 @@ def parts_of(weights: LlamaWeights, columns: int) -> tuple[list[LayerParts], tup
         cos, sin = weights.rotary(columns, like, table)
         if sin is not None:
             turns[table] = cos[:, :half].contiguous(), sin[:, half:].contiguous()
+    return turns
+
+
+def parts_of(weights: LlamaWeights) -> tuple[list[LayerParts], tuple[Tensor, float]]:
+    """Return the parts of each layer, and the first norm."""
     norms = [*(layer.norms[0] for layer in weights.layers), weights.norm]
     assert norms[0] is not None, "a family of kernels has a norm before the attention"
     return [
-        LayerParts(layer, following or weights.norm, turns[kind.table], kind.window or 0)
-        for layer, following, kind in zip(weights.layers, norms[1:], d.layers, strict=True)
+        LayerParts(layer, following or weights.norm, kind)
+        for layer, following, kind in zip(
+            weights.layers, norms[1:], weights.description.layers, strict=True
+        )
     ], _weight(norms[0])
 
 
@@ -97,7 +105,8 @@ class KernelDecoder:
         self._described = weights.description
         self._linears = adapted_layers(weights, fused)
         self._adapters = fused.layout.adapters
-        self._layers, self._first = parts_of(weights, columns)
+        self._layers, self._first = parts_of(weights)
+        self._turns = turns_of(weights, columns)
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._rows: RowTables | None = None
@@ -209,8 +218,8 @@ class KernelDecoder:
         for i, (layer, linears) in enumerate(zip(self._layers, self._linears, strict=True)):
             q = x.new_empty(len(x), d.heads, d.head_dim)
             operators.qkv(
-                *linears[0].of(normed), rows.tiles, positions, *layer.turn, *layer.head_norms, q,
-                self._keys[i], self._values[i],
+                *linears[0].of(normed), rows.tiles, positions, *self._turns[layer.table],
+                *layer.head_norms, q, self._keys[i], self._values[i],
             )  # fmt: skip
             factor = d.residual_multiplier
             x, normed = operators.add_norm(

@@ -20,7 +20,7 @@ from evo_grpo.model.forward.sending import send
 from evo_grpo.model.llama.adapter_views import JoinedAdapters
 from evo_grpo.model.llama.blocks import as_one
 from evo_grpo.model.llama.cuda import operators
-from evo_grpo.model.llama.cuda.decode import embedded, parts_of
+from evo_grpo.model.llama.cuda.decode import embedded, parts_of, turns_of
 from evo_grpo.model.llama.cuda.operators import FAILED, LEARN_TILE, OUTER_COLUMNS, TILE
 from evo_grpo.model.llama.flash import Segments
 from evo_grpo.model.llama.train import LlamaForward
@@ -75,7 +75,7 @@ class _Linear:
         """Return the output (M, out) for x (M, in), and the low columns (M, R)."""
         y = torch.nn.functional.linear(x, self.weight, self.bias)
         if self.adapters is None:
-            return y, y
+            return y, self.a  # of no size, where the output would be kept for the backward
         low = operators.project(x, self.a, self.scale, tiles)
         operators.add_low(low, self.b, tiles, y)
         return y, low
@@ -98,7 +98,8 @@ class _Linear:
             return
         own = numbers[self.offset : self.offset + self.numbers]
         of_a, of_b = own.split([self.a.numel(), self.b.numel()])
-        _add(self.adapters.a, of_a.view(self.a.shape))
+        # A copy, with which the gradients of the layer are freed.
+        _add(self.adapters.a, of_a.view(self.a.shape).clone())
         for part, b in zip(self.adapters.parts, self.adapters.b, strict=True):
             _add(b, of_b.view(self.b.shape)[:, part.rows, part.columns].transpose(1, 2))
 
@@ -114,13 +115,13 @@ class _Layer:
     def __init__(self, forward: KernelForward, number: int) -> None:
         self.linears: list[_Linear] = []
         self.numbers = 0
-        least = _PROGRAMS
+        least, agents = _PROGRAMS, forward.agents
         for base in forward.weights.layers[number].linears():
             linear = _Linear.of(base, forward.joined(base), self.numbers)
             self.linears.append(linear)
             self.numbers += linear.numbers
             blocks = sum(-(-size // OUTER_COLUMNS) for size in linear.weight.shape)
-            least = min(least, len(forward.adapters) * blocks)
+            least = min(least, agents * blocks)
         self.splits = min(_MOST_SPLITS, -(-_PROGRAMS // least))
         self.grads: Tensor | None = None
 
@@ -168,7 +169,13 @@ class KernelForward(LlamaForward):
     ) -> None:
         super().__init__(slots, adapters, recompute=recompute)
         self.layers = [_Layer(self, i) for i in range(len(self.weights.layers))]
+        self.parts, self.norm = parts_of(self.weights)
         self.anchor = torch.zeros((), device=self.base.device, requires_grad=True)
+
+    @property
+    def agents(self) -> int:
+        """How many agents A and B have, also those without rows."""
+        return len(self._views.adapters)
 
     def joined(self, base: JoinedLinear) -> JoinedAdapters | None:
         """Return the adapters of a joined layer."""
@@ -202,7 +209,7 @@ class KernelForward(LlamaForward):
                 tiles += [(owner, at, min(LEARN_TILE, stop - at)) for at in firsts]
                 start = stop
         table = np.array(sorted(tiles))
-        firsts = np.searchsorted(table[:, 0], np.arange(len(self._views.adapters) + 1))
+        firsts = np.searchsorted(table[:, 0], np.arange(self.agents + 1))
         at = np.arange(0, start, TILE)
         plain = np.stack([at, np.minimum(TILE, start - at), 0 * at], 1)
         return send([table[:, [1, 2, 0]], firsts, plain], self.base.device)
@@ -253,8 +260,8 @@ class _Batch:
         columns: int,
     ) -> None:
         self.run, weights = run, run.weights
-        self.parts, self.norm = parts_of(weights, columns)
-        self.segments = Segments(prefix, ids)
+        self.turns = turns_of(weights, columns)
+        self.segments = Segments(prefix, ids, in_order=run.base.in_order)
         at = torch.arange(ids.shape[1] if prefix is None else columns, device=ids.device)
         #: Places of the tokens of the prefixes among the real ones, -1 for padding.
         self.places: Tensor | None = None
@@ -275,8 +282,8 @@ class _Batch:
 
     def forward(self, keeps: bool) -> Tensor:
         """Return the final hidden states (M, H), normalized."""
-        x, normed = embedded(self.run.weights, self.norm, self.tokens)
-        for number in range(len(self.parts)):
+        x, normed = embedded(self.run.weights, self.run.norm, self.tokens)
+        for number in range(len(self.run.parts)):
             given = x, normed
             x, normed, kept = self._layer(number, *given)
             if keeps:
@@ -291,7 +298,7 @@ class _Batch:
         weight = norm.weight.detach()
         grad = operators.norm_backward(None, grad, self.last, weight, norm.eps)
         self.last = None
-        for number in reversed(range(len(self.parts))):
+        for number in reversed(range(len(self.run.parts))):
             kept = self.kept.pop()
             if not isinstance(kept, _Kept):
                 kept = self._layer(number, *kept)[2]
@@ -299,13 +306,19 @@ class _Batch:
 
     def _layer(self, number: int, x: Tensor, normed: Tensor) -> tuple[Tensor, Tensor, _Kept]:
         """Run a layer; return its output, the norm of it, and what the backward needs."""
-        d, parts, tiles = self.run.weights.description, self.parts[number], self.tiles
+        d, parts, tiles = self.run.weights.description, self.run.parts[number], self.tiles
         qkv, out, gate_up, down = self.run.layers[number].linears
         joined, low_qkv = qkv.forward(normed, tiles)
         q = joined.new_empty(len(x), d.heads, d.head_dim)
         kv = joined.new_empty(2, len(x), d.kv_heads, d.head_dim)
         operators.qkv(
-            *_finished(joined), self.plain, self.positions, *parts.turn, *parts.head_norms, q, *kv
+            *_finished(joined),
+            self.plain,
+            self.positions,
+            *self.turns[parts.table],
+            *parts.head_norms,
+            q,
+            *kv,
         )
         (mixed, sums, *states), more = self.segments.attend(q, kv, d.scale)
         if more:
@@ -334,7 +347,7 @@ class _Batch:
 
     def _layer_backward(self, number: int, grad: Tensor, kept: _Kept) -> Tensor:
         """Return the gradient of a layer's input, given that of its output."""
-        d, parts, tiles = self.run.weights.description, self.parts[number], self.tiles
+        d, parts, tiles = self.run.weights.description, self.run.parts[number], self.tiles
         layer = self.run.layers[number]
         qkv, out, gate_up, down = layer.linears
         splits = grad.new_empty(layer.splits, layer.numbers, dtype=torch.float32)
@@ -372,7 +385,8 @@ class _Batch:
         )
         dq, dk, dv = first
         joined = operators.qkv_backward(
-            dq, dk, dv, more, self.places, kept.joined, self.positions, *parts.turn,
+            dq, dk, dv, more, self.places, kept.joined, self.positions,
+            *self.turns[parts.table],
             *parts.head_norms,
         )  # fmt: skip
         d_normed, d_low = qkv.backward(joined, tiles, wanted=number > 0)
@@ -381,7 +395,7 @@ class _Batch:
             layer.add(splits)
         if not number:
             return grad
-        _, _, weight, eps = self.parts[number - 1].norms[1]
+        _, _, weight, eps = self.run.parts[number - 1].norms[1]
         return operators.norm_backward(grad, d_normed, kept.x, weight, eps)
 
 

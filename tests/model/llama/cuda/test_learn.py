@@ -3,6 +3,7 @@
 import os
 import warnings
 from contextlib import nullcontext
+from functools import partial
 
 import architectures
 import kernel_reference
@@ -18,7 +19,7 @@ from evo_grpo.model.forward import prefix as prefixes
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import find_shared_prefixes
 from evo_grpo.model.forward.train import open_forward
-from evo_grpo.model.llama.cuda import operators
+from evo_grpo.model.llama.cuda import comparison, operators
 from evo_grpo.model.llama.cuda.learn import KernelForward
 from evo_grpo.model.llama.train import LlamaForward
 
@@ -205,6 +206,23 @@ def test_agents_learn_the_same(family):
         assert one == pytest.approx(two, rel=1e-3, abs=1e-5)
 
 
+LOSSES = ("grpo", "gspo", "cispo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "vespo")
+
+
+@pytest.mark.usefixtures("on")
+@pytest.mark.skipif(INTERPRETED, reason="the loss is computed outside of the kernels")
+@pytest.mark.parametrize("loss", LOSSES)
+def test_each_loss_learns_the_same(loss):
+    rows = [make_rows(slot, groups=2) for slot in range(2)]
+    hparams = PLAIN.replace(beta=0.1, entropy_coef=0.01, update_epochs=2, batch_size=4)
+    settings = {"loss_type": loss, "max_output_tokens": 8, "max_tokens_per_microbatch": 40}
+    (ours, _), (wanted, _) = (
+        learned(kernels, rows, hparams, **settings) for kernels in ("on", "off")
+    )
+    for one, two in zip(ours, wanted, strict=True):
+        assert (one - two).abs().mean() < 1e-5
+
+
 def embedded(kernels, rounds):
     """Two agents of the embedded model, which sample by torch's operations."""
     population = evo_grpo.GRPO.population(
@@ -304,3 +322,27 @@ def test_what_kernels_do_not_serve_takes_todays_path(recwarn):
     for wanted, kind in (("off", LlamaForward), ("auto", LlamaForward), ("on", LlamaForward)):
         slots.base.kernels = wanted
         assert type(open_forward(slots, slots.names)) is kind
+
+
+WRONG = {
+    "project": lambda call, x, matrix, scale, tiles: call(x, matrix, scale * 2, tiles),
+    "add_low": lambda call, low, matrix, tiles, y: None,
+    "norm_backward": lambda call, more, grad, *rest: call(None, grad, *rest),
+    "join_parts": lambda call, more, out, sums, more_sums: None,
+    "glu_backward": lambda call, gelu, both, grad: call(True, both, grad),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["", *WRONG])
+def test_wrong_gradients_on_a_card_are_seen_before_the_first_step(name, dtype, monkeypatch):
+    slots = tiny.population(tiny.llama(num_hidden_layers=3).to(dtype), (4, 4))
+    before = [p.detach().clone() for agent in slots.names for p in slots.parameters(agent)]
+    if name:
+        launch = operators.LAUNCHES[name]
+        monkeypatch.setitem(operators.LAUNCHES, name, partial(WRONG[name], launch))
+    found = comparison.differs(slots, (None, *slots.names))
+    assert (found is not None) == bool(name)
+    after = [p for agent in slots.names for p in slots.parameters(agent)]
+    assert all(p.grad is None for p in after)
+    assert all(map(torch.equal, before, after))
