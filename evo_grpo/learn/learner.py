@@ -310,8 +310,6 @@ class Learner:
             try:
                 return attempt()
             except KernelError as error:
-                if not self.engine.each_alone:
-                    raise
                 give_up_kernels(self.base, error)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
