@@ -28,9 +28,8 @@ from device_counts import (
 from torch import nn
 
 from evo_grpo.learn import learner
-from evo_grpo.model.llama import train
 from evo_grpo.model.llama.cache import FixedCache
-from evo_grpo.model.llama.cuda import operators
+from evo_grpo.model.llama.cuda import choice, operators
 from evo_grpo.rollout.native.loop import DecodeLoop
 from evo_grpo.rollout.native.output import StopConditions
 
@@ -98,7 +97,7 @@ def test_counts_of_learn(agents):
 
 @pytest.mark.parametrize("agents", [2, 32])
 def test_counts_of_learn_by_flash_kernels(monkeypatch, agents):
-    monkeypatch.setattr(train, "flash_serves", lambda *given: True)
+    monkeypatch.setattr(choice, "flash_serves", lambda *given: True)
     counts = counted_learn(agents, kernels="auto")
     compared(counts.totals(), f"learn by flash kernels, {agents} agents")
 

@@ -26,7 +26,7 @@ from evo_grpo import GRPO, MultiTurnGym, run
 from evo_grpo.cli.commands import app
 from evo_grpo.model.forward.fused import RowLayout, population_forward
 from evo_grpo.model.llama.choice import takes_fast_path
-from evo_grpo.model.llama.flash import flash_serves
+from evo_grpo.model.llama.cuda.comparison import differs
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native.engine import NativeEngine
 from evo_grpo.rollout.native.loop import DecodeLoop
@@ -293,6 +293,9 @@ def test_bfloat16_trains_and_is_evaluated(device, tmp_path):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("heads", [(14, 2, 64), (16, 2, 128), (4, 1, 256)])
-def test_flash_kernels_of_the_card_agree_with_plain_attention(device, heads):
-    like = torch.zeros(1, dtype=torch.bfloat16, device=device)
-    assert flash_serves(like, *heads)
+@pytest.mark.parametrize("way", ["kernels", "flash"])
+def test_learning_by_kernels_of_the_card_agrees_with_torch(device, heads, way):
+    names = "num_attention_heads", "num_key_value_heads", "head_dim"
+    sizes = dict(zip(names, heads, strict=True), max_position_embeddings=256)
+    slots = tiny.population(tiny.llama(**sizes).to(device, torch.bfloat16), (4, 17))
+    assert differs(slots, slots.names, way) is None

@@ -9,21 +9,17 @@ group, and there is no mask. Keys of prefixes of unequal length are packed, once
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from evo_grpo.model.forward.chunks import make_chunks
 from evo_grpo.model.forward.prefix import SharedPrefix
 from evo_grpo.model.llama.attention import Attention
 from evo_grpo.model.llama.kernels import Context, Span, rotate, rotate_back
-from evo_grpo.model.out_of_memory import is_out_of_memory
 
 _LIBRARY = torch.library.Library("evo_grpo_flash", "DEF")  # operators exist as long as it does
 _SEGMENTS = (
@@ -37,15 +33,12 @@ _LIBRARY.define(f"backward({_OUTPUTS}, {_SEGMENTS}) -> (Tensor, Tensor, Tensor)"
 #: Offsets (segments + 1,) int32 of queries and of keys, the longest of both, whether it is causal.
 Offsets: TypeAlias = tuple[Tensor, Tensor, int, int, bool]
 
-#: Largest difference over the largest number; twice to four times what rounding gives.
-MOST_APART = {torch.bfloat16: 0.015, torch.float16: 0.003}
 
+def flash_serves(like: Tensor, head_dim: int) -> bool:
+    """Return whether flash kernels serve tensors like one on its device.
 
-def flash_serves(like: Tensor, heads: int, kv_heads: int, head_dim: int) -> bool:
-    """Return whether flash kernels serve tensors like one on its device, and compute right there.
-
-    torch calls their operators private, so that each release may change what they mean: the first
-    use of a shape is compared with plain attention.
+    torch calls their operators private, so that each release may change what they mean: see
+    `llama.cuda.comparison`.
     """
     return (
         like.device.type == "cuda"
@@ -54,85 +47,7 @@ def flash_serves(like: Tensor, heads: int, kv_heads: int, head_dim: int) -> bool
         and head_dim <= 256
         and not torch.version.hip
         and torch.cuda.get_device_capability(like.device) >= (8, 0)
-        and _agrees(like.device, like.dtype, heads, kv_heads, head_dim)
     )
-
-
-@cache
-def _agrees(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
-) -> bool:
-    """Compare outputs and gradients with those of plain attention in fp32, on a small case.
-
-    Its segments are longer than a tile of such kernels, and of unequal lengths.
-    """
-    try:
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.autocast(device.type, enabled=False),
-        ):
-            apart = _differences(device, dtype, heads, kv_heads, head_dim)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        reason = f"fails ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})"
-    else:
-        if all(part <= MOST_APART[dtype] for part in apart):  # not so where one is NaN
-            return True
-        reason = f"differs from plain attention by {max(apart):.2g}"
-    warnings.warn(
-        f"torch's flash attention of {dtype} {reason}: learning takes plain attention",
-        UserWarning,
-        stacklevel=2,
-    )
-    return False
-
-
-def _differences(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
-) -> list[float]:
-    """Return the largest differences of outputs, dq, dk and dv, over the largest numbers."""
-    lengths, rows, most, after = (150, 133), (2, 1), 150, 140
-    count, start = 300 + 3 * after, 300
-
-    def whole(numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, device=device)
-
-    offsets = [0, 150, 300, 440, 580, 720], [0, 280, 420], [0, 150, 283]
-    ids, source = torch.zeros(2, most), whole([0, 0, 1])
-    segments = *map(whole, offsets), torch.arange(283, device=device)
-    prefix = SharedPrefix(
-        ids, lengths, (2,), source, torch.zeros(3, after), whole([150, 150, 133]), source, rows,
-        (segments[0], segments[1], segments[2], segments[3]),
-    )  # fmt: skip
-    unused = make_chunks((1,), 1, 0, device)
-    generator = torch.Generator().manual_seed(0)
-    parts = heads + 2 * kv_heads
-
-    def noise(features: int) -> Tensor:
-        return torch.randn(count, features, generator=generator, device="cpu").to(device, dtype)
-
-    given, weights = noise(parts * head_dim), noise(heads * head_dim)
-    weights[283:start] = 0.0  # padding of the second prefix
-    found: list[list[Tensor]] = []
-    for kind in (dtype, torch.float32):
-        joined = given.to(kind, copy=True).requires_grad_()
-        one = joined.new_ones(1, 1, 1, head_dim)
-        spans = tuple(
-            Span(first, n, columns, unused, one.expand(1, 1, columns, -1), None)
-            for first, n, columns in ((0, 2, most), (start, 3, after))
-        )
-        scale = 0.7 * head_dim**-0.5
-        if kind is dtype:
-            attention: AnyAttention = SharedAttention(heads, kv_heads, spans, prefix, scale)
-        else:
-            attention = Attention(heads, kv_heads, spans, prefix, joined, scale=scale)
-        out = attention(joined)
-        (grad,) = torch.autograd.grad(out, joined, weights.to(kind))
-        pieces = grad.view(count, parts, head_dim).split((heads, kv_heads, kv_heads), 1)
-        found.append([out.detach().float(), *(piece.float() for piece in pieces)])
-    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(*found, strict=True)]
 
 
 class Segments:

@@ -22,7 +22,7 @@ from evo_grpo.model.forward.prefix import SharedPrefix
 from evo_grpo.model.llama.adapter_views import adapter_views
 from evo_grpo.model.llama.attention import Attention
 from evo_grpo.model.llama.families import Description, LayerKind
-from evo_grpo.model.llama.flash import AnyAttention, SharedAttention, flash_serves
+from evo_grpo.model.llama.flash import AnyAttention, SharedAttention
 from evo_grpo.model.llama.kernels import (
     HeadNorms,
     LoraLinear,
@@ -42,13 +42,20 @@ class LlamaForward:
 
     The adapters are in the order of the rows. None stands for the base without an adapter, and an
     adapter that several agents share is stacked once. With `recompute`, only the input of each
-    layer is kept; the rest is computed again in the backward.
+    layer is kept; the rest is computed again in the backward. With `flash`, shared prefixes are
+    attended to by `SharedAttention`.
     """
 
     def __init__(
-        self, slots: AdapterSlots, adapters: Sequence[str | None], *, recompute: bool = False
+        self,
+        slots: AdapterSlots,
+        adapters: Sequence[str | None],
+        *,
+        recompute: bool = False,
+        flash: bool = False,
     ) -> None:
         self.base = slots.base
+        self.flash = flash
         self.adapters = tuple(dict.fromkeys(adapters))
         self.recompute = recompute
         self.weights = LlamaWeights.of(slots.base, slots.layers)
@@ -139,7 +146,7 @@ class LlamaForward:
                 spans(kind.table),
                 prefix,
                 x,
-                kernels=self.base.kernels != "off",
+                flash=self.flash,
                 in_order=self.base.in_order,
             )
             for kind in dict.fromkeys(kinds)
@@ -187,15 +194,14 @@ def attention_of(
     prefix: SharedPrefix | None,
     like: Tensor,
     *,
-    kernels: bool = False,
+    flash: bool = False,
     in_order: bool = True,
 ) -> AnyAttention:
     """Return the attention of the layers of a kind; see `Attention`."""
     d = described
-    if kernels and prefix is not None and prefix.segments is not None:
+    if flash and prefix is not None and prefix.segments is not None:
         longest = max(prefix.lengths) + prefix.rest.shape[1]
-        whole = kind.window is None or longest <= kind.window
-        if whole and flash_serves(like, d.heads, d.kv_heads, d.head_dim):
+        if kind.window is None or longest <= kind.window:
             return SharedAttention(d.heads, d.kv_heads, spans, prefix, d.scale, in_order=in_order)
     return Attention(d.heads, d.kv_heads, spans, prefix, like, scale=d.scale, window=kind.window)
 

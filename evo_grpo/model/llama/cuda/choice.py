@@ -10,7 +10,7 @@ import torch
 
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import FusedForward
-from evo_grpo.model.llama.cuda.comparison import differs
+from evo_grpo.model.llama.cuda.comparison import Way, differs
 from evo_grpo.model.llama.cuda.decode import KernelDecoder
 from evo_grpo.model.llama.cuda.learn import KernelForward
 from evo_grpo.model.llama.cuda.operators import FAILED, KernelError, interpreted
@@ -19,6 +19,7 @@ from evo_grpo.model.llama.flash import flash_serves
 from evo_grpo.model.llama.train import LlamaForward
 from evo_grpo.model.llama.weights import LlamaWeights
 from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.model.out_of_memory import is_out_of_memory
 from evo_grpo.settings.engine import Kernels
 
 #: Bounds of the kernels.
@@ -46,12 +47,18 @@ def open_learner(
     """Return the forward of an optimizer step: that by kernels where they serve the base."""
     base = slots.base
     weights = LlamaWeights.of(base, slots.layers)
+    like, size = weights.layers[0].qkv.weight, weights.description.head_dim
+    flash = base.kernels != "off" and flash_serves(like, size)
     if _expected(base, weights.dtype, base.kernels) and not base.derived.get(FAILED):
-        reason = _refusal(base) or _unlearned(weights) or _differs(slots, adapters)
+        reason = _refusal(base) or _unlearned(weights, flash=flash)
+        reason = reason or _differs(slots, adapters, "kernels")
         if reason is None:
-            return KernelForward(slots, adapters, recompute=recompute)
+            return KernelForward(slots, adapters, recompute=recompute, flash=flash)
         _say(base, reason, "learns")
-    return LlamaForward(slots, adapters, recompute=recompute)
+    if flash and (reason := _differs(slots, adapters, "flash")) is not None:
+        flash = False
+        _say(base, f"flash attention: {reason}", "learns")
+    return LlamaForward(slots, adapters, recompute=recompute, flash=flash)
 
 
 def serves_head(base: SharedBase) -> bool:
@@ -106,26 +113,26 @@ def _unserved(weights: LlamaWeights, fused: FusedForward) -> str | None:
     return reason
 
 
-def _unlearned(weights: LlamaWeights) -> str | None:
+def _unlearned(weights: LlamaWeights, *, flash: bool) -> str | None:
     """Return why kernels do not learn with a base; None if they do."""
-    base, d = weights.base, weights.description
+    base, size = weights.base, weights.description.head_dim
     if base.compiled is not None:
         return "engine.compile is set"
-    like = weights.layers[0].qkv.weight
-    if base.device.type == "cuda" and not flash_serves(like, d.heads, d.kv_heads, d.head_dim):
-        return f"torch's flash attention does not serve {weights.dtype} with {d.head_dim} features"
+    if base.device.type == "cuda" and not flash:
+        return f"torch's flash attention does not serve {weights.dtype} with {size} features"
     return _unserved_layers(weights)
 
 
-def _differs(slots: AdapterSlots, adapters: Sequence[str | None]) -> str | None:
-    """Return that kernels give other gradients, or fail, on a GPU; None if they do not."""
+def _differs(slots: AdapterSlots, adapters: Sequence[str | None], way: Way) -> str | None:
+    """Return that a way to learn gives other gradients, or fails, on a GPU; else None."""
     if slots.base.device.type != "cuda":
         return None
     try:
-        return differs(slots, adapters)
-    except KernelError as error:
-        slots.base.derived[FAILED] = True
-        return f"a kernel failed ({error})"
+        return differs(slots, adapters, way)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 def _unserved_layers(weights: LlamaWeights) -> str | None:

@@ -165,9 +165,14 @@ class KernelForward(LlamaForward):
     """
 
     def __init__(
-        self, slots: AdapterSlots, adapters: Sequence[str | None], *, recompute: bool = False
+        self,
+        slots: AdapterSlots,
+        adapters: Sequence[str | None],
+        *,
+        recompute: bool = False,
+        flash: bool = False,
     ) -> None:
-        super().__init__(slots, adapters, recompute=recompute)
+        super().__init__(slots, adapters, recompute=recompute, flash=flash)
         self.layers = [_Layer(self, i) for i in range(len(self.weights.layers))]
         self.parts, self.norm = parts_of(self.weights)
         self.anchor = torch.zeros((), device=self.base.device, requires_grad=True)
