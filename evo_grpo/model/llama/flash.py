@@ -88,7 +88,7 @@ class Segments:
             return first, []
         return first, list(_forward(q[self.start :], *self._of_prefixes(kv), *self.over, scale))
 
-    def backward(
+    def gradients(
         self, grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, sums: Tensor,
         more_sums: Tensor | None, states: list[Tensor], scale: float,
     ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
@@ -206,7 +206,7 @@ class _Shared(torch.autograd.Function):
         plan: SharedAttention = ctx.plan
         q, kv, out, sums, more_sums, *states = ctx.saved_tensors
         grad = grads[0].reshape(out.shape).contiguous()
-        (dq, dk, dv), more = plan.segments.backward(
+        (dq, dk, dv), more = plan.segments.gradients(
             grad, q, kv, out, sums, more_sums, states, plan.scale
         )
         start, real = plan.segments.start, plan.segments.real

@@ -97,7 +97,7 @@ def _gradients(
         hidden = step.hidden_at(torch.as_tensor(ids, device=base.device), where, prefix)
         # A direction of each state that the last norm, which scales it, does not cancel.
         signs = torch.arange(hidden.shape[1], device=base.device) % 3 - 1
-        (hidden.float() * signs).sum().backward()
+        base.backward((hidden.float() * signs).sum())
     step.collect_gradients()
     owned = [p for name in names for p in slots.parameters(name)]
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in owned]

@@ -80,7 +80,7 @@ class _Linear:
         operators.add_low(low, self.b, tiles, y)
         return y, low
 
-    def backward(
+    def gradients(
         self, grad: Tensor, tiles: Tensor, *, wanted: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of x, if it is wanted, and of the low columns."""
@@ -249,7 +249,7 @@ class _Layers(torch.autograd.Function):
         whole = grads[0].new_zeros(len(batch.tokens), grads[0].shape[1])
         # The end of a prefix is chosen once for each row. Unlike index_add_, this adds in a fixed
         # order on CUDA too.
-        batch.backward(whole.index_put_((where,), grads[0], accumulate=True))
+        batch.add_gradients(whole.index_put_((where,), grads[0], accumulate=True))
         return None, None, None, None
 
 
@@ -296,7 +296,7 @@ class _Batch:
         self.last = x if keeps else None
         return normed
 
-    def backward(self, grad: Tensor) -> None:
+    def add_gradients(self, grad: Tensor) -> None:
         """Add the gradients of the adapters, given that of the final hidden states."""
         assert self.last is not None
         norm = self.run.weights.norm
@@ -373,19 +373,19 @@ class _Batch:
             )
 
         own = of_added(grad, 1)
-        inner, d_low = down.backward(own, tiles)
+        inner, d_low = down.gradients(own, tiles)
         operators.glu_backward(d.activation != "silu", kept.both, inner)
         outer(down, d_low, inner, kept.lows[3], own)
-        d_normed, d_low = gate_up.backward(kept.both, tiles)
+        d_normed, d_low = gate_up.gradients(kept.both, tiles)
         outer(gate_up, d_low, kept.middle_normed, kept.lows[2], kept.both)
         _, _, weight, eps = parts.norms[0]
         grad = operators.norm_backward(grad, d_normed, kept.middle, weight, eps)
         own = of_added(grad, 0)
-        d_mixed, d_low = out.backward(own, tiles)
+        d_mixed, d_low = out.gradients(own, tiles)
         q, kv, mixed = kept.heads
         outer(out, d_low, mixed.flatten(1), kept.lows[1], own)
         sums, more_sums, states = kept.sums
-        first, more = self.segments.backward(
+        first, more = self.segments.gradients(
             d_mixed.view_as(mixed), q, kv, mixed, sums, more_sums, states, d.scale
         )
         dq, dk, dv = first
@@ -394,7 +394,7 @@ class _Batch:
             *self.turns[parts.table],
             *parts.head_norms,
         )  # fmt: skip
-        d_normed, d_low = qkv.backward(joined, tiles, wanted=number > 0)
+        d_normed, d_low = qkv.gradients(joined, tiles, wanted=number > 0)
         outer(qkv, d_low, kept.normed, kept.lows[0], joined)
         if layer.numbers:
             layer.add(splits)
