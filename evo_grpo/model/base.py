@@ -7,7 +7,6 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from evo_grpo.errors import ConfigError, ModelError, ShapeError
-from evo_grpo.model.llama.cuda.operators import KernelError
 from evo_grpo.model.loading import from_pretrained, merge_dtype_keywords, pick_device, pick_dtype
 from evo_grpo.model.logprobs import linear_logprobs, module_logprobs
 from evo_grpo.model.origin import is_plain_linear
@@ -409,17 +407,11 @@ class SharedBase:
         """
         if not is_plain_linear(self.head):
             return module_logprobs(self.logits, hidden, targets, temperature, self.vocabulary)
-        compute = partial(
-            linear_logprobs, hidden, self.head.weight, targets, temperature, bias=self.head.bias,
+        return linear_logprobs(
+            hidden, self.head.weight, targets, temperature, bias=self.head.bias,
             scale=self.logit_scale, softcap=self.softcap, of_entropies=of_entropies,
+            kernels=self.head_kernels,
         )  # fmt: skip
-        try:
-            return compute(kernels=self.head_kernels)
-        except KernelError as error:
-            self.head_kernels = False
-            why = f"engine.kernels: log-probs are computed by torch's operations: {error}"
-            warnings.warn(why, UserWarning, stacklevel=2)
-        return compute()
 
     def _check_forward(self) -> dict[str, str]:
         columns = columns_of_probe(self.model, self.context_length)

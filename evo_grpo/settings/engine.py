@@ -144,8 +144,8 @@ class EngineConfig(Group):
         "auto",
         "Generate and learn with models of the Llama family by kernels of evo-grpo: `auto` takes "
         "them on CUDA devices of compute capability 8.0 or newer, with Triton, in half precision; "
-        "`on` generates by them in float32 too; `off` takes torch's own, also for attention to "
-        "shared prompts. They give other last digits.",
+        "`on` generates by them in float32 too; `off` takes torch's own. They give other last "
+        "digits.",
     )
 
     def parts(self, processes: int = 1) -> int:

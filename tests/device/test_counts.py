@@ -29,7 +29,7 @@ from torch import nn
 
 from evo_grpo.learn import learner
 from evo_grpo.model.llama.cache import FixedCache
-from evo_grpo.model.llama.cuda import choice, operators
+from evo_grpo.model.llama.cuda import operators
 from evo_grpo.rollout.native.loop import DecodeLoop
 from evo_grpo.rollout.native.output import StopConditions
 
@@ -93,13 +93,6 @@ def test_counts_of_a_rollout_without_its_steps():
 def test_counts_of_learn(agents):
     compared(counted_learn(agents).totals(), f"learn, {agents} agents")
     compared(counted_learn(agents, **KL).totals(), f"learn with a KL, 4 steps, {agents} agents")
-
-
-@pytest.mark.parametrize("agents", [2, 32])
-def test_counts_of_learn_by_flash_kernels(monkeypatch, agents):
-    monkeypatch.setattr(choice, "flash_serves", lambda *given: True)
-    counts = counted_learn(agents, kernels="auto")
-    compared(counts.totals(), f"learn by flash kernels, {agents} agents")
 
 
 @pytest.mark.parametrize("agents", [2, 32])

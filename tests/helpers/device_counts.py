@@ -150,7 +150,7 @@ def learn_layer_counts(agents, *, shared=True, recompute=False, ranks=None, leng
                 given = torch.tensor(ids).to(device), torch.arange(ids.size).to(device)
                 step.hidden_at(*given, prefix).sum().backward()
         launches = counts.launches
-        found.append(launches.total() + 5 * launches["evo_grpo_flash::backward"])
+        found.append(launches.total() + 5 * launches["evo_grpo::flash_backward"])
     return {
         "launches of a layer": (found[1] - found[0]) // 2,
         "syncs": counts.syncs.total(), "copies": counts.copies.total(),

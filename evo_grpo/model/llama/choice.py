@@ -32,8 +32,8 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.chunks import make_chunks
 from evo_grpo.model.forward.fused import population_forward
 from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.llama.attention import Attention
 from evo_grpo.model.llama.families import LayerKind, describe
-from evo_grpo.model.llama.flash import AnyAttention
 from evo_grpo.model.llama.kernels import Span, linear
 from evo_grpo.model.llama.train import attention_of, normalized, normalized_heads, run_layer
 from evo_grpo.model.llama.weights import (
@@ -291,7 +291,7 @@ def find_difference(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> str |
 def _compare(weights: LlamaWeights, ids: Tensor) -> None:
     """Run the modules on ids (1, T); raise `_Difference` for the first layer that differs."""
     base, norm, layers = weights.base, weights.norm, layers_of(weights.base)
-    attentions: dict[LayerKind, AnyAttention] = {}
+    attentions: dict[LayerKind, Attention] = {}
     #: The input of the first layer, and the output of each layer and of the last norm.
     passed = [weights.embedded(ids)]
 
@@ -337,7 +337,7 @@ def _states(output: Any) -> Tensor:  # noqa: ANN401 -- a tensor, or a tuple in o
 
 def _joined(
     weights: LlamaWeights,
-    attentions: dict[LayerKind, AnyAttention],
+    attentions: dict[LayerKind, Attention],
     number: int,
     module: nn.Module,
     x: Tensor,

@@ -22,7 +22,6 @@ from evo_grpo.model.forward.prefix import SharedPrefix
 from evo_grpo.model.llama.adapter_views import adapter_views
 from evo_grpo.model.llama.attention import Attention
 from evo_grpo.model.llama.families import Description, LayerKind
-from evo_grpo.model.llama.flash import AnyAttention, SharedAttention
 from evo_grpo.model.llama.kernels import (
     HeadNorms,
     LoraLinear,
@@ -42,20 +41,13 @@ class LlamaForward:
 
     The adapters are in the order of the rows. None stands for the base without an adapter, and an
     adapter that several agents share is stacked once. With `recompute`, only the input of each
-    layer is kept; the rest is computed again in the backward. With `flash`, shared prefixes are
-    attended to by `SharedAttention`.
+    layer is kept; the rest is computed again in the backward.
     """
 
     def __init__(
-        self,
-        slots: AdapterSlots,
-        adapters: Sequence[str | None],
-        *,
-        recompute: bool = False,
-        flash: bool = False,
+        self, slots: AdapterSlots, adapters: Sequence[str | None], *, recompute: bool = False
     ) -> None:
         self.base = slots.base
-        self.flash = flash
         self.adapters = tuple(dict.fromkeys(adapters))
         self.recompute = recompute
         self.weights = LlamaWeights.of(slots.base, slots.layers)
@@ -140,15 +132,7 @@ class LlamaForward:
         w = self.weights
         kinds = w.description.layers
         attentions = {
-            kind: attention_of(
-                w.description,
-                kind,
-                spans(kind.table),
-                prefix,
-                x,
-                flash=self.flash,
-                in_order=self.base.in_order,
-            )
+            kind: attention_of(w.description, kind, spans(kind.table), prefix, x)
             for kind in dict.fromkeys(kinds)
         }
         for layer, kind in zip(w.layers, kinds, strict=True):
@@ -159,7 +143,7 @@ class LlamaForward:
                 x = run(x)
         return x
 
-    def _layer(self, layer: JoinedLayer, x: Tensor, *, attention: AnyAttention) -> Tensor:
+    def _layer(self, layer: JoinedLayer, x: Tensor, *, attention: Attention) -> Tensor:
         product = partial(self._linear, spans=attention.spans)
         described = self.weights.description
         if self.base.compiled is not None:
@@ -193,16 +177,9 @@ def attention_of(
     spans: tuple[Span, ...],
     prefix: SharedPrefix | None,
     like: Tensor,
-    *,
-    flash: bool = False,
-    in_order: bool = True,
-) -> AnyAttention:
+) -> Attention:
     """Return the attention of the layers of a kind; see `Attention`."""
     d = described
-    if flash and prefix is not None and prefix.segments is not None:
-        longest = max(prefix.lengths) + prefix.rest.shape[1]
-        if kind.window is None or longest <= kind.window:
-            return SharedAttention(d.heads, d.kv_heads, spans, prefix, d.scale, in_order=in_order)
     return Attention(d.heads, d.kv_heads, spans, prefix, like, scale=d.scale, window=kind.window)
 
 

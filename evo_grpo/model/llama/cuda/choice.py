@@ -10,12 +10,11 @@ import torch
 
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import FusedForward
-from evo_grpo.model.llama.cuda.comparison import Way, differs
+from evo_grpo.model.llama.cuda.comparison import differs
 from evo_grpo.model.llama.cuda.decode import KernelDecoder
 from evo_grpo.model.llama.cuda.learn import KernelForward
 from evo_grpo.model.llama.cuda.operators import FAILED, KernelError, interpreted
 from evo_grpo.model.llama.decode import LlamaDecoder
-from evo_grpo.model.llama.flash import flash_serves
 from evo_grpo.model.llama.train import LlamaForward
 from evo_grpo.model.llama.weights import LlamaWeights
 from evo_grpo.model.lora.slots import AdapterSlots
@@ -47,18 +46,12 @@ def open_learner(
     """Return the forward of an optimizer step: that by kernels where they serve the base."""
     base = slots.base
     weights = LlamaWeights.of(base, slots.layers)
-    like, size = weights.layers[0].qkv.weight, weights.description.head_dim
-    flash = base.kernels != "off" and flash_serves(like, size)
     if _expected(base, weights.dtype, base.kernels) and not base.derived.get(FAILED):
-        reason = _refusal(base) or _unlearned(weights, flash=flash)
-        reason = reason or _differs(slots, adapters, "kernels")
+        reason = _refusal(base) or _unlearned(weights) or _differs(slots, adapters)
         if reason is None:
-            return KernelForward(slots, adapters, recompute=recompute, flash=flash)
+            return KernelForward(slots, adapters, recompute=recompute)
         _say(base, reason, "learns")
-    if flash and (reason := _differs(slots, adapters, "flash")) is not None:
-        flash = False
-        _say(base, f"flash attention: {reason}", "learns")
-    return LlamaForward(slots, adapters, recompute=recompute, flash=flash)
+    return LlamaForward(slots, adapters, recompute=recompute)
 
 
 def serves_head(base: SharedBase) -> bool:
@@ -75,6 +68,7 @@ def _expected(base: SharedBase, dtype: torch.dtype, wanted: Kernels) -> bool:
 def give_up_kernels(base: SharedBase, error: KernelError) -> None:
     """Compute by torch's operations from now on: a kernel could not be compiled or launched."""
     base.derived[FAILED] = True
+    base.head_kernels = False
     _say(base, f"a kernel failed ({error})", "computes")
 
 
@@ -113,22 +107,22 @@ def _unserved(weights: LlamaWeights, fused: FusedForward) -> str | None:
     return reason
 
 
-def _unlearned(weights: LlamaWeights, *, flash: bool) -> str | None:
+def _unlearned(weights: LlamaWeights) -> str | None:
     """Return why kernels do not learn with a base; None if they do."""
     base, size = weights.base, weights.description.head_dim
     if base.compiled is not None:
         return "engine.compile is set"
-    if base.device.type == "cuda" and not flash:
-        return f"torch's flash attention does not serve {weights.dtype} with {size} features"
+    if base.device.type == "cuda" and (weights.dtype == torch.float32 or size % 8):
+        return f"flash attention does not serve {weights.dtype} with heads of {size} features"
     return _unserved_layers(weights)
 
 
-def _differs(slots: AdapterSlots, adapters: Sequence[str | None], way: Way) -> str | None:
-    """Return that a way to learn gives other gradients, or fails, on a GPU; else None."""
+def _differs(slots: AdapterSlots, adapters: Sequence[str | None]) -> str | None:
+    """Return that kernels give other gradients, or fail, on a GPU; None if they do not."""
     if slots.base.device.type != "cuda":
         return None
     try:
-        return differs(slots, adapters, way)
+        return differs(slots, adapters)
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise

@@ -6,9 +6,7 @@ release may change what it means, and wrong gradients would show in no error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Literal, TypeAlias
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -31,14 +29,9 @@ _LEAST = 0.01
 _NOISE = 0.02
 #: Tokens of a row, and of its prompt, which is longer than the tiles of kernels.
 _COLUMNS, _PROMPT = 180, 150
-#: What is compared.
-Way: TypeAlias = Literal["kernels", "flash"]
-_WAYS: dict[Way, Callable[..., LlamaForward]] = {
-    "kernels": KernelForward, "flash": partial(LlamaForward, flash=True),
-}  # fmt: skip
 
 
-def differs(slots: AdapterSlots, adapters: Sequence[str | None], way: Way) -> str | None:
+def differs(slots: AdapterSlots, adapters: Sequence[str | None]) -> str | None:
     """Return by how much gradients differ, None if no more than roundings explain.
 
     It is found once for a base on a device, by the first adapters.
@@ -46,16 +39,16 @@ def differs(slots: AdapterSlots, adapters: Sequence[str | None], way: Way) -> st
     base = slots.base
     names = [name for name in adapters if name is not None][:2]
     known: dict[object, float] = base.derived.setdefault("kernels compared", {})
-    key = base.device, base.dtype, way
+    key = base.device, base.dtype
     if names and key not in known:
-        known[key] = apart(slots, names, way)
+        known[key] = apart(slots, names)
     found, layers = known.get(key, 0.0), len(layers_of(base))
     if found <= _MOST + _MOST_OF_A_LAYER * layers:
         return None
     return f"gradients differ by {found:.0%} from those of torch's operations"
 
 
-def apart(slots: AdapterSlots, names: Sequence[str], way: Way) -> float:
+def apart(slots: AdapterSlots, names: Sequence[str]) -> float:
     """Return the largest relative difference of a gradient of two adapters."""
     parameters = [p for name in names for p in slots.parameters(name)]
     before = [(p.detach().clone(), p.grad) for p in parameters]
@@ -68,7 +61,7 @@ def apart(slots: AdapterSlots, names: Sequence[str], way: Way) -> float:
             for p in parameters:
                 noise = torch.randn(p.shape, generator=generator, device="cpu") * _NOISE
                 p.add_(noise.to(p))
-            ways = [_gradients(kind, slots, names) for kind in (_WAYS[way], LlamaForward)]
+            ways = [_gradients(kind, slots, names) for kind in (KernelForward, LlamaForward)]
     finally:
         for p, (value, grad) in zip(parameters, before, strict=True):
             p.data.copy_(value)
@@ -79,9 +72,7 @@ def apart(slots: AdapterSlots, names: Sequence[str], way: Way) -> float:
     return float(found.nan_to_num(float("inf")))
 
 
-def _gradients(
-    kind: Callable[..., LlamaForward], slots: AdapterSlots, names: Sequence[str]
-) -> list[Tensor]:
+def _gradients(kind: type[LlamaForward], slots: AdapterSlots, names: Sequence[str]) -> list[Tensor]:
     """Return the gradients fp32 of two rows of each adapter that share a prompt."""
     base, rows = slots.base, 2 * len(names)
     ids = probe_ids(base.vocabulary, rows, min(_COLUMNS, base.context_length or _COLUMNS)).numpy()

@@ -20,9 +20,9 @@ from evo_grpo.model.forward.sending import send
 from evo_grpo.model.llama.adapter_views import JoinedAdapters
 from evo_grpo.model.llama.blocks import as_one
 from evo_grpo.model.llama.cuda import operators
+from evo_grpo.model.llama.cuda.attention import Segments
 from evo_grpo.model.llama.cuda.decode import embedded, parts_of, turns_of
 from evo_grpo.model.llama.cuda.operators import FAILED, LEARN_TILE, OUTER_COLUMNS, TILE
-from evo_grpo.model.llama.flash import Segments
 from evo_grpo.model.llama.train import LlamaForward
 from evo_grpo.model.llama.weights import JoinedLinear
 from evo_grpo.model.lora.slots import AdapterSlots
@@ -165,14 +165,9 @@ class KernelForward(LlamaForward):
     """
 
     def __init__(
-        self,
-        slots: AdapterSlots,
-        adapters: Sequence[str | None],
-        *,
-        recompute: bool = False,
-        flash: bool = False,
+        self, slots: AdapterSlots, adapters: Sequence[str | None], *, recompute: bool = False
     ) -> None:
-        super().__init__(slots, adapters, recompute=recompute, flash=flash)
+        super().__init__(slots, adapters, recompute=recompute)
         self.layers = [_Layer(self, i) for i in range(len(self.weights.layers))]
         self.parts, self.norm = parts_of(self.weights)
         self.anchor = torch.zeros((), device=self.base.device, requires_grad=True)

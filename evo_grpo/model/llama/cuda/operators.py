@@ -1,4 +1,4 @@
-"""The operators of a forward by kernels: each launches one, on CUDA or in Triton's interpreter.
+"""The operators by kernels: each launches one, on CUDA or in Triton's interpreter.
 
 Triton is imported by the first of them that runs. Arguments are as in `kernels`, which says what
 each computes. An operator returns new tensors, or writes into its last arguments and returns none.
@@ -45,7 +45,7 @@ _LIBRARY = Library("evo_grpo", "DEF")  # operators exist as long as it does
 LAUNCHES: dict[str, Callable[..., Any]] = {}
 
 
-def _operator(*written: str) -> Callable[[_Launch], _Launch]:
+def operator(*written: str) -> Callable[[_Launch], _Launch]:
     """Make a launch the operator of its name, which writes into some of its arguments."""
 
     def made(launch: _Launch) -> _Launch:
@@ -113,7 +113,7 @@ def _norm_warps(columns: int) -> int:
     return min(16, max(1, columns // _NORM_COLUMNS))
 
 
-@_operator()
+@operator()
 def embed_norm(
     tokens: Tensor, table: Tensor, weight: Tensor, factor: float, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ def embed_norm(
     return x, normed
 
 
-@_operator("q", "keys", "values")
+@operator("q", "keys", "values")
 def qkv(
     z: Tensor, low: Tensor, b: Tensor, adapters: Tensor, rank: int, bias: Tensor | None,
     tiles: Tensor, positions: Tensor, cos: Tensor | None, sin: Tensor | None,
@@ -163,7 +163,7 @@ def _attend(
     )  # fmt: skip
 
 
-@_operator()
+@operator()
 def attend(
     q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int
 ) -> Tensor:
@@ -173,7 +173,7 @@ def attend(
     return out
 
 
-@_operator()
+@operator()
 def attend_splits(
     q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
@@ -186,7 +186,7 @@ def attend_splits(
     return mixed, sums
 
 
-@_operator()
+@operator()
 def join_splits(mixed: Tensor, sums: Tensor, q: Tensor) -> Tensor:
     """Return the outputs (B, heads * D) of what `attend_splits` returns."""
     rows, heads, splits, size = mixed.shape
@@ -198,7 +198,7 @@ def join_splits(mixed: Tensor, sums: Tensor, q: Tensor) -> Tensor:
     return out
 
 
-@_operator()
+@operator()
 def add_norm(
     z: Tensor, low: Tensor, b: Tensor, adapters: Tensor, rank: int, bias: Tensor | None,
     owners: Tensor, x: Tensor, post: Tensor | None, post_eps: float, weight: Tensor, eps: float,
@@ -217,7 +217,7 @@ def add_norm(
     return out, normed
 
 
-@_operator()
+@operator()
 def gate_up(
     z: Tensor, low: Tensor, b: Tensor, adapters: Tensor, rank: int, bias: Tensor | None,
     tiles: Tensor, size: int, gelu: bool,
@@ -239,7 +239,7 @@ def drawn_block(vocabulary: int) -> int:
     return min(_DRAW_BLOCK, _power(vocabulary, 16))
 
 
-@_operator()
+@operator()
 def weigh_blocks(
     logits: Tensor, temperature: Tensor, drawn: Tensor, minimum: Tensor | None, ends: Tensor,
     scale: float, cap: float,
@@ -257,7 +257,7 @@ def weigh_blocks(
     return out
 
 
-@_operator("drawn", "finished", "tokens", "out_tokens", "out_logprobs")
+@operator("drawn", "finished", "tokens", "out_tokens", "out_logprobs")
 def draw_token(
     logits: Tensor, weighed: Tensor, temperature: Tensor, greedy: Tensor | None, draws: Tensor,
     minimum: Tensor | None, limit: Tensor, ends: Tensor, origin: Tensor, scale: float, cap: float,
@@ -276,7 +276,7 @@ def draw_token(
     )  # fmt: skip
 
 
-@_operator("logits", "above", "out")
+@operator("logits", "above", "out")
 def head_slopes(
     targets: Tensor, inverse: Tensor, slopes: int, logits: Tensor, above: Tensor, out: Tensor
 ) -> None:
@@ -294,7 +294,7 @@ def _ranks(rank: int) -> tuple[int, int]:
     return block, -(-rank // block)
 
 
-@_operator()
+@operator()
 def project(x: Tensor, matrix: Tensor, scale: Tensor, tiles: Tensor) -> Tensor:
     """Return low columns (M, R) of x (M, in), given matrices (N, R, in) and scales (N, R)."""
     _, rank, size = matrix.shape
@@ -307,7 +307,7 @@ def project(x: Tensor, matrix: Tensor, scale: Tensor, tiles: Tensor) -> Tensor:
     return out
 
 
-@_operator("y")
+@operator("y")
 def add_low(low: Tensor, matrix: Tensor, tiles: Tensor, y: Tensor) -> None:
     """Add the product of low columns (M, R) and matrices (N, R, out) to y (M, out)."""
     _, rank, size = matrix.shape
@@ -318,7 +318,7 @@ def add_low(low: Tensor, matrix: Tensor, tiles: Tensor, y: Tensor) -> None:
     )  # fmt: skip
 
 
-@_operator("out")
+@operator("out")
 def outer(
     d_low: Tensor, x: Tensor, low: Tensor, grad: Tensor, tiles: Tensor, firsts: Tensor,
     offset: int, out: Tensor,
@@ -340,7 +340,7 @@ def outer(
     )  # fmt: skip
 
 
-@_operator()
+@operator()
 def norm_backward(
     more: Tensor | None, grad: Tensor, x: Tensor, weight: Tensor, eps: float
 ) -> Tensor:
@@ -354,7 +354,7 @@ def norm_backward(
     return out
 
 
-@_operator("both", "grad")
+@operator("both", "grad")
 def glu_backward(gelu: bool, both: Tensor, grad: Tensor) -> None:
     """Write gradients over gate and up (M, 2 I), and the GLU's output over its gradient (M, I)."""
     rows, size = grad.shape
@@ -364,7 +364,7 @@ def glu_backward(gelu: bool, both: Tensor, grad: Tensor) -> None:
     )
 
 
-@_operator()
+@operator()
 def qkv_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, more: list[Tensor], places: Tensor | None,
     joined: Tensor | None, positions: Tensor, cos: Tensor | None, sin: Tensor | None,
@@ -390,7 +390,7 @@ def qkv_backward(
     return out
 
 
-@_operator("out", "sums", "more_sums")
+@operator("out", "sums", "more_sums")
 def join_parts(more: Tensor, out: Tensor, sums: Tensor, more_sums: Tensor) -> None:
     """Join outputs (M', heads, D) of the last tokens to those in out (M, heads, D).
 

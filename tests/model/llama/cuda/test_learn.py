@@ -175,7 +175,8 @@ def test_micro_batches_add_up():
 def learned(kernels, rows, hparams=PLAIN, build=tiny.llama, broken=None, **settings):
     """The adapters of agents that have learned, and their metrics."""
     cohort = build_cohort(len(rows), hparams, model=build(), **settings)
-    cohort.slots.base.kernels = kernels
+    base = cohort.slots.base
+    base.kernels, base.head_kernels = kernels, kernels == "on"
     if broken is not None:
         perturb(cohort, broken, float("nan"))
     metrics = learn(cohort, list(cohort.agents), rows)
@@ -288,9 +289,9 @@ def test_a_nan_stays_with_its_agent():
 
 
 @pytest.mark.usefixtures("on")
-@pytest.mark.parametrize("name", ["project", "glu_backward"])
+@pytest.mark.parametrize("name", ["project", "head_slopes", "glu_backward"])
 def test_a_kernel_that_fails_is_left_to_torch_and_named_once(name, monkeypatch):
-    """One of the forward, and one that is first launched in the backward."""
+    """One of the forward, that of the head, and one that is first launched in the backward."""
     rows = [make_rows(slot) for slot in range(2)]
     wanted, _ = learned("off", rows)
 
@@ -341,7 +342,7 @@ def test_wrong_gradients_on_a_card_are_seen_before_the_first_step(name, dtype, m
     if name:
         launch = operators.LAUNCHES[name]
         monkeypatch.setitem(operators.LAUNCHES, name, partial(WRONG[name], launch))
-    found = comparison.differs(slots, (None, *slots.names), "kernels")
+    found = comparison.differs(slots, (None, *slots.names))
     assert (found is not None) == bool(name)
     after = [p for agent in slots.names for p in slots.parameters(agent)]
     assert all(p.grad is None for p in after)
