@@ -14,8 +14,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from kernel_cases import LEARN_NAMES, NAMES, case_of
 
-#: Cases of each dtype, of the kernels of a forward and those of learning; 510 and 180 of a kernel.
-CASES, LEARN_CASES, PIECES = 170, 60, 10
+#: Cases of each dtype, of the kernels of a forward and those of learning; 510 and 60 of a kernel.
+CASES, LEARN_CASES, PIECES = 170, 20, 10
 #: Those of learning whose rows are those of agents, and those that see no other row.
 OF_ROWS = ("project", "add_low", "norm_backward", "glu_backward", "qkv_backward")
 ALONE = OF_ROWS[:-1]
@@ -135,7 +135,7 @@ BROKEN = {
         "draw", "return top, tl.sum(tl.exp(z - safe), 0)", "return top, tl.sum(tl.exp(z), 0)",
     ),
     "a target that counts twice": ("head_slopes", "(c < V) & (c != target)", "c < V"),
-    "the matrix of another agent": ("add_low", "matrix + (agent * R", "matrix + (0 * agent * R"),
+    "the matrix of another agent": ("add_low", "matrix + (agent * R + r[:, None]) * SIZE + c", "matrix + r[:, None] * SIZE + c"),
     "tiles of the next agent": (
         "outer", "tl.load(firsts + agent + 1)", "tl.load(firsts + agent + 2)",
     ),

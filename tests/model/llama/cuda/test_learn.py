@@ -25,8 +25,9 @@ from evo_grpo.model.llama.train import LlamaForward
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [pytest.mark.kernels] if INTERPRETED else []
-#: The interpreter takes seconds for each.
-CASES = int(os.environ.get("EVO_GRPO_LEARN_CASES", 40 if INTERPRETED else 500))
+#: The interpreter takes seconds for each; EVO_GRPO_LEARN_CASES=500 tries all of them there.
+ALL = "EVO_GRPO_LEARN_CASES" in os.environ or not INTERPRETED
+CASES = int(os.environ.get("EVO_GRPO_LEARN_CASES", 500 if ALL else 16))
 PIECES = 10
 CPU = torch.device("cpu")
 WIDE = {"sliding_window": 64}
@@ -158,14 +159,14 @@ def test_gradients_are_those_of_each_row_for_itself(piece, monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float16, 0.02), (torch.bfloat16, 0.1)])
 def test_gradients_in_half_precision(dtype, most):
-    for seed in range(6 if INTERPRETED else 60):
+    for seed in range(60 if ALL else 3):
         case = Case(seed, dtype)
         if case.wanted:
             compare(case.gradients(KernelForward), case.row_by_row(), most)
 
 
 def test_micro_batches_add_up():
-    for seed in range(5, 7 if INTERPRETED else 25):
+    for seed in range(5, 25 if ALL else 6):
         case = Case(seed)
         if len(case.ids) > 2:
             whole, parts = (case.gradients(KernelForward, pieces=n) for n in (1, 2))
@@ -194,7 +195,7 @@ def on(monkeypatch):
 
 
 @pytest.mark.usefixtures("on")
-@pytest.mark.parametrize("family", ["qwen3"] if INTERPRETED else list(MODELS))
+@pytest.mark.parametrize("family", list(MODELS) if ALL else ["qwen3"])
 def test_agents_learn_the_same(family):
     rows = [make_rows(slot, groups=2, prompt=(4, 9)) for slot in range(3)]
     hparams = PLAIN.replace(beta=0.1, update_epochs=2, batch_size=6)
@@ -240,6 +241,7 @@ TEXTS = ("12+07=19", "55+31=86", "40+40=81", "99+99=198")
 
 
 @pytest.mark.usefixtures("on")
+@pytest.mark.skipif(not ALL, reason="a minute in the interpreter: set EVO_GRPO_LEARN_CASES")
 def test_the_embedded_model_has_the_gradients_and_learns_the_same():
     slots = embedded("off", 0)
     for number, name in enumerate(slots.names):
@@ -314,7 +316,8 @@ def test_a_window_shorter_than_rows_is_left_to_torch():
         learned(kernels, rows, build=architectures.FAMILIES["mistral-window"])[0]
         for kernels in ("on", "off")
     )
-    assert all(map(torch.equal, found, wanted))
+    for one, two in zip(found, wanted, strict=True):
+        assert (one - two).abs().mean() < 1e-6  # of the head, which has a kernel
 
 
 @pytest.mark.usefixtures("on")
