@@ -135,10 +135,10 @@ BROKEN = {
         "draw", "return top, tl.sum(tl.exp(z - safe), 0)", "return top, tl.sum(tl.exp(z), 0)",
     ),
     "a target that counts twice": ("head_slopes", "(c < V) & (c != target)", "c < V"),
-    "the matrix of another agent": ("add_low", "matrix + (agent * R + r[:, None]) * SIZE + c", "matrix + r[:, None] * SIZE + c"),
-    "tiles of the next agent": (
-        "outer", "tl.load(firsts + agent + 1)", "tl.load(firsts + agent + 2)",
+    "the matrix of another agent": (
+        "add_low", "matrix + (agent * R + r[:, None]) * SIZE + c", "matrix + r[:, None] * SIZE + c",
     ),
+    "tiles of the agents before": ("outer", "tl.load(firsts + agent).to", "tl.load(firsts).to"),
     "rotation not turned back": ("qkv_backward", "one * c + two * s", "one * c - two * s"),
 }  # fmt: skip
 

@@ -337,6 +337,7 @@ WRONG = {
 }
 
 
+@pytest.mark.skipif(not ALL, reason="minutes in the interpreter: set EVO_GRPO_LEARN_CASES")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["", *WRONG])
 def test_wrong_gradients_on_a_card_are_seen_before_the_first_step(name, dtype, monkeypatch):
