@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.kernels] if INTERPRETED else []
 #: The interpreter takes seconds for each; EVO_GRPO_LEARN_CASES=500 tries all of them there.
 ALL = "EVO_GRPO_LEARN_CASES" in os.environ or not INTERPRETED
 CASES = int(os.environ.get("EVO_GRPO_LEARN_CASES", 500 if ALL else 16))
+in_full = pytest.mark.skipif(not ALL, reason="long in the interpreter: set EVO_GRPO_LEARN_CASES")
 PIECES = 10
 CPU = torch.device("cpu")
 WIDE = {"sliding_window": 64}
@@ -165,8 +166,9 @@ def test_gradients_in_half_precision(dtype, most):
             compare(case.gradients(KernelForward), case.row_by_row(), most)
 
 
+@in_full
 def test_micro_batches_add_up():
-    for seed in range(5, 25 if ALL else 6):
+    for seed in range(5, 25):
         case = Case(seed)
         if len(case.ids) > 2:
             whole, parts = (case.gradients(KernelForward, pieces=n) for n in (1, 2))
@@ -195,7 +197,8 @@ def on(monkeypatch):
 
 
 @pytest.mark.usefixtures("on")
-@pytest.mark.parametrize("family", list(MODELS) if ALL else ["qwen3"])
+@in_full
+@pytest.mark.parametrize("family", list(MODELS))
 def test_agents_learn_the_same(family):
     rows = [make_rows(slot, groups=2, prompt=(4, 9)) for slot in range(3)]
     hparams = PLAIN.replace(beta=0.1, update_epochs=2, batch_size=6)
@@ -241,7 +244,7 @@ TEXTS = ("12+07=19", "55+31=86", "40+40=81", "99+99=198")
 
 
 @pytest.mark.usefixtures("on")
-@pytest.mark.skipif(not ALL, reason="a minute in the interpreter: set EVO_GRPO_LEARN_CASES")
+@in_full
 def test_the_embedded_model_has_the_gradients_and_learns_the_same():
     slots = embedded("off", 0)
     for number, name in enumerate(slots.names):
@@ -337,7 +340,7 @@ WRONG = {
 }
 
 
-@pytest.mark.skipif(not ALL, reason="minutes in the interpreter: set EVO_GRPO_LEARN_CASES")
+@in_full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["", *WRONG])
 def test_wrong_gradients_on_a_card_are_seen_before_the_first_step(name, dtype, monkeypatch):
