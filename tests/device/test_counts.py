@@ -6,6 +6,7 @@ counts.json has the numbers, which may fall and not grow. Write them anew after 
 """
 
 import json
+from functools import partial
 
 import pytest
 import rehearsal
@@ -109,6 +110,9 @@ LEARN_LAYERS = {
         "lengths": (3, 7), "recompute": True,
     },
     "learn layer by kernels, without shared prefixes": {"shared": False},
+    "learn layer by kernels, window shorter than rows": {
+        "build": partial(tiny.mistral, sliding_window=4),
+    },
 }  # fmt: skip
 
 
@@ -116,7 +120,8 @@ LEARN_LAYERS = {
 def test_counts_of_a_learn_layer_by_kernels(key):
     compared(learn_layer_counts(8, **LEARN_LAYERS[key]), key)
     known = json.loads(TABLE.read_text())[key]
-    assert known["launches of a layer"] <= (75 if "recomputed" in key else 60)
+    most = 75 if "recomputed" in key else 66 if "window" in key else 60
+    assert known["launches of a layer"] <= most
 
 
 @pytest.mark.parametrize(

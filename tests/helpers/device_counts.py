@@ -123,7 +123,9 @@ def counted_learn(agents, build=None, kernels="off", **changes):
     return counts
 
 
-def learn_layer_counts(agents, *, shared=True, recompute=False, ranks=None, lengths=(5, 5)):
+def learn_layer_counts(
+    agents, *, shared=True, recompute=False, ranks=None, lengths=(5, 5), build=tiny.llama
+):
     """Launches of a learn layer by kernels, forward and backward, and the waits and copies.
 
     They are those of a second micro-batch, which adds to gradients. On a card, the backward of
@@ -131,7 +133,7 @@ def learn_layer_counts(agents, *, shared=True, recompute=False, ranks=None, leng
     """
     found = []
     for layers in (2, 4):
-        model = tiny.llama(num_hidden_layers=layers).to(rehearsal.NAME)
+        model = build(num_hidden_layers=layers).to(rehearsal.NAME)
         slots = tiny.population(model, ranks or (4,) * agents)
         rows = [make_rows(agent, prompt=(lengths[0], lengths[1] + 1)) for agent in range(agents)]
         width = max(len(row.token_ids) for own in rows for row in own)

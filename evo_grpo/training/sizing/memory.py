@@ -136,10 +136,8 @@ def work_of(
         group=algorithm.group_size,
         least_rows=together * algorithm.group_size,
         head_norms=bool(family.head_norms),
-        # A window of all layers may be shorter than rows, which torch's operations then learn.
         kernels=specialised
         and family.kernels
-        and family.windows != "all"
         and engine.kernels != "off"
         and engine.compile is None,
         # The part that computes, and the next one.

@@ -10,14 +10,17 @@ group, and there is no mask. Keys of prefixes of unequal length are packed, once
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from evo_grpo.model.forward.prefix import SharedPrefix
+from evo_grpo.model.forward.sending import send
 from evo_grpo.model.llama.cuda.operators import operator
 
 #: Offsets (segments + 1,) int32 of queries and of keys, the longest of both, whether it is causal.
@@ -71,25 +74,92 @@ class Segments:
 
         Those of keys and values in the second part are of the real tokens of the prefixes.
         """
-        context = _in_a_fixed_order if self._in_order else nullcontext
         k, v = kv
-        with context():
+        with self._order():
             first = flash_backward(
                 grad, out, sums, states[0], states[1], q, k, v, *self.alone, scale
             )
         if self.over is None or more_sums is None:
             return list(first), []
         (k, v), rest = self._of_prefixes(kv), slice(self.start, None)
-        with context():
+        with self._order():
             more = flash_backward(
                 grad[rest], out[rest], more_sums, states[2], states[3], q[rest], k, v, *self.over,
                 scale,
             )  # fmt: skip
         return list(first), list(more)
 
+    def _order(self) -> AbstractContextManager[None]:
+        return _in_a_fixed_order() if self._in_order else nullcontext()
+
     def _of_prefixes(self, kv: Tensor) -> Tensor:
         """Return keys and values of the prefixes' real tokens."""
         return kv[:, : self.start] if self.real is None else kv.index_select(1, self.real)
+
+
+class WindowSegments(Segments):
+    """`Segments` of a layer whose window is shorter than rows.
+
+    A rest has the last keys of its prefix that the window reaches, a copy for each row, before its
+    own, so that one call attends to both; another is of the prefixes, or of whole rows.
+    """
+
+    def __init__(
+        self, prefix: SharedPrefix | None, ids: Tensor, window: int, *, in_order: bool
+    ) -> None:
+        super().__init__(prefix, ids, in_order=in_order)
+        self._window, self._rests = window, None
+        if prefix is None:
+            return
+        (count, before), after = prefix.ids.shape, prefix.rest.shape[1]
+        places: list[npt.NDArray[np.int64]] = []
+        for number, (length, rows) in enumerate(zip(prefix.lengths, prefix.rows, strict=True)):
+            stop = number * before + length
+            seen = np.arange(stop - min(length, window - 1), stop)
+            for _ in range(rows):
+                own = self.start + len(places) // 2 * after
+                places += [seen, np.arange(own, own + after)]
+        lengths = [len(seen) + after for seen in places[::2]]
+        rests = np.arange(len(lengths) + 1) * after
+        offsets = np.append(0, np.cumsum(lengths)), rests, np.arange(count + 1) * before
+        keys, rests, own, self._gather = send([*offsets, np.concatenate(places)], ids.device)
+        self.alone = own.int(), own.int(), before, before, True
+        self._rests: Offsets | None = rests.int(), keys.int(), after, max(lengths), True
+
+    def attend(self, q: Tensor, kv: Tensor, scale: float) -> tuple[list[Tensor], list[Tensor]]:
+        """See `Segments`; both parts are in the first, since nothing is to be joined."""
+        if self._rests is None:
+            return list(flash_forward(q, kv[0], kv[1], *self.alone, scale, self._window)), []
+        n, (k, v) = self.start, kv.index_select(1, self._gather)
+        first = flash_forward(q[:n], kv[0, :n], kv[1, :n], *self.alone, scale, self._window)
+        rests = flash_forward(q[n:], k, v, *self._rests, scale, self._window)
+        out, sums = torch.cat([first[0], rests[0]]), torch.cat([first[1], rests[1]], 1)
+        return [out, sums, *first[2:], *rests[2:]], []
+
+    def gradients(
+        self, grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, sums: Tensor,
+        more_sums: Tensor | None, states: list[Tensor], scale: float,
+    ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+        """See `Segments`."""
+        n = len(q) if self._rests is None else self.start
+        with self._order():
+            dq, dk, dv = flash_backward(
+                grad[:n], out[:n], sums[:, :n].contiguous(), states[0], states[1], q[:n],
+                kv[0, :n], kv[1, :n], *self.alone, scale, self._window,
+            )  # fmt: skip
+        if self._rests is None:
+            return [dq, dk, dv], []
+        k, v = kv.index_select(1, self._gather)
+        with self._order():
+            rests = flash_backward(
+                grad[n:], out[n:], sums[:, n:].contiguous(), states[2], states[3], q[n:], k, v,
+                *self._rests, scale, self._window,
+            )  # fmt: skip
+        both = kv.new_zeros(len(q), 2, *kv.shape[2:])
+        # The keys of a prefix have gradients of several rows: added in a fixed order.
+        both.index_put_((self._gather,), torch.stack(rests[1:], 1), accumulate=True)
+        both[:n] += torch.stack([dk, dv], 1)
+        return [torch.cat([dq, rests[0]]), *both.transpose(0, 1).contiguous()], []
 
 
 @contextmanager
@@ -112,18 +182,23 @@ def _in_a_fixed_order() -> Generator[None]:
 @operator()
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, longest_query: int,
-    longest_key: int, causal: bool, scale: float,
+    longest_key: int, causal: bool, scale: float, window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return outputs (M, heads, D), log-sum-exps (heads, M) fp32, and what the backward takes."""
+    """Return outputs (M, heads, D), log-sum-exps (heads, M) fp32, and what the backward takes.
+
+    The last query of a segment is at its last key; window 0 is none.
+    """
     if q.device.type == "cuda":
         return torch.ops.aten._flash_attention_forward(
-            q, k, v, queries, keys, longest_query, longest_key, 0.0, causal, False, scale=scale
-        )[:4]
+            q, k, v, queries, keys, longest_query, longest_key, 0.0, causal, False, scale=scale,
+            **_reach(window),
+        )[:4]  # fmt: skip
     out, sums = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
     for own, seen in _segments(queries, keys):
         mixed, sum_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *_dense(q[own], k[seen], v[seen]), 0.0, causal, scale=scale
-        )
+            *_dense(q[own], k[seen], v[seen]), 0.0, causal and not window, scale=scale,
+            attn_mask=_mask(q[own], k[seen], window),
+        )  # fmt: skip
         out[own], sums[:, own] = mixed[0].transpose(0, 1), sum_[0]
     return out, sums, q.new_empty(0), q.new_empty(0)
 
@@ -132,24 +207,40 @@ def flash_forward(
 def flash_backward(
     grad: Tensor, out: Tensor, sums: Tensor, state: Tensor, unused: Tensor, q: Tensor, k: Tensor,
     v: Tensor, queries: Tensor, keys: Tensor, longest_query: int, longest_key: int, causal: bool,
-    scale: float,
+    scale: float, window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk and dv."""
     if q.device.type == "cuda":
         return torch.ops.aten._flash_attention_backward(
             grad, q, k, v, out, sums, queries, keys, longest_query, longest_key, 0.0, causal,
-            state, unused, scale=scale,
+            state, unused, scale=scale, **_reach(window),
         )  # fmt: skip
     found = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for own, seen in _segments(queries, keys):
         dq, *rest = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             _heads_first(grad[own]), *_dense(q[own], k[seen], v[seen]), _heads_first(out[own]),
-            sums[:, own][None].contiguous(), 0.0, causal, scale=scale,
+            sums[:, own][None].contiguous(), 0.0, causal and not window, scale=scale,
+            attn_mask=_mask(q[own], k[seen], window),
         )  # fmt: skip
         found[0][own] = dq[0].transpose(0, 1)
         for whole, part in zip(found[1:], rest, strict=True):
             whole[seen] = part[0].unflatten(0, (k.shape[1], -1)).sum(1).transpose(0, 1)
     return found
+
+
+def _reach(window: int) -> dict[str, int]:
+    """Return how far a query reaches, in the words of torch's operators on CUDA."""
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+
+
+def _mask(q: Tensor, k: Tensor, window: int) -> Tensor | None:
+    """Return the mask (queries, keys) of a window, 0 or -inf; None without one."""
+    if not window:
+        return None
+    last = torch.arange(len(q))[:, None] + len(k) - len(q)
+    places = torch.arange(len(k))
+    seen = (places <= last) & (places > last - window)
+    return torch.where(seen, 0.0, float("-inf")).to(q.dtype)
 
 
 def _segments(queries: Tensor, keys: Tensor) -> list[tuple[slice, slice]]:

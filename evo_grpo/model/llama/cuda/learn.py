@@ -20,7 +20,7 @@ from evo_grpo.model.forward.sending import send
 from evo_grpo.model.llama.adapter_views import JoinedAdapters
 from evo_grpo.model.llama.blocks import as_one
 from evo_grpo.model.llama.cuda import operators
-from evo_grpo.model.llama.cuda.attention import Segments
+from evo_grpo.model.llama.cuda.attention import Segments, WindowSegments
 from evo_grpo.model.llama.cuda.decode import embedded, parts_of, turns_of
 from evo_grpo.model.llama.cuda.operators import FAILED, LEARN_TILE, OUTER_COLUMNS, TILE
 from evo_grpo.model.llama.train import LlamaForward
@@ -186,9 +186,8 @@ class KernelForward(LlamaForward):
         columns = ids.shape[1]
         if prefix is not None:
             columns = max(prefix.lengths) + prefix.rest.shape[1]
-        windows = [kind.window for kind in self.weights.description.layers]
         apart = prefix is not None and prefix.segments is None
-        if apart or any(w and w < columns for w in windows) or self.base.derived.get(FAILED):
+        if apart or self.base.derived.get(FAILED):
             return super().hidden_at(ids, where, prefix)
         batch = _Batch(self, self._current.counts, ids, prefix, columns)
         chosen = where if prefix is None else prefix.where
@@ -261,7 +260,13 @@ class _Batch:
     ) -> None:
         self.run, weights = run, run.weights
         self.turns = turns_of(weights, columns)
-        self.segments = Segments(prefix, ids, in_order=run.base.in_order)
+        order = run.base.in_order
+        whole = Segments(prefix, ids, in_order=order)
+        #: Those of each window of a layer.
+        self.segments = {
+            w: WindowSegments(prefix, ids, w, in_order=order) if 0 < w < columns else whole
+            for w in {parts.window for parts in run.parts}
+        }
         at = torch.arange(ids.shape[1] if prefix is None else columns, device=ids.device)
         #: Places of the tokens of the prefixes among the real ones, -1 for padding.
         self.places: Tensor | None = None
@@ -275,7 +280,7 @@ class _Batch:
             first = at[: before.shape[1]].repeat(len(before))
             self.positions = torch.cat([first, rests.flatten()])
             spans = [(prefix.counts, before.shape[1]), (counts, after)]
-            self.places = _places(prefix, self.segments)
+            self.places = _places(prefix, whole)
         self.tiles, self.firsts, self.plain = run.tables(spans)
         self.kept: list[_Kept | tuple[Tensor, Tensor]] = []
         self.last: Tensor | None = None
@@ -320,7 +325,7 @@ class _Batch:
             q,
             *kv,
         )
-        (mixed, sums, *states), more = self.segments.attend(q, kv, d.scale)
+        (mixed, sums, *states), more = self.segments[parts.window].attend(q, kv, d.scale)
         if more:
             operators.join_parts(more[0], mixed, sums, more[1])
             states += more[2:]
@@ -380,12 +385,12 @@ class _Batch:
         q, kv, mixed = kept.heads
         outer(out, d_low, mixed.flatten(1), kept.lows[1], own)
         sums, more_sums, states = kept.sums
-        first, more = self.segments.gradients(
+        first, more = self.segments[parts.window].gradients(
             d_mixed.view_as(mixed), q, kv, mixed, sums, more_sums, states, d.scale
         )
         dq, dk, dv = first
         joined = operators.qkv_backward(
-            dq, dk, dv, more, self.places, kept.joined, self.positions,
+            dq, dk, dv, more, self.places if more else None, kept.joined, self.positions,
             *self.turns[parts.table],
             *parts.head_norms,
         )  # fmt: skip

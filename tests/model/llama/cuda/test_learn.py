@@ -40,6 +40,9 @@ MODELS = {
     "granite": architectures.FAMILIES["granite"],
     "gemma3": lambda: architectures.FAMILIES["gemma3"](**WIDE),
     "mistral": lambda: tiny.mistral(**WIDE),
+    "short windows": architectures.FAMILIES["gemma3"],
+    "a short window of all": lambda: tiny.mistral(sliding_window=4),
+    "a window of two": lambda: tiny.mistral(sliding_window=2),
     "bias in the MLP": lambda: tiny.llama(mlp_bias=True),
     "one key head": lambda: tiny.llama(num_key_value_heads=1),
 }
@@ -310,17 +313,6 @@ def test_a_kernel_that_fails_is_left_to_torch_and_named_once(name, monkeypatch):
     assert all(map(torch.equal, found, wanted))
     (line,) = [str(one.message) for one in said if "engine.kernels" in str(one.message)]
     assert "Python.h" in line
-
-
-@pytest.mark.usefixtures("on")
-def test_a_window_shorter_than_rows_is_left_to_torch():
-    rows = [make_rows(slot, prompt=(8, 9), answer=(5, 6)) for slot in range(2)]
-    found, wanted = (
-        learned(kernels, rows, build=architectures.FAMILIES["mistral-window"])[0]
-        for kernels in ("on", "off")
-    )
-    for one, two in zip(found, wanted, strict=True):
-        assert (one - two).abs().mean() < 1e-6  # of the head, which has a kernel
 
 
 @pytest.mark.usefixtures("on")
