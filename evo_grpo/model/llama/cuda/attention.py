@@ -155,11 +155,12 @@ class WindowSegments(Segments):
                 grad[n:], out[n:], sums[:, n:].contiguous(), states[2], states[3], q[n:], k, v,
                 *self._rests, scale, self._window,
             )  # fmt: skip
-        both = kv.new_zeros(len(q), 2, *kv.shape[2:])
-        # The keys of a prefix have gradients of several rows: added in a fixed order.
-        both.index_put_((self._gather,), torch.stack(rests[1:], 1), accumulate=True)
+        both = kv.new_zeros(len(q), 2, *kv.shape[2:], dtype=torch.float32)
+        # The keys of a prefix have gradients of several rows: added in fp32, in a fixed order.
+        both.index_put_((self._gather,), torch.stack(rests[1:], 1).float(), accumulate=True)
         both[:n] += torch.stack([dk, dv], 1)
-        return [torch.cat([dq, rests[0]]), *both.transpose(0, 1).contiguous()], []
+        whole = both.transpose(0, 1).to(kv.dtype, memory_format=torch.contiguous_format)
+        return [torch.cat([dq, rests[0]]), whole[0], whole[1]], []
 
 
 @contextmanager
