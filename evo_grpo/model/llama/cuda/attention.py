@@ -160,6 +160,7 @@ class WindowSegments(Segments):
         both.index_put_((self._gather,), torch.stack(rests[1:], 1).float(), accumulate=True)
         both[:n] += torch.stack([dk, dv], 1)
         whole = both.transpose(0, 1).to(kv.dtype, memory_format=torch.contiguous_format)
+        whole = whole.contiguous()  # fp32 as it was keeps its strides
         return [torch.cat([dq, rests[0]]), whole[0], whole[1]], []
 
 
