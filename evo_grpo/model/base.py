@@ -92,7 +92,7 @@ class SharedBase:
         self.head_kernels = False
         #: Whether kernels may compute; see `Engine`.
         self.kernels: Kernels = "auto"
-        #: Whether flash attention adds gradients in a fixed order; see `llama.flash`.
+        #: Whether flash attention adds gradients in a fixed order; see `llama.cuda.attention`.
         self.in_order = True
         #: The mode given to `compile`; None if it was not called.
         self.compiled: str | None = None

@@ -34,7 +34,7 @@ import kernel_reference as reference  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
 from jobs import EMBEDDED, Job, Work, population  # noqa: E402
-from shapes import LARGE  # noqa: E402
+from shapes import CARDS, LARGE, LARGEST  # noqa: E402
 from torch import Tensor  # noqa: E402
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
@@ -49,10 +49,7 @@ from evo_grpo.rollout.native.graphs import StepGraphs  # noqa: E402
 
 SHAPES = {
     **LARGE,
-    "7B": {
-        "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064,
-    },
+    **LARGEST,
     "tiny": {
         "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 512,
@@ -529,11 +526,6 @@ def profiled(own: Parts) -> None:
 
 # --- What a step should take.
 
-#: FLOPs in bf16 and bytes read in a millisecond: measured on the H200, else 4/5 of the data sheet.
-CARDS = {
-    "H200": (785e9, 2.7e9), "A100 80GB": (250e9, 1.63e9), "RTX 4090": (132e9, 0.81e9),
-    "L4": (97e9, 0.24e9),
-}  # fmt: skip
 #: Milliseconds that a captured kernel takes beside its bytes and FLOPs.
 LAUNCH = 0.0035
 

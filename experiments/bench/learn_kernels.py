@@ -22,28 +22,19 @@ THREADS = quiet()
 import torch  # noqa: E402 -- after the threads are fixed, as what follows
 from gpu import AGENTS, Place, build  # noqa: E402
 from jobs import Job, Work, population  # noqa: E402
-from shapes import LARGE  # noqa: E402
+from shapes import CARDS, LARGE, LARGEST  # noqa: E402
 
 from evo_grpo.model.llama.cuda.choice import serves_head  # noqa: E402
 from evo_grpo.settings.engines.memory import Shape  # noqa: E402
 from evo_grpo.settings.engines.memory import Work as PlannedWork  # noqa: E402
 from evo_grpo.training.sizing.memory import LearnBatch, saved_bytes  # noqa: E402
 
-SHAPES = {
-    **LARGE,
-    "7B": {
-        "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064,
-    },
-}  # fmt: skip
+SHAPES = {**LARGE, **LARGEST}
 #: Prompts of an agent, completions of a prompt, tokens of each.
 WORKS = {"256 x 128": Work(4, 8, 128, 64), "64 x 1,024": Work(1, 8, 1024, 64)}
 RANK, PEAK = 8, 989e12
-#: FLOPs in bf16 and bytes moved in a millisecond: measured on the H200, else 4/5 of the data sheet.
-CARDS = {
-    "H200": (785e9, 3.98e9), "A100 80GB": (250e9, 1.63e9), "RTX 4090": (132e9, 0.81e9),
-    "L4": (97e9, 0.24e9),
-}  # fmt: skip
+#: What a pass reads and writes moves at the rate of a copy, measured on the H200.
+RATES = {**CARDS, "H200": (CARDS["H200"][0], 3.98e9)}
 #: Milliseconds that a kernel takes beside its bytes and FLOPs.
 LAUNCH = 0.0035
 
@@ -92,7 +83,7 @@ class Count:
 
     def expected(self, card: str) -> float:
         """Return the milliseconds on a card: launches, and bytes or FLOPs of each."""
-        flops, moved = CARDS[card]
+        flops, moved = RATES[card]
         tokens, hidden, inner = self.tokens, self.hidden, self.inner
 
         def kernel(work: float, numbers: float, launches: int = 1) -> float:

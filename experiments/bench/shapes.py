@@ -35,6 +35,20 @@ LARGE: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+#: The shape of Qwen2.5-7B, for which costs are counted.
+LARGEST: dict[str, dict[str, Any]] = {
+    "7B": {
+        "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064,
+    },
+}  # fmt: skip
+
+#: FLOPs in bf16 and bytes read in a millisecond: measured on the H200, else 4/5 of the data sheet.
+CARDS = {
+    "H200": (785e9, 2.7e9), "A100 80GB": (250e9, 1.63e9), "RTX 4090": (132e9, 0.81e9),
+    "L4": (97e9, 0.24e9),
+}  # fmt: skip
+
 #: Configurations of released models, without what decides no size.
 RELEASED: dict[str, dict[str, Any]] = {
     "Qwen3-4B": {

@@ -388,9 +388,8 @@ def _learning(
     layer = saved_bytes(shape, work, batch, each, device)
     # Gradients of a layer that exist at once.
     passing = tokens * each * (3 * hidden + (2 if work.specialised else 3) * inner)
-    if (
-        work.kernels
-    ):  # and splits of the gradients of a layer's adapters, with the zeros of joined B
+    if work.kernels:
+        # Splits of the gradients of a layer's adapters, with the zeros of joined B.
         passing += 6 * (_resident(work) + KERNEL_SPLITS) * work.parameters // shape.layers
     if engine.gradient_checkpointing:
         inputs = 2 if work.kernels else 1  # kernels keep the norm of each too

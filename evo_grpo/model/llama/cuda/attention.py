@@ -127,14 +127,16 @@ class WindowSegments(Segments):
         self._rests: Offsets | None = rests.int(), keys.int(), after, max(lengths), True
 
     def attend(self, q: Tensor, kv: Tensor, scale: float) -> tuple[list[Tensor], list[Tensor]]:
-        """See `Segments`; both parts are in the first, since nothing is to be joined."""
+        """See `Segments`; both parts are in the first, since nothing is to be joined.
+
+        The log-sum-exps of the rests are the last of the states.
+        """
         if self._rests is None:
             return list(flash_forward(q, kv[0], kv[1], *self.alone, scale, self._window)), []
         n, (k, v) = self.start, kv.index_select(1, self._gather)
         first = flash_forward(q[:n], kv[0, :n], kv[1, :n], *self.alone, scale, self._window)
         rests = flash_forward(q[n:], k, v, *self._rests, scale, self._window)
-        out, sums = torch.cat([first[0], rests[0]]), torch.cat([first[1], rests[1]], 1)
-        return [out, sums, *first[2:], *rests[2:]], []
+        return [torch.cat([first[0], rests[0]]), first[1], *first[2:], *rests[2:], rests[1]], []
 
     def gradients(
         self, grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, sums: Tensor,
@@ -144,16 +146,16 @@ class WindowSegments(Segments):
         n = len(q) if self._rests is None else self.start
         with self._order():
             dq, dk, dv = flash_backward(
-                grad[:n], out[:n], sums[:, :n].contiguous(), states[0], states[1], q[:n],
-                kv[0, :n], kv[1, :n], *self.alone, scale, self._window,
+                grad[:n], out[:n], sums, states[0], states[1], q[:n], kv[0, :n], kv[1, :n],
+                *self.alone, scale, self._window,
             )  # fmt: skip
         if self._rests is None:
             return [dq, dk, dv], []
         k, v = kv.index_select(1, self._gather)
         with self._order():
             rests = flash_backward(
-                grad[n:], out[n:], sums[:, n:].contiguous(), states[2], states[3], q[n:], k, v,
-                *self._rests, scale, self._window,
+                grad[n:], out[n:], states[4], states[2], states[3], q[n:], k, v, *self._rests,
+                scale, self._window,
             )  # fmt: skip
         both = kv.new_zeros(len(q), 2, *kv.shape[2:], dtype=torch.float32)
         # The keys of a prefix have gradients of several rows: added in fp32, in a fixed order.
