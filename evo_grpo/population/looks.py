@@ -10,7 +10,6 @@ from evo_grpo.population.evaluate import Evaluation, undecided
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.stats import Tally
 from evo_grpo.population.steps import CheckpointFiles
-from evo_grpo.record.records import SavedAgent
 from evo_grpo.types import Score, Slot
 
 
@@ -20,6 +19,7 @@ class AgentReport:
 
     Attributes:
         score: Its fitness, None if its update or its evaluation was not finite.
+        checkpoint: Path of its checkpoint, None if none is written.
         steps: GRPO steps that its slot has taken so far.
         dead_steps: Latest steps in a row in which all its groups had equal rewards.
         rank_error: Relative error of the cut of its rank before the round; None without one.
@@ -28,7 +28,7 @@ class AgentReport:
     score: Score | None
     tally: Tally
     evaluation: Evaluation
-    saved: SavedAgent
+    checkpoint: str | None
     steps: int
     dead_steps: int
     rank_error: float | None = None

@@ -339,7 +339,7 @@ def _with_training(
 
 def agent_record(standing: Standing, report: AgentReport, round: int, seed: int) -> AgentRecord:
     """Return the record of an agent in a round, without its share of the wall time."""
-    tally, saved = report.tally, report.saved
+    tally = report.tally
     unranked = "the evaluation had no finite reward, or log-prob"
     cut = {} if report.rank_error is None else {"rank_error": report.rank_error}
     return AgentRecord(
@@ -353,9 +353,7 @@ def agent_record(standing: Standing, report: AgentReport, round: int, seed: int)
         metrics={**tally.means(), "dead_steps": float(report.dead_steps), **cut},
         tokens=tally.tokens,
         wall_seconds=0.0,
-        checkpoint=saved.path,
-        adapter_sha256=saved.adapter_sha256,
-        optimizer_sha256=saved.optimizer_sha256,
+        checkpoint=report.checkpoint,
         mutation=standing.member.mutation,
         seed=derive(seed, "sample", round, 0, standing.slot),
         reason=tally.failed or (unranked if report.score is None else ""),

@@ -51,7 +51,7 @@ from evo_grpo.population.stats import (
 )
 from evo_grpo.population.steps import Limit, RunWriter, report_steps, train
 from evo_grpo.record.observer import Observer
-from evo_grpo.record.records import RoundRecord, SavedAgent
+from evo_grpo.record.records import RoundRecord
 from evo_grpo.types import KEPT_SCORES, Member, Score, Slot
 
 
@@ -134,7 +134,7 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
             watch=this.watch, writer=writer, observer=observer, limit=limit, past=past,
         )  # fmt: skip
         observer.stage(round, "evaluate", 0, 1)
-        results, saved = dict[Slot, Evaluation](), dict[Slot, SavedAgent]()
+        results, saved = dict[Slot, Evaluation](), dict[Slot, str | None]()
         plan: RoundPlan | Look = Look(tuple(slots), 0, settings.validation_prompts(round))
         while isinstance(plan, Look):
             fresh = dict[Slot, Evaluation]()
@@ -196,7 +196,7 @@ def measure_archive(this: Round, look: Look) -> dict[Slot, Evaluation]:
     return {slot: without_texts(one) for slot, one in found.items()}
 
 
-def save(this: Round, look: Look) -> dict[Slot, SavedAgent]:
+def save(this: Round, look: Look) -> dict[Slot, str | None]:
     """Copy the agents of a look on this rank, for the writer, which writes them later."""
     with this.watch.phase("checkpoint"):
         return {
@@ -210,7 +210,7 @@ def report_of(
     this: Round,
     tallies: Mapping[Slot, Tally],
     results: Mapping[Slot, Evaluation],
-    saved: Mapping[Slot, SavedAgent],
+    saved: Mapping[Slot, str | None],
     fresh: Mapping[Slot, Evaluation],
 ) -> RankReport:
     """Return the report of this rank to the first rank."""
@@ -221,7 +221,7 @@ def report_of(
             tally=tally,
             # Texts are for the first rank's log; they are not sent.
             evaluation=results[slot] if cohort.team.size == 1 else without_texts(results[slot]),
-            saved=saved[slot],
+            checkpoint=saved[slot],
             steps=cohort.agents[slot].steps,
             dead_steps=cohort.agents[slot].dead_steps,
             rank_error=cohort.agents[slot].rank_error,

@@ -20,7 +20,7 @@ from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.stats import Stopwatch, Tally, reward_metrics
 from evo_grpo.population.turns import Turns, alone, take_turns
 from evo_grpo.record.observer import Observer
-from evo_grpo.record.records import RoundRecord, SavedAgent
+from evo_grpo.record.records import RoundRecord
 from evo_grpo.types import Score, Slot
 from evo_grpo.working import working
 
@@ -75,13 +75,13 @@ class RunWriter:
         not change the rows afterwards.
         """
 
-    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> SavedAgent:
-        """Save an agent after its evaluation; return its path and the digests of its files.
+    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> str | None:
+        """Save an agent after its evaluation; return the path of its checkpoint, if it has one.
 
         An agent that is evaluated again is saved again, with the same weights.
         """
         del cohort, round, slot
-        return SavedAgent()
+        return None
 
     def hand_over(self) -> CheckpointFiles:
         """Return the files of the checkpoints that this rank has saved since the last call."""

@@ -46,21 +46,6 @@ FORMAT = 4
 
 
 @dataclass(frozen=True)
-class SavedAgent:
-    """A checkpoint of an agent; all attributes are None if none was written.
-
-    Attributes:
-        path: Folder of the checkpoint, relative to the run folder if it lies in one.
-        adapter_sha256: SHA-256 of the actor's safetensors.
-        optimizer_sha256: SHA-256 of optimizer.safetensors, None if it was not saved.
-    """
-
-    path: str | None = None
-    adapter_sha256: str | None = None
-    optimizer_sha256: str | None = None
-
-
-@dataclass(frozen=True)
 class AgentRecord:
     """One agent in one round.
 
@@ -77,8 +62,8 @@ class AgentRecord:
         tokens: Tokens that the agent sampled in training in this round.
         wall_seconds: The round's wall time, divided among the agents by their share of tokens.
         checkpoint: Path relative to the run folder, or None.
-        adapter_sha256: SHA-256 of the actor's safetensors, or None.
-        optimizer_sha256: SHA-256 of optimizer.safetensors, None if it was not saved.
+        adapter_sha256: SHA-256 of the actor's safetensors, None before it is written.
+        optimizer_sha256: SHA-256 of optimizer.safetensors, None if it is not written.
         mutation: How the member was made.
         seed: Seed of the member's sampling stream in this round.
         reason: Why it failed, empty if `state` is "ok".

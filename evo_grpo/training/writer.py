@@ -1,9 +1,9 @@
 """Writes rounds into a run folder while the next round trains.
 
-The training thread copies an agent's tensors to the CPU, serialises them and computes the digests,
-so that the record contains them. One writer thread then writes everything in order: the metrics of
-each step, the files of a round, and its line in rounds.jsonl. A round is recorded once its line is
-written, so a crash loses at most the rounds that were not yet written. An error of the writer is
+The training thread copies an agent's tensors to the CPU. One writer thread then writes everything
+in order: the metrics of each step, the files of a round with their digests, and its line in
+rounds.jsonl. A round is recorded once its line is written, so a crash loses at most the rounds that
+were not yet written. An error of the writer is
 raised at the next call, or when the writer is closed. After an error nothing more is written,
 because later rounds would depend on a round that is not recorded.
 """
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, final
 from uuid import uuid4
 
-from evo_grpo.population.checkpoints.write import Snapshot, saved_agent, snapshot_again
+from evo_grpo.population.checkpoints.moments import OPTIMIZER
+from evo_grpo.population.checkpoints.write import ACTOR_WEIGHTS, Snapshot, snapshot_again
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.ranks.team import Team
 from evo_grpo.population.steps import CheckpointFiles, RunWriter
@@ -26,7 +27,7 @@ from evo_grpo.record.files import sync_into, to_lines, writing
 from evo_grpo.record.folder import round_name
 from evo_grpo.record.leaderboard import write_csv
 from evo_grpo.record.names import COMPLETIONS
-from evo_grpo.record.records import RoundRecord, SavedAgent
+from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.run_dir import Retention, RunDir, checkpoint_name
 from evo_grpo.record.steering import remove_requests
 from evo_grpo.types import Slot
@@ -69,12 +70,12 @@ class FolderWriter(RunWriter):
         if not any(raised):
             self._raise_errors()
 
-    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> SavedAgent:
-        """Copy one agent and compute its digests; `commit` writes its files."""
+    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> str:
+        """Copy one agent; `commit` writes its files."""
         path = checkpoint_name(round, slot)
         # Write only after all agents are copied: a second thread would slow down the copies.
         self._unwritten[path] = snapshot_again(cohort, slot, self._unwritten.get(path))
-        return saved_agent(path, self._unwritten[path].digests)
+        return path
 
     def receive(self, files: Sequence[CheckpointFiles]) -> None:
         """Receive the files of other ranks, after the earlier rounds are on disk.
@@ -157,7 +158,7 @@ class FolderWriter(RunWriter):
         name = f"{COMPLETIONS}/{round_name(record.round)}.jsonl"
         files |= self.folder.write(name, to_lines(samples))
         files |= self.folder.finish_metrics(record.round)
-        self.folder.append_round(replace(record, files=files))
+        self.folder.append_round(with_files(record, files))
         self._drop_requests(record)
         self.follow_up()
         _log.info("%s: round %d recorded", self.folder.path, record.round + 1)
@@ -204,12 +205,12 @@ class RankWriter(RunWriter):
         self._copies: dict[str, Snapshot] = {}
         self._new: set[str] = set()
 
-    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> SavedAgent:
-        """Copy one agent and compute its digests; see `RunWriter`."""
+    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> str | None:
+        """Copy one agent; see `RunWriter`."""
         path = checkpoint_name(round, slot)
         self._copies[path] = snapshot_again(cohort, slot, self._copies.get(path))
         self._new.add(path)
-        return SavedAgent() if self.idle else saved_agent(path, self._copies[path].digests)
+        return None if self.idle else path
 
     def hand_over(self) -> CheckpointFiles:
         """Write the checkpoints, or return them for the first rank to write."""
@@ -228,6 +229,19 @@ class RankWriter(RunWriter):
     def round_over(self) -> None:
         """Drop the copies; see `RunWriter`."""
         self._copies.clear()
+
+
+def with_files(record: RoundRecord, files: Mapping[str, str]) -> RoundRecord:
+    """Return a record with the SHA-256 of its files, by path, and of those of each agent."""
+    agents = tuple(
+        replace(
+            agent,
+            adapter_sha256=files.get(f"{agent.checkpoint}/{ACTOR_WEIGHTS}"),
+            optimizer_sha256=files.get(f"{agent.checkpoint}/{OPTIMIZER}"),
+        )
+        for agent in record.agents
+    )
+    return replace(record, agents=agents, files=files)
 
 
 def _written(folder: Path, name: str, agent: Snapshot) -> dict[str, str]:

@@ -12,7 +12,7 @@ from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.round import next_slots, play_round
 from evo_grpo.population.steps import RunWriter
 from evo_grpo.record.observer import Observer
-from evo_grpo.record.records import RoundRecord, SavedAgent
+from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.training.assemble import prepare
 from evo_grpo.training.writer import FolderWriter
@@ -33,7 +33,7 @@ class TimedWriter(RunWriter):
         self.writer = writer
         self.seconds = {"checkpoint": 0.0, "commit": 0.0}
 
-    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> SavedAgent:
+    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> str | None:
         """Save one agent, timed."""
         start = time.perf_counter()
         saved = self.writer.checkpoint(cohort, round, slot)

@@ -25,6 +25,7 @@ from device_counts import (
     kernel_counts,
     learn_layer_counts,
     rollout,
+    round_counts,
 )
 from torch import nn
 
@@ -94,6 +95,11 @@ def test_counts_of_a_rollout_without_its_steps():
 def test_counts_of_learn(agents):
     compared(counted_learn(agents).totals(), f"learn, {agents} agents")
     compared(counted_learn(agents, **KL).totals(), f"learn with a KL, 4 steps, {agents} agents")
+
+
+def test_counts_of_a_round():
+    """Four steps and an evaluation of eight agents, and the copies of their checkpoints."""
+    compared(round_counts(), "a round of 8 agents, 4 steps")
 
 
 @pytest.mark.parametrize("agents", [2, 32])

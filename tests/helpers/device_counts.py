@@ -5,6 +5,7 @@ import os
 from functools import partial
 from itertools import pairwise, zip_longest
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import kernel_reference
 import numpy as np
@@ -13,6 +14,8 @@ import rehearsal
 import tiny
 import torch
 from engine_contract import prompts_of
+from played_rounds import play
+from small_run import small
 from tiny_cohort import PLAIN, build_cohort, build_model, learn, make_rows
 
 from evo_grpo.model.forward.layout import RowLayout
@@ -26,6 +29,8 @@ from evo_grpo.rollout.native.engine import NativeEngine
 from evo_grpo.rollout.native.loop import DecodeLoop
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.settings import AgentSettings
+from evo_grpo.training.assemble import prepare
+from evo_grpo.training.writer import RankWriter
 
 TABLE = Path(__file__).parents[1] / "device" / "counts.json"
 ANEW = 'EVO_GRPO_WRITE_COUNTS=1 make test-device ARGS="-k counts_of -n 0"'
@@ -121,6 +126,21 @@ def counted_learn(agents, build=None, kernels="off", **changes):
     assert base.head_kernels == (kernels == "on")
     assert "kernels refused" not in base.derived
     return counts
+
+
+def round_counts():
+    """Waits and copies of a round of eight agents, whose checkpoints are copied, not written."""
+    with TemporaryDirectory() as folder:
+        config = small(
+            engine__device=rehearsal.NAME, engine__dtype="float32", population__size=8,
+            population__steps_per_round=4,
+        )  # fmt: skip
+        prepared, writer = prepare(config), RankWriter(Path(folder), shared=False)
+        past = []
+        for number in range(2):  # the first makes the moments of AdamW
+            with rehearsal.counting() as counts:
+                past.append(play(prepared, number, writer, past))
+    return {"syncs": counts.syncs.total(), "copies": counts.copies.total()}
 
 
 def learn_layer_counts(

@@ -14,7 +14,6 @@ from evo_grpo.population.looks import AgentReport
 from evo_grpo.population.plan import PlanInputs, next_round
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.stats import Tally
-from evo_grpo.record.records import SavedAgent
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.settings import EvolveConfig, FitnessConfig, PopulationConfig, RecordConfig
@@ -35,7 +34,7 @@ def settings(racing=0.0, rounds=3, **population):
     )
 
 
-def report(right, tokens=10, kl=0.0, saved=None, equal=0.0):
+def report(right, tokens=10, kl=0.0, checkpoint=None, equal=0.0):
     """An agent that answered so many prompts of the evaluation; None failed."""
     rewards = np.array([1.0] * (right or 0) + [0.0] * (PROMPTS - (right or 0)))
     score = summarise(rewards, range(PROMPTS))
@@ -44,7 +43,7 @@ def report(right, tokens=10, kl=0.0, saved=None, equal=0.0):
         score=None if right is None else score,
         tally=Tally(metrics=steps, tokens=tokens),
         evaluation=Evaluation(score, Experience((), rewards[:, None]), rewards, tokens=3),
-        saved=saved or SavedAgent(),
+        checkpoint=checkpoint,
         steps=4,
         dead_steps=0,
     )

@@ -8,7 +8,6 @@ import torch
 from evo_grpo.population.round import play_round
 from evo_grpo.population.steps import RunWriter
 from evo_grpo.record.observer import Observer
-from evo_grpo.record.records import SavedAgent
 
 
 class Memory(RunWriter):
@@ -17,6 +16,7 @@ class Memory(RunWriter):
     def __init__(self):
         self.steps = []
         self.checkpoints = []
+        self.saved = {}
         self.commits = []
         self.slots_at_commit = []
 
@@ -24,8 +24,8 @@ class Memory(RunWriter):
         self.checkpoints.append((round, slot))
         self.cohort = cohort
         # Digests of what the agent is now, not of its name: a swapped or late one shows.
-        weights = digest(adapters(cohort)[slot])
-        return SavedAgent(f"at/{slot}", weights, f"moments-{slot}-{weights}")
+        self.saved[f"at/{slot}"] = digest(adapters(cohort)[slot])
+        return f"at/{slot}"
 
     def step(self, round, step, rows):
         self.steps.append((round, step, [row["agent"] for row in rows]))

@@ -3,7 +3,6 @@
 Nothing here touches the global generator: two tests in another order see the same weights.
 """
 
-import hashlib
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -28,6 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.files import CONFIG, WEIGHTS, read_adapter
 from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.record.digests import sha256_of
 
 VOCABULARY = 40
 HIDDEN = 32
@@ -147,11 +147,9 @@ def population(model, ranks=(4, 4), tokenizer=None, name="tiny", **lora_changes)
 def save(slots, name, folder):
     """Write a slot as a PEFT folder; returns the SHA-256 of its weights."""
     copy = slots.snapshot(name)
-    contents = {WEIGHTS: copy.serialise(), CONFIG: copy.config_json()}
     folder.mkdir(parents=True, exist_ok=True)
-    for file, data in contents.items():
-        (folder / file).write_bytes(data)
-    return {file: hashlib.sha256(data).hexdigest() for file, data in contents.items()}
+    copy.write(folder)
+    return {file: sha256_of(folder / file) for file in (WEIGHTS, CONFIG)}
 
 
 def load(slots, name, folder):

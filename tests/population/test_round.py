@@ -76,8 +76,7 @@ def test_a_round_trains_evaluates_keeps_and_evolves():
         entry = record.agents[agent]
         assert entry.agent == agent
         assert entry.checkpoint == f"at/{agent}"
-        assert entry.adapter_sha256 == digest(trained[slot])
-        assert entry.optimizer_sha256 == f"moments-{agent}-{digest(trained[slot])}"
+        assert writer.saved[entry.checkpoint] == digest(trained[slot])
         assert entry.score.n == 6
         assert entry.metrics["updates"] <= 2 * 2
         # An equal share of 3 agents x 2 prompts x 4 completions x 2 steps, in whole groups.

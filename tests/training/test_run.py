@@ -27,7 +27,7 @@ from evo_grpo.errors import (
     RunFailedError,
 )
 from evo_grpo.model.lora.files import WEIGHTS
-from evo_grpo.population.checkpoints.write import saved_agent, snapshot_agent
+from evo_grpo.population.checkpoints.write import snapshot_agent
 from evo_grpo.population.evaluate import evaluate
 from evo_grpo.population.round import next_slots, play_round
 from evo_grpo.population.steps import RunWriter
@@ -39,6 +39,7 @@ from evo_grpo.record.run_dir import kept_checkpoints
 from evo_grpo.record.summary import read_summary
 from evo_grpo.training.assemble import prepare
 from evo_grpo.training.restoring import restore
+from evo_grpo.training.writer import with_files
 
 FILES = {
     "population.yaml",
@@ -174,8 +175,9 @@ def test_the_observer_gets_the_records_that_are_written(tmp_path):
     folder = run(small(population__rounds=2), out=tmp_path / "run", observer=Collecting())
     written = read_rounds(folder)
     assert all(record.files for record in written)
-    assert seen == [replace(record, files={}) for record in written]
-    for agent in (agent for record in seen for agent in record.agents):
+    # The digests are known once the files are written.
+    assert seen == [with_files(record, {}) for record in written]
+    for agent in (agent for record in written for agent in record.agents):
         checkpoint = folder / agent.checkpoint
         for file, digest in (
             ("actor/adapter_model.safetensors", agent.adapter_sha256),
@@ -314,11 +316,11 @@ class CheckpointsAlone(RunWriter):
         name = f"round-{round}-agent-{slot}"
         files = snapshot_agent(cohort, slot).write(self.folder / name)
         self.files |= {f"{name}/{file}": digest for file, digest in files.items()}
-        return saved_agent(name, files)
+        return name
 
     def recorded(self, rounds):
         """The rounds as a run folder records them."""
-        return [replace(record, files=self.files) for record in rounds]
+        return [with_files(record, self.files) for record in rounds]
 
 
 @pytest.mark.slow

@@ -22,14 +22,13 @@ from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.select.none import NoSelection
-from evo_grpo.population.checkpoints.write import save_agent, saved_agent
+from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.round import next_slots, play_round
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.stats import Tally
 from evo_grpo.population.steps import RunWriter
 from evo_grpo.record.observer import Observer
-from evo_grpo.record.records import SavedAgent
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.schema.validation import check_folder, whole
 from evo_grpo.seeding import derive
@@ -164,14 +163,15 @@ class Checkpoints(RunWriter):
     budget: Budget
     saved: int = 0
 
-    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> SavedAgent:
+    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> str | None:
         """Write an agent if a checkpoint is due; see `RunWriter`."""
         del round
         taken = self.budget.taken
         if self.folder is None or taken // self.every <= self.saved // self.every:
-            return SavedAgent()
+            return None
         path = self.folder / f"step-{taken:06d}" / f"agent-{slot:02d}"
-        return saved_agent(str(path), save_agent(cohort, slot, path))
+        save_agent(cohort, slot, path)
+        return str(path)
 
     def round_over(self) -> None:
         """Store the step of the last checkpoint; see `RunWriter`."""

@@ -1,4 +1,4 @@
-"""Arrays of the host as tensors of a device, in one copy."""
+"""Arrays of the host as tensors of a device, and tensors as copies on the host, in one copy."""
 
 from __future__ import annotations
 
@@ -27,3 +27,20 @@ def send(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tenso
         (part.int().view(torch.float32) if is_float else part).view(array.shape)
         for part, array, is_float in zip(sent, arrays, floats, strict=True)
     ]
+
+
+def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of tensors on the CPU, which share one buffer for each device and dtype.
+
+    The host waits once for each buffer, not for each of the hundreds of tensors of an adapter.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        alike.setdefault((tensor.device, tensor.dtype), []).append(place)
+    found: dict[int, Tensor] = {}
+    for places in alike.values():
+        own = [tensors[place].detach() for place in places]
+        buffer = torch.cat([tensor.reshape(-1) for tensor in own]).cpu()
+        parts = buffer.split([tensor.numel() for tensor in own])
+        found |= {i: p.view(t.shape) for i, p, t in zip(places, parts, own, strict=True)}
+    return [found[place] for place in range(len(tensors))]

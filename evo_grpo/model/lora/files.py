@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from peft import LoraConfig
 from safetensors import SafetensorError
-from safetensors.numpy import save as save_arrays
-from safetensors.torch import load_file, save
+from safetensors.numpy import save_file as save_arrays
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from evo_grpo.errors import CheckpointError
@@ -27,9 +27,10 @@ class AdapterCopy:
     state: dict[str, Tensor]
     config: LoraConfig
 
-    def serialise(self) -> bytes:
-        """Return the contents of adapter_model.safetensors."""
-        return serialise(self.state, {"format": "pt"})
+    def write(self, folder: Path) -> None:
+        """Write both files into a folder that exists."""
+        write_tensors(self.state, folder / WEIGHTS, {"format": "pt"})
+        (folder / CONFIG).write_bytes(self.config_json())
 
     def config_json(self) -> bytes:
         """Return the contents of adapter_config.json, as PEFT writes it."""
@@ -39,16 +40,19 @@ class AdapterCopy:
         return json.dumps(plain, indent=2, sort_keys=True).encode()
 
 
-def serialise(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
-    """Return tensors on the CPU as the bytes of a safetensors file.
+def write_tensors(
+    tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Write tensors on the CPU as a safetensors file, with the bytes of `safetensors.torch`.
 
-    The bytes are those of `safetensors.torch.save`. By way of numpy an adapter's many small tensors
-    take a third of the time; numpy has no bfloat16, so those go by way of torch.
+    By way of numpy, the file is written from where the tensors are, and other threads go on; the
+    bytes of a whole file would be made first, while they wait. numpy has no bfloat16.
     """
     if any(tensor.dtype == torch.bfloat16 for tensor in tensors.values()):
-        return save(dict(tensors), metadata)
+        save_file(dict(tensors), file, metadata)
+        return
     arrays = {name: tensor.detach().numpy() for name, tensor in tensors.items()}
-    return save_arrays(arrays, metadata)
+    save_arrays(arrays, file, metadata)
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from evo_grpo.errors import ConfigError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import INPUT_KIND, lora_layers
+from evo_grpo.model.forward.sending import fetch
 from evo_grpo.model.lora.configs import (
     adapted_modules,
     check_lora_config,
@@ -331,10 +332,8 @@ class AdapterSlots:
     def state(self, name: str) -> dict[str, Tensor]:
         """Return detached CPU copies of a slot's tensors, by PEFT's file keys."""
         # Same as get_peft_model_state_dict, without a pass over the whole model per slot.
-        return {
-            key: value.detach().to("cpu", copy=True).contiguous()
-            for key, value in self._params[self._known(name)].items()
-        }
+        own = self._params[self._known(name)]
+        return dict(zip(own, fetch(list(own.values())), strict=True))
 
     def snapshot(self, name: str) -> AdapterCopy:
         """Return a CPU copy of a slot with its configuration, to be written later."""

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from evo_grpo.errors import CheckpointError
+from evo_grpo.model.forward.sending import fetch
 from evo_grpo.model.lora.load import AdapterPlan, padded
 
 OPTIMIZER = "optimizer.safetensors"
@@ -25,12 +26,13 @@ def copy_moments(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> dict
     """
     named = list(names)
     state = optimizer.state_dict()["state"]
-    return {
-        f"{named[index]}.{name}": value.detach().to("cpu", copy=True).contiguous()
+    moments = {
+        f"{named[index]}.{name}": value
         for index, values in state.items()
         for name, value in values.items()
         if isinstance(value, torch.Tensor)
     }
+    return dict(zip(moments, fetch(list(moments.values())), strict=True))
 
 
 def read_moments(folder: Path, plan: AdapterPlan) -> dict[int, dict[str, torch.Tensor]]:

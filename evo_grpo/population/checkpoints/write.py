@@ -13,23 +13,21 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from evo_grpo.model.digest import base_digest
-from evo_grpo.model.lora.files import CONFIG, WEIGHTS, AdapterCopy, serialise
+from evo_grpo.model.lora.files import CONFIG, WEIGHTS, AdapterCopy, write_tensors
 from evo_grpo.population.checkpoints.manifest import ATTRIBUTES, FORMAT
 from evo_grpo.population.checkpoints.moments import OPTIMIZER, copy_moments
 from evo_grpo.population.cohort.cohort import Cohort
-from evo_grpo.record.records import SavedAgent
 from evo_grpo.types import Score
 
-_ACTOR_WEIGHTS = f"actor/{WEIGHTS}"
+ACTOR_WEIGHTS = f"actor/{WEIGHTS}"
 
 
 @dataclass(frozen=True)
@@ -49,23 +47,9 @@ class Snapshot:
     attributes: dict[str, Any]
 
     def with_history(self, history: Sequence[Score]) -> Snapshot:
-        """Return a copy with another history; tensors and digests are shared."""
+        """Return a copy with another history, which shares the tensors."""
         attributes = {**self.attributes, "history": [asdict(score) for score in history]}
-        again = replace(self, attributes=attributes)
-        # The cached properties depend only on the tensors, so the copy shares them.
-        vars(again).update(tensors=self.tensors, digests=self.digests)
-        return again
-
-    @cached_property
-    def tensors(self) -> dict[str, bytes]:
-        """Contents of the actor's safetensors and, unless omitted, of optimizer.safetensors."""
-        moments = {OPTIMIZER: serialise(self.optimizer)} if self.optimizer else {}
-        return {_ACTOR_WEIGHTS: self.actor.serialise(), **moments}
-
-    @cached_property
-    def digests(self) -> dict[str, str]:
-        """SHA-256 of each file of `tensors`, computed before anything is written."""
-        return {name: _sha256(data) for name, data in self.tensors.items()}
+        return replace(self, attributes=attributes)
 
     def write(self, path: str | Path) -> dict[str, str]:
         """Write the files, and replace those of an earlier checkpoint in the folder.
@@ -73,33 +57,32 @@ class Snapshot:
         Returns:
             The SHA-256 of each file, by its path in the folder.
         """
-        contents = {**self.tensors, f"actor/{CONFIG}": self.actor.config_json()}
-        if self.reference is not None:
-            contents[f"reference/{WEIGHTS}"] = self.reference.serialise()
-            contents[f"reference/{CONFIG}"] = self.reference.config_json()
-        files = {name: self.digests.get(name) or _sha256(data) for name, data in contents.items()}
-        # Serialise before any file is written: a value that JSON cannot represent is an error.
-        attributes = {**self.attributes, "files": dict(sorted(files.items()))}
-        vouching = json.dumps(attributes, indent=1).encode() + b"\n"
+        # A value that JSON cannot represent is an error before any file is written.
+        json.dumps(self.attributes)
         folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
         for part in ("reference", "base"):
             shutil.rmtree(folder / part, ignore_errors=True)
         (folder / OPTIMIZER).unlink(missing_ok=True)
-        for name, data in contents.items():
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_bytes(data)
-        (folder / ATTRIBUTES).write_bytes(vouching)  # last: it has the digests of the others
-        return {**files, ATTRIBUTES: _sha256(vouching)}
+        adapters = {"actor": self.actor, "reference": self.reference}
+        names: list[str] = []
+        for name, adapter in adapters.items():
+            if adapter is not None:
+                (folder / name).mkdir(parents=True, exist_ok=True)
+                adapter.write(folder / name)
+                names += f"{name}/{WEIGHTS}", f"{name}/{CONFIG}"
+        if self.optimizer:
+            write_tensors(self.optimizer, folder / OPTIMIZER)
+            names.append(OPTIMIZER)
+        files = {name: _sha256(folder / name) for name in sorted(names)}
+        attributes = json.dumps({**self.attributes, "files": files}, indent=1)
+        # Last: it has the digests of the others.
+        (folder / ATTRIBUTES).write_text(f"{attributes}\n", encoding="utf-8")
+        return {**files, ATTRIBUTES: _sha256(folder / ATTRIBUTES)}
 
 
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def saved_agent(path: str, digests: Mapping[str, str]) -> SavedAgent:
-    """Return the entry of a checkpoint in records: its path and the digests of its `Snapshot`."""
-    return SavedAgent(path, digests[_ACTOR_WEIGHTS], digests.get(OPTIMIZER))
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def save_agent(

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from safetensors.torch import save
+
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.digest import base_digest, tokenizer_digest
@@ -88,7 +90,7 @@ def check_same_base(team: Team, base: SharedBase, start: AdapterCopy | None) -> 
     """Refuse ranks with different bases or start adapters; all ranks call this before dividing."""
     if team.size == 1:
         return
-    adapter = None if start is None else hashlib.sha256(start.serialise() + start.config_json())
+    adapter = None if start is None else hashlib.sha256(save(start.state) + start.config_json())
     mine = {
         "weights": base_digest(base),
         "tokenizer": tokenizer_digest(base),

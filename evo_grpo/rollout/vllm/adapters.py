@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from evo_grpo.model.lora.files import CONFIG, WEIGHTS, serialise
+from evo_grpo.model.lora.files import CONFIG, WEIGHTS, write_tensors
 from evo_grpo.model.lora.slots import AdapterSlots
 
 _IDS = count(1)
@@ -85,7 +85,7 @@ class PublishedAdapters:
         finite = all(bool(value.isfinite().all()) for value in state.values())
         if finite:
             folder.mkdir(parents=True)
-            (folder / WEIGHTS).write_bytes(serialise(state, {"format": "pt"}))
+            write_tensors(state, folder / WEIGHTS, {"format": "pt"})
             (folder / CONFIG).write_text(json.dumps(_config(self._slots, name), sort_keys=True))
         return Published(version, number, folder, finite)
 

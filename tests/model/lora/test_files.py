@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save
 
-from evo_grpo.model.lora.files import AdapterCopy, read_adapter, serialise
+from evo_grpo.model.lora.files import AdapterCopy, read_adapter, write_tensors
 
 
 def tensors(dtype):
@@ -21,15 +21,15 @@ def tensors(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
-def test_the_bytes_are_those_of_safetensors(dtype, metadata):
-    assert serialise(tensors(dtype), metadata) == save(tensors(dtype), metadata)
+def test_the_bytes_are_those_of_safetensors(dtype, metadata, tmp_path):
+    write_tensors(tensors(dtype), tmp_path / "file", metadata)
+    assert (tmp_path / "file").read_bytes() == save(tensors(dtype), metadata)
 
 
 def test_the_tensors_come_back(tmp_path):
     copy = AdapterCopy(tensors(torch.float32), LoraConfig(r=2))
     file = tmp_path / "adapter_model.safetensors"
-    file.write_bytes(copy.serialise())
-    (tmp_path / "adapter_config.json").write_bytes(copy.config_json())
+    copy.write(tmp_path)
     for read in (load_file(file), read_adapter(tmp_path)):
         assert all(torch.equal(read[name], value) for name, value in copy.state.items())
 
