@@ -133,6 +133,10 @@ def from_pretrained(
             if with_tokenizer
             else None
         )
+    if source.gguf_file:
+        # The weights are floats now, but a saved model would have the quantisation of the file.
+        model.hf_quantizer = None
+        vars(model.config).pop("quantization_config", None)
     if missing := sorted(report["missing_keys"]):
         # transformers fills missing weights with random numbers, which only its log reports.
         raise ModelError(

@@ -149,6 +149,14 @@ class TestGguf:
             got = base.logits(base.hidden(input_ids))
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
+    def test_a_saved_copy_is_a_model_of_floats(self, tmp_path):
+        """vLLM refuses a folder that names the quantisation of the file."""
+        write_gguf(tiny.llama(tie_word_embeddings=True), tmp_path / "tiny.gguf")
+        base = SharedBase.load(str(tmp_path / "tiny.gguf"), device="cpu", tokenizer=object())
+        base.tokenizer = None
+        base.save(tmp_path / "saved")
+        assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text()
+
     def test_no_progress_bar_gets_into_a_log(self, tmp_path, capfd):
         write_gguf(tiny.llama(tie_word_embeddings=True), tmp_path / "tiny.gguf")
         capfd.readouterr()
