@@ -16,12 +16,8 @@ from importlib import metadata
 
 from evo_grpo.errors import ModelError
 from evo_grpo.sources import PACKAGED, embedded_models, fetched, installed
-from evo_grpo.training.sizing.machine import (
-    format_bytes,
-    machine_memory,
-    torch_build,
-    unseen_gpus,
-)
+from evo_grpo.training.sizing.cards import torch_build, unseen_gpus
+from evo_grpo.training.sizing.machine import format_bytes, machine_memory
 
 NAME = "evo-grpo"
 FOR_CONTRIBUTORS = ("browser", "dev", "docs", "test")

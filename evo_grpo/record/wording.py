@@ -70,3 +70,11 @@ def changes_text(changes: Mapping[str, tuple[Value, Value]], arrow: str = " -> "
         f"{short_name(name)} {shown_value(old)}{arrow}{shown_value(new)}"
         for name, (old, new) in changes.items()
     )
+
+
+def in_words(seconds: float) -> str:
+    """Return a duration: 26 s, 14 min, 2.9 h."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"

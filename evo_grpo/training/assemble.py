@@ -55,7 +55,7 @@ from evo_grpo.settings.cross_checks import (
     fitness_problems,
     objective_problems,
 )
-from evo_grpo.training.sizing.machine import torch_build, unseen_gpus
+from evo_grpo.training.sizing.cards import torch_build, unseen_gpus
 from evo_grpo.training.start_adapter import lora_config, read_start
 from evo_grpo.training.strategies import check_columns, check_explorer, explorer, selector
 from evo_grpo.types import Slot

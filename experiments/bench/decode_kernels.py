@@ -33,8 +33,8 @@ sys.path.append(str(ROOT / "tests" / "helpers"))
 import kernel_reference as reference  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
-from jobs import EMBEDDED, Job, Work, population  # noqa: E402
-from shapes import CARDS, LARGE, LARGEST  # noqa: E402
+from jobs import EMBEDDED, EXPECTED, Job, Work, counted, population  # noqa: E402
+from shapes import LARGE, LARGEST  # noqa: E402
 from torch import Tensor  # noqa: E402
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
@@ -526,40 +526,13 @@ def profiled(own: Parts) -> None:
 
 # --- What a step should take.
 
-#: Milliseconds that a captured kernel takes beside its bytes and FLOPs.
-LAUNCH = 0.0035
-
-
-def expected(shape: str, rows: int, card: str, rank: int = 8, columns: int = 128) -> float:
-    """Return the milliseconds of a step, in bf16: launches, and bytes or FLOPs of each part."""
-    s, peak = SHAPES[shape], Peak(*CARDS[card])
-    hidden, inner, layers = s["hidden_size"], s["intermediate_size"], s["num_hidden_layers"]
-    size = hidden // s["num_attention_heads"]
-    kv, vocabulary = s["num_key_value_heads"] * size, s["vocab_size"]
-
-    def product(inside: int, out: int, parts: int) -> float:
-        width = out + parts * rank * AGENTS
-        moved = inside * width + rows * (inside + width) + AGENTS * rank * out
-        return LAUNCH + peak.least(2.0 * rows * inside * width, 2.0 * moved)
-
-    def other(numbers: float) -> float:
-        return LAUNCH + peak.least(0, 2.0 * numbers)
-
-    layer = (
-        product(hidden, hidden + 2 * kv, 3) + product(hidden, hidden, 1)
-        + product(hidden, 2 * inner, 2) + product(inner, hidden, 1)
-        + other(rows * 2 * (hidden + 2 * kv)) + other(rows * (2 * kv * columns + 2 * hidden))
-        + 2 * other(rows * 4 * hidden) + other(rows * 3 * inner)
-    )  # fmt: skip
-    head = LAUNCH + peak.least(2.0 * rows * hidden * vocabulary, 2.0 * vocabulary * (hidden + rows))
-    return layers * layer + head + 2 * other(rows * vocabulary) + 3 * LAUNCH
-
 
 def tell_expected() -> None:
     """Print what a step should take on some cards."""
     for shape in ("0.5B", "3B", "7B"):
         for rows in (64, 256, 1024):
-            say(f"{shape}, {rows} rows, ms", **{c: expected(shape, rows, c) for c in CARDS})
+            found = {card: 1e3 * counted(shape, card).step(rows, 128) for card in EXPECTED}
+            say(f"{shape}, {rows} rows, ms", **found)
 
 
 # --- All of it.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig
-from shapes import BETA, COMMON, EMBEDDED, FAMILIES, LARGE, LORA, LR, QUESTIONS, SHAPES
+from shapes import BETA, COMMON, EMBEDDED, FAMILIES, LARGE, LARGEST, LORA, LR, QUESTIONS, SHAPES
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,6 +27,9 @@ from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.settings import AgentSettings
+from evo_grpo.training.sizing.cards import CARDS
+from evo_grpo.training.sizing.duration import Counted
+from evo_grpo.training.sizing.model_size import from_config
 from evo_grpo.types import CompletionGroup, Prompt
 
 #: What all agents train with: a small step, a KL term, one epoch, plain sampling.
@@ -34,6 +37,10 @@ HPARAMS = Hparams(
     lr=LR, beta=BETA, clip_coef=0.2, group_size=8, temperature=1.0, top_p=1.0, top_k=0,
     max_grad_norm=1.0, update_epochs=1, batch_size=None,
 )  # fmt: skip
+
+
+#: Cards for which costs are counted, by the table of `evo_grpo.training.sizing.cards`.
+EXPECTED = ("h200", "a100-80gb", "rtx-4090", "l4")
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,13 @@ def family_base(family: str, shape: str) -> SharedBase:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).eval()
     return SharedBase(model, AutoTokenizer.from_pretrained(EMBEDDED), f"{family} {shape}")
+
+
+def counted(shape: str, card: str, agents: int = 8, rank: int = 8) -> Counted:
+    """Return what counts the seconds of agents of a Qwen2 shape on a card."""
+    size = from_config(shape, {"model_type": "qwen2", **{**LARGE, **LARGEST}[shape]})
+    assert size.shape is not None
+    return Counted(size.shape, CARDS[card], agents, rank)
 
 
 def too_large(shape: str, copies: int) -> str | None:

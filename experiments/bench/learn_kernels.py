@@ -21,8 +21,8 @@ THREADS = quiet()
 
 import torch  # noqa: E402 -- after the threads are fixed, as what follows
 from gpu import AGENTS, Place, build  # noqa: E402
-from jobs import Job, Work, population  # noqa: E402
-from shapes import CARDS, LARGE, LARGEST  # noqa: E402
+from jobs import EXPECTED, Job, Work, counted, population  # noqa: E402
+from shapes import LARGE, LARGEST  # noqa: E402
 
 from evo_grpo.model.llama.cuda.choice import serves_head  # noqa: E402
 from evo_grpo.settings.engines.memory import Shape  # noqa: E402
@@ -33,17 +33,13 @@ SHAPES = {**LARGE, **LARGEST}
 #: Prompts of an agent, completions of a prompt, tokens of each.
 WORKS = {"256 x 128": Work(4, 8, 128, 64), "64 x 1,024": Work(1, 8, 1024, 64)}
 RANK, PEAK = 8, 989e12
-#: What a pass reads and writes moves at the rate of a copy, measured on the H200.
-RATES = {**CARDS, "H200": (CARDS["H200"][0], 3.98e9)}
-#: Milliseconds that a kernel takes beside its bytes and FLOPs.
-LAUNCH = 0.0035
 
 
 class Count:
     """Tokens, FLOPs and numbers of a learn call."""
 
     def __init__(self, shape: str, work: Work) -> None:
-        s = SHAPES[shape]
+        self.shape, s = shape, SHAPES[shape]
         self.hidden, self.inner = s["hidden_size"], s["intermediate_size"]
         self.layers, self.vocabulary = s["num_hidden_layers"], s["vocab_size"]
         self.heads = s["num_attention_heads"]
@@ -82,33 +78,9 @@ class Count:
         return saved_bytes(shape, work, batch, 2, "cuda") / batch.tokens
 
     def expected(self, card: str) -> float:
-        """Return the milliseconds on a card: launches, and bytes or FLOPs of each."""
-        flops, moved = RATES[card]
-        tokens, hidden, inner = self.tokens, self.hidden, self.inner
-
-        def kernel(work: float, numbers: float, launches: int = 1) -> float:
-            return launches * LAUNCH + max(work / flops, 2.0 * numbers / moved)
-
-        total = 0.0
-        for inside, out, rank in self.linears:
-            both, low = inside + out, 2.0 * tokens * rank
-            total += 2 * kernel(2.0 * tokens * inside * out, tokens * both + inside * out)
-            total += kernel(low * inside, tokens * inside) + kernel(low * out, 2 * tokens * out)
-            total += kernel(low * out, tokens * out) + kernel(low * inside, 2 * tokens * inside)
-            total += kernel(low * both, tokens * both)
-        qkv = hidden + 2 * self.kv
-        rest, prompt = self.work.tokens, self.work.prompt_tokens
-        pairs = self.prefixes * prompt**2 / 2 + self.rows * (rest**2 / 2 + rest * prompt)
-        attended = 4.0 * pairs * hidden
-        # Flash kernels reach about half of the peak, and their backward has products for five.
-        total += kernel(2 * attended, 2 * tokens * qkv, 2) + kernel(0, 3 * self.rests * hidden)
-        total += kernel(5 * attended, 8 * tokens * qkv, 10)
-        total += 2 * kernel(0, 2.5 * tokens * qkv)
-        total += 4 * kernel(0, 4 * tokens * hidden)
-        total += kernel(0, 3 * tokens * inner) + kernel(0, 6 * tokens * inner)
-        drawn, words = self.rows * rest, self.vocabulary
-        head = 2 * kernel(2.0 * drawn * hidden * words, drawn * words)
-        return self.layers * total + head + kernel(0, 3 * drawn * words)
+        """Return the milliseconds on a card, by launches, bytes and FLOPs."""
+        work, found = self.work, counted(self.shape, card)
+        return 1e3 * found.learn(self.rows, self.prefixes, work.prompt_tokens, work.tokens)
 
 
 def tell_expected(report: Report) -> None:
@@ -116,8 +88,8 @@ def tell_expected(report: Report) -> None:
     for shape in SHAPES:
         for name, work in WORKS.items():
             count = Count(shape, work)
-            times = {card: count.expected(card) for card in CARDS}
-            share = count.needed / PEAK / times["H200"] * 1e3
+            times = {card: count.expected(card) for card in EXPECTED}
+            share = count.needed / PEAK / times["h200"] * 1e3
             report.add("Expected learn call, ms", shape=shape, rows=name, **times, share=share)
             print(shape, name, times, f"share on the H200 {share:.1%}", flush=True)
         before, after = (count.kept(kernels=kernels) for kernels in (False, True))
@@ -158,7 +130,7 @@ def measure(report: Report, shape: str, place: Place, repeats: int = 5) -> None:
         if shape in SHAPES:
             count = Count(shape, work)
             values["share"] = count.needed / PEAK / times["auto"]
-            values["expected"] = count.expected("H200") / 1e3
+            values["expected"] = count.expected("h200") / 1e3
             aim = 0.3 if shape == "0.5B" else 0.4
             report.at_least(f"learn, share of 989 TFLOP/s, {shape}, {name}", values["share"], aim)
         report.add(f"Learn by kernels and by torch, {shape}", **values)

@@ -43,12 +43,6 @@ LARGEST: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-#: FLOPs in bf16 and bytes read in a millisecond: measured on the H200, else 4/5 of the data sheet.
-CARDS = {
-    "H200": (785e9, 2.7e9), "A100 80GB": (250e9, 1.63e9), "RTX 4090": (132e9, 0.81e9),
-    "L4": (97e9, 0.24e9),
-}  # fmt: skip
-
 #: Configurations of released models, without what decides no size.
 RELEASED: dict[str, dict[str, Any]] = {
     "Qwen3-4B": {

@@ -28,6 +28,7 @@ from evo_grpo.evolve.select.rank import rank
 from evo_grpo.learn.rows import AgentBatch
 from evo_grpo.settings import DoubtfulSetting
 from evo_grpo.training.environments import environment_for
+from evo_grpo.training.sizing.cards import Gpu
 from evo_grpo.types import Score
 
 TINY = {
@@ -77,7 +78,9 @@ def test_learning_from_no_token_is_refused():
 
 
 def test_a_gpu_that_torch_does_not_see_is_warned_of_where_the_cpu_is_taken(monkeypatch):
-    monkeypatch.setattr("evo_grpo.training.sizing.machine.cuda_devices", lambda: [24 << 30])
+    monkeypatch.setattr(
+        "evo_grpo.training.sizing.cards.cuda_devices", lambda: [Gpu("card", 24 << 30)]
+    )
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.warns(DoubtfulSetting, match=r"nvidia-smi lists a GPU.*sees none.*CPU computes"):
         make(size=1, device="auto")

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from evo_grpo.cli import doctor
 from evo_grpo.cli.commands import app
-from evo_grpo.training.sizing import machine
+from evo_grpo.training.sizing import cards
+from evo_grpo.training.sizing.cards import Gpu
 
 
 def said(*arguments):
@@ -21,7 +22,7 @@ def said(*arguments):
 
 
 def test_versions_devices_memory_and_extras(monkeypatch):
-    monkeypatch.setattr(machine, "cuda_devices", list)
+    monkeypatch.setattr(cards, "cuda_devices", list)
     document = json.loads(said("--json"))
     own = document["installation"]
     assert own["torch"].startswith(f"{torch.__version__}, built for ")
@@ -35,7 +36,7 @@ def test_versions_devices_memory_and_extras(monkeypatch):
 
 
 def test_no_path_and_no_secret_is_shown(monkeypatch):
-    monkeypatch.setattr(machine, "cuda_devices", list)
+    monkeypatch.setattr(cards, "cuda_devices", list)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("HF_HOME", "/home/somebody/models")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -47,7 +48,7 @@ def test_no_path_and_no_secret_is_shown(monkeypatch):
 
 
 def test_a_gpu_that_torch_does_not_see_is_warned_of(monkeypatch):
-    monkeypatch.setattr(machine, "cuda_devices", lambda: [24 << 30])
+    monkeypatch.setattr(cards, "cuda_devices", lambda: [Gpu("card", 24 << 30)])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "warning: nvidia-smi lists a GPU, and torch, built for CPUs, sees none" in said()
@@ -62,7 +63,7 @@ def test_a_version_that_is_too_old_is_found(monkeypatch, found, is_old):
     one = doctor.Requirement("torch", "2.13", "", found)
     assert one.is_old == is_old
     monkeypatch.setattr(doctor, "requirements", lambda: iter([one]))
-    monkeypatch.setattr(machine, "cuda_devices", list)
+    monkeypatch.setattr(cards, "cuda_devices", list)
     assert ("torch 2.12.1+cpu is below 2.13" in said()) == is_old
     assert ("torch is missing: pip install" in said()) == (found is None)
 

@@ -94,7 +94,7 @@ def check(
     from evo_grpo.places import looking_in
     from evo_grpo.readers.terminal.console import show, standard_output
     from evo_grpo.record.code import beside
-    from evo_grpo.training.sizing.machine import parse_gpu
+    from evo_grpo.training.sizing.cards import parse_gpu
 
     card = None if gpu is None else parse_gpu(gpu)
     with looking_in(beside(file)):

@@ -18,14 +18,15 @@ from evo_grpo.settings.evaluations import count_evaluations
 from evo_grpo.settings.storage import check_driver
 from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.training.shortages import few_prompts, shortages
+from evo_grpo.training.sizing.cards import Gpu
 from evo_grpo.training.sizing.chat_template import chat_template_of, has_chat_template
+from evo_grpo.training.sizing.duration import Duration, duration_of
 from evo_grpo.training.sizing.hub_files import fetch_small_files
 from evo_grpo.training.sizing.machine import (
     FEW_ROWS,
     FEW_TOKENS,
     LIMITS,
     Fit,
-    Gpu,
     Setup,
     dtypes,
     fit_of,
@@ -109,6 +110,23 @@ class Plan(NamedTuple):
         """Most tokens of the whole run, in training and evaluation."""
         training = self.config.population.rounds * self.tokens_per_round
         return training + sum(self.evaluation_tokens) + self.final_tokens + self.test_tokens
+
+    @property
+    def duration(self) -> Duration | None:
+        """The time of the run on the GPU that it was planned for; None if it is not counted."""
+        tokens = (*self.evaluation_tokens, self.final_tokens, self.test_tokens)
+        return (
+            None
+            if self.fit is None
+            else duration_of(
+                self.config,
+                self.fit,
+                prompt=0 if self.prompts is None else self.prompts.most,
+                turns=self.turns,
+                rows=self.rows_per_step,
+                evaluated=[count / (self.turns * self.max_output_tokens) for count in tokens],
+            )
+        )
 
     @property
     def bytes_per_agent(self) -> int | None:
@@ -418,5 +436,6 @@ def plan_document(plan: Plan, source: str) -> dict[str, Any]:
             "chosen": dict(fit.chosen),
             "proposal": fit.proposal and dict(fit.proposal.changes),
         },
+        "seconds": plan.duration and plan.duration._asdict(),
         "warnings": list(plan.warnings),
     }

@@ -24,7 +24,7 @@ from evo_grpo.record.names import (
     SUMMARY,
 )
 from evo_grpo.record.stopping import rules_in_words
-from evo_grpo.record.wording import count, listed
+from evo_grpo.record.wording import count, in_words, listed
 from evo_grpo.schema.hparams import DRAWN_AT_START
 from evo_grpo.schema.shown import shown_value
 from evo_grpo.settings.learning_rate import usual_lr
@@ -97,6 +97,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "base model", _base(plan)
     yield "an agent", _agent(plan)
     yield from _memory(plan)
+    yield from _time(plan)
     yield from _files(plan)
 
 
@@ -325,6 +326,17 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "", f"{verdict} the {format_bytes(fit.setup.capacity)} of {fit.setup.place}"
     if fit.chosen:
         yield "", f"chosen: {', '.join(f'{name} {value:,}' for name, value in fit.chosen.items())}"
+
+
+def _time(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield the time of the run on a GPU, and where its rates come from."""
+    if (time := plan.duration) is None:
+        return
+    phases = (("generate", time.generate), ("learn", time.learn), ("evaluate", time.evaluate))
+    parts = ", ".join(f"{name} {in_words(seconds)}" for name, seconds in phases)
+    yield "time", f"about {in_words(time.total)} without rewards: {parts}"
+    rates = f"rates measured on this card, {time.measured}" if time.measured else "its data sheet"
+    yield "", f"counted from {rates}; completions as long as they may be"
 
 
 def _files(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,7 @@ from evo_grpo.printable import shorten
 from evo_grpo.readers.report.page.build import Table, text
 from evo_grpo.readers.terminal.result import cell, columns, redundant, scores
 from evo_grpo.record.view import Run, RunView, view_of
-from evo_grpo.record.wording import count, measured_on, number, with_error
+from evo_grpo.record.wording import count, in_words, measured_on, number, with_error
 from evo_grpo.schema.shown import short_name
 
 COMPLETIONS = 2000
@@ -138,7 +138,7 @@ def headline(view: RunView) -> list[tuple[str, str, str]]:
     cards += [
         ("rounds", f"{len(view.rounds)} of {view.planned}", count(view.agents, "agent")),
         ("tokens", f"{view.tokens:,}", "sampled in training"),
-        ("time", _duration(view.seconds), "in rounds"),
+        ("time", in_words(view.seconds), "in rounds"),
     ]
     return cards
 
@@ -148,13 +148,6 @@ def _gain(summary: Mapping[str, Any]) -> str:
         return "-"
     error = summary["gain_se"]
     return f"{summary['gain']:+.3f}" + ("" if error is None else f" ± {number(error)}")
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = seconds / 60
-    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
 def as_html(run: Run, title: str) -> str:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -15,10 +12,10 @@ from typing import Any, NamedTuple
 
 from evo_grpo.errors import ConfigError, EvoGrpoError
 from evo_grpo.schema.hparams import LORA
-from evo_grpo.schema.problems import nearest
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.cross_checks import LEAST_PARTS
 from evo_grpo.settings.engine import DECODE_ROWS
+from evo_grpo.training.sizing.cards import Gpu, cuda_devices
 from evo_grpo.training.sizing.memory import (
     Device,
     MemoryPlan,
@@ -50,34 +47,6 @@ _SHARDS = 4
 _FEW_RANKS, _FEW_AGENTS = 8, 4
 _STEPS = sorted({2**n for n in range(17)} | {3 * 2**n for n in range(15)})
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-#: GiB that CUDA reports on a card, rounded down; where error correction takes a part, without it.
-GPUS = {
-    "t4": 14.5,
-    "v100-16gb": 15.7,
-    "v100-32gb": 31.7,
-    "rtx-3060": 11.6,
-    "rtx-3090": 23.6,
-    "rtx-4070": 11.6,
-    "rtx-4080": 15.6,
-    "rtx-4090": 23.5,
-    "rtx-5090": 31.3,
-    "rtx-a6000": 47.4,
-    "rtx-6000-ada": 47.3,
-    "a10": 22.0,
-    "a10g": 22.0,
-    "a30": 23.5,
-    "a40": 44.4,
-    "a100-40gb": 39.3,
-    "a100-80gb": 79.1,
-    "l4": 21.9,
-    "l40": 44.3,
-    "l40s": 44.3,
-    "h100": 79.1,
-    "h100-80gb": 79.1,
-    "h200": 139.7,
-    "b200": 178.0,
-}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gb|gib|g)?")
 
 
 class Setup(NamedTuple):
@@ -91,6 +60,7 @@ class Setup(NamedTuple):
         capacity: Bytes that each process may use; 0 if unknown.
         place: Name of the device or limit with these bytes.
         processes: Number of processes.
+        gpu: The GPU, if it is one of known memory.
     """
 
     size: ModelSize
@@ -100,6 +70,7 @@ class Setup(NamedTuple):
     capacity: int = 0
     place: str = MACHINE
     processes: int = 1
+    gpu: Gpu | None = None
 
     def plan(self, config: RunConfig, **limits: int) -> MemoryPlan | None:
         """Return the memory of a run, with some limits of its batches changed; None if unknown."""
@@ -293,43 +264,6 @@ def _changed(group: Any, path: Sequence[str], value: object) -> Any:  # noqa: AN
     return group.replace(**{first: inner})
 
 
-class Gpu(NamedTuple):
-    """A card.
-
-    Attributes:
-        name: The name as the user wrote it.
-        bytes: Its memory.
-    """
-
-    name: str
-    bytes: int
-
-
-def parse_gpu(text: str) -> Gpu:
-    """Return the card that a text names: `24GB` (10^9 bytes each), `24GiB` (2^30) or `a100-80gb`.
-
-    Raises:
-        ConfigError: The text is neither a size nor a known name.
-    """
-    known = _plain(text)
-    if known in GPUS:
-        return Gpu(text, int(GPUS[known] * 2**30))
-    size = _SIZE.fullmatch(text.strip().lower())
-    if size is not None and 0 < float(size[1]) < 1e5:
-        return Gpu(text, int(float(size[1]) * (2**30 if size[2] == "gib" else 10**9)))
-    close = nearest(known, GPUS)
-    raise ConfigError(
-        f"--gpu: expected a size such as 24GB, or one of {', '.join(GPUS)}; got {text!r}"
-        + (f", did you mean {close}?" if close else "")
-    )
-
-
-def _plain(text: str) -> str:
-    """Return the name of a card as `GPUS` writes it."""
-    plain = re.sub(r"[\s_]+", "-", text.strip().lower())
-    return plain.removeprefix("nvidia-").removeprefix("geforce-")
-
-
 def dtypes(config: RunConfig, gpu: Gpu | None = None) -> dict[str, Device]:
     """Return the possible dtypes of the base, each with its device; for a GPU only its own."""
     dtype, device = config.engine.dtype, config.engine.device
@@ -341,9 +275,7 @@ def dtypes(config: RunConfig, gpu: Gpu | None = None) -> dict[str, Device]:
         device = "cuda"
     if dtype != "auto":
         return {dtype: "cuda" if device.startswith("cuda") else "cpu"}
-    # Those below compute capability 8.0; see `pick_dtype`.
-    older = gpu is not None and _plain(gpu.name).startswith(("t4", "v100"))
-    half = "float16" if older else "bfloat16"
+    half = "float16" if gpu is not None and gpu.older else "bfloat16"
     if device == "auto":
         return {"float32": "cpu", half: "cuda"}
     return {half: "cuda"} if device.startswith("cuda") else {"float32": "cpu"}
@@ -363,23 +295,27 @@ def setup_here(
         longest: Tokens of the longest completion.
         gpu: The card to plan for; None for the devices of this machine.
     """
-    cuda = [] if gpu is not None else cuda_devices()
-    known = [size for size in cuda if size is not None]
+    seen = [] if gpu is not None else cuda_devices()
+    known = [one for one in seen if one is not None]
     processes = config.most_processes if config.engine.base == "sharded" else 1
     for dtype, device in dtypes(config, gpu).items():
+        card = gpu
         if gpu is not None:
             place, capacity = gpu
         elif device == "cuda":
             # torch may number devices in another order than nvidia-smi.
-            place = f"the {'smallest ' * (len(set(known)) > 1)}CUDA device"
-            capacity = min(known, default=None)
-        elif config.engine.device == "auto" and cuda:
+            card = min(known, key=lambda one: one.bytes, default=None)
+            place = f"the {'smallest ' * (len({one.bytes for one in known}) > 1)}CUDA device"
+            capacity = None if card is None else card.bytes
+            if card is not None and card.older and config.engine.dtype == "auto":
+                dtype = "float16"
+        elif config.engine.device == "auto" and seen:
             continue  # the run would use CUDA
         else:
             place, capacity = MACHINE, machine_memory()
         place, capacity = within(config, place, capacity)
         if capacity is not None:
-            return Setup(base, longest, dtype, device, capacity, place, processes)
+            return Setup(base, longest, dtype, device, capacity, place, processes, card)
     return None
 
 
@@ -414,68 +350,3 @@ def machine_memory() -> int | None:
             continue
     # The processes of a launcher on one machine share its memory.
     return found // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
-
-
-def cuda_devices() -> list[int | None]:
-    """Return the bytes of each CUDA device that this process may use, as nvidia-smi lists them.
-
-    None stands for a device whose memory is unknown. Devices without nvidia-smi are not seen.
-    """
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return []
-    try:
-        said = subprocess.run(
-            [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=10,
-            check=False,
-        )
-    except (OSError, subprocess.SubprocessError):  # nvidia-smi does not start, or hangs
-        return []
-    if said.returncode != 0:  # no device, or no driver
-        return []
-    lines = [line.strip() for line in said.stdout.splitlines() if line.strip()]
-    return _visible([int(line) << 20 if line.isdigit() else None for line in lines])
-
-
-def torch_build(version: Any) -> str:  # noqa: ANN401 -- the module torch.version
-    """Return what a build of torch is for: "CPUs", "CUDA 13.0" or "ROCm 7.1"."""
-    hip, cuda = getattr(version, "hip", None), version.cuda
-    return f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else "CPUs"
-
-
-def unseen_gpus(build: str) -> str | None:
-    """Return a clause with the remedy if this machine has GPUs, which torch does not see.
-
-    Call it where torch sees no GPU; `build` is that of `torch_build`.
-    """
-    visible = cuda_devices()
-    if not visible:
-        return None
-    seen = "a GPU" if len(visible) == 1 else f"{len(visible)} GPUs"
-    remedy = (
-        "install torch's build for CUDA (pytorch.org, or docs/install.md)"
-        if not build.startswith("CUDA")
-        else "the driver may be too old for it; update the driver, or install torch's build for an "
-        "older CUDA"
-    )
-    return f"nvidia-smi lists {seen}, and torch, built for {build}, sees none: {remedy}"
-
-
-def _visible(devices: list[int | None]) -> list[int | None]:
-    """Return the devices that CUDA_VISIBLE_DEVICES selects, which nvidia-smi ignores."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return devices
-    found: list[int | None] = []
-    for name in map(str.strip, chosen.split(",")):
-        if name.startswith(("GPU-", "MIG-")):
-            found.append(None)
-        elif name.isdigit() and int(name) < len(devices):
-            found.append(devices[int(name)])
-        else:  # CUDA ignores all further entries
-            break
-    return found

@@ -74,6 +74,18 @@ def test_offline_nothing_is_asked_and_a_silent_hub_is_one_line(asked, monkeypatc
 
 
 @pytest.mark.usefixtures("asked")
+def test_minutes_stand_beside_the_memory_of_a_known_card():
+    shown = " ".join(check("--gpu", "h100").stdout.split())
+    assert re.search(r"time about \S+ (s|min) without rewards: generate \S+ (s|min), learn", shown)
+    assert "counted from its data sheet; completions as long as they may be" in shown
+    measured = " ".join(check("--gpu", "h200").stdout.split())
+    assert "counted from rates measured on this card, 2026-11-28" in measured
+    assert "without rewards" not in check("--gpu", "80GB").stdout
+    document = json.loads(check("--gpu", "h200", "--json").stdout)
+    assert set(document["seconds"]) == {"generate", "learn", "evaluate", "measured"}
+
+
+@pytest.mark.usefixtures("asked")
 def test_bad_input_is_named(monkeypatch):
     unknown = check("--gpu", "rtx-4091")
     assert unknown.exit_code == 2

@@ -19,12 +19,15 @@ from evo_grpo.record.folder import read_rounds
 from evo_grpo.settings import from_dict, load
 from evo_grpo.sources import embedded_models
 from evo_grpo.training.assemble import round_settings
-from evo_grpo.training.sizing.machine import Gpu
+from evo_grpo.training.sizing.cards import Gpu
 from evo_grpo.training.sizing.memory import MemoryPlan
 from evo_grpo.training.sizing.model_size import classifier_parameters
 
 ROOT = Path(__file__).resolve().parents[3]
 MINIMAL = {"model": "tiny-sums", "env": "sums"}
+
+#: What `check` asks for the GPUs of this machine.
+DEVICES = "evo_grpo.training.sizing.machine.cuda_devices"
 
 
 # --- rows and tokens -----------------------------------------------------------------------------
@@ -215,10 +218,10 @@ def test_a_machine_that_is_too_small_is_warned_of(monkeypatch):
     assert any(
         "of memory and this machine has 210 MB" in text for text in make_plan(config).warnings
     )
-    monkeypatch.setattr("evo_grpo.training.sizing.machine.cuda_devices", lambda: [8 << 30])
+    monkeypatch.setattr(DEVICES, lambda: [Gpu("card", 8 << 30)])
     auto = from_dict(MINIMAL, ["engine.device=auto"])
     assert make_plan(auto).warnings == ()
-    monkeypatch.setattr("evo_grpo.training.sizing.machine.cuda_devices", lambda: [None, 100 << 20])
+    monkeypatch.setattr(DEVICES, lambda: [None, Gpu("card", 100 << 20)])
     assert any(
         "of memory and the CUDA device has 105 MB" in text for text in make_plan(auto).warnings
     )
@@ -226,14 +229,15 @@ def test_a_machine_that_is_too_small_is_warned_of(monkeypatch):
 
 def test_of_unequal_cards_the_smallest_is_planned_for(monkeypatch):
     monkeypatch.setattr(
-        "evo_grpo.training.sizing.machine.cuda_devices", lambda: [24 << 30, 100 << 20]
+        "evo_grpo.training.sizing.machine.cuda_devices",
+        lambda: [Gpu("large", 24 << 30), Gpu("small", 100 << 20)],
     )
     (text,) = make_plan(from_dict(MINIMAL)).warnings
     assert "of memory and the smallest CUDA device has 105 MB" in text
 
 
 def test_a_card_is_planned_for_where_it_is_not(monkeypatch):
-    monkeypatch.setattr("evo_grpo.training.sizing.machine.cuda_devices", list)
+    monkeypatch.setattr(DEVICES, list)
     monkeypatch.setattr("evo_grpo.training.sizing.machine.machine_memory", lambda: 1)
     config = from_dict(MINIMAL, ["engine.device=cuda"])
     wide = make_plan(config, gpu=Gpu("24GB", 24 * 10**9))

@@ -1,7 +1,5 @@
 """The memory of a machine: the batches that fit there, refusals, and changes that would fit."""
 
-import subprocess
-
 import pytest
 from loopback_hub import QWEN3_4B
 from small_run import outcome, small
@@ -13,15 +11,12 @@ from evo_grpo.settings import DoubtfulSetting, from_dict
 from evo_grpo.training import resolve
 from evo_grpo.training.sizing import machine
 from evo_grpo.training.sizing.machine import (
-    GPUS,
     LIMITS,
     ROOM,
     Setup,
     changed,
     choose_limits,
-    dtypes,
     fit_of,
-    parse_gpu,
     propose,
 )
 from evo_grpo.training.sizing.memory import MemoryPlan, Part
@@ -210,69 +205,3 @@ def test_a_containers_limit_counts(tmp_path, monkeypatch):
     assert machine.machine_memory() == 64 << 20
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert machine.machine_memory() == 16 << 20
-
-
-def test_cuda_devices_are_asked_of_the_drivers_tool(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert machine.cuda_devices() == []
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\nprintf '81559\\n40960\\n'\n")
-    tool.chmod(0o755)
-    assert machine.cuda_devices() == [81559 << 20, 40960 << 20]
-    tool.write_text("#!/bin/sh\nprintf '[N/A]\\n40960\\n'\n")
-    assert machine.cuda_devices() == [None, 40960 << 20]
-    for chosen, left in (
-        ("1", [40960 << 20]),
-        ("1,0", [40960 << 20, None]),
-        ("1,7,0", [40960 << 20]),
-        ("GPU-5d3f", [None]),
-        ("-1", []),
-        ("", []),
-    ):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-        assert machine.cuda_devices() == left, chosen
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
-    assert machine.cuda_devices() == []
-    tool.write_text("no program")
-    assert machine.cuda_devices() == []
-
-
-def test_a_driver_that_does_not_answer_is_not_waited_for(monkeypatch):
-    def hang(command, timeout, **options):
-        raise subprocess.TimeoutExpired(command, timeout)
-
-    monkeypatch.setattr(machine.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(machine.subprocess, "run", hang)
-    assert machine.cuda_devices() == []
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("24GB", 24 * 10**9),
-        ("24", 24 * 10**9),
-        ("23.5 gib", int(23.5 * 2**30)),
-        ("a100-80gb", int(79.1 * 2**30)),
-        ("NVIDIA A100 80GB", int(79.1 * 2**30)),
-        ("GeForce RTX 4090", int(23.5 * 2**30)),
-    ],
-)
-def test_a_card_has_its_memory(text, size):
-    assert parse_gpu(text) == (text, size)
-
-
-@pytest.mark.parametrize(("card", "dtype"), [("NVIDIA T4", "float16"), ("a10", "bfloat16")])
-def test_a_card_is_planned_for_in_its_half_precision(card, dtype):
-    assert dtypes(config(dtype="auto"), parse_gpu(card)) == {dtype: "cuda"}
-    assert dtypes(config(dtype="float32"), parse_gpu(card)) == {"float32": "cuda"}
-
-
-def test_an_unknown_card_is_refused_with_those_that_are_known():
-    with pytest.raises(ConfigError, match=r"got 'a100-80', did you mean a100-80gb\?") as caught:
-        parse_gpu("a100-80")
-    assert all(name in str(caught.value) for name in GPUS)
-    for text in ("", "0GB", "-3GB", "24TB", "two cards"):
-        with pytest.raises(ConfigError, match=r"^--gpu: expected a size such as 24GB, or one of"):
-            parse_gpu(text)
