@@ -8,6 +8,8 @@ counts   the default task on gloo ranks of this machine, with and without a fold
 pairs    whether ranks 2 and 3 wait for a transfer between ranks 0 and 1, and how fast one is
 paper    a round of many agents on many cards, on paper: a tournament draws the plan, no copy is
          refused, and each transfer begins when both of its ranks have made those before it
+cards    a round of 8 and 32 agents on 1, 2, 4 and 8 cards of one machine, on paper: computed seconds
+         as `evo-grpo check --gpu` counts them, and the children that are sent
 """
 
 import argparse
@@ -476,6 +478,41 @@ def paper(report: Report, given: argparse.Namespace) -> None:
                 )  # fmt: skip
 
 
+#: A round on cards of one machine: steps, prompts and completions of an agent, and their tokens.
+STEPS, PROMPTS, GROUP, PROMPT, OUTPUT, VALIDATION = 4, 4, 8, 64, 128, 64
+
+
+def on_cards(report: Report, given: argparse.Namespace) -> None:
+    """Put a round of a few agents on the cards of one machine: computed and sent seconds."""
+    from jobs import counted
+
+    def computed(shape: str, own: int) -> float:
+        """Return the seconds in which a card computes the round of so many agents."""
+        card, prompts = counted(shape, given.card, own), own * PROMPTS
+        rows = prompts * GROUP
+        step = card.rollout(rows, prompts, PROMPT, OUTPUT)
+        step += card.learn(rows, prompts, PROMPT, OUTPUT)
+        looked = own * VALIDATION
+        return STEPS * step + card.rollout(looked, looked, PROMPT, OUTPUT)
+
+    for shape in ("0.5B", "3B", "7B"):
+        linears = counted(shape, given.card).linears
+        size = 12 * sum(ranks * inputs + 8 * outputs for inputs, outputs, ranks in linears)
+        size *= counted(shape, given.card).shape.layers
+        for agents in (8, 32):
+            alone = computed(shape, agents)
+            for cards in (1, 2, 4, 8):
+                children, _ = transfers(agents, agents, cards, 0)
+                away = side_by_side([m for m in children if m[0] != m[1]], lambda ends: ends)
+                sent = seconds_of(list(away), size, cards, given.inside * 1e9, 1.0)
+                whole = computed(shape, agents // cards) + sent
+                report.add(
+                    f"A round on cards of one machine ({given.card}), seconds", shape=shape,
+                    agents=agents, cards=cards, computed=whole - sent, children_sent=sent,
+                    round=whole, faster=alone / whole,
+                )  # fmt: skip
+
+
 def _busiest(moves: Sequence[tuple[int, int]], node: int) -> int:
     """Return how many transfers leave the machine that most leave, or reach one."""
     out, into = (Counter(move[side] // node for move in moves) for side in (0, 1))
@@ -485,7 +522,7 @@ def _busiest(moves: Sequence[tuple[int, int]], node: int) -> int:
 def main() -> int:
     """Run the parts asked for."""
     arguments = parser(str(__doc__).partition("\n")[0])
-    names = ("counts", "pairs", "paper")
+    names = ("counts", "pairs", "paper", "cards")
     arguments.add_argument("--parts", nargs="+", choices=names, default=list(names))
     arguments.add_argument("--ranks", nargs="+", type=int, help="of the counts")
     arguments.add_argument("--agents", type=int, default=32, help="of the counts")
@@ -495,6 +532,7 @@ def main() -> int:
     arguments.add_argument("--cards", nargs="+", type=int, default=cards, help="on paper")
     arguments.add_argument("--per-card", type=int, default=8, help="agents, on paper")
     arguments.add_argument("--node", type=int, default=8, help="cards of a machine, on paper")
+    arguments.add_argument("--card", default="h100", help="of a round on a few cards")
     arguments.add_argument("--between", type=float, default=10.0, help="Gbit/s, of machines")
     arguments.add_argument("--inside", type=float, default=1.0, help="GB/s, within a machine")
     given = arguments.parse_args()
@@ -509,6 +547,8 @@ def main() -> int:
         pairs(report, 4 if given.quick else given.megabytes)
     if "paper" in given.parts:
         paper(report, given)
+    if "cards" in given.parts:
+        on_cards(report, given)
     return report.finish()
 
 

@@ -52,7 +52,7 @@ class Counted:
     rank: int
 
     @property
-    def _linears(self) -> tuple[tuple[int, int, int], ...]:
+    def linears(self) -> tuple[tuple[int, int, int], ...]:
         """Inputs, outputs and joined ranks of the four linear layers."""
         s, r = self.shape, self.rank
         return (
@@ -78,7 +78,7 @@ class Counted:
         def other(numbers: float) -> float:
             return self._kernel(0.0, rows * numbers, read)
 
-        layer = sum(product(*linear) for linear in self._linears)
+        layer = sum(product(*linear) for linear in self.linears)
         layer += other(2 * (s.query_width + 2 * s.kv_width))
         layer += other(2 * s.kv_width * columns + 2 * s.query_width)
         layer += 2 * other(4 * s.hidden) + other(3 * s.inner)
@@ -89,7 +89,7 @@ class Counted:
     def rollout(self, rows: int, prompts: int, prompt: int, output: int) -> float:
         """Return the seconds in which so many prompts get rows of so many tokens, all at once."""
         steps = (output - 1) * self.step(rows, prompt + output // 2)
-        flops = sum(2.0 * inputs * outputs for inputs, outputs, _ in self._linears)
+        flops = sum(2.0 * inputs * outputs for inputs, outputs, _ in self.linears)
         tokens = prompts * prompt
         prefill = self.shape.layers * self._kernel(tokens * flops, 12.0 * tokens * self.shape.inner,
                                                    self.card.copy, 9)  # fmt: skip
@@ -105,7 +105,7 @@ class Counted:
             return self._kernel(flops, numbers, copy, launches)
 
         layer = 0.0
-        for inputs, outputs, ranks in self._linears:
+        for inputs, outputs, ranks in self.linears:
             low, both = 2.0 * tokens * ranks, inputs + outputs
             layer += 2 * kernel(2.0 * tokens * inputs * outputs, tokens * both + inputs * outputs)
             # Products with A and B of each token's own agent, forward and backward, and their
