@@ -25,12 +25,16 @@ from evo_grpo.training.sizing.machine import (
     TOLERANCE,
     Setup,
     choose_limits,
+    format_bytes,
     machine_memory,
     within,
 )
 from evo_grpo.training.sizing.model_size import check_adapters_fit, read_model_size
 from evo_grpo.training.start_adapter import with_adapter
 from evo_grpo.training.strategies import task_of
+
+OWN_BYTES = 2 << 30
+"""Bytes of a GPU up to which what is in use counts as the context of this process."""
 
 
 def resolve(config: RunConfig, team: Team) -> tuple[RunConfig, Task | None]:
@@ -110,7 +114,10 @@ def _setup(config: RunConfig, task: Task | None, processes: int) -> Setup | None
     if where.type == "cpu":
         on, place, there = "cpu", MACHINE, machine_memory()
     else:
-        on, place, there = "cuda", "the CUDA device", torch.cuda.mem_get_info(where)[1]
+        on, place, (free, there) = "cuda", "the CUDA device", torch.cuda.mem_get_info(where)
+        if there - free > OWN_BYTES:  # more than this process and the driver take
+            used = format_bytes(there - free)
+            there, place = free, f"the CUDA device, {used} of which others use,"
     place, capacity = within(config, place, there)
     if capacity is None:
         return None

@@ -4,15 +4,18 @@ It keeps its lists of decisions and sizes, which the longer run is given.
 """
 
 import json
+import pkgutil
 import re
 import shutil
+from unittest import mock
 
 import pytest
+import torch
 from small_run import Told, broken_step, outcome, small, stopped_and_resumed
 from steered_runs import OPERATIONS, Steers, steered_outcome
 
 from evo_grpo import resume, run
-from evo_grpo.errors import ConfigError, RunDirError
+from evo_grpo.errors import ConfigError, RunDirError, RunFailedError
 from evo_grpo.record.files import seal, unseal
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.run_dir import RunDir
@@ -102,6 +105,27 @@ def test_an_extended_run_equals_the_longer_one(tmp_path, case):
     (earlier,) = read_summary(short)["earlier"]
     assert earlier == {name: ended[name] for name in earlier}
     assert earlier["rounds"] == 2
+
+
+@pytest.mark.parametrize(
+    "place", ["learn.updates.OwnOptimizers.step", "rollout.native.loop.DecodeLoop.run"]
+)
+def test_a_device_that_fails_ends_the_run_in_a_sentence_and_a_resume_goes_on(tmp_path, place):
+    config, calls = small(population__rounds=2, record__optuna=False), []
+    whole = run(config, out=tmp_path / "whole")
+    works = pkgutil.resolve_name(f"evo_grpo.{place}")
+
+    def fails(*given):
+        calls.append(place)
+        if len(calls) > 3:
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure\nCompile with")
+        return works(*given)
+
+    says = r"^engine\.device: the device failed \(CUDA error: unspecified launch.*evo-grpo resume"
+    with mock.patch(f"evo_grpo.{place}", fails), pytest.raises(RunFailedError, match=says):
+        run(config, out=tmp_path / "parts")
+    resume(tmp_path / "parts")
+    assert outcome(tmp_path / "parts") == outcome(whole)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The memory of a machine: the batches that fit there, refusals, and changes that would fit."""
 
 import pytest
+import torch
 from loopback_hub import QWEN3_4B
 from small_run import outcome, small
 
@@ -179,6 +180,19 @@ def test_what_cannot_fit_is_refused_and_what_may_not_fit_is_warned_of(monkeypatc
     lower = "lower engine.max_tokens_per_microbatch; evo-grpo check proposes values"
     with pytest.raises(ConfigError, match=f"^memory: {takes} 799 bytes; {largest}: {lower}$"):
         resolve._check_memory(small(), setup._replace(capacity=799))
+
+
+def test_a_card_that_others_use_has_the_memory_that_is_free(monkeypatch):
+    monkeypatch.setattr(resolve, "pick_device", torch.device)
+    given = small(engine={"device": "cuda", "dtype": "bfloat16"})
+    for free, place in (
+        (79, "the CUDA device"),
+        (20, "the CUDA device, 64 GB of which others use,"),
+    ):
+        seen = (free << 30, 80 << 30)
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda _, seen=seen: seen)
+        setup = resolve._setup(given, None, 1)
+        assert (setup.place, setup.capacity) == (place, seen[free > 78])
 
 
 def test_a_run_is_refused_before_its_model_is_loaded(tmp_path, monkeypatch):
