@@ -32,8 +32,7 @@ from evo_grpo.errors import CheckpointError, ConfigError, RewardError, RunFailed
 from evo_grpo.learn.objective.advantages import group_advantages
 from evo_grpo.learn.objective.ratios import kl_term
 from evo_grpo.learn.objective.reward_arrays import as_floats
-from evo_grpo.rollout.draws import key_tensor, uniform
-from evo_grpo.rollout.sampling import RowSampling, Sampling, sample_tokens
+from evo_grpo.rollout.sampling import RowSampling, Sampling, key_tensor, sample_tokens, uniform
 from evo_grpo.schema.validation import (
     LEAST,
     MOST,

@@ -34,8 +34,8 @@ from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.learn.rows import AgentBatch
 from evo_grpo.places import looking_in
 from evo_grpo.population.checkpoints.write import save_agent
+from evo_grpo.population.cohort.archive import LastWholeRound
 from evo_grpo.population.cohort.cohort import Cohort
-from evo_grpo.population.cohort.whole_rounds import LastWholeRound
 from evo_grpo.population.evaluate import Evaluation, evaluate
 from evo_grpo.population.round import apply, next_slots
 from evo_grpo.population.steps import RunWriter

@@ -22,9 +22,7 @@ import torch
 from torch import Tensor
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.learn.loss_scale import LossScales, first_scale
 from evo_grpo.learn.metrics import MetricSums, finish, measure, start_metrics
-from evo_grpo.learn.minibatches import StepTotals, assign_minibatches, filter_and_whiten
 from evo_grpo.learn.objective.losses import (
     LossConfig,
     LossValues,
@@ -34,9 +32,9 @@ from evo_grpo.learn.objective.losses import (
 from evo_grpo.learn.objective.mixed import token_terms_of, token_weights_of
 from evo_grpo.learn.objective.ratios import kl_term
 from evo_grpo.learn.objective.shaping import token_advantages
-from evo_grpo.learn.packing import pack
+from evo_grpo.learn.packing import StepTotals, assign_minibatches, filter_and_whiten, pack
 from evo_grpo.learn.rows import AgentBatch, AgentTraining, MicroBatch, Row, collate
-from evo_grpo.learn.updates import OwnOptimizers, Updates
+from evo_grpo.learn.updates import LossScales, OwnOptimizers, Updates, first_scale
 from evo_grpo.model.alone import beside_no_load
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.train import TrainForward, open_forward

@@ -1,7 +1,16 @@
-"""Optimizer steps: by the AdamW of each agent, or by an engine."""
+"""Optimizer steps, by the AdamW of each agent or by an engine, and loss scales for float16.
+
+The gradient of a mean over n tokens has a magnitude of 1 / n, and float16 has no number between 0
+and 6e-8. So each agent's loss is multiplied by a power of two before the backward, and the float32
+gradients of its adapter are divided by it afterwards (Micikevicius et al. 2018, arXiv:1710.03740).
+
+A scale depends only on the rows of its step. It has no state, so a resumed run takes the same steps
+as one that was not interrupted, and no agent's scale depends on another agent.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Protocol, final
@@ -10,6 +19,7 @@ import torch
 from torch import Tensor
 
 from evo_grpo.learn.metrics import MetricSums
+from evo_grpo.learn.objective.losses import LossConfig, largest_penalty, token_weights
 from evo_grpo.learn.rows import AgentTraining, Row
 from evo_grpo.model.lora.slots import AdapterSlots
 
@@ -111,3 +121,87 @@ def _norms(grads: Sequence[list[Tensor]]) -> list[float]:
     flat = torch._foreach_norm([g for mine in grads for g in mine])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- one call for all agents; `get_total_norm` gives the same bits, agent by agent, in 1.6 times the time
     parts = torch.stack(flat).split([len(mine) for mine in grads])
     return torch.stack([torch.linalg.vector_norm(part) for part in parts]).tolist()
+
+
+_log = logging.getLogger(__name__)
+
+#: Gradient of a typical token's log-prob after scaling, as a power of two.
+TYPICAL = 4
+#: Power of two by which a scale is lowered after an overflow, and how often it may be lowered.
+LOWERED_BY = 8
+MOST_TIMES = 5
+#: Largest power of two of a scale; float32, in which losses are scaled, holds larger ones.
+MOST = 60
+
+
+class LossScales:
+    """The scales of one optimizer step, from the position of each agent to a power of two."""
+
+    def __init__(self, exponents: dict[int, int]) -> None:
+        self._exponents = exponents
+        self._lowered = dict.fromkeys(exponents, 0)
+
+    def of(self, positions: Tensor) -> Tensor:
+        """Return the factor (B, 1) fp32 of each row's loss, from its agent's position (B,)."""
+        table = torch.ones(max(self._exponents) + 1)
+        for position, exponent in self._exponents.items():
+            table[position] = 2.0**exponent
+        return table.to(positions.device)[positions][:, None]
+
+    def divide_out(self, position: int, gradients: Sequence[Tensor]) -> None:
+        """Divide an agent's gradients by its scale, in place and without rounding."""
+        if gradients:
+            torch._foreach_mul_(list(gradients), 2.0 ** -self._exponents[position])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- one launch for all tensors; there is no public name
+
+    def lower(self, position: int) -> bool:
+        """Lower the scale of an agent whose gradient overflowed; False if it is at its limit."""
+        if self._lowered[position] == MOST_TIMES:
+            return False
+        self._lowered[position] += 1
+        self._exponents[position] -= LOWERED_BY
+        _log.info(
+            "float16: a gradient overflowed, and is computed again with its loss scaled by 2^%d",
+            self._exponents[position],
+        )
+        return True
+
+
+def first_scale(
+    agent: AgentTraining,
+    rows: Sequence[Row],
+    totals: tuple[int, int],
+    config: LossConfig,
+    clip_range: float | None,
+) -> int:
+    """Return the exponent of the scale that gives a typical token a gradient of 2^`TYPICAL`.
+
+    Args:
+        agent: The agent.
+        rows: Its rows of the step, at least one.
+        totals: Rows and tokens of the step, including those without a gradient.
+        config: Settings of the loss.
+        clip_range: Bound of the advantages, or None.
+
+    Returns:
+        The exponent; 0 if an advantage is not finite.
+    """
+    lengths = torch.tensor([row.generated for row in rows])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    weights = token_weights(
+        config.loss_type,
+        mask,
+        num_rows=totals[0],
+        num_tokens=totals[1],
+        max_completion_length=config.max_completion_length,
+        dtype=torch.float64,
+    )
+    bound = math.inf if clip_range is None else clip_range
+    sizes = torch.tensor(
+        [max(min(abs(row.advantage), bound), largest_penalty(agent.hparams)) for row in rows],
+        dtype=torch.float64,
+    )
+    total = float((weights * sizes[:, None]).sum())
+    typical = total / max(1, int(mask.sum())) / agent.hparams.temperature
+    if not 0 < typical < math.inf:
+        return 0
+    return max(-MOST, min(MOST, TYPICAL - round(math.log2(typical))))

@@ -25,7 +25,7 @@ from evo_grpo.envs.protocol import (
 )
 from evo_grpo.envs.rewards.weights import weights_of
 from evo_grpo.learn.objective.advantages import zero_variance_groups
-from evo_grpo.learn.objective.overlong import (
+from evo_grpo.learn.objective.shaping import (
     longest_completion,
     overlong_penalties,
     with_overlong_penalty,

@@ -17,26 +17,19 @@ from evo_grpo.envs.protocol import Environment
 from evo_grpo.envs.rewards.weights import judge_cost
 from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.generation import Generation
+from evo_grpo.population.cohort.archive import put_into_archive
 from evo_grpo.population.cohort.cohort import Cohort
-from evo_grpo.population.cohort.spares import put_into_archive
-from evo_grpo.population.evaluate import (
-    Evaluation,
-    evaluate_here,
-    merged,
-    without_texts,
-)
-from evo_grpo.population.looks import (
+from evo_grpo.population.evaluate import Evaluation, evaluate_here, merged, without_texts
+from evo_grpo.population.plan import (
     AgentReport,
     Look,
+    PlanInputs,
     RankReport,
+    RoundPlan,
     agents_of,
+    least_reduced,
     look_at_archive,
     next_look,
-)
-from evo_grpo.population.plan import (
-    PlanInputs,
-    RoundPlan,
-    least_reduced,
     next_round,
     timed,
 )

@@ -12,8 +12,8 @@ from evo_grpo.errors import RunFailedError
 from evo_grpo.evolve.claims import TIE_LEVEL, claims
 from evo_grpo.evolve.compare import compare
 from evo_grpo.population.checkpoints.write import snapshot_agent
+from evo_grpo.population.cohort.archive import add_spare_like, may_mix, mix_agents
 from evo_grpo.population.cohort.cohort import Cohort
-from evo_grpo.population.cohort.spares import add_spare_like, may_mix, mix_agents
 from evo_grpo.population.cohort.state import AgentState
 from evo_grpo.population.evaluate import Evaluation, evaluate, pass_at
 from evo_grpo.record.family import best_ever, founder_of, leading_agent, playing_on

@@ -164,7 +164,7 @@ def played(shape: str, tokenizer: str, rounds: int, stack: ExitStack) -> list[Se
     ])  # fmt: skip
     clock, lines = Clock(), list[Seconds]()
     base = base_of(shape, tokenizer)
-    stack.enter_context(mock.patch.object(SharedBase, "load", lambda *_, **__: base))
+    stack.enter_context(mock.patch.object(SharedBase, "load", return_value=base))
     prepared = prepare(config)
     for path, stand_in in STANDINS.items():
         stack.enter_context(mock.patch(path, clock.timed("device", stand_in)))

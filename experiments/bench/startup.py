@@ -87,7 +87,7 @@ def first_rounds(started: float) -> None:
     config = config.replace(population=config.population.replace(rounds=2))
     play = evo_grpo.run
     when["its other imports: torch, transformers, peft, Optuna"] = elapsed(started)
-    from evo_grpo.rollout.native.batch import Batch
+    from evo_grpo.rollout.native.loop import Batch
 
     draw = Batch.draw
 

@@ -32,7 +32,8 @@ from transformers import GenerationConfig  # noqa: E402
 
 from evo_grpo.model.llama import decode  # noqa: E402
 from evo_grpo.model.llama.cache import FixedCache  # noqa: E402
-from evo_grpo.rollout.native import batch, engine, loop, queue  # noqa: E402
+from evo_grpo.rollout.native import engine, loop  # noqa: E402
+from evo_grpo.rollout.native import rows as native_rows  # noqa: E402
 
 AGENTS, GROUP, PLACES = 8, 8, 128
 
@@ -46,7 +47,7 @@ class Watched:
     def __init__(self, middle: int) -> None:
         """Replace the length limits of all rows from now on."""
         self.middle, self.done, self.steps = middle, 0, 0
-        expand, draw = queue.expand_rows, batch.Batch.draw
+        expand, draw = native_rows.expand_rows, loop.Batch.draw
 
         def expanded(requests: Any, *given: Any, **named: Any) -> Any:  # noqa: ANN401
             rows, source = expand(requests, *given, **named)
@@ -56,13 +57,13 @@ class Watched:
             )
             return rows, source
 
-        def drawn(rows: batch.Batch, *given: Any) -> None:
+        def drawn(rows: loop.Batch, *given: Any) -> None:
             self.done += len(rows.tokens)
             self.steps += 1
             draw(rows, *given)
 
-        queue.expand_rows = expanded
-        batch.Batch.draw = drawn  # pyright: ignore[reportAttributeAccessIssue]
+        native_rows.expand_rows = expanded
+        loop.Batch.draw = drawn  # pyright: ignore[reportAttributeAccessIssue]
 
     def length(self, key: int) -> int:
         """Return the length of a row: eight medians, or between half and three halves of one."""

@@ -8,7 +8,7 @@ counts   the default task on gloo ranks of this machine, with and without a fold
 pairs    whether ranks 2 and 3 wait for a transfer between ranks 0 and 1, and how fast one is
 paper    a round of many agents on many cards, on paper: a tournament draws the plan, no copy is
          refused, and each transfer begins when both of its ranks have made those before it
-cards    a round of 8 and 32 agents on 1, 2, 4 and 8 cards of one machine, on paper: computed seconds
+cards    a round of 8 and 32 agents on 1 to 8 cards of one machine, on paper: computed seconds
          as `evo-grpo check --gpu` counts them, and the children that are sent
 """
 

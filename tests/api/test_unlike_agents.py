@@ -13,7 +13,7 @@ from evo_grpo.after.export.export import export
 from evo_grpo.learn.rows import AgentBatch
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.train import open_forward
-from evo_grpo.population.cohort.spares import may_mix
+from evo_grpo.population.cohort.archive import may_mix
 from evo_grpo.sources import resolve
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

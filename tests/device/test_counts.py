@@ -33,7 +33,7 @@ from evo_grpo.learn import learner
 from evo_grpo.model.llama.cache import FixedCache
 from evo_grpo.model.llama.cuda import operators
 from evo_grpo.rollout.native.loop import DecodeLoop
-from evo_grpo.rollout.native.output import StopConditions
+from evo_grpo.rollout.native.rows import StopConditions
 
 KL = {"beta": 0.1, "update_epochs": 2, "batch_size": 4}
 pytestmark = pytest.mark.device

@@ -10,8 +10,7 @@ from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.select.truncation import TruncationSelection
 from evo_grpo.population.evaluate import Evaluation, summarise
-from evo_grpo.population.looks import AgentReport
-from evo_grpo.population.plan import PlanInputs, next_round
+from evo_grpo.population.plan import AgentReport, PlanInputs, next_round
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.stats import Tally
 from evo_grpo.schema.hparams import Hparams

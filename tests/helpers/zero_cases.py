@@ -23,7 +23,7 @@ from evo_grpo.learn.rows import AgentBatch
 from evo_grpo.model.lora.targets import TargetSets
 from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.checkpoints.write import save_agent
-from evo_grpo.population.cohort.spares import add_spare_like
+from evo_grpo.population.cohort.archive import add_spare_like
 from evo_grpo.settings.keywords import agent_settings
 from evo_grpo.training.assemble import Objects, build_cohort
 from evo_grpo.types import Prompt

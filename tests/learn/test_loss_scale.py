@@ -11,9 +11,8 @@ from tiny_cohort import PLAIN, build_cohort, build_model, learn, make_rows, same
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.learn import learner as learners
-from evo_grpo.learn.loss_scale import TYPICAL, LossScales, first_scale
 from evo_grpo.learn.rows import AgentTraining, Row
-from evo_grpo.learn.updates import OwnOptimizers
+from evo_grpo.learn.updates import TYPICAL, LossScales, OwnOptimizers, first_scale
 from evo_grpo.settings.loss import LossConfig
 
 HALF = torch.float16

@@ -9,14 +9,14 @@ from played_rounds import Memory, adapters, equal, play
 from random_runs import with_scores
 from small_run import small
 
-from evo_grpo.population.looks import (
+from evo_grpo.population.plan import (
     Look,
     RankReport,
     agents_of,
+    least_reduced,
     look_at_archive,
     next_look,
 )
-from evo_grpo.population.plan import least_reduced
 from evo_grpo.population.stats import Tally
 from evo_grpo.training.assemble import prepare
 

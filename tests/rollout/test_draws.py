@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from evo_grpo.rollout.draws import key_tensor, uniform
+from evo_grpo.rollout.sampling import key_tensor, uniform
 from evo_grpo.seeding import derive
 
 CPU = torch.device("cpu")

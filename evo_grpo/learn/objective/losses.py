@@ -37,8 +37,7 @@ import torch
 from torch import Tensor
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.learn.objective.off_policy import sampler_weight, within_trust
-from evo_grpo.learn.objective.ratios import kl_term, policy_ratio
+from evo_grpo.learn.objective.ratios import kl_term, policy_ratio, sampler_weight, within_trust
 from evo_grpo.schema.hparams import Hparams, LossType, RatioLevel
 from evo_grpo.settings.loss import LossConfig
 

@@ -4,7 +4,7 @@ PEFT owns the adapters, but it cannot train a batch that mixes them (`adapter_na
 training mode). So this module replaces the forward of PEFT's LoRA layers inside a context manager,
 and puts it back. Rows are sorted by agent. With the agents' A and B stacked to (N, R, in) and
 (N, R, out), one pair of batched matmuls adds every agent's update, whatever the number of its rows
-(see `evo_grpo.model.forward.chunks`):
+(see `evo_grpo.model.forward.stacks`):
 
     y = x W^T + s_n (x A_n^T) B_n^T        for the rows of agent n
 
@@ -23,9 +23,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from evo_grpo.errors import ModelError, ShapeError
-from evo_grpo.model.forward.chunks import Chunks, make_chunks
 from evo_grpo.model.forward.layout import RowLayout
-from evo_grpo.model.forward.stacks import Stack, build_stack
+from evo_grpo.model.forward.stacks import Chunks, Stack, build_stack, make_chunks
 from evo_grpo.model.probing import by_rows
 from evo_grpo.seeding import derive
 

@@ -29,9 +29,9 @@ from transformers.integrations import sdpa_attention
 
 from evo_grpo.errors import ModelError
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.forward.chunks import make_chunks
 from evo_grpo.model.forward.fused import population_forward
 from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.forward.stacks import make_chunks
 from evo_grpo.model.llama.attention import Attention
 from evo_grpo.model.llama.families import LayerKind, describe
 from evo_grpo.model.llama.kernels import Span, linear

@@ -17,10 +17,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from evo_grpo.model.forward.chunks import Chunks, make_chunks
 from evo_grpo.model.forward.fused import FusedForward
+from evo_grpo.model.forward.stacks import Chunks, make_chunks
+from evo_grpo.model.llama.adapter_views import Block, JoinedStack
 from evo_grpo.model.llama.attention import attend_prompts
-from evo_grpo.model.llama.blocks import Block, JoinedStack
 from evo_grpo.model.llama.cache import FixedCache, Refill, cache_for
 from evo_grpo.model.llama.families import Description
 from evo_grpo.model.llama.kernels import rotate

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from evo_grpo.model.forward.chunks import Chunks
+from evo_grpo.model.forward.stacks import Chunks
 from evo_grpo.model.llama.adapter_views import JoinedAdapters
 
 #: The context of an autograd function, to which any attribute may be added.

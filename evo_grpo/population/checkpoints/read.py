@@ -19,11 +19,12 @@ from evo_grpo.model.lora.load import AdapterPlan, plan_adapter
 from evo_grpo.model.lora.targets import with_targets
 from evo_grpo.population.checkpoints.manifest import (
     ATTRIBUTES,
+    OPTIMIZER,
     peft_folder,
     read_attributes,
+    read_moments,
     read_state,
 )
-from evo_grpo.population.checkpoints.moments import OPTIMIZER, read_moments
 from evo_grpo.population.cohort.adapters import adapter_config
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import START, AgentState

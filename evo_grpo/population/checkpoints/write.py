@@ -22,8 +22,7 @@ import torch
 
 from evo_grpo.model.digest import base_digest
 from evo_grpo.model.lora.files import CONFIG, WEIGHTS, AdapterCopy, write_tensors
-from evo_grpo.population.checkpoints.manifest import ATTRIBUTES, FORMAT
-from evo_grpo.population.checkpoints.moments import OPTIMIZER, copy_moments
+from evo_grpo.population.checkpoints.manifest import ATTRIBUTES, FORMAT, OPTIMIZER, copy_moments
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.types import Score
 

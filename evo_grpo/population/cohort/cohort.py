@@ -31,8 +31,13 @@ from evo_grpo.population.cohort.state import AgentState, References, inherit, pa
 from evo_grpo.population.ranks.deal import deal, side_by_side
 from evo_grpo.population.ranks.team import Team
 from evo_grpo.population.turns import Overlap
-from evo_grpo.population.zero.sampling import DividedSampling, LedPlay
-from evo_grpo.population.zero.turns import Turns, ZeroOptimizer, make_turns
+from evo_grpo.population.zero.turns import (
+    DividedSampling,
+    LedPlay,
+    Turns,
+    ZeroOptimizer,
+    make_turns,
+)
 from evo_grpo.rollout.engine import EngineFactory, RolloutEngine, RolloutRequest, make_engine
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.schema.hparams import Hparams

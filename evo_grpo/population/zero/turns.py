@@ -1,8 +1,11 @@
-"""Trains agents that take turns on one engine: their optimizers and their steps.
+"""How processes train each agent together: their sampling, and the optimizers and steps of agents.
 
 Every process has all agents and all rows, and makes the same decisions. The rows of a micro-batch
 are divided among processes. DeepSpeed sums the gradients; metrics are summed at the end of a learn
 call.
+
+Each process samples a part of the prompts and receives all completions; the first process runs the
+environment and the rewards.
 """
 
 from __future__ import annotations
@@ -11,12 +14,13 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, TypeVar, final
 
 import torch
 from peft import LoraConfig
 from torch import Tensor
 
+from evo_grpo.envs.protocol import Ask, Experience, Play
 from evo_grpo.errors import ConfigError, RunFailedError
 from evo_grpo.learn.learner import Learner
 from evo_grpo.learn.metrics import MetricSums
@@ -28,11 +32,13 @@ from evo_grpo.model.lora.targets import with_targets
 from evo_grpo.population.ranks.team import Team
 from evo_grpo.population.zero.engine import TURN, LocalMoments, ZeroEngine, fill, part_of
 from evo_grpo.population.zero.setup import own_accelerator
+from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
 from evo_grpo.schema.hparams import LORA
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings import AgentSettings
 from evo_grpo.settings.algorithm import AlgorithmConfig
 from evo_grpo.settings.engine import EngineConfig
+from evo_grpo.types import CompletionGroup
 
 
 @final
@@ -254,3 +260,101 @@ def _merged(
     names = dict.fromkeys(name for part in parts for name in part)
     found = {name: [part[name] for part in parts if name in part] for name in names}
     return {name: reduce(merge, values).to(device) for name, values in found.items()}
+
+
+T = TypeVar("T")
+
+
+@final
+class DividedSampling(RolloutEngine):
+    """Samples every n-th prompt of each agent on this one of n processes; see `RolloutEngine`.
+
+    All processes pass the same requests.
+    """
+
+    def __init__(self, engine: RolloutEngine, team: Team) -> None:
+        self.engine, self.team, self.exact = engine, team, engine.exact
+        self.decodes_by = engine.decodes_by
+
+    def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
+        """Sample the completions of every request; see `RolloutEngine`."""
+        check_equal(self.team, _digest(requests), "rollout")
+        parts = self.team.gather(self._mine(requests))
+        groups: list[list[CompletionGroup]] = []
+        for number, request in enumerate(requests):
+            found: list[CompletionGroup | None] = [None] * len(request.prompts)
+            for rank, part in enumerate(parts):
+                found[self._first(number, rank) :: self.team.size] = part[number]
+            groups.append([group for group in found if group is not None])
+        return groups
+
+    def sleep(self) -> None:
+        """See `RolloutEngine`."""
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        """See `RolloutEngine`."""
+        self.engine.wake()
+
+    def close(self) -> None:
+        """See `RolloutEngine`."""
+        self.engine.close()
+
+    def _first(self, number: int, rank: int) -> int:
+        """Return the first prompt of a request that a rank samples; ranks take turns at 0."""
+        return (rank + number) % self.team.size
+
+    def _mine(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
+        mine: list[list[CompletionGroup]] = [[] for _ in requests]
+        asked: list[tuple[int, RolloutRequest]] = []
+        for number, request in enumerate(requests):
+            first = self._first(number, self.team.rank)
+            part = request.part(range(first, len(request.prompts), self.team.size))
+            if part.prompts:
+                asked.append((number, part))
+        sampled = self.engine.rollout([request for _, request in asked])
+        for (number, _), groups in zip(asked, sampled, strict=True):
+            mine[number] = groups
+        return mine
+
+
+@final
+class LedPlay:
+    """A play that runs on the first rank, which sends its requests and experiences; see `Play`.
+
+    The user's rewards and environments may be nondeterministic, but ranks that train an agent
+    together need equal results. All ranks make the same calls; `begin` is called on the first rank
+    only.
+    """
+
+    def __init__(self, begin: Callable[[], Play], team: Team) -> None:
+        self._team = team
+        with team.sharing_errors():
+            self._play = begin() if team.rank == 0 else None
+
+    def ask(self) -> Ask | None:
+        """See `Play`."""
+        return self._on_first(lambda play: play.ask())
+
+    def tell(self, groups: Sequence[Sequence[CompletionGroup]]) -> None:
+        """See `Play`."""
+        self._on_first(lambda play: play.tell(groups))
+
+    def experiences(self) -> list[Experience]:
+        """See `Play`."""
+        return self._on_first(lambda play: list(play.experiences()))
+
+    def _on_first(self, call: Callable[[Play], T]) -> T:
+        def result(_: object) -> T:
+            assert self._play is not None, "the first rank has the play"
+            return call(self._play)
+
+        return self._team.agree(None, result)
+
+
+def _digest(requests: Sequence[RolloutRequest]) -> str:
+    digest = hashlib.sha256()
+    for request in requests:
+        prompts = [(prompt.token_ids, prompt.index) for prompt in request.prompts]
+        digest.update(repr((replace(request, prompts=()), prompts)).encode())
+    return digest.hexdigest()

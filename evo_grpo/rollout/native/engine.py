@@ -39,8 +39,7 @@ from evo_grpo.rollout.native.decoder import (
 )
 from evo_grpo.rollout.native.graphs import StepGraphs
 from evo_grpo.rollout.native.loop import DecodeLoop, hands_on_places
-from evo_grpo.rollout.native.output import Output
-from evo_grpo.rollout.native.queue import RowQueue
+from evo_grpo.rollout.native.rows import Output, RowQueue
 from evo_grpo.settings import AgentSettings
 from evo_grpo.settings.engine import Kernels
 from evo_grpo.types import Completion, CompletionGroup

@@ -1,17 +1,20 @@
-"""The rows of a decode loop, one per completion that is not finished."""
+"""The rows of a decode loop in their order, their output, and the conditions that end them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from evo_grpo.model.forward.layout import RowLayout
-from evo_grpo.rollout.draws import key_tensor, uniform
+from evo_grpo.model.forward.sending import send
 from evo_grpo.rollout.engine import RolloutRequest
-from evo_grpo.rollout.sampling import RowSampling
+from evo_grpo.rollout.sampling import RowSampling, key_tensor, uniform
 
 
 @dataclass
@@ -100,3 +103,173 @@ def prompt_mask(lengths: Tensor, prompt: int, columns: int) -> Tensor:
     """
     column = torch.arange(columns, device=lengths.device)
     return ((column < lengths[:, None]) | (column >= prompt))[:, None, None, :]
+
+
+class Output:
+    """Tokens and log-probs of all rows, including those that left the batch.
+
+    Attributes:
+        tokens: (C, B) int64, C the longest completion; -1 after a row's end.
+        logprobs: (C, B) fp32.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        steps, total = rows.draws.shape
+        device = rows.origin.device
+        self.tokens = torch.full((steps, total), -1, dtype=torch.long, device=device)
+        self.logprobs = torch.zeros(steps, total, dtype=torch.float32, device=device)
+
+    def write(
+        self, drawn: Tensor, rows: Rows, tokens: Tensor, logprobs: Tensor, finished: Tensor
+    ) -> None:
+        """Write the tokens number `drawn` (1,) or (B,) of the rows that are not finished."""
+        places = torch.add(rows.origin, drawn, alpha=self.tokens.shape[1])
+        self.tokens.view(-1).index_copy_(0, places, tokens.masked_fill(finished, -1))
+        self.logprobs.view(-1).index_copy_(0, places, logprobs)
+
+
+class StopConditions:
+    """End tokens and length limits of the rows in the batch.
+
+    `possible` says what the host knows without a look at the device: with fixed lengths, no row
+    ends before the last step.
+    """
+
+    def __init__(
+        self, sampling: RowSampling, end_ids: Iterable[int], vocabulary: int, device: torch.device
+    ) -> None:
+        self.tokens = torch.zeros(vocabulary, dtype=torch.bool, device=device)
+        self.tokens[list(end_ids)] = True
+        self._least, self._shortest = sampling.least, sampling.shortest
+
+    def possible(self, drawn: int) -> bool:
+        """Return whether a row can have ended when so many tokens were drawn."""
+        return drawn > self._least or drawn >= self._shortest
+
+    def forbidden(self, drawn: Tensor, sampling: RowSampling) -> Tensor | None:
+        """Return the tokens that some rows cannot draw after `drawn` (1,) or (B,) others.
+
+        It is bool (1, V) for all rows or (B, V); None if no row has a least length.
+        """
+        minimum = sampling.minimum
+        if minimum is None:
+            return None
+        # One minimum for all rows needs no mask per row.
+        return self.tokens & (drawn < (minimum[:1] if sampling.alike else minimum))[:, None]
+
+    def met(self, drawn: Tensor, tokens: Tensor, sampling: RowSampling) -> Tensor:
+        """Return the rows (B,) that end with `tokens` (B,), drawn after `drawn` (1,) others."""
+        ended = self.tokens.index_select(0, tokens)
+        if sampling.minimum is not None:
+            ended = ended & (drawn >= sampling.minimum)
+        return ended | (sampling.limit <= drawn + 1)
+
+
+class Prompts(NamedTuple):
+    """Prompts of some rows.
+
+    Attributes:
+        ids: (NP, longest prompt), padded on the right.
+        lengths: (NP,).
+        layout: Their adapters.
+        source: (B,) prompt of each row.
+    """
+
+    ids: Tensor
+    lengths: Tensor
+    layout: RowLayout
+    source: Tensor
+
+
+@final
+class RowQueue:
+    """The rows of a call, of which at most `places` are decoded at once.
+
+    Rows wait by prompt, then by agent, so that all agents are at about the same prompt.
+
+    Args:
+        requests: One per agent, each with prompts.
+        ids: (NP, longest prompt) prompt ids, padded on the right.
+        lengths: (NP,) prompt lengths.
+        places: Most rows at once; None for all. Other decoders than a `RefillDecoder` take all.
+        steps: Tokens of the longest completion.
+
+    Attributes:
+        rows: All rows.
+        places: As given; None if there are no more rows.
+        columns: Tokens of the longest prompt.
+        steps: Tokens of the longest completion.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[RolloutRequest],
+        ids: Tensor,
+        lengths: Tensor,
+        *,
+        places: int | None,
+        steps: int,
+        vocabulary: int,
+        context: int,
+    ) -> None:
+        total = sum(r.samples * len(r.prompts) for r in requests)
+        self.places = None if places is None or places >= total else places
+        self.steps, self.columns, self.waiting = steps, ids.shape[1], total
+        self._adapters = tuple(r.adapter for r in requests)
+        self._prompts = tuple(len(r.prompts) for r in requests)
+        # Rows that have ended write past the last token while others that began later go on.
+        drawn = steps if self.places is None else steps + 1
+        self.rows, self._source = expand_rows(
+            requests, lengths, ids, steps=drawn, vocabulary=vocabulary, context=context
+        )
+        self._ids, self._lengths, self._vocabulary = ids, lengths, vocabulary
+        if self.places is not None:
+            prompt = [i for r in requests for i in range(len(r.prompts)) for _ in range(r.samples)]
+            self._order = np.argsort(np.array(prompt), kind="stable")
+            sizes = [r.samples for r in requests for _ in r.prompts]
+            self._prompt_of = np.arange(len(sizes)).repeat(sizes)
+            self._tokens = np.array([len(p.token_ids) for r in requests for p in r.prompts])
+
+    def take(self, count: int) -> NDArray[np.int64]:
+        """Return the indices of the next rows, at most `count`, in ascending order."""
+        first = len(self._order) - self.waiting
+        taken = np.sort(self._order[first : first + count])
+        self.waiting -= len(taken)
+        return taken
+
+    def begin(self) -> tuple[Prompts, Rows]:
+        """Return the next rows, as many as there are places, and their prompts."""
+        if self.places is None:
+            self.waiting = 0
+            layout = RowLayout(self._adapters, self._prompts)
+            return Prompts(self._ids, self._lengths, layout, self._source), self.rows
+        first = self.take(self.places)
+        return self.prompts(first), self.select(first)
+
+    def select(self, rows: NDArray[np.int64]) -> Rows:
+        """Return some rows, given in ascending order, without `seen`."""
+        return self.rows.select(torch.from_numpy(rows).to(self._ids.device))
+
+    def seen(self, prompts: Prompts) -> Tensor | None:
+        """Return the tokens (B, V) bool of each row's prompt; None if no row has a penalty."""
+        if self.rows.sampling.penalty is None:
+            return None
+        ids, size = prompts.ids, self._vocabulary
+        real = torch.arange(ids.shape[1], device=ids.device) < prompts.lengths[:, None]
+        marks = torch.zeros(len(ids), size + 1, dtype=torch.bool, device=ids.device)
+        marks.scatter_(1, torch.where(real, ids, size), True)
+        return marks[:, :-1].index_select(0, prompts.source)
+
+    def prompts(self, rows: NDArray[np.int64]) -> Prompts:
+        """Return the prompts of some rows, each once."""
+        needed, source = np.unique(self._prompt_of[rows], return_inverse=True)
+        ends = np.cumsum(self._prompts)
+        owners = np.searchsorted(ends, needed, side="right")
+        counts = np.bincount(owners, minlength=len(ends)).tolist()
+        where, to = send([needed, source], self._ids.device)
+        return Prompts(
+            self._ids.index_select(0, where)[:, : int(self._tokens[needed].max())],
+            self._lengths.index_select(0, where),
+            RowLayout(self._adapters, tuple(counts)),
+            to,
+        )

@@ -7,7 +7,6 @@ import torch
 from tiny_cohort import PLAIN, build_cohort, distance, learn, make_rows, same, weights
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.learn.minibatches import assign_minibatches
 from evo_grpo.learn.objective.losses import (
     LOSSES,
     LossConfig,
@@ -15,6 +14,7 @@ from evo_grpo.learn.objective.losses import (
     token_terms,
     token_weights,
 )
+from evo_grpo.learn.packing import assign_minibatches
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.seeding import derive
 

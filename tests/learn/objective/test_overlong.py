@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from evo_grpo.envs.protocol import Experience
-from evo_grpo.learn.objective.overlong import (
+from evo_grpo.learn.objective.shaping import (
     longest_completion,
     overlong_penalties,
     with_overlong_penalty,

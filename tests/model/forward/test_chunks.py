@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evo_grpo.model.forward.chunks import make_chunks
+from evo_grpo.model.forward.stacks import make_chunks
 
 CPU = torch.device("cpu")
 COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any).map(tuple)

@@ -5,8 +5,8 @@ import tiny
 import torch
 from plain_attention import SIZE, one_row, table
 
-from evo_grpo.model.forward.chunks import make_chunks
 from evo_grpo.model.forward.prefix import SharedPrefix
+from evo_grpo.model.forward.stacks import make_chunks
 from evo_grpo.model.llama.attention import Attention, ShortAttention, after_prefix
 from evo_grpo.model.llama.kernels import Span
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from evo_grpo.model.forward.chunks import make_chunks
+from evo_grpo.model.forward.stacks import make_chunks
 from evo_grpo.model.llama.adapter_views import JoinedAdapters, Part
 from evo_grpo.model.llama.kernels import LoraLinear, RmsNorm, Rotate, Span, SwiGlu, linear
 

@@ -20,8 +20,7 @@ from evo_grpo.learn.rows import AgentBatch
 from evo_grpo.model.llama.choice import departures_of
 from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.checkpoints.write import save_agent
-from evo_grpo.population.cohort.spares import put_into_archive
-from evo_grpo.population.cohort.whole_rounds import LastWholeRound
+from evo_grpo.population.cohort.archive import LastWholeRound, put_into_archive
 from evo_grpo.types import Prompt, Score
 
 UNCLIPPED = PLAIN.replace(max_grad_norm=None, lora_r=4)

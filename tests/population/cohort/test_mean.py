@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from tiny_cohort import PLAIN, build_cohort
 
-from evo_grpo.population.cohort.spares import may_mix
+from evo_grpo.population.cohort.archive import may_mix
 
 SETS = {"key": ["k_proj"], "up": ["up_proj"]}
 

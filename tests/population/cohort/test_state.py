@@ -7,9 +7,8 @@ from tiny_cohort import build_cohort
 
 from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.checkpoints.write import save_agent
-from evo_grpo.population.cohort.spares import put_into_archive
+from evo_grpo.population.cohort.archive import LastWholeRound, put_into_archive
 from evo_grpo.population.cohort.state import COUNTERS, AgentState
-from evo_grpo.population.cohort.whole_rounds import LastWholeRound
 from evo_grpo.types import Score
 
 OTHERWISE = {

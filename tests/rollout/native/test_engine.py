@@ -181,7 +181,7 @@ class TestAgainstTransformers:
 
     def test_samples_of_wide_adapters_score_alike(self, monkeypatch):
         """Each B of joined layers apart, as a CPU has it where there are many rows."""
-        monkeypatch.setattr("evo_grpo.model.llama.blocks._START", 0)
+        monkeypatch.setattr("evo_grpo.model.llama.adapter_views._START", 0)
         slots = tiny.population(tiny.llama(), (4, 18))
         requests = requests_for(slots, temperature=0.9)
         assert_logprobs(slots, requests, engine_of(slots, specialized=True).rollout(requests))

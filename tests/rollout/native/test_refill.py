@@ -14,10 +14,11 @@ from evo_grpo.model.llama import decode
 from evo_grpo.model.llama.cache import FixedCache
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native import engine as engines
-from evo_grpo.rollout.native import loop, queue
-from evo_grpo.rollout.native.batch import Batch
+from evo_grpo.rollout.native import loop
+from evo_grpo.rollout.native import rows as native_rows
 from evo_grpo.rollout.native.engine import NativeEngine
-from evo_grpo.rollout.native.queue import RowQueue
+from evo_grpo.rollout.native.loop import Batch
+from evo_grpo.rollout.native.rows import RowQueue
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.settings import AgentSettings
 
@@ -130,7 +131,7 @@ def test_columns_that_are_used_up_are_freed(blocks, refills, monkeypatch):
 
 def test_a_heavy_tail_needs_few_steps_more_than_its_tokens(refills, monkeypatch):
     """1 row in 20 is eight times the median."""
-    expand, draw, done = queue.expand_rows, Batch.draw, []
+    expand, draw, done = native_rows.expand_rows, Batch.draw, []
 
     def tailed(*given, **named):
         rows, source = expand(*given, **named)
@@ -143,7 +144,7 @@ def test_a_heavy_tail_needs_few_steps_more_than_its_tokens(refills, monkeypatch)
         done.append(len(batch.tokens))
         draw(batch, *given)
 
-    monkeypatch.setattr(queue, "expand_rows", tailed)
+    monkeypatch.setattr(native_rows, "expand_rows", tailed)
     monkeypatch.setattr(Batch, "draw", counted)
     slots = tiny.population(tiny.llama(max_position_embeddings=128), (4, 4))
     plain = replace(PLAIN, max_output_tokens=64, min_output_tokens=64)

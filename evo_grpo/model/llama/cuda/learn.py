@@ -17,8 +17,7 @@ from torch import Tensor
 
 from evo_grpo.model.forward.prefix import SharedPrefix
 from evo_grpo.model.forward.sending import send
-from evo_grpo.model.llama.adapter_views import JoinedAdapters
-from evo_grpo.model.llama.blocks import as_one
+from evo_grpo.model.llama.adapter_views import JoinedAdapters, as_one
 from evo_grpo.model.llama.cuda import operators
 from evo_grpo.model.llama.cuda.attention import Segments, WindowSegments
 from evo_grpo.model.llama.cuda.decode import embedded, parts_of, turns_of

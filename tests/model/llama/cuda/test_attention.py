@@ -16,7 +16,7 @@ from tiny_cohort import make_rows
 from evo_grpo.model.forward.prefix import find_shared_prefixes
 from evo_grpo.model.llama.cuda import attention
 from evo_grpo.model.llama.cuda.attention import Segments
-from evo_grpo.model.llama.cuda.comparison import differs
+from evo_grpo.model.llama.cuda.choice import differs
 
 CPU = torch.device("cpu")
 

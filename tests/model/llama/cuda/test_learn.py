@@ -19,7 +19,7 @@ from evo_grpo.model.forward import prefix as prefixes
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import find_shared_prefixes
 from evo_grpo.model.forward.train import open_forward
-from evo_grpo.model.llama.cuda import comparison, operators
+from evo_grpo.model.llama.cuda import choice, operators
 from evo_grpo.model.llama.cuda.learn import KernelForward
 from evo_grpo.model.llama.train import LlamaForward
 
@@ -341,7 +341,7 @@ def test_wrong_gradients_on_a_card_are_seen_before_the_first_step(name, dtype, m
     if name:
         launch = operators.LAUNCHES[name]
         monkeypatch.setitem(operators.LAUNCHES, name, partial(WRONG[name], launch))
-    found = comparison.differs(slots, (None, *slots.names))
+    found = choice.differs(slots, (None, *slots.names))
     assert (found is not None) == bool(name)
     after = [p for agent in slots.names for p in slots.parameters(agent)]
     assert all(p.grad is None for p in after)
