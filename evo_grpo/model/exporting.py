@@ -51,7 +51,7 @@ def write_base(source: Source, dtype: str, digest: str | None, folder: Path) -> 
     """
     model, _ = from_pretrained(source, DTYPES[dtype], {}, with_tokenizer=False)
     _check_base(model, source, digest)
-    _save(model, source, folder)
+    _save(model, folder)
 
 
 def stored_dtype(source: Source, revision: str | None, otherwise: str) -> str:
@@ -117,7 +117,7 @@ def write_merged(
             f"adapter, got a difference of {gap:.2g} nats (weights that several layers share and "
             "numbers that are not finite cannot be merged); export without --merge"
         )
-    _save(merged.to(DTYPES[dtype]), source, folder)
+    _save(merged.to(DTYPES[dtype]), folder)
 
 
 def _check_base(model: Any, source: Source, digest: str | None) -> None:  # noqa: ANN401 -- of any transformers architecture
@@ -132,11 +132,7 @@ def _check_base(model: Any, source: Source, digest: str | None) -> None:  # noqa
         )
 
 
-def _save(model: Any, source: Source, folder: Path) -> None:  # noqa: ANN401 -- as above
-    if source.gguf_file is not None:
-        # The weights are floats now, but transformers would record the quantisation of the file.
-        model.hf_quantizer = None
-        vars(model.config).pop("quantization_config", None)
+def _save(model: Any, folder: Path) -> None:  # noqa: ANN401 -- as above
     folder.mkdir(exist_ok=True)
     try:
         with quiet():

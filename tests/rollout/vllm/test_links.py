@@ -104,6 +104,7 @@ def test_what_it_is_started_with(pair, echo):
     assert Path(keywords.pop("model")).name == "base"  # written: a module has no folder
     assert keywords == {
         "block_size": 32,
+        "enable_chunked_prefill": False,
         "trust_remote_code": False,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from engine_contract import RolloutContract, logprobs_of, prompts
+from engine_contract import RolloutContract, logprobs_of, prompts, prompts_of
 from small_run import small
 from stop_cases import completions, cut_alike, slots_of, tokenizer_of
 from tiny_cohort import PLAIN, no_rewards
@@ -133,6 +133,15 @@ def test_eight_adapters_of_several_ranks_in_one_batch_are_pefts(make):
         for i, one in enumerate(own)
         for other in own[:i]
     )
+    engine.close()
+
+
+def test_prompts_that_do_not_fit_one_pass(make):
+    """Of 16,384 tokens, four times as many as vLLM takes at once."""
+    engine = make(population((4,)))
+    sampling = Sampling(max_output_tokens=2)
+    (groups,) = engine.rollout([RolloutRequest(0, "a0", prompts_of(64), 256, sampling, 1)])
+    assert sum(len(c.token_ids) for c in groups[0].completions) >= 256
     engine.close()
 
 
