@@ -48,6 +48,7 @@ def doubled(monkeypatch, *, child=False):
         patch.syspath_prepend(str(FOLDER))
         patch.setenv("PYTHONPATH", path)
         if not child:
+            patch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")  # as the program does
             patch.setattr(VLLMEngine, "_opened", lambda engine: InProcess())
         import vllm
 

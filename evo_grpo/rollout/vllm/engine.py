@@ -140,7 +140,8 @@ class VLLMEngine(RolloutEngine):
             for name in (None, *trained[:1])
         ]
         question = self._question([self._part(request) for request in first])
-        self._ask("start", {"llm": keywords, **question})
+        level = self._vllm.sleep_level if can_sleep(self.base) else 0
+        self._ask("start", {"llm": keywords, "level": level, **question})
 
     def _opened(self) -> Child:
         python, own = find_vllm(self._vllm), environment(self.base, self._settings)

@@ -164,8 +164,8 @@ def failure(operation: str, what: str, log: Path) -> EngineUnavailable | RunFail
     where = f"; the last lines of its log {log} follow"
     if operation == "start":
         return EngineUnavailable(
-            f"engine.rollout: {text}; fix that, or leave engine.rollout out to generate with the "
-            f"built-in engine{where}"
+            f"engine.rollout: {text}; fix that (its settings are engine.vllm), or leave "
+            f"engine.rollout out to generate with the built-in engine{where}"
         )
     return RunFailedError(
         f"engine.rollout: {text}; finished rounds are in the run folder; continue with: evo-grpo "

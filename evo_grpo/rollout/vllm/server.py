@@ -133,9 +133,16 @@ class Session:
         """Load vLLM and the base, and sample once.
 
         Args:
-            message: `llm` holds the keywords of `vllm.LLM`; the rest is as for `generate`.
+            message: `llm` holds the keywords of `vllm.LLM`, and `level` the level at which it will
+                sleep; the rest is as for `generate`.
         """
         self._vllm = importlib.import_module("vllm")
+        if message["level"] == 2 and not reloads_with_adapters():
+            raise ValueError(
+                "engine.vllm.sleep_level: expected 0 or 1 with vLLM "
+                f"{self._vllm.__version__}, which cannot load a base with adapters again, got 2; "
+                "set it to 1, or install vLLM 0.32 or newer"
+            )
         self._llm = self._vllm.LLM(**message["llm"])
         self._count_steps(self._llm.llm_engine)
         return self.generate(message)
@@ -291,6 +298,15 @@ def probe_gap(one: tuple[list[int], list[float]], other: tuple[list[int], list[f
     return largest
 
 
+def reloads_with_adapters() -> bool:
+    """Return whether vLLM has the fix without which `reload_weights` raises KeyError with LoRA."""
+    try:
+        module = importlib.import_module("vllm.v1.worker.lora_model_runner_mixin")
+    except ImportError:  # a later vLLM may have moved it
+        return True
+    return hasattr(module.LoRAModelRunnerMixin, "reset_lora_state")
+
+
 def wipe_cache(worker: Any) -> None:  # noqa: ANN401 -- vLLM's own
     """Set the keys and values of a vLLM worker to zero."""
     waiting = [*worker.model_runner.kv_caches]
@@ -384,6 +400,9 @@ def main() -> None:
     if sys.argv[1:] == ["--probe"]:
         print(json.dumps(probe()))
         return
+    if importlib.util.find_spec("flashinfer") is None:
+        # vLLM imports its sampler on CUDA unless told otherwise, and fails where it is missing.
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles it and closes the socket
     descriptor, parent = map(int, sys.argv[1:])
     folders: list[str] = []

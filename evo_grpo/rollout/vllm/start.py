@@ -158,7 +158,10 @@ def llm_keywords(
     cache = own.kv_cache_memory_bytes
     if cache is None and on_cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         cache = CPU_CACHE_BYTES
+    # Where vLLM splits a prompt, it rewinds the row's generator, which fails on a CPU.
+    whole: dict[str, Any] = {"enable_chunked_prefill": False} if on_cpu else {}
     given: dict[str, Any] = {
+        **whole,
         **own.options,
         "model": folder,
         "trust_remote_code": settings.model is not None and settings.model.trust_remote_code,

@@ -127,7 +127,7 @@ class VLLMSettings(RolloutSettings):
     )
     options: PlainMapping = setting(
         factory=dict[str, Any],
-        meaning="Further keywords of `vllm.LLM`, for instance `{swap_space: 4}`.",
+        meaning="Further keywords of `vllm.LLM`, for instance `{block_size: 32}`.",
     )
 
     @property

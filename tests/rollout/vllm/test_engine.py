@@ -1,5 +1,6 @@
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -391,6 +392,20 @@ def test_a_base_or_an_adapter_that_did_not_come_back_ends_the_run(asleep, own, d
     ):
         engine.wake()
     engine.close()
+
+
+def test_a_vllm_that_cannot_load_its_base_again_is_refused_at_once(asleep, monkeypatch):
+    module = "vllm.v1.worker.lora_model_runner_mixin"
+    monkeypatch.delattr(f"{module}.LoRAModelRunnerMixin.reset_lora_state")
+    with pytest.raises(
+        RunFailedError,
+        match=r"sleep_level: expected 0 or 1 with vLLM 0\.0\.double, .* got 2; set it to 1, or",
+    ):
+        asleep(2)
+    asleep(1).close()
+    # One that has moved it says nothing of what it can.
+    monkeypatch.setitem(sys.modules, module, None)
+    asleep(2).close()
 
 
 @pytest.mark.parametrize("level", [0, 1])

@@ -97,13 +97,14 @@ def test_what_it_is_started_with(pair, echo):
         enforce_eager=False,
         max_loras=3,
         max_lora_rank=64,
-        options={"swap_space": 2},
+        options={"block_size": 32},
     )
     VLLMEngine(pair, settings).close()
     keywords = told(echo)[0][1]
     assert Path(keywords.pop("model")).name == "base"  # written: a module has no folder
     assert keywords == {
-        "swap_space": 2,
+        "block_size": 32,
+        "enable_chunked_prefill": False,
         "trust_remote_code": False,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
@@ -214,12 +215,50 @@ def test_a_vllm_that_hangs_while_it_starts_is_bad_input(pair, echo):
 def test_a_vllm_that_does_not_start_is_bad_input(pair, echo):
     with pytest.raises(EngineUnavailable) as caught:
         build(pair, options={"fail": "no such base"})
-    assert "raised ValueError while starting: no such base; fix that, or leave" in str(caught.value)
+    assert "raised ValueError while starting: no such base; fix that (its" in str(caught.value)
     assert caught.value.__notes__[-1] == "  ValueError: no such base"
     assert caught.value.exit_code == 2
     with pytest.raises(EngineUnavailable, match="ended with code 3 while starting") as caught:
         build(pair, options={"exit": 3})
     assert caught.value.__notes__ == ["  the double was told to exit"]
+
+
+def test_a_card_that_others_use_is_named_with_the_group_of_the_setting(pair, echo):
+    said = (
+        "Free memory on device cuda:0 (3.1/8.0 GiB) on startup is less than desired GPU memory "
+        "utilization (0.9, 7.2 GiB). Decrease GPU memory utilization or reduce GPU memory used by "
+        "other processes."
+    )
+    with pytest.raises(EngineUnavailable) as caught:
+        build(pair, options={"fail": said})
+    assert f"{said[:-1]}; fix that (its settings are engine.vllm), or leave" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("installed", "variable", "raised"),
+    [
+        (False, None, None),
+        (False, "1", "No module named 'flashinfer'"),
+        (True, None, "flashinfer was imported"),
+        (True, "0", None),
+    ],
+)
+def test_flashinfers_sampler_is_off_where_it_is_missing(
+    pair, echo, monkeypatch, installed, variable, raised
+):
+    with monkeypatch.context() as patch:
+        patch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
+        if variable is not None:
+            patch.setenv("VLLM_USE_FLASHINFER_SAMPLER", variable)
+        if installed:
+            (echo / "flashinfer.py").write_text("raise ImportError('flashinfer was imported')")
+            patch.setenv("PYTHONPATH", os.pathsep.join([str(echo), os.environ["PYTHONPATH"]]))
+        if raised is None:
+            build(pair).close()
+            assert told(echo)[0][0] == "LLM"
+        else:
+            with pytest.raises(EngineUnavailable, match=f"Error while starting: {raised}"):
+                build(pair)
 
 
 def test_closing_ends_it_and_leaves_nothing(pair, echo):

@@ -16,8 +16,8 @@ from evo_grpo.record.observer import Observer
 NO_SIGNAL = pytest.mark.filterwarnings("ignore:round 1 had nothing to learn from:UserWarning")
 
 
-def config(*, rounds=2, **vllm):
-    engine = {"device": "cpu", "rollout": "vllm", "vllm": vllm}
+def config(*, rounds=2, device="cpu", **vllm):
+    engine = {"device": device, "rollout": "vllm", "vllm": vllm}
     return small(engine=engine, population__rounds=rounds)
 
 
@@ -34,6 +34,16 @@ def echo(double_in_child, monkeypatch, tmp_path):
     monkeypatch.setenv("EVO_GRPO_DOUBLE", "echo")
     monkeypatch.setenv("EVO_GRPO_DOUBLE_LOG", str(tmp_path / "calls"))
     return tmp_path / "calls"
+
+
+@pytest.fixture(scope="module")
+def sleepy():
+    """Settings of a vLLM that sleeps while agents learn, as if this device could."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("engine", "start"):
+            patch.setattr(f"evo_grpo.rollout.vllm.{module}.can_sleep", lambda base: True)
+        patch.setattr("torch.cuda.is_available", lambda: False)
+        yield {"device": "auto", "sleep_level": 2}
 
 
 def calls(file, name):
@@ -81,10 +91,15 @@ def test_a_run_starts_one_vllm_and_ends_it(echo, tmp_path):
 
 
 @NO_SIGNAL
-def test_a_run_whose_vllm_dies_ends_with_whole_rounds_and_is_resumed(echo, order, tmp_path):
+@pytest.mark.parametrize(("what", "doing"), [("kill", "sampling"), ("asleep kill", "waking")])
+def test_a_run_whose_vllm_dies_ends_with_whole_rounds_and_is_resumed(
+    echo, order, sleepy, tmp_path, what, doing
+):
     folder = tmp_path / "killed"
-    with pytest.raises(RunFailedError, match=r"ended by signal 9 \(SIGKILL\) while sampling"):
-        run(config(rounds=3), out=folder, observer=AfterFirst(order, "kill"))
+    with pytest.raises(
+        RunFailedError, match=rf"by signal 9 \(SIGKILL\) while {doing}; .* with: evo-grpo resume"
+    ):
+        run(config(rounds=3, **sleepy), out=folder, observer=AfterFirst(order, what))
     assert len(read_rounds(folder)) == 1
     assert processes() == set()
     order.unlink()
@@ -94,18 +109,22 @@ def test_a_run_whose_vllm_dies_ends_with_whole_rounds_and_is_resumed(echo, order
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(sleepy, tmp_path_factory):
     """The folder of a run of two rounds with the double in this process."""
     with pytest.MonkeyPatch.context() as patch, doubled(patch):
-        return run(config(), out=tmp_path_factory.mktemp("runs") / "whole")
+        return run(config(**sleepy), out=tmp_path_factory.mktemp("runs") / "whole")
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("double")
-def test_a_resumed_run_equals_one_that_was_not_stopped(whole, order, tmp_path):
+@pytest.mark.parametrize("what", ["raise", "asleep raise"])
+def test_a_resumed_run_equals_one_that_was_not_stopped(
+    whole, double, order, sleepy, tmp_path, what
+):
     folder = tmp_path / "stopped"
     with pytest.raises(RunFailedError, match="raised RuntimeError: the double was"):
-        run(config(), out=folder, observer=AfterFirst(order, "raise"))
+        run(config(**sleepy), out=folder, observer=AfterFirst(order, what))
+    stopped, _ = double.made[-1].calls[-1]
+    assert stopped == ("wake_up" if what.startswith("asleep") else "generate")
     assert len(read_rounds(folder)) == 1
     order.unlink()
     resume(folder)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from engine_contract import RolloutContract, logprobs_of, prompts
+from engine_contract import RolloutContract, logprobs_of, prompts, prompts_of
 from small_run import small
 from stop_cases import completions, cut_alike, slots_of, tokenizer_of
 from tiny_cohort import PLAIN, no_rewards
@@ -21,7 +21,7 @@ from vllm_doubles import settings_of
 
 from evo_grpo import settings as configuration
 from evo_grpo.envs.single_turn_play import SingleTurnPlay
-from evo_grpo.errors import EngineUnavailable
+from evo_grpo.errors import EngineUnavailable, RunFailedError
 from evo_grpo.learn.rows import AgentBatch, rows_from_trajectories
 from evo_grpo.model.base import SharedBase
 from evo_grpo.population.cohort.cohort import Cohort
@@ -106,16 +106,22 @@ def by_peft(slots, request, prompt, completion):
     return [table[start + i, token].item() for i, token in enumerate(completion.token_ids)]
 
 
-def test_eight_adapters_of_several_ranks_in_one_batch_are_pefts(make):
-    slots = population((4, 2, 8, 4, 1, 8, 3, 4))
-    engine = make(slots)
-    requests = requests_for(slots, slots.names, samples=8)
+def gaps_to_peft(slots, requests, answers):
+    """Differences in nats of all log-probs of some answers."""
     gaps = []
-    for request, groups in zip(requests, engine.rollout(requests), strict=True):
+    for request, groups in zip(requests, answers, strict=True):
         for group in groups:
             for completion in group.completions:
                 expected = by_peft(slots, request, group.prompt, completion)
                 gaps += map(lambda a, b: abs(a - b), completion.logprobs, expected)
+    return gaps
+
+
+def test_eight_adapters_of_several_ranks_in_one_batch_are_pefts(make):
+    slots = population((4, 2, 8, 4, 1, 8, 3, 4))
+    engine = make(slots)
+    requests = requests_for(slots, slots.names, samples=8)
+    gaps = gaps_to_peft(slots, requests, engine.rollout(requests))
     assert len(gaps) > 500
     print(f"largest gap of {len(gaps)} log-probs: {max(gaps):.1e} nats")
     assert max(gaps) <= GAP
@@ -127,6 +133,15 @@ def test_eight_adapters_of_several_ranks_in_one_batch_are_pefts(make):
         for i, one in enumerate(own)
         for other in own[:i]
     )
+    engine.close()
+
+
+def test_prompts_that_do_not_fit_one_pass(make):
+    """Of 16,384 tokens, four times as many as vLLM takes at once."""
+    engine = make(population((4,)))
+    sampling = Sampling(max_output_tokens=2)
+    (groups,) = engine.rollout([RolloutRequest(0, "a0", prompts_of(64), 256, sampling, 1)])
+    assert sum(len(c.token_ids) for c in groups[0].completions) >= 256
     engine.close()
 
 
@@ -168,6 +183,45 @@ def test_after_an_update_the_new_weights_answer(make):
         assert all(0 < m["sampler_gap"] < 1e-4 for m in metrics[:2])
         before = checked(step + 1)
     assert len(made) == 1
+
+
+def test_agents_and_vllm_take_turns_until_it_is_killed_asleep(python, monkeypatch):
+    """Here its worker frees nothing, but its scheduler stops, and level 2 loads its base again."""
+    monkeypatch.setattr("evo_grpo.rollout.vllm.engine.can_sleep", lambda base: True)
+
+    def started(level):
+        settings = settings_of(python=python, sleep_level=level).replace(model="tiny-sums")
+        return VLLMEngine(population((4,) * 8), settings)
+
+    def answers(engine, step):
+        """Change all weights, wake, generate and sleep."""
+        slots = engine.slots
+        for index, name in enumerate(slots.names):
+            tiny.stir(slots, name, 100 * step + index, scale=0.5)
+            slots.mark_changed(name)
+        engine.wake()
+        requests = requests_for(slots, slots.names)
+        found = engine.rollout(requests)
+        engine.sleep()
+        assert max(gaps_to_peft(slots, requests, found)) <= GAP
+        # Weights of another agent or step would have been noticed.
+        for request, answer in zip([*requests[1:], requests[0]], found, strict=True):
+            assert max(gaps_to_peft(slots, [request], [answer])) > 50 * GAP
+        return found
+
+    engine = started(2)
+    each = [answers(engine, step) for step in range(3)]
+    # What vLLM's worker says to each of 3 calls of sleep, and of 2 pairs that wake.
+    assert engine._link.log.read_text().count("sleep mode is not supported on CPU") == 7
+    os.kill(engine._link.pid, signal.SIGKILL)
+    with pytest.raises(
+        RunFailedError, match=r"by signal 9 \(SIGKILL\) while waking; .* with: evo-grpo resume RUN"
+    ):
+        engine.wake()
+    engine.close()
+    again = started(1)
+    assert [answers(again, step) for step in (1, 2)] == each[1:]
+    again.close()
 
 
 def test_an_agent_that_overflows_reaches_no_other(make):

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+from vllm.v1.worker import lora_model_runner_mixin
+
 __version__ = "0.0.double"
 
 made = []
@@ -51,6 +53,8 @@ class LLM:
     """One engine. Keywords are kept, and those of a mistake refused."""
 
     def __init__(self, **keywords):
+        if os.environ.get("VLLM_USE_FLASHINFER_SAMPLER") != "0":
+            import flashinfer  # noqa: F401 -- as on CUDA, where it is the default
         self.calls = []
         self.keywords = keywords
         self._tell("LLM", **keywords)
@@ -101,12 +105,16 @@ class LLM:
 
     def wake_up(self, tags=None):
         self._tell("wake_up", tags=tags)
+        self._act("asleep ")
         if tags is None or "kv_cache" in tags:
             self._state = "awake"
 
     def collective_rpc(self, method):
         self._tell("collective_rpc", method=method if isinstance(method, str) else method.__name__)
         if method == "reload_weights":
+            # The trap of a vLLM without the fix.
+            if not hasattr(lora_model_runner_mixin.LoRAModelRunnerMixin, "reset_lora_state"):
+                raise KeyError("layers.0.mlp.gate_up_proj.weight")
             self._sampler.reload()
         else:
             method(SimpleNamespace(model_runner=SimpleNamespace(kv_caches=self._sampler.caches)))
@@ -118,12 +126,16 @@ class LLM:
         self._tell("remove_lora", id=number)
         self._sampler.remove(number)
 
-    def _act(self):
-        """Do what a test has asked for by a file, whose name is in the environment."""
+    def _act(self, when=""):
+        """Do what a test has asked for by a file, whose name is in the environment.
+
+        An order that begins with "asleep " is for the next call that wakes.
+        """
         order = Path(os.environ.get("EVO_GRPO_DOUBLE_ORDER", "/nowhere"))
         if not order.is_file():
             return
-        match order.read_text().split():
+        text = order.read_text()
+        match text.removeprefix(when).split() if text.startswith(when) else []:
             case ["kill"]:
                 print("the double is about to be killed", file=sys.stderr, flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
