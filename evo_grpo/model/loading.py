@@ -143,10 +143,6 @@ def from_pretrained(
             f"model {source.name!r}: {len(missing)} weights of its config.json are in no file of "
             f"{source.path!r} ({missing[0]}, ...); expected weights and config.json of one model"
         )
-    if source.gguf_file:
-        # The weights are floats now, but transformers would record the quantisation of the file.
-        model.hf_quantizer = None
-        vars(model.config).pop("quantization_config", None)
     return model, tokenizer
 
 
