@@ -12,11 +12,14 @@ import gc
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -26,8 +29,10 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PACKAGES = ("evo-grpo", "torch", "transformers", "peft", "numpy")
-# What a child process of a benchmark writes before its one line of JSON.
+# What a child process of a benchmark writes before a line of JSON.
 MARK = "RESULT "
+#: Start of the benchmark; child processes have it by the environment.
+BEGAN = float(os.environ.setdefault("BENCH_BEGAN", str(time.time())))
 
 os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
 os.environ.setdefault("MKL_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
@@ -159,6 +164,11 @@ class Check:
     judged: bool = True
 
     @property
+    def bound(self) -> str:
+        """The target with its sign."""
+        return f"{'≤' if self.at_most else '≥'} {self.target:g}"
+
+    @property
     def verdict(self) -> str:
         """PASS, FAIL or not measured."""
         if self.value is None:
@@ -191,13 +201,24 @@ class Report:
         """Add a line to a table."""
         self.rows.setdefault(table, []).append(values)
 
+    def hold(self, check: Check) -> None:
+        """Add a number that is held against a target."""
+        self.checks.append(check)
+
     def at_most(self, what: str, value: float | None, target: float, note: str = "") -> None:
         """Hold a number against an upper bound."""
-        self.checks.append(Check(what, value, target, True, note, not self.arguments.quick))
+        self.hold(Check(what, value, target, True, note, not self.arguments.quick))
 
     def at_least(self, what: str, value: float | None, target: float, note: str = "") -> None:
         """Hold a number against a lower bound."""
-        self.checks.append(Check(what, value, target, False, note, not self.arguments.quick))
+        self.hold(Check(what, value, target, False, note, not self.arguments.quick))
+
+    def take(self, told: Mapping[str, Any]) -> None:
+        """Add what a `Live` report of a child process told."""
+        if "check" in told:
+            self.hold(Check(**told["check"]))
+        else:
+            self.add(told["table"], **told["values"])
 
     def finish(self) -> int:
         """Print tables and verdicts, write the JSON file, and return the exit code, which is 0.
@@ -246,20 +267,44 @@ class Report:
             return
         table = Table("what", "value", "target", "", "", title="Targets", title_justify="left")
         for check in self.checks:
-            sign = "≤" if check.at_most else "≥"
-            table.add_row(
-                check.what,
-                _shown(check.value),
-                f"{sign} {check.target:g}",
-                check.verdict,
-                check.note,
-            )
+            table.add_row(check.what, _shown(check.value), check.bound, check.verdict, check.note)
         console.print(table)
+
+
+def say(what: str, /, **values: object) -> None:
+    """Print a measurement at once: a later one may not fit into the time."""
+    shown = "  ".join(f"{name} {_shown(value)}" for name, value in values.items())
+    print(f"[{time.time() - BEGAN:4.0f} s] {what}: {shown}", flush=True)
+
+
+@dataclass
+class Live(Report):
+    """A report that prints each number at once.
+
+    Attributes:
+        tells: Whether it also tells the numbers to the parent process, see `Report.take`.
+    """
+
+    tells: bool = False
+
+    def add(self, table: str, **values: Any) -> None:
+        """Add a line to a table."""
+        super().add(table, **values)
+        say(table, **values)
+        if self.tells:
+            tell({"table": table, "values": values})
+
+    def hold(self, check: Check) -> None:
+        """Add a number that is held against a target."""
+        super().hold(check)
+        say(f"  {check.verdict}, {check.what}", **{_shown(check.value): check.bound})
+        if self.tells:
+            tell({"check": asdict(check)})
 
 
 def _shown(value: object) -> str:
     if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+        return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"
     return "" if value is None else str(value)
 
 
@@ -308,18 +353,63 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+class ChildError(SystemExit):
+    """A child process that failed or was ended; it ends the benchmark unless it is caught."""
+
+
+def told(
+    script: Path, job: Mapping[str, Any], *, limit: float | None = None, echo: bool = False
+) -> Generator[dict[str, Any]]:
+    """Run a benchmark's own script in a fresh process with `--child JOB`; yield what it tells.
+
+    Args:
+        script: The script.
+        job: Its argument.
+        limit: Seconds after which it is ended, with the processes that it started; None for none.
+        echo: Whether its other lines are printed, as they come.
+
+    Raises:
+        ChildError: It failed, or was ended. What it told before has been yielded.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        process = subprocess.Popen(
+            [sys.executable, str(script), "--child", json.dumps(job)],
+            stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
+        )  # fmt: skip
+
+        def end() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+        timer = threading.Timer(limit or threading.TIMEOUT_MAX, end)
+        timer.daemon = True
+        timer.start()
+        started = time.monotonic()
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(MARK):
+                    yield json.loads(line[len(MARK) :])
+                elif echo:
+                    print(line, end="", flush=True)
+            process.wait()
+        finally:
+            timer.cancel()
+            end()
+            process.wait()
+        if limit is not None and time.monotonic() - started >= limit:
+            raise ChildError(f"ended after {limit:.0f} s")
+        if process.returncode:
+            errors.seek(0)
+            raise ChildError(f"{script.name} --child failed:\n{errors.read()[-2000:]}")
+
+
 def child(script: Path, job: Mapping[str, Any]) -> dict[str, Any]:
     """Run a benchmark's own script in a fresh process with `--child JOB`; return what it tells."""
-    done = subprocess.run(
-        [sys.executable, str(script), "--child", json.dumps(job)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    told = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    if done.returncode or not told:
-        raise SystemExit(f"{script.name} --child failed:\n{done.stderr[-2000:]}")
-    return json.loads(told[-1][len(MARK) :])
+    answers = list(told(script, job))
+    if not answers:
+        raise ChildError(f"{script.name} --child told nothing")
+    return answers[-1]
 
 
 def tell(values: Mapping[str, Any]) -> None:

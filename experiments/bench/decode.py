@@ -39,7 +39,6 @@ from shapes import LARGE  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 
-from evo_grpo.model.lora.files import CONFIG, WEIGHTS  # noqa: E402
 from evo_grpo.population.cohort.cohort import Cohort  # noqa: E402
 from evo_grpo.rollout.engine import RolloutRequest  # noqa: E402
 
@@ -142,10 +141,8 @@ def vllm_peer(
     job.cohort.base.save(folder / "base")
     adapters = [job.cohort.agents[slot].adapter for slot in job.slots]
     for name in adapters:
-        copy = job.cohort.slots.snapshot(name)
         (folder / name).mkdir()
-        (folder / name / WEIGHTS).write_bytes(copy.serialise())
-        (folder / name / CONFIG).write_bytes(copy.config_json())
+        job.cohort.slots.snapshot(name).write(folder / name)
     return Peer(
         "vllm",
         {

@@ -9,23 +9,19 @@ are random; a step is a replayed CUDA graph inside a whole rollout, as in produc
 """
 
 import argparse
-import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-CPU = "--cpu" in sys.argv
-if CPU:
+if "--cpu" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
+CPU = os.environ.get("TRITON_INTERPRET") == "1"
 
-from common import ROOT, quiet  # noqa: E402 -- after the interpreter is chosen, as all that follows
+from common import BEGAN, ROOT, Live, parser, quiet  # noqa: E402 -- after the interpreter is chosen
 
 THREADS = quiet()
 sys.path.append(str(ROOT / "tests" / "helpers"))
@@ -33,12 +29,10 @@ sys.path.append(str(ROOT / "tests" / "helpers"))
 import kernel_reference as reference  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
-from jobs import EMBEDDED, EXPECTED, Job, Work, counted, population  # noqa: E402
-from shapes import LARGE, LARGEST  # noqa: E402
+from device import Place, Rates, add_longest, build, busy_seconds, kernels_of  # noqa: E402
+from jobs import EXPECTED, Job, Work, counted, population  # noqa: E402
 from torch import Tensor  # noqa: E402
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
-from evo_grpo.model.base import SharedBase  # noqa: E402
 from evo_grpo.model.forward.fused import population_forward  # noqa: E402
 from evo_grpo.model.forward.layout import RowLayout  # noqa: E402
 from evo_grpo.model.llama.cuda import operators  # noqa: E402
@@ -47,63 +41,20 @@ from evo_grpo.model.llama.weights import LlamaWeights  # noqa: E402
 from evo_grpo.population.cohort.cohort import Cohort  # noqa: E402
 from evo_grpo.rollout.native.graphs import StepGraphs  # noqa: E402
 
-SHAPES = {
-    **LARGE,
-    **LARGEST,
-    "tiny": {
-        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 512,
-    },
-}  # fmt: skip
-DEVICE = torch.device("cpu" if CPU else "cuda")
-DTYPE = torch.float32 if CPU else torch.bfloat16
+PLACE = Place(torch.device("cpu" if CPU else "cuda"), torch.float32 if CPU else torch.bfloat16)
+DEVICE, DTYPE = PLACE.device, PLACE.dtype
 AGENTS = 2 if CPU else 8
 PROMPT, TOKENS = (5, 3) if CPU else (64, 128)
 #: Completions of a prompt, and ranks, of agents that differ.
 UNEQUAL = ((2, 3), (4, 6)) if CPU else ((2, 14, 8, 5, 11, 8, 3, 13), (4, 8, 16, 8, 2, 8, 12, 6))
 PRODUCTS = ("qkv", "o", "gate_up", "down")
-BEGAN = time.time()
-FOUND: list[dict[str, Any]] = []
+REPORT = Live("decode_kernels", argparse.Namespace(quick=CPU, out=None))
+say = REPORT.add
 
 
-def say(what: str, **values: object) -> None:
-    """Print a measurement at once."""
-    FOUND.append({"what": what, "at": round(time.time() - BEGAN, 1), **values})
-    shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
-    print(f"[{time.time() - BEGAN:4.0f} s] {what}:", "  ".join(shown), flush=True)
-
-
-def wait() -> None:
-    """Wait until the device has done what it was given."""
-    if not CPU:
-        torch.cuda.synchronize()
-
-
-def milliseconds(call: Callable[[], object], repeats: int = 20) -> float:
+def milliseconds(call: Callable[[], object]) -> float:
     """Return the milliseconds of a call as a replayed graph."""
-    if CPU:
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    graph.replay()
-    times: list[float] = []
-    for _ in range(3):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(repeats):
-            graph.replay()
-        end.record()
-        wait()
-        times.append(begin.elapsed_time(end) / repeats)
-    return statistics.median(times)
+    return 1e3 * PLACE.replayed(call)
 
 
 # --- Are the kernels right on this card?
@@ -212,22 +163,6 @@ def check() -> None:
 # --- Whole rollouts, by replayed graphs.
 
 
-def build(shape: str) -> SharedBase:
-    """Make a model of a shape with random weights, on the device."""
-    config = Qwen2Config(
-        max_position_embeddings=4096, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1,
-        bos_token_id=2, **SHAPES[shape],
-    )  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        torch.set_default_dtype(DTYPE)
-        try:
-            model = Qwen2ForCausalLM(config)
-        finally:
-            torch.set_default_dtype(torch.float32)
-    return SharedBase(model.eval(), AutoTokenizer.from_pretrained(EMBEDDED), shape)
-
-
 @contextmanager
 def replays() -> Generator[list[tuple[Any, Any, int]]]:
     """Collect (begin, end, steps) of blocks of steps that are replays alone."""
@@ -253,11 +188,11 @@ def replays() -> Generator[list[tuple[Any, Any, int]]]:
 
 def step_of(job: Job) -> tuple[float, float]:
     """Return milliseconds of a replayed step of a rollout, and those of the rollout."""
-    wait()
+    PLACE.wait()
     with replays() as spans:
         start = time.perf_counter()
         job.generate()
-        wait()
+        PLACE.wait()
         whole = (time.perf_counter() - start) * 1e3
     steps = sum(count for _, _, count in spans)
     return sum(a.elapsed_time(b) for a, b, _ in spans) / steps if steps else 0.0, whole
@@ -273,7 +208,7 @@ def work_of(rows: int, *, unequal: bool = False) -> Work:
 def agents(shape: str, *, unequal: bool = False) -> tuple[Cohort, list[int], bool]:
     """Return a population over a new base, and whether its agents differ."""
     with torch.no_grad():
-        base = build(shape)
+        base = build(shape, PLACE)
     found = *population(
         base, AGENTS, work_of(256, unequal=unequal), beta=0.0, kernels="on",
         rank=UNEQUAL[1] if unequal else 8,
@@ -310,30 +245,6 @@ def rollouts(
 
 
 # --- The parts of a step.
-
-
-@dataclass(frozen=True)
-class Peak:
-    """What the device reaches: FLOPs and bytes in a millisecond."""
-
-    flops: float
-    bytes: float
-
-    @classmethod
-    def measured(cls) -> "Peak":
-        """Measure a large product and a large copy."""
-        size = 256 if CPU else 8192
-        left = torch.randn(size, size, device=DEVICE).to(DTYPE)
-        flops = 2 * size**3 / milliseconds(lambda: left @ left, 3)
-        source = torch.ones(size * size * (4 if CPU else 16), device=DEVICE, dtype=DTYPE)
-        target = torch.empty_like(source)
-        rate = 2 * source.nbytes / milliseconds(lambda: target.copy_(source), 3)
-        say("the device", tflops=flops / 1e9, gb_per_second=rate / 1e6)
-        return cls(flops, rate)
-
-    def least(self, flops: float, moved: float) -> float:
-        """Return the least milliseconds of a part."""
-        return max(flops / self.flops, moved / self.bytes)
 
 
 class Parts:
@@ -417,9 +328,8 @@ class Parts:
         decoder, rows = self.decoder, self.decoder._rows
         for i, layer, done in self._layers():
             operators.qkv(
-                *done[0], rows.tiles, self.positions, *decoder._turns[layer.table], layer.q_norm,
-                layer.k_norm, layer.q_eps, layer.k_eps, self.q, decoder._keys[i],
-                decoder._values[i],
+                *done[0], rows.tiles, self.positions, *decoder._turns[layer.table],
+                *layer.head_norms, self.q, decoder._keys[i], decoder._values[i],
             )  # fmt: skip
 
     def attend(self) -> None:
@@ -462,7 +372,7 @@ class Parts:
         self.base.head(hidden)
         self.draw()
 
-    def least(self, peak: Peak) -> dict[str, float]:
+    def least(self, rates: Rates) -> dict[str, float]:
         """Return the least milliseconds of each part: of weights, cache, adapters and logits."""
         size, rows = torch.empty(0, dtype=DTYPE).element_size(), self.rows
         flops = moved = 0.0
@@ -471,20 +381,20 @@ class Parts:
             for linear in layer:
                 columns, inside = linear.weight.shape
                 flops, moved = 2.0 * rows * columns * inside, size * columns * inside
-                products += peak.least(flops, moved)
-                adapters += peak.least(0, size * linear.b.numel())
-                activations += peak.least(0, size * rows * (inside + 3 * columns))
+                products += rates.least(flops, moved)
+                adapters += rates.least(0, size * linear.b.numel())
+                activations += rates.least(0, size * rows * (inside + 3 * columns))
         d, layers = self.d, len(self.decoder._layers)
         cached = 2.0 * size * rows * (self.position + 1) * d.kv_heads * d.head_dim * layers
         vocabulary, hidden = self.base.head.weight.shape
-        head = peak.least(2.0 * rows * vocabulary * hidden, size * vocabulary * hidden)
+        head = rates.least(2.0 * rows * vocabulary * hidden, size * vocabulary * hidden)
         return {
-            "products": products, "b": adapters, "attention": peak.least(0, cached), "head": head,
-            "logits": peak.least(0, 2.0 * size * rows * vocabulary), "activations": activations,
+            "products": products, "b": adapters, "attention": rates.least(0, cached), "head": head,
+            "logits": rates.least(0, 2.0 * size * rows * vocabulary), "activations": activations,
         }  # fmt: skip
 
 
-def parts(job: Job, peak: Peak) -> tuple[float, float]:
+def parts(job: Job, rates: Rates) -> tuple[float, float]:
     """Time each part of a step, and show its kernels; return its ms and its share of the least."""
     with torch.no_grad(), ExitStack() as stack:
         own = Parts(job, PROMPT + TOKENS // 2, stack)
@@ -496,32 +406,17 @@ def parts(job: Job, peak: Peak) -> tuple[float, float]:
         }
         found |= {name: milliseconds(getattr(own, name)) for name in names}
         say(f"parts, {own.base.name}, {own.rows} rows, ms", **found)
-        least = own.least(peak)
+        least = own.least(rates)
         ideal = sum(v for k, v in least.items() if k != "activations")
         say(
             f"least, {own.base.name}, {own.rows} rows, ms", **least, ideal=ideal,
             share=ideal / found["step"], share_with_activations=sum(least.values()) / found["step"],
         )  # fmt: skip
         if not CPU:
-            profiled(own)
+            seen = kernels_of(PLACE, own.step)
+            say("profile of a step", ms=1e3 * busy_seconds(seen))
+            add_longest(REPORT, "Longest kernels of a step", seen, 16)
     return found["step"], ideal / found["step"]
-
-
-def profiled(own: Parts) -> None:
-    """Print the longest kernels of a step."""
-    from torch.profiler import ProfilerActivity, profile
-
-    own.step()
-    wait()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        own.step()
-        wait()
-    longest = sorted(seen.key_averages(), key=lambda one: -one.self_device_time_total)[:16]
-    total = sum(one.self_device_time_total for one in seen.key_averages())
-    say("profile of a step, us", total=total)
-    for one in longest:
-        time_and_count = f"{one.self_device_time_total:8.0f} us {one.count:4d} x"
-        print(f"    {time_and_count}  {one.key[:100]}", flush=True)
 
 
 # --- What a step should take.
@@ -553,44 +448,42 @@ def part(given: argparse.Namespace, needs: float) -> Generator[bool]:
         torch.cuda.empty_cache()
 
 
-def measured(given: argparse.Namespace, shape: str, peak: Peak) -> None:
+def measured(given: argparse.Namespace, shape: str, rates: Rates) -> None:
     """Measure a shape, the most wanted first."""
     own: tuple[Cohort, list[int], bool] | None = None
     for count in (4, 2) if CPU else (64, 256, 1024) if shape == "0.5B" else (256, 64):
         with part(given, 15) as fits:
             if fits:
                 own = own or agents(shape)
-                parts(rollouts(*own, count)[0], peak)
+                parts(rollouts(*own, count)[0], rates)
 
 
 def main() -> None:
     """Check the kernels, then measure the shapes."""
-    given = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    given = parser(__doc__.partition("\n")[0])
     given.add_argument("--cpu", action="store_true", help="tiny, in Triton's interpreter")
     given.add_argument("--expected", action="store_true", help="what a step should take")
     given.add_argument("--limit", type=float, default=290.0, help="seconds")
-    given.add_argument("--shapes", nargs="+", default=["tiny"] if CPU else ["0.5B", "3B"])
+    given.add_argument("--shapes", nargs="+", default=["rehearsal"] if CPU else ["0.5B", "3B"])
     given.add_argument("--leave-out", nargs="*", default=[], choices=["check", "unequal"])
-    given.add_argument("--out", type=Path, help="write the numbers to this JSON file")
-    chosen = given.parse_args()
+    chosen = REPORT.arguments = given.parse_args()
     if chosen.expected:
         tell_expected()
         return
     name = "CPU" if CPU else torch.cuda.get_device_name()
     say("where", device=name, torch=torch.__version__, triton=triton.__version__)
-    peak = Peak.measured()
+    rates = Rates.measured(PLACE)
+    say("the device", **rates._asdict())
     with part(chosen, 0):
         if "check" not in chosen.leave_out:
             check()
     for shape in chosen.shapes:
-        measured(chosen, shape, peak)
+        measured(chosen, shape, rates)
     for shape in chosen.shapes:
         with part(chosen, 20) as fits:
             if fits and "unequal" not in chosen.leave_out:
                 rollouts(*agents(shape, unequal=True), 4 if CPU else 256)
-    if chosen.out:
-        chosen.out.write_text(json.dumps(FOUND, indent=1))
-    say("done")
+    REPORT.write()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig
-from shapes import BETA, COMMON, EMBEDDED, FAMILIES, LARGE, LARGEST, LORA, LR, QUESTIONS, SHAPES
+from shapes import BETA, COMMON, EMBEDDED, FAMILIES, LARGE, LORA, LR, QWEN2, SHAPES, question
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -83,7 +83,7 @@ def family_base(family: str, shape: str) -> SharedBase:
 
 def counted(shape: str, card: str, agents: int = 8, rank: int = 8) -> Counted:
     """Return what counts the seconds of agents of a Qwen2 shape on a card."""
-    size = from_config(shape, {"model_type": "qwen2", **{**LARGE, **LARGEST}[shape]})
+    size = from_config(shape, {"model_type": "qwen2", **QWEN2[shape]})
     assert size.shape is not None
     return Counted(size.shape, CARDS[card], agents, rank)
 
@@ -171,10 +171,10 @@ def make_prompts(count: int, tokens: int, vocabulary: int) -> list[Prompt]:
     return [Prompt(i, "", tuple(int(t) for t in row)) for i, row in enumerate(draws)]
 
 
-def questions(count: int) -> list[Prompt]:
+def questions(count: int, tokens: int = 6) -> list[Prompt]:
     """Return the prompts that the peers get."""
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
-    asked = [QUESTIONS[i % len(QUESTIONS)] for i in range(count)]
+    asked = [question(i, tokens) for i in range(count)]
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in asked]
     return [Prompt(i, asked[i], tuple(row)) for i, row in enumerate(ids)]
 

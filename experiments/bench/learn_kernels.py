@@ -15,12 +15,12 @@ import sys
 import time
 from typing import Any
 
-from common import Report, parser, quiet
+from common import Live, Report, parser, quiet
 
 THREADS = quiet()
 
 import torch  # noqa: E402 -- after the threads are fixed, as what follows
-from gpu import AGENTS, Place, build  # noqa: E402
+from device import Place, add_longest, build, busy_seconds, kernels_of  # noqa: E402
 from jobs import EXPECTED, Job, Work, counted, population  # noqa: E402
 from shapes import LARGE, LARGEST  # noqa: E402
 
@@ -32,7 +32,7 @@ from evo_grpo.training.sizing.memory import LearnBatch, saved_bytes  # noqa: E40
 SHAPES = {**LARGE, **LARGEST}
 #: Prompts of an agent, completions of a prompt, tokens of each.
 WORKS = {"256 x 128": Work(4, 8, 128, 64), "64 x 1,024": Work(1, 8, 1024, 64)}
-RANK, PEAK = 8, 989e12
+AGENTS, RANK, PEAK = 8, 8, 989e12
 
 
 class Count:
@@ -91,10 +91,8 @@ def tell_expected(report: Report) -> None:
             times = {card: count.expected(card) for card in EXPECTED}
             share = count.needed / PEAK / times["h200"] * 1e3
             report.add("Expected learn call, ms", shape=shape, rows=name, **times, share=share)
-            print(shape, name, times, f"share on the H200 {share:.1%}", flush=True)
         before, after = (count.kept(kernels=kernels) for kernels in (False, True))
         report.add("Bytes kept a token and layer", shape=shape, torch=before, kernels=after)
-        print(shape, f"KB kept a token and layer: {before / 1e3:.1f}, by kernels {after / 1e3:.1f}")
 
 
 def measure(report: Report, shape: str, place: Place, repeats: int = 5) -> None:
@@ -117,16 +115,13 @@ def measure(report: Report, shape: str, place: Place, repeats: int = 5) -> None:
                 place.wait()
                 found.setdefault(way, []).append(time.perf_counter() - start)
                 found.setdefault(f"{way}, host", []).append(host)
-                peaks[way] = place.peak()
+                allocated = place.peaks()
+                peaks[way] = allocated and allocated[0] / 2**20
             if not turn:
                 found.clear()  # compiling
         times = {way: statistics.median(values) for way, values in found.items()}
-        values: dict[str, Any] = {
-            "rows": name,
-            **times,
-            "MiB": peaks["auto"],
-            "MiB off": peaks["off"],
-        }
+        values: dict[str, Any] = {"rows": name, **times}
+        values |= {"MiB": peaks["auto"], "MiB off": peaks["off"]}
         if shape in SHAPES:
             count = Count(shape, work)
             values["share"] = count.needed / PEAK / times["auto"]
@@ -134,26 +129,12 @@ def measure(report: Report, shape: str, place: Place, repeats: int = 5) -> None:
             aim = 0.3 if shape == "0.5B" else 0.4
             report.at_least(f"learn, share of 989 TFLOP/s, {shape}, {name}", values["share"], aim)
         report.add(f"Learn by kernels and by torch, {shape}", **values)
-        print(shape, values, flush=True)
-        if place.device.type == "cuda":
+        if place.is_cuda:
             base.kernels = "auto"
-            profiled(report, shape, place, job)
+            seen = kernels_of(place, job.learn)
+            report.add(f"Busy in learn, {shape}", ms=1e3 * busy_seconds(seen))
+            add_longest(report, f"Longest kernels of learn, {shape}", seen, 16)
         del base, cohort, job
-
-
-def profiled(report: Report, shape: str, place: Place, job: Job) -> None:
-    """Report the longest kernels of a call."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        job.learn()
-        place.wait()
-    rows = sorted(seen.key_averages(), key=lambda one: -one.self_device_time_total)
-    print("busy, ms", sum(one.self_device_time_total for one in rows) / 1e3, flush=True)
-    for one in rows[:16]:
-        ms = one.self_device_time_total / 1e3
-        report.add(f"Longest kernels of learn, {shape}", name=one.key[:60], ms=ms, count=one.count)
-        print(f"    {ms:8.2f} ms {one.count:5d} x  {one.key[:90]}", flush=True)
 
 
 def main() -> int:
@@ -163,7 +144,7 @@ def main() -> int:
     given.add_argument("--expected", action="store_true", help="what it should take, by counting")
     given.add_argument("--rehearse", action="store_true", help=argparse.SUPPRESS)
     chosen = given.parse_args()
-    report = Report("learn_kernels", chosen)
+    report = Live("learn_kernels", chosen)
     if chosen.expected:
         tell_expected(report)
     elif chosen.rehearse:
@@ -172,7 +153,7 @@ def main() -> int:
         print("not measured: no CUDA device")
     else:
         for shape in chosen.shapes:
-            measure(report, shape, Place(torch.device("cuda"), torch.bfloat16))
+            measure(report, shape, Place.on_cuda())
     return report.finish()
 
 

@@ -1,7 +1,8 @@
 """Whole rounds of the default run, timed by phase; `round` and `evolve` report them."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,19 @@ class TimedWriter(RunWriter):
         self.seconds["commit"] += time.perf_counter() - start
 
 
-def play(folder: Path, rounds: int, overrides: Sequence[str] = ()) -> list[dict[str, float]]:
+def play(
+    folder: Path,
+    rounds: int,
+    overrides: Sequence[str] = (),
+    around: Callable[[int], AbstractContextManager[object]] = nullcontext,
+) -> list[dict[str, float]]:
     """Play rounds of the default run.
 
     Args:
         folder: An empty folder for the run.
         rounds: Rounds that are reported; one more is played first, to warm up.
         overrides: Other settings, as for `evo-grpo run --set`.
+        around: Makes a context in which a round is played, by the number of the round.
 
     Returns:
         One line per round: seconds per phase, `checkpoint` and `commit` as the training thread
@@ -80,15 +87,16 @@ def play(folder: Path, rounds: int, overrides: Sequence[str] = ()) -> list[dict[
         for number in range(rounds + 1):
             writer.seconds = dict.fromkeys(writer.seconds, 0.0)
             start = time.perf_counter()
-            record = play_round(
-                prepared.cohort,
-                prepared.env,
-                prepared.round_settings,
-                slots,
-                number,
-                writer=writer,
-                observer=Observer(),
-            )
+            with around(number):
+                record = play_round(
+                    prepared.cohort,
+                    prepared.env,
+                    prepared.round_settings,
+                    slots,
+                    number,
+                    writer=writer,
+                    observer=Observer(),
+                )
             slots = next_slots(record)
             whole = time.perf_counter() - start
             lines.append({"round": number, **record.seconds, **writer.seconds, "whole": whole})

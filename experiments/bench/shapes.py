@@ -43,6 +43,16 @@ LARGEST: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+#: All of Qwen2, with one that a rehearsal without a card takes.
+QWEN2: dict[str, dict[str, Any]] = {
+    **LARGE,
+    **LARGEST,
+    "rehearsal": {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 512,
+    },
+}  # fmt: skip
+
 #: Configurations of released models, without what decides no size.
 RELEASED: dict[str, dict[str, Any]] = {
     "Qwen3-4B": {
@@ -86,8 +96,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"model_type": "gemma3_text", "sliding_window": 16},
 }  # fmt: skip
 
-#: The prompt that every side gets, four of them or one: six tokens of the embedded tokenizer.
+#: The prompts that every side gets: six tokens of the embedded tokenizer, or as many as are asked.
 QUESTIONS = ("12+07=", "31+42=", "08+64=", "55+29=")
+
+
+def question(number: int, tokens: int = 6) -> str:
+    """Return a prompt of so many tokens of the embedded tokenizer, by its number."""
+    return (QUESTIONS[number % len(QUESTIONS)] * tokens)[:tokens]
+
 
 #: The adapter that every side trains.
 LORA: dict[str, Any] = {

@@ -1,7 +1,9 @@
 """TRL's GRPOTrainer, a step at a time; runs in its own virtual environment, started by peers.py.
 
-Argument: a JSON job {shape, prompts, group, tokens}. It answers once before its first step, then
-once for each line `step` it reads: one generation, one scoring, one optimizer step, in `seconds`.
+Argument: a JSON job {shape, prompts, group, tokens, prompt_tokens, device}, the last two of which
+may be left out; on CUDA the base is in bf16, else in fp32. It answers once before its first step,
+then once for each line `step` it reads: one generation, one scoring, one optimizer step, in
+`seconds`.
 A population of N is N of these one after another, each with a process or at least a model of its
 own: N times the seconds, the models' loading not counted. Behind the clock it is made sure that the
 step was one: T tokens of every completion, a finite KL, an adapter that moved.
@@ -20,12 +22,14 @@ import torch
 from common import tell
 from datasets import Dataset
 from peft import LoraConfig
-from shapes import BETA, COMMON, EMBEDDED, LORA, LR, QUESTIONS, SHAPES
+from shapes import BETA, COMMON, EMBEDDED, LORA, LR, QWEN2, SHAPES, question
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     TrainerCallback,
 )
 from trl import GRPOConfig, GRPOTrainer
@@ -67,16 +71,24 @@ class OnDemand(TrainerCallback):
 
 def adapter_of(trainer: GRPOTrainer) -> torch.Tensor:
     """Return a copy of what is trained, in one vector."""
-    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    if trainer.model.device.type == "cpu":
+        assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     return torch.cat([p.detach().flatten() for p in trained])
 
 
-def build_model(shape: str) -> Any:  # noqa: ANN401 -- a transformers model
+def build_model(shape: str, device: str) -> Any:  # noqa: ANN401 -- a transformers model
     """Load the embedded model, or make one with random weights."""
     if shape == "embedded":
         return AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
     torch.manual_seed(0)
+    if shape in QWEN2:
+        torch.set_default_dtype(torch.float32 if device == "cpu" else torch.bfloat16)
+        try:
+            with torch.device(device):
+                return Qwen2ForCausalLM(Qwen2Config(**COMMON, **QWEN2[shape]))
+        finally:
+            torch.set_default_dtype(torch.float32)
     return LlamaForCausalLM(LlamaConfig(**COMMON, **SHAPES[shape])).float()
 
 
@@ -91,9 +103,11 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
-    rows = [{"prompt": QUESTIONS[i % len(QUESTIONS)]} for i in range(64)]
+    device = job.get("device", "cpu")
+    rows = [{"prompt": question(i, job.get("prompt_tokens", 6))} for i in range(64)]
     settings = GRPOConfig(
-        output_dir=tempfile.mkdtemp(prefix="bench-trl-"), use_cpu=True, bf16=False,
+        output_dir=tempfile.mkdtemp(prefix="bench-trl-"), use_cpu=device == "cpu",
+        bf16=device != "cpu",
         per_device_train_batch_size=job["prompts"] * job["group"], num_generations=job["group"],
         max_completion_length=job["tokens"], generation_kwargs={"min_new_tokens": job["tokens"]},
         temperature=1.0, top_p=1.0, top_k=0, beta=BETA, learning_rate=LR, loss_type="grpo",
@@ -102,7 +116,7 @@ def main() -> None:
     )  # fmt: skip
     on_demand = OnDemand(job["tokens"])
     trainer = GRPOTrainer(
-        build_model(job["shape"]), random_reward, args=settings,
+        build_model(job["shape"], device), random_reward, args=settings,
         train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
         peft_config=LoraConfig(**LORA), callbacks=[on_demand],
     )  # fmt: skip

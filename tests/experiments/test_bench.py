@@ -53,6 +53,46 @@ ENVIRONMENT = {
 }
 
 
+#: Part of gpu.py -> how lines begin that it prints in a rehearsal, without the packages of peers.
+PARTS = {
+    "card": ("card, rates: ", "card, of the table: "),
+    "plan": ("plan, Qwen2.5-rehearsal shape, 8 agents: what s, learn",),
+    "real": ("real, fp32: what best, test", "real, bf16: what best, test", "real, vllm: what best"),
+    "round": ("round, Qwen2.5-rehearsal shape, 8 agents: kernels", "round, longest gaps: "),
+    "trl": ("trl",),
+    "steps": ("steps",),
+    "speed": ("speed, Qwen2.5-rehearsal shape", "speed, generate against other libraries"),
+    "launches": ("launches: not measured: why it needs a CUDA device",),
+    "memory": ("plan, Qwen2.5-rehearsal shape, 4 agents: what MiB, agents",),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_measures_a_card_in_a_rehearsal(tmp_path):
+    out = tmp_path / "gpu.json"
+    script = ROOT / "experiments" / "bench" / "gpu.py"
+    arguments = ("--rehearse", "--minutes", "9", "--vllm", sys.executable, "--out", str(out))
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **ENVIRONMENT},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "not finished" not in done.stdout
+    lines = [line.partition("] ")[2] for line in done.stdout.splitlines()]
+    places = [lines.index(next(x for x in lines if x.startswith(f"{p}: most"))) for p in PARTS]
+    assert places == sorted(places)
+    for part, begin in zip(PARTS.items(), places, strict=True):
+        for start in part[1]:
+            assert any(line.startswith(start) for line in lines[begin + 1 :]), start
+    result = json.loads(out.read_text(encoding="utf-8"))
+    assert {check["verdict"] for check in result["checks"]} == {"not judged", "not measured"}
+    assert {"card, rates", "real, bf16", "round, longest gaps"} <= set(result["rows"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arguments"),
