@@ -61,6 +61,7 @@ PARTS = {
     "evo_grpo.training.writer.FolderWriter._write_round": "files (writer)",
 }
 Seconds = dict[str, float]
+SEEDED = torch.Generator().manual_seed(0)
 
 
 def reward(completion: str, answer: int, **columns: object) -> float:
@@ -110,7 +111,7 @@ class Clock:
 def drawn(loop: Any) -> Any:  # noqa: ANN401 -- a decode loop, and its output
     """Stand for `DecodeLoop.run`: all tokens are drawn at once, from nothing."""
     out = loop.output
-    out.tokens.random_(3, len(loop.base.tokenizer))
+    out.tokens.random_(3, len(loop.base.tokenizer), generator=SEEDED)
     out.logprobs.fill_(-1.0)
     loop.decoder = None
     return out
