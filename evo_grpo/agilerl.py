@@ -4,7 +4,7 @@ A script for AgileRL only changes its imports to this module; the code is in `ev
 """
 
 from evo_grpo.api.agilerl.agent import CISPO, GRPO, GSPO
-from evo_grpo.api.agilerl.configs import CosineLRScheduleConfig, VLLMConfig
+from evo_grpo.api.agilerl.arguments import CosineLRScheduleConfig, VLLMConfig
 from evo_grpo.api.agilerl.evolution import Mutations, TournamentSelection
 from evo_grpo.api.agilerl.finetune import (
     finetune_llm_multiturn,

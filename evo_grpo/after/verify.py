@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from evo_grpo.envs.rewards.judge_answers import answer_files, read_answers
+from evo_grpo.envs.rewards.judge_client import answer_files, read_answers
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.record.arms import EVOLVED, read_comparison
 from evo_grpo.record.config import read_config

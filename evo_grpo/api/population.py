@@ -39,7 +39,7 @@ from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.evaluate import Evaluation, evaluate
 from evo_grpo.population.round import apply, next_slots
 from evo_grpo.population.steps import RunWriter
-from evo_grpo.record.code import code_folder
+from evo_grpo.record.config import code_folder
 from evo_grpo.record.files import sync_tree
 from evo_grpo.record.folder import expect_run, read_rounds, with_objects
 from evo_grpo.record.leaderboard import from_records

@@ -16,9 +16,8 @@ from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.envs.task import SPLITS, RawTemplate, Task
 from evo_grpo.settings import EnvConfig
-from evo_grpo.settings.env import Message
+from evo_grpo.settings.env import Message, NamedPrompt
 from evo_grpo.settings.given import OBJECT
-from evo_grpo.settings.prompting import NamedPrompt
 
 DIGEST = "sha256:"
 """Beginning of a part that is a digest."""

@@ -26,14 +26,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from evo_grpo.envs.loading import (
+    CodeOfARunError,
+    is_guard,
     is_standard,
     no_such_module,
     no_such_name,
     not_callable,
+    refuse_code_of_a_run,
     split_name,
     standard_library,
 )
-from evo_grpo.envs.run_code import CodeOfARunError, is_guard, refuse_code_of_a_run
 from evo_grpo.errors import ConfigError
 from evo_grpo.places import folders
 

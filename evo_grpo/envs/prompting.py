@@ -12,10 +12,10 @@ from evo_grpo.envs.task import DatasetRow, Split, Task
 from evo_grpo.errors import ConfigError, DataError
 from evo_grpo.schema.problems import unknown_name
 from evo_grpo.seeding import generator
-from evo_grpo.settings.prompting import PROMPTS
+from evo_grpo.settings.env import PROMPTS
 
 if TYPE_CHECKING:
-    from evo_grpo.settings.prompting import FewShot, PromptSettings
+    from evo_grpo.settings.env import FewShot, PromptSettings
 
 _NO_MESSAGES = "expected messages for the chat template, got the raw text of a prompt"
 

@@ -22,7 +22,7 @@ import numpy as np
 from evo_grpo.errors import ConfigError
 from evo_grpo.schema.problems import Problems
 from evo_grpo.schema.search_space import HyperparameterConfig
-from evo_grpo.settings.prompting import prompt_problems
+from evo_grpo.settings.env import prompt_problems
 from evo_grpo.types import CompletionGroup, Prompt, Trajectory
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]

@@ -39,8 +39,7 @@ from evo_grpo.errors import ConfigError, RewardError
 from evo_grpo.schema.problems import unknown_name
 from evo_grpo.seeding import generator
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
-from evo_grpo.settings.env import RewardCalls
-from evo_grpo.settings.prompting import PROMPTS, PromptSettings
+from evo_grpo.settings.env import PROMPTS, PromptSettings, RewardCalls
 from evo_grpo.types import CompletionGroup, Prompt
 
 if TYPE_CHECKING:

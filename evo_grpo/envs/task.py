@@ -11,8 +11,7 @@ from evo_grpo.envs.messages import listed
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
-from evo_grpo.settings.env import RewardCalls
-from evo_grpo.settings.prompting import ThinkingTags, TooLong
+from evo_grpo.settings.env import RewardCalls, ThinkingTags, TooLong
 
 #: One row of a dataset: column -> value.
 DatasetRow = Mapping[str, Any]

@@ -9,7 +9,7 @@ from evo_grpo.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
-    from evo_grpo.settings.prompting import ThinkingTags
+    from evo_grpo.settings.env import ThinkingTags
 
 COLUMN = "thinking"
 """Parameter with which a reward function gets the thinking part."""

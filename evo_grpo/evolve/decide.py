@@ -12,7 +12,7 @@ from evo_grpo.evolve.generation import Generation, check_plan, next_generation
 from evo_grpo.evolve.goals import ahead, best_first, ranked
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.settle import Settled, settle
-from evo_grpo.schema.shown import shown_value
+from evo_grpo.schema.problems import shown_value
 from evo_grpo.types import Decision, Member, Mutation, Score, Slot
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 StartName = Literal["latin_hypercube", "sample", "same"]
 Start = StartName | Sequence[Mapping[str, Any]] | Mapping[str, Sequence[str]]
 """The setting `population.init`: a method by name, one mapping of values per agent, or `{from:
-[RUN, ...]}`, which `record/earlier.py` replaces by a list before any agent is made."""
+[RUN, ...]}`, which `record/history.py` replaces by a list before any agent is made."""
 
 _ATTEMPTS = 1000  # redraws until low < high, where the ranges of the clip bounds overlap
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from evo_grpo.errors import EvoGrpoError, RunFailedError
+from evo_grpo.evolve.compare import with_training
 from evo_grpo.evolve.decide import (
     ARCHIVE_LEVEL,
     Standing,
@@ -20,7 +21,6 @@ from evo_grpo.evolve.decide import (
     keep_all,
     why_collapsed,
 )
-from evo_grpo.evolve.evidence import with_training
 from evo_grpo.evolve.explore.protocol import Trial
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.evolve.goals import best_first

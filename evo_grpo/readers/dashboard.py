@@ -31,7 +31,7 @@ from evo_grpo.record.log import START, RoundDone, RunFinished, entries
 from evo_grpo.record.study import open_study
 from evo_grpo.record.view import RunView, view_of
 from evo_grpo.record.wording import measured_on
-from evo_grpo.schema.shown import shown_value
+from evo_grpo.schema.problems import shown_value
 
 if TYPE_CHECKING:
     from evo_grpo.record.records import AgentRecord, RoundRecord

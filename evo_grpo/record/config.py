@@ -1,4 +1,4 @@
-"""Read population.yaml of a run folder; every command that takes a run reads it here.
+"""Reads the configuration and the code of a run folder.
 
 A run writes the file without anchors. They are refused, because ten lines of aliases can stand for
 more values than fit into memory.
@@ -18,8 +18,7 @@ from evo_grpo.record.names import CONFIG
 from evo_grpo.record.plain import read_plain
 from evo_grpo.schema.hparams import RankAlpha
 from evo_grpo.settings.model import LoraSettings
-from evo_grpo.settings.plain_yaml import WrittenOutLoader, parse
-from evo_grpo.settings.yaml import from_written
+from evo_grpo.settings.yaml import WrittenOutLoader, from_written, parse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -90,3 +89,36 @@ def read_settings(folder: Path) -> Mapping[str, Any]:
             "back as it was"
         ) from error
     return cast("dict[str, Any]", found)
+
+
+def beside(config: object) -> Path | None:
+    """Return the folder in which files and modules of a configuration are found too.
+
+    This is the folder of a YAML file, unless it lies in a run folder, whose copy of the file may
+    come from a stranger. None for a configuration that is not the path of a file.
+    """
+    if not isinstance(config, str | Path):
+        return None
+    folder = Path(config).expanduser().absolute().parent
+    return None if run_containing(folder) else folder
+
+
+def code_folder(path: str | Path | None) -> Path | None:
+    """Return the folder of --code.
+
+    Raises:
+        ConfigError: It is no folder, or lies in a run folder, whose code is never imported.
+    """
+    if path is None:
+        return None
+    folder = Path(path).expanduser().absolute()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"--code {path}: expected a folder, got {'a file' if folder.exists() else 'none'}"
+        )
+    if run := run_containing(folder):
+        raise ConfigError(
+            f"--code {path}: expected a folder outside of any run folder, got one in {run}: what "
+            "lies there may have come with the folder; read it, and move it out of there"
+        )
+    return folder

@@ -35,7 +35,7 @@ from evo_grpo.record.plain import (
 )
 from evo_grpo.record.records import amendment_from_json, check_format, round_from_json
 from evo_grpo.schema.validated import validated
-from evo_grpo.settings.plain_yaml import MAX_YAML_BYTES
+from evo_grpo.settings.yaml import MAX_YAML_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

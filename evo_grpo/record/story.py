@@ -20,7 +20,7 @@ from evo_grpo.record.wording import (
     number,
     with_error,
 )
-from evo_grpo.schema.shown import short_name
+from evo_grpo.schema.problems import short_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

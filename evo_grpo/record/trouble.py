@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from evo_grpo.record.wording import count, listed
-from evo_grpo.schema.shown import shown_value
+from evo_grpo.schema.problems import shown_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

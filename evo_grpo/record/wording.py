@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from evo_grpo.schema.shown import short_name, shown_value
+from evo_grpo.schema.problems import short_name, shown_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -20,7 +20,7 @@ from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig, RLParamete
 from evo_grpo.settings.adapters import adapter_problems, begins_outside
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
 from evo_grpo.settings.engine import ENGINES, EngineConfig
-from evo_grpo.settings.env import EnvConfig
+from evo_grpo.settings.env import EnvConfig, prompt_problems
 from evo_grpo.settings.evolve import (
     FITNESS,
     TOKENS,
@@ -32,7 +32,6 @@ from evo_grpo.settings.given import OBJECT
 from evo_grpo.settings.loss import level_problems
 from evo_grpo.settings.model import ModelConfig
 from evo_grpo.settings.population import PopulationConfig
-from evo_grpo.settings.prompting import prompt_problems
 from evo_grpo.settings.rewards import JudgeReward
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.problems import shown_value
 from evo_grpo.schema.search_space import DECADE, HyperparameterConfig, RLParameter
-from evo_grpo.schema.shown import shown_value
 from evo_grpo.settings.algorithm import AlgorithmConfig
 from evo_grpo.settings.model import ModelConfig
 from evo_grpo.sources import embedded_models

@@ -12,7 +12,7 @@ from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError
 from evo_grpo.model.loading import pick_device, pick_dtype
 from evo_grpo.population.ranks.team import Team, is_silent_rank
-from evo_grpo.record.earlier import resolved_start
+from evo_grpo.record.history import resolved_start
 from evo_grpo.rollout.engine import check_engine
 from evo_grpo.settings import DoubtfulSetting, RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS

@@ -164,7 +164,7 @@ class Counts:
         if not first:
             self.add("(of them reports, without checkpoints)", lean, 0)
         agents = list(report.agents.values())
-        parts = ("score", "evaluation", "tally", "saved")
+        parts = ("score", "evaluation", "tally")
         alone = {one: float(np.mean([_size(getattr(a, one)) for a in agents])) for one in parts}
         samples = float(np.mean([_size(a.tally.samples) for a in agents]))
         self.sizes.append(

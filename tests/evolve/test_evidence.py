@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from evo_grpo.evolve.compare import compare
-from evo_grpo.evolve.evidence import WORTH, with_training
+from evo_grpo.evolve.compare import WORTH, compare, with_training
 from evo_grpo.types import Score
 
 ROWS, SAMPLES = 32.0, 2

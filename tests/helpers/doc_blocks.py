@@ -35,7 +35,7 @@ from typer.testing import CliRunner
 
 from evo_grpo.envs.registry import build_multi_turn, build_task, is_multi_turn
 from evo_grpo.settings import EnvConfig, from_dict, load, to_yaml
-from evo_grpo.settings.plain_yaml import parse
+from evo_grpo.settings.yaml import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(

@@ -15,13 +15,13 @@ from evo_grpo.cli.plan.plan import make_plan
 from evo_grpo.cli.plan.render import render_plan
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.earlier import carried_over
-from evo_grpo.record.earlier import resolved_start
 from evo_grpo.record.files import to_line
 from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.history import resolved_start
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.problems import shown_value
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
-from evo_grpo.schema.shown import shown_value
 from evo_grpo.settings import from_dict, to_yaml
 
 FIRST = Hparams(lr=1e-4, beta=0.0)

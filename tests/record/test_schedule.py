@@ -14,12 +14,7 @@ from evo_grpo.record.files import to_line
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.names import REPLAYED
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.record.schedule import (
-    ScheduledRound,
-    read_schedule,
-    trainings,
-    winner_schedule,
-)
+from evo_grpo.record.schedule import ScheduledRound, read_schedule, trainings, winner_schedule
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Mutation
 

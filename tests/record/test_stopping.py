@@ -6,12 +6,7 @@ from dataclasses import replace
 import pytest
 from random_runs import make_run, with_scores
 
-from evo_grpo.record.stopping import (
-    Played,
-    rules_in_words,
-    rules_that_hold,
-    why_it_ended,
-)
+from evo_grpo.record.stopping import Played, rules_in_words, rules_that_hold, why_it_ended
 from evo_grpo.settings.population import StopConfig
 from evo_grpo.types import RewardScore, Score
 

@@ -7,7 +7,7 @@ import pytest
 from evo_grpo.errors import ConfigError
 from evo_grpo.schema import messages, search_space
 from evo_grpo.settings import RunConfig, from_dict, load, to_yaml
-from evo_grpo.settings.plain_yaml import MAX_YAML_BYTES
+from evo_grpo.settings.yaml import MAX_YAML_BYTES
 
 MINIMAL = "model: tiny-sums\nenv: sums\n"
 SETTINGS = {"model": "tiny-sums", "env": "sums"}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from evo_grpo.after.export.writing import exported_values
+from evo_grpo.after.export.contents import exported_values
 from evo_grpo.after.trying.policy import (
     adapter_of,
     check_answers,
@@ -29,7 +29,7 @@ from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
 from evo_grpo.population.evaluate import Evaluation, evaluate
 from evo_grpo.population.evaluate import pass_at as pass_at_k
 from evo_grpo.record.choice import choose_of
-from evo_grpo.record.code import beside, code_folder
+from evo_grpo.record.config import beside, code_folder
 from evo_grpo.record.files import plain_value
 from evo_grpo.record.folder import is_run
 from evo_grpo.schema.hparams import Hparams

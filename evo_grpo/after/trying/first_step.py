@@ -28,7 +28,7 @@ from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.evaluate import weighted
 from evo_grpo.readers.terminal.plain import clock
-from evo_grpo.record.code import beside, code_folder
+from evo_grpo.record.config import beside, code_folder
 from evo_grpo.record.files import plain_value
 from evo_grpo.record.wording import count
 from evo_grpo.schema.validation import whole

@@ -15,8 +15,14 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from evo_grpo.api.agent import Agent
-from evo_grpo.api.agilerl.arguments import ARGUMENTS, KEYWORDS, Arguments, without_spaces
-from evo_grpo.api.agilerl.configs import CosineLRScheduleConfig, VLLMConfig
+from evo_grpo.api.agilerl.arguments import (
+    ARGUMENTS,
+    KEYWORDS,
+    Arguments,
+    CosineLRScheduleConfig,
+    VLLMConfig,
+    without_spaces,
+)
 from evo_grpo.api.population import Population
 from evo_grpo.api.saved import load_one
 from evo_grpo.errors import ConfigError

@@ -78,7 +78,7 @@ def _values(op: str, rest: Sequence[str]) -> dict[str, Any]:
     """Return the hyperparameters of a request "set"; values are YAML, as for --set."""
     if op != "set":
         return {}
-    from evo_grpo.settings.plain_yaml import parse
+    from evo_grpo.settings.yaml import parse
 
     values: dict[str, Any] = {}
     for one in rest[1:]:

@@ -150,7 +150,7 @@ def replay(
     from evo_grpo.places import looking_in
     from evo_grpo.readers.terminal import console as screen
     from evo_grpo.readers.terminal import result as shown
-    from evo_grpo.record.code import code_folder
+    from evo_grpo.record.config import code_folder
     from evo_grpo.record.names import REPLAY
     from evo_grpo.record.replay import read_replay
     from evo_grpo.record.schedule import read_schedule
@@ -171,7 +171,7 @@ def _train_replay(
     console: Console, folder: Path, repeats: int | None, force: bool, allow: Sequence[str]
 ) -> Replay:
     from evo_grpo.readers.terminal.console import warnings_to
-    from evo_grpo.readers.terminal.pace import Pace
+    from evo_grpo.readers.terminal.plain import Pace
     from evo_grpo.readers.terminal.progress import RunProgress, view_for
 
     view = view_for(console)

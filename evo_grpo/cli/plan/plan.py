@@ -278,7 +278,7 @@ def _check_first(config: RunConfig) -> RunConfig:
     if not isinstance(config.population.init, dict):
         return config
     # Imported here: the order of a leaderboard needs numpy.
-    from evo_grpo.record.earlier import resolved_start
+    from evo_grpo.record.history import resolved_start
 
     population, first, space = config.population, config.first_hparams(), config.search_space()
     init = resolved_start(population.init, first, space, population.size, config.seed)

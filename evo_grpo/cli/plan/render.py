@@ -26,7 +26,7 @@ from evo_grpo.record.names import (
 from evo_grpo.record.stopping import rules_in_words
 from evo_grpo.record.wording import count, in_words, listed
 from evo_grpo.schema.hparams import DRAWN_AT_START
-from evo_grpo.schema.shown import shown_value
+from evo_grpo.schema.problems import shown_value
 from evo_grpo.settings.learning_rate import usual_lr
 from evo_grpo.settings.storage import is_url
 from evo_grpo.training.sizing.machine import MACHINE, dtypes, format_bytes

@@ -20,7 +20,7 @@ from evo_grpo.envs.data.tables import read_rows
 from evo_grpo.envs.episodes.multi_turn import check_reward
 from evo_grpo.envs.finding import find_name
 from evo_grpo.envs.loading import load_function
-from evo_grpo.envs.rewards.calls import await_result
+from evo_grpo.envs.rewards.watch import await_result
 from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import ConfigError, DataError
 

@@ -14,8 +14,7 @@ from uuid import uuid4
 
 from evo_grpo.envs.messages import excerpt
 from evo_grpo.envs.prompts import Template
-from evo_grpo.envs.rewards.judge_answers import Answer, Answers
-from evo_grpo.envs.rewards.judge_client import Body, Client, Unanswered
+from evo_grpo.envs.rewards.judge_client import Answer, Answers, Body, Client, Unanswered
 from evo_grpo.envs.rewards.scorer import (
     Board,
     Scorer,

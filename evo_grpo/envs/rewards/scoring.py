@@ -14,11 +14,10 @@ import numpy as np
 
 from evo_grpo.envs.messages import excerpt, listed
 from evo_grpo.envs.protocol import Floats
-from evo_grpo.envs.rewards.calls import run_calls
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.rewards.scorer import Scorer, UnusableRewardError
 from evo_grpo.envs.rewards.trl_call import Log, Samples, arguments
-from evo_grpo.envs.rewards.watch import Call
+from evo_grpo.envs.rewards.watch import Call, run_calls
 from evo_grpo.errors import RewardError
 from evo_grpo.printable import error_text, shorten
 from evo_grpo.record.vocabulary import REWARD_OF

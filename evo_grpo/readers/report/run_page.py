@@ -33,7 +33,7 @@ from evo_grpo.record.log import Entry, RoundDone, RunFinished, RunStarted
 from evo_grpo.record.names import REPORT, SUMMARY
 from evo_grpo.record.view import RunView, view_of
 from evo_grpo.record.wording import count
-from evo_grpo.settings.prompting import without_rows
+from evo_grpo.settings.env import without_rows
 
 MOST = 32
 """Agents that are drawn: with more, lines hide each other, and the page needs seconds to load."""

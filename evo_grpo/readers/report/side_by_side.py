@@ -42,9 +42,9 @@ from evo_grpo.record.names import INPUTS
 from evo_grpo.record.replay import read_replay
 from evo_grpo.record.view import RunView, view_of
 from evo_grpo.record.wording import claim_text, number, with_error
-from evo_grpo.schema.shown import shown_value
+from evo_grpo.schema.problems import shown_value
+from evo_grpo.settings.env import without_rows
 from evo_grpo.settings.evolve import FITNESS
-from evo_grpo.settings.prompting import without_rows
 from evo_grpo.settings.yaml import REMOVED
 from evo_grpo.training.inputs.recorded_inputs import DATA, flat, read_inputs_of
 

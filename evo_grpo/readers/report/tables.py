@@ -14,7 +14,7 @@ from evo_grpo.readers.report.page.build import Table, text
 from evo_grpo.readers.terminal.result import cell, columns, redundant, scores
 from evo_grpo.record.view import Run, RunView, view_of
 from evo_grpo.record.wording import count, in_words, measured_on, number, with_error
-from evo_grpo.schema.shown import short_name
+from evo_grpo.schema.problems import short_name
 
 COMPLETIONS = 2000
 """Completions in a page; a longer run shows the best and the worst of all, and the latest."""

@@ -14,8 +14,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from evo_grpo.readers.terminal.console import BAD, GOOD, NOTICE, new_table, safe, say, show
-from evo_grpo.readers.terminal.pace import Pace
 from evo_grpo.readers.terminal.plain import (
+    Pace,
     clock,
     direction,
     evolution,
@@ -26,7 +26,7 @@ from evo_grpo.record import columns
 from evo_grpo.record.family import best_agent, order
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.wording import count, hyperparameter, number
-from evo_grpo.schema.shown import short_name
+from evo_grpo.schema.problems import short_name
 from evo_grpo.types import Slot
 
 MUTATED = f"bold {NOTICE}"

@@ -32,7 +32,7 @@ from evo_grpo.readers.terminal.console import (
 from evo_grpo.readers.terminal.plain import ALWAYS_SHOWN
 from evo_grpo.record.vocabulary import OBJECTIVE
 from evo_grpo.record.wording import changes_text, count, hyperparameter, listed, number, with_error
-from evo_grpo.schema.shown import short_name, shown_value
+from evo_grpo.schema.problems import short_name, shown_value
 
 if TYPE_CHECKING:
     from evo_grpo.record.arms import Arms

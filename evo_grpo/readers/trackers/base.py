@@ -23,7 +23,7 @@ from evo_grpo.record.names import TRACKERS
 from evo_grpo.record.plain import refuse_links
 from evo_grpo.record.vocabulary import HYPERPARAMETER, SECONDS, VALIDATION
 from evo_grpo.record.wording import changes_text
-from evo_grpo.settings.prompting import without_rows
+from evo_grpo.settings.env import without_rows
 from evo_grpo.settings.trackers import TrackerConfig, check_trackers
 from evo_grpo.training.inputs.recorded_inputs import flat
 

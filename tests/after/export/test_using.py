@@ -21,8 +21,8 @@ from small_run import small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evo_grpo import run, sources
+from evo_grpo.after.export.contents import read_manifest
 from evo_grpo.after.export.export import export
-from evo_grpo.after.export.writing import read_manifest
 from evo_grpo.errors import CheckpointError, EngineUnavailable, ModelError, RunDirError
 from evo_grpo.readers.report.run_page import write_report
 from evo_grpo.readers.trackers.base import flat_settings

@@ -222,7 +222,7 @@ def test_an_installed_package_is_left_alone(place):
     """An environment may lie beside the files of a run, which was put there with --force."""
     (place / "population.yaml").write_text("")
     (place / "rounds.jsonl").write_text("")
-    from evo_grpo.envs import run_code
+    from evo_grpo.envs import loading as run_code
 
     run_code.refuse_code_of_a_run("yaml", yaml.__file__)
     with pytest.raises(ImportError):

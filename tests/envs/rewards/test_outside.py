@@ -65,7 +65,7 @@ async def blocks(completion, level):
 
 @pytest.mark.parametrize("function", [sleeps, spins, swallows, waits, blocks])
 def test_a_call_that_takes_too_long_is_named_with_row_and_prompt(function, monkeypatch):
-    monkeypatch.setattr("evo_grpo.envs.rewards.calls.ASYNC_ALLOWANCE", 0.2)
+    monkeypatch.setattr("evo_grpo.envs.rewards.watch.ASYNC_ALLOWANCE", 0.2)
     with pytest.raises(RewardAbortError) as caught:
         run(function)
     text = str(caught.value)

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 from shown_run import two_rounds
 
-from evo_grpo.readers.terminal.pace import BESIDE_LEARNING, RECENT, Pace
-from evo_grpo.readers.terminal.plain import clock
+from evo_grpo.readers.terminal.plain import BESIDE_LEARNING, RECENT, Pace, clock
 
 
 class Clock:

@@ -14,7 +14,7 @@ from evo_grpo.readers.terminal.plain import (
 from evo_grpo.record import columns
 from evo_grpo.record.wording import changes_text, count, number
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.schema.shown import shown_value
+from evo_grpo.schema.problems import shown_value
 from evo_grpo.types import Decision, Member, Mutation
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from evo_grpo.errors import EngineUnavailable
-from evo_grpo.schema.shown import shown_value
+from evo_grpo.schema.problems import shown_value
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

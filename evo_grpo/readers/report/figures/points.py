@@ -24,7 +24,7 @@ from evo_grpo.record.columns import fitness, fitness_se
 from evo_grpo.record.records import AgentRecord
 from evo_grpo.record.view import RunView
 from evo_grpo.record.wording import changes_text, combined, hyperparameter, with_error
-from evo_grpo.schema.shown import short_name
+from evo_grpo.schema.problems import short_name
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

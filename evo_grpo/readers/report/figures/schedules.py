@@ -36,7 +36,7 @@ from evo_grpo.readers.report.figures.points import (
 from evo_grpo.record.columns import fitness, was_evaluated
 from evo_grpo.record.records import AgentRecord
 from evo_grpo.record.view import Run, RunView, view_of
-from evo_grpo.schema.shown import short_name, shown_value
+from evo_grpo.schema.problems import short_name, shown_value
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
