@@ -381,7 +381,7 @@ def told(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
-        timer = threading.Timer(limit or threading.TIMEOUT_MAX, end)
+        timer = threading.Timer(threading.TIMEOUT_MAX if limit is None else limit, end)
         timer.daemon = True
         timer.start()
         started = time.monotonic()

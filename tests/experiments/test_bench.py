@@ -53,14 +53,14 @@ ENVIRONMENT = {
 }
 
 
-#: Part of gpu.py -> how lines begin that it prints in a rehearsal, without the packages of peers.
+#: Part of gpu.py -> what it prints in a rehearsal, with the double of vLLM.
 PARTS = {
     "card": ("card, rates: ", "card, of the table: "),
     "plan": ("plan, Qwen2.5-rehearsal shape, 8 agents: what s, learn",),
     "real": ("real, fp32: what best, test", "real, bf16: what best, test", "real, vllm: what best"),
     "round": ("round, Qwen2.5-rehearsal shape, 8 agents: kernels", "round, longest gaps: "),
-    "trl": ("trl",),
-    "steps": ("steps",),
+    "trl": ("trl, 8 of its steps over one of 8 agents, rehearsal: ",),
+    "steps": ("] steps",),
     "speed": ("speed, Qwen2.5-rehearsal shape", "speed, generate against other libraries"),
     "launches": ("launches: not measured: why it needs a CUDA device",),
     "memory": ("plan, Qwen2.5-rehearsal shape, 4 agents: what MiB, agents",),
@@ -82,12 +82,12 @@ def test_measures_a_card_in_a_rehearsal(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "not finished" not in done.stdout
-    lines = [line.partition("] ")[2] for line in done.stdout.splitlines()]
-    places = [lines.index(next(x for x in lines if x.startswith(f"{p}: most"))) for p in PARTS]
-    assert places == sorted(places)
-    for part, begin in zip(PARTS.items(), places, strict=True):
-        for start in part[1]:
-            assert any(line.startswith(start) for line in lines[begin + 1 :]), start
+    said = {part: done.stdout.partition(f"] {part}: most_seconds")[2] for part in PARTS}
+    assert [*said] == sorted(said, key=lambda part: -len(said[part]))  # in this order
+    for (part, wanted), following in zip(PARTS.items(), [*PARTS, None][1:], strict=True):
+        own = said[part].partition(f"] {following}: most_seconds")[0]
+        for text in wanted:
+            assert text in own, part
     result = json.loads(out.read_text(encoding="utf-8"))
     assert {check["verdict"] for check in result["checks"]} == {"not judged", "not measured"}
     assert {"card, rates", "real, bf16", "round, longest gaps"} <= set(result["rows"])
