@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from evo_grpo import settings as configuration
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FIGURE = "application/vnd.plotly.v1+json"
 NOTEBOOK = json.loads((EXAMPLES / "population.ipynb").read_text(encoding="utf-8"))
@@ -116,3 +118,21 @@ def run_cell(source, space):
     last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, "cell", "exec"), space)
     return eval(compile(ast.Expression(last.value), "cell", "eval"), space) if last else None
+
+
+def test_the_real_model_s_rows_are_those_of_its_script_and_its_run_is_valid(tmp_path):
+    folder = EXAMPLES / "real_model"
+    runpy.run_path(str(folder / "make_rows.py"))["main"](tmp_path)
+    for name in ("train.jsonl", "test.jsonl"):
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+    config = configuration.load(folder / "population.yaml")
+    assert (config.population.size, config.model.name) == (8, "smollm2")
+
+
+@pytest.mark.parametrize(
+    ("completion", "value"),
+    [(" 7", 1.0), ("7.", 1.0), ("7 apples", 0.7), ("5", 0.3 * 7 / 9 + 0.3), ("seven", 0.0)],
+)
+def test_the_real_model_s_reward(completion, value):
+    reward = runpy.run_path(str(EXAMPLES / "real_model" / "score.py"))["reward"]
+    assert reward(completion, answer="7", question="3 + 4 =") == pytest.approx(value)
