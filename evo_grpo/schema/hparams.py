@@ -18,6 +18,34 @@ Value = float | str
 
 LossType = Literal["grpo", "gspo", "cispo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "vespo"]
 RatioLevel = Literal["token", "sequence"]
+
+
+class LossUse(NamedTuple):
+    """What a loss uses of the settings that all losses share.
+
+    Attributes:
+        bounds: The ends of the clip range that act; `delta` acts beside both.
+        level: The ratio of its paper: one per token or one per sequence.
+        fixed_level: Whether it computes its own ratio, whatever `importance_sampling_level` is.
+    """
+
+    bounds: Literal["both", "upper", "none"] = "both"
+    level: RatioLevel = "token"
+    fixed_level: bool = False
+
+
+LOSS_USES: Mapping[LossType, LossUse] = {
+    "grpo": LossUse(),
+    "gspo": LossUse(level="sequence"),
+    "bnpo": LossUse(),
+    "dr_grpo": LossUse(),
+    "dapo": LossUse(),
+    "luspo": LossUse(level="sequence"),
+    "cispo": LossUse("upper"),
+    "sapo": LossUse("none"),
+    "vespo": LossUse("none", fixed_level=True),
+}
+"""The losses; `evo_grpo.learn.objective.losses` has their functions."""
 AdvNorm = Literal["mean_std", "mean_only", "batch_std"]
 
 ClipCoef = float | tuple[float, float]

@@ -9,6 +9,7 @@ from pydantic import model_validator
 
 from evo_grpo.schema.group import Group, computable, contradictions, pair, same_as, setting
 from evo_grpo.schema.hparams import (
+    LOSS_USES,
     ClipCoef,
     Factor,
     Hparams,
@@ -24,6 +25,8 @@ SamplerCorrection = Literal[
     "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
 ]
 
+
+SEQUENCE_LOSSES = [name for name, use in LOSS_USES.items() if use.level == "sequence"]
 
 Pair = Annotated[
     tuple[float, float],
@@ -41,7 +44,7 @@ class LossFields(Group):
     importance_sampling_level: RatioLevel | None = setting(
         None,
         "One probability ratio per `token` or per `sequence`; null follows the paper of the loss: "
-        "sequence for gspo and luspo, token for all others.",
+        f"sequence for {' and '.join(SEQUENCE_LOSSES)}, token for all others.",
     )
     delta: Annotated[float | None, computable(1.0, 1e30)] = setting(
         None,

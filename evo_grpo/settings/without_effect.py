@@ -13,18 +13,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from evo_grpo.schema.group import Group
-from evo_grpo.schema.hparams import LossType
+from evo_grpo.schema.hparams import LOSS_USES, LossUse
 from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig
 
 if TYPE_CHECKING:
-    from evo_grpo.schema.hparams import Hparams
+    from evo_grpo.schema.hparams import Hparams, LossType
     from evo_grpo.settings.algorithm import AlgorithmConfig
     from evo_grpo.settings.engine import EngineConfig
     from evo_grpo.settings.evolve import EvolveConfig
     from evo_grpo.settings.population import PopulationConfig
 
-CLIPPED: tuple[LossType, ...] = ("grpo", "gspo", "bnpo", "dr_grpo", "dapo", "luspo")
-"""The losses with a clipped surrogate; only they use `delta` and the lower clip bound."""
 OF_ONE_LOSS = ("sapo_temperature_pos", "sapo_temperature_neg", "vespo_positive", "vespo_negative")
 """Settings of the one loss with which their name begins."""
 RANGES = "hyperparameters"
@@ -94,6 +92,11 @@ class Seen:
         return tuple(
             dict.fromkeys(one or self.algorithm.loss_type or self.algorithm.kind for one in given)
         )
+
+    @property
+    def loss_uses(self) -> list[LossUse]:
+        """What these losses use."""
+        return [LOSS_USES[cast("LossType", name)] for name in self.losses]
 
     def is_set(self, name: str) -> bool:
         """Whether a setting of the algorithm differs from its default."""
@@ -178,11 +181,12 @@ def _that_apply(*rows: Row) -> Iterator[Finding]:
 
 def _clip(seen: Seen, name: str) -> str | None:
     """Return why a clip range has no effect; None if it has one."""
-    losses, (_, low), (high, _) = set(seen.losses), *seen.clip
+    (_, low), (high, _) = seen.clip
+    bounds = {one.bounds for one in seen.loss_uses}
     named = f"cannot act: with loss_type {' or '.join(seen.losses)}, which"
-    if losses <= {"sapo", "vespo"}:
+    if bounds == {"none"}:
         return f"{named} does not clip; leave it out"
-    if name == "clip_low" and losses <= {"cispo", "sapo", "vespo"}:
+    if name == "clip_low" and "both" not in bounds:
         return f"{named} uses at most the upper bound; leave it out"
     if seen.ratio_is_one and low <= 1 <= high:
         return f"cannot act: {RATIO_IS_ONE}"
@@ -201,6 +205,7 @@ def algorithm_rows(seen: Seen) -> tuple[Row, ...]:
     """Return settings of the algorithm with when and why they have no effect if they are given."""
     own, losses = seen.algorithm, set(seen.losses)
     other_loss = f"has no effect with loss_type {' or '.join(seen.losses)}; leave it out"
+    fixed = all(one.fixed_level for one in seen.loss_uses)
     level_of_kl = own.kl_bias_correction and seen.has_kl and False in seen.kl_shaping
     delta, least = own.delta or math.inf, seen.clip[1][0]
     no_kl, no_beta = not seen.has_kl, "has no effect with beta 0, which computes no KL; give a beta"
@@ -215,8 +220,8 @@ def algorithm_rows(seen: Seen) -> tuple[Row, ...]:
     )
     shaped = "has no effect with kl_shaping, which replaces the penalty; leave it out"
     return (
-        ("importance_sampling_level", losses == {"vespo"} and not level_of_kl, other_loss),
-        ("delta", not losses & {*CLIPPED}, other_loss),
+        ("importance_sampling_level", fixed and not level_of_kl, other_loss),
+        ("delta", all(one.bounds != "both" for one in seen.loss_uses), other_loss),
         ("delta", seen.ratio_is_one and seen.clip[0][1] <= 1, f"has no effect {RATIO_IS_ONE}"),
         ("delta", delta < least, below),
         *((name, name.partition("_")[0] not in losses, other_loss) for name in OF_ONE_LOSS),

@@ -1,7 +1,7 @@
 """The GRPO losses, per token and averaged; pure.
 
-`LOSSES` is the table of all losses. To add a loss, write its surrogate, add a line to the table
-and its name to `LossType` in `evo_grpo.schema.hparams`.
+`LOSSES` is the table of all losses. To add a loss, write its surrogate and its line of the table,
+and declare its name and what it uses (`LossType`, `LOSS_USES`) in `evo_grpo.schema.hparams`.
 
 | loss_type | surrogate | mean over | source |
 |---|---|---|---|
@@ -38,7 +38,7 @@ from torch import Tensor
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.learn.objective.ratios import kl_term, policy_ratio, sampler_weight, within_trust
-from evo_grpo.schema.hparams import Hparams, LossType, RatioLevel
+from evo_grpo.schema.hparams import LOSS_USES, Hparams, LossType, RatioLevel
 from evo_grpo.settings.loss import LossConfig
 
 __all__ = [
@@ -280,23 +280,21 @@ class Loss:
     Attributes:
         surrogate: Loss of every token, before correction, KL and averaging.
         weight: Weight of each token's loss in the sum over all tokens.
-        level: Ratio of its paper: one per token or one per sequence.
         has_sampler_weight: Whether the surrogate itself applies the sampler correction.
     """
 
     surrogate: Callable[[SurrogateInputs, LossConfig], Surrogate]
     weight: Callable[[Totals], Tensor | float]
-    level: RatioLevel = "token"
     has_sampler_weight: bool = False
 
 
 LOSSES: Mapping[LossType, Loss] = {
     "grpo": Loss(clipped, per_row_mean),
-    "gspo": Loss(clipped, per_row_mean, level="sequence"),
+    "gspo": Loss(clipped, per_row_mean),
     "bnpo": Loss(clipped, per_token),
     "dr_grpo": Loss(clipped, per_longest),
     "dapo": Loss(clipped, per_token),
-    "luspo": Loss(clipped, per_row_sum, level="sequence"),
+    "luspo": Loss(clipped, per_row_sum),
     "cispo": Loss(capped, per_token),
     "sapo": Loss(soft_gate, per_row_mean),
     "vespo": Loss(gamma_weight, per_token, has_sampler_weight=True),
@@ -305,7 +303,7 @@ LOSSES: Mapping[LossType, Loss] = {
 
 def ratio_level(config: LossConfig) -> RatioLevel:
     """Return the importance sampling level in force: as set, or the loss's own."""
-    return config.importance_sampling_level or LOSSES[config.loss_type].level
+    return config.importance_sampling_level or LOSS_USES[config.loss_type].level
 
 
 def token_terms(  # noqa: PLR0913 -- the tensors of one batch
