@@ -47,6 +47,8 @@ class Family:
         embedding: Class of the embeddings after the prefix; empty for torch's own.
         activation: Key of the activation in the configuration.
         kernels: Whether `llama.cuda` serves it, with nine launches a layer of a decode step.
+        biases: Whether q, k and v have biases, and o: fixed, or the key of the configuration that
+            says so. None where `training.sizing` does not know the sizes of its layers.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Family:
     embedding: str = ""
     activation: str = "hidden_act"
     kernels: bool = True
+    biases: tuple[bool | str, bool | str] | None = None
 
 
 _POST_NORMS = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
@@ -76,10 +79,16 @@ _NORMS_AROUND = (
 
 #: The families by model type. What no field describes is as in Llama.
 FAMILIES = {
-    "llama": Family("Llama", "llama"),
-    "mistral": Family("Mistral", "mistral", windows="all"),
-    "qwen2": Family("Qwen2", "qwen2", windows="types"),
-    "qwen3": Family("Qwen3", "qwen3", head_norms="each", windows="types"),
+    "llama": Family("Llama", "llama", biases=("attention_bias", "attention_bias")),
+    "mistral": Family("Mistral", "mistral", windows="all", biases=(False, False)),
+    "qwen2": Family("Qwen2", "qwen2", windows="types", biases=(True, False)),
+    "qwen3": Family(
+        "Qwen3",
+        "qwen3",
+        head_norms="each",
+        windows="types",
+        biases=("attention_bias", "attention_bias"),
+    ),
     "smollm3": Family("SmolLM3", "smollm3", windows="types", without_rotary=True),
     "granite": Family(
         "Granite",

@@ -1,6 +1,6 @@
 """Reads the size of a base model from its config.json or GGUF header, without torch or weights.
 
-Only the layouts in `LAYOUTS` are known. For any other architecture the layer sizes are unknown.
+Only families with `biases` are known. For any other architecture the layer sizes are unknown.
 """
 
 from __future__ import annotations
@@ -24,15 +24,6 @@ from evo_grpo.settings import LoraSettings, ModelConfig
 from evo_grpo.settings.adapters import above_width, missing_layers, too_wide
 from evo_grpo.settings.engines.memory import Shape
 from evo_grpo.sources import resolve
-
-# Architecture -> biases of (q, k, v) and of o. True and False are fixed by the architecture; a
-# string names the key of config.json with the value.
-LAYOUTS: dict[str, tuple[bool | str, bool | str]] = {
-    "llama": ("attention_bias", "attention_bias"),
-    "mistral": (False, False),
-    "qwen2": (True, False),
-    "qwen3": ("attention_bias", "attention_bias"),
-}
 
 
 class ModelSize(NamedTuple):
@@ -177,12 +168,13 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelSize:
     )
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     sizes = [_positive_integer(config.get(key)) for key in (*needed, "vocab_size")]
-    if kind not in LAYOUTS or any(size is None for size in sizes):
+    family = FAMILIES.get(kind)
+    if family is None or family.biases is None or any(size is None for size in sizes):
         return unknown
     hidden, inner, layers, heads, vocabulary = (size or 0 for size in sizes)
     head = _positive_integer(config.get("head_dim")) or hidden // heads
     kv_heads = _positive_integer(config.get("num_key_value_heads")) or heads
-    qkv_bias, o_bias = LAYOUTS[kind]
+    qkv_bias, o_bias = family.biases
     one: dict[str, tuple[int, int, bool]] = {
         "self_attn.q_proj": (hidden, heads * head, _flag(config, qkv_bias)),
         "self_attn.k_proj": (hidden, kv_heads * head, _flag(config, qkv_bias)),
@@ -197,7 +189,7 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelSize:
     ):
         one[f"mlp.{part}_proj"] = (inputs, outputs, mlp_bias)
     per_layer = sum(i * o + o * bias for i, o, bias in one.values())
-    per_layer += 2 * hidden + (2 * head if FAMILIES[kind].head_norms else 0)
+    per_layer += 2 * hidden + (2 * head if family.head_norms else 0)
     embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings", False) else 2)
     return ModelSize(
         name,
