@@ -98,7 +98,7 @@ def going_on(
     rounds do in a population that was saved. Without a selection, no agent leaves.
     """
     rounds, earlier = past
-    selects = evolve.selection.kind != "none"
+    selects = evolve.selects
     decided = [n for n, record in enumerate(rounds, start=1) if not record.between]
     played = [len(record.agents) for record in rounds]
     if rounds and earlier is not None:

@@ -10,7 +10,6 @@ from evo_grpo.evolve.compare import Comparison, compare
 from evo_grpo.evolve.explore.step import lower_lr
 from evo_grpo.evolve.generation import Generation, check_plan, next_generation
 from evo_grpo.evolve.goals import ahead, best_first, ranked
-from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.settle import Settled, settle
 from evo_grpo.schema.problems import shown_value
 from evo_grpo.types import Decision, Member, Mutation, Score, Slot
@@ -343,7 +342,7 @@ def _why_left(
         return f"agent {other}, which stays, is ahead"
     if own is not None and its is not None and counts(ahead(own, its, level)):
         return f"the selection kept agent {other}, which is behind"
-    how = "by lot" if isinstance(strategy.selector, TournamentSelection) else "by the selection"
+    how = "by lot" if getattr(strategy.selector, "by_lot", False) else "by the selection"
     return f"its tie with agent {other}, which stays, was decided {how}"
 
 

@@ -47,11 +47,11 @@ class RoundSettings:
     @property
     def places(self) -> tuple[int, ...]:
         """Number of agents that each round has room for; the last number repeats."""
-        return self.population.places(selects=self.evolve.selection.kind != "none")
+        return self.population.places(selects=self.evolve.selects)
 
     def decides(self, round: int) -> bool:
         """Return whether a run decides after a round (0-based)."""
-        always = self.evolve.exploration.kind == "schedule"  # its entries may begin at any round
+        always = self.evolve.decides_always
         return always or decides_after(round + 1, self.population.decided)
 
     def validation_prompts(self, round: int) -> int:

@@ -8,8 +8,6 @@ from typing import Any
 
 from evo_grpo.evolve.explore.schedule import ScheduleExploration
 from evo_grpo.evolve.kinds import OWN
-from evo_grpo.evolve.select.pareto import ParetoSelection
-from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.sizes import planned_rows, wrong_sizes
 from evo_grpo.evolve.start import start_problems, with_first_choices
 from evo_grpo.schema.group import contradictions
@@ -81,10 +79,10 @@ def run_problems(
             yield Problem(("model", "lora", name), text)
     starts = start_problems(first, space, population.size, population.init)
     yield from below(islice(starts, MOST_PROBLEMS + 1), "population", "init")
-    if isinstance(evolve.selection, TournamentSelection | ParetoSelection):
-        own, most = evolve.selection.size, population.size
+    own, most = getattr(evolve.selection, "size", None), population.size
+    if own is not None:
         # The default is right for fewer agents too: a tournament is then one of all of them.
-        large = 1 < most < own and own != type(evolve.selection)().size
+        large = 1 < most < own and own != type(evolve.selection).model_fields["size"].default
         row = ("selection.size", large, f"at most population.size ({most})", "lower it")
         yield from below(contradictions(evolve, row), "evolve")
 
@@ -274,7 +272,7 @@ def _counts(population: PopulationConfig, evolve: EvolveConfig) -> Iterator[Prob
         (name, getattr(population, name) > limit, f"at most {limit:,}", "lower it")
         for name, limit in most.items()
     ]
-    compares = isinstance(evolve.selection, TournamentSelection | ParetoSelection)
+    compares = hasattr(evolve.selection, "size")  # the agents of a tournament
     expected = f"at least 2 agents for selection {evolve.selection.kind}"
     remedy = "raise it, or set evolve.selection.kind: none"
     row = ("size", compares and population.size == 1, expected, remedy)

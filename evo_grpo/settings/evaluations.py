@@ -34,9 +34,9 @@ class Evaluations(NamedTuple):
 
 def count_evaluations(population: PopulationConfig, evolve: EvolveConfig) -> Evaluations:
     """Return the most evaluations of a run of so many rounds."""
-    found = population.places(selects=evolve.selection.kind != "none")
+    found = population.places(selects=evolve.selects)
     places = tuple(found[min(n, len(found) - 1)] for n in range(population.rounds))
-    always = evolve.exploration.kind == "schedule"  # see `RoundSettings.decides`
+    always = evolve.decides_always
     decided = population.decided
     decisions = tuple(
         finished

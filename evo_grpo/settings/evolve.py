@@ -232,6 +232,16 @@ class EvolveConfig(Group):
         """Whether the best agent so far, or the front of several objectives, is kept."""
         return self.archive or bool(self.fitness.objectives)
 
+    @property
+    def selects(self) -> bool:
+        """Whether some agents may leave or be overwritten; a selection says so itself."""
+        return bool(getattr(self.selection, "selects", True))
+
+    @property
+    def decides_always(self) -> bool:
+        """Whether every round decides; an exploration says so itself."""
+        return bool(getattr(self.exploration, "decides_always", False))
+
 
 def search_space(ranges: Mapping[str, RLParameter] | None, first: Hparams) -> HyperparameterConfig:
     """Return the ranges in which hyperparameters may mutate.

@@ -146,7 +146,7 @@ class RunConfig(Group):
     @property
     def most_processes(self) -> int:
         """Most processes that have agents in every round, each those of a part or more."""
-        places = self.population.places(selects=self.evolve.selection.kind != "none")
+        places = self.population.places(selects=self.evolve.selects)
         return min(self.engine.shards or 1, *places[: self.population.rounds])
 
     def first_hparams(self) -> Hparams:
@@ -206,7 +206,7 @@ def settled(
     if limit is not None and tokens:
         population = population.replace(rounds=max(1, min(rounds, int(limit / tokens))))
     surely = population.rounds
-    selects = evolve.selection.kind != "none"
+    selects = evolve.selects
     places = list(population.places(selects=selects))
     sizes = "constant" if len(set(places)) == 1 else places
     decided = population.decided

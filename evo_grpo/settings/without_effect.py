@@ -165,7 +165,7 @@ class Seen:
         if self.population is None:
             return rows
         # The others take over the rows of removed agents.
-        selects = self.evolve is None or self.evolve.selection.kind != "none"
+        selects = self.evolve is None or self.evolve.selects
         places = self.population.places(selects=selects)
         return rows * self.population.size / min(places[: self.population.rounds])
 

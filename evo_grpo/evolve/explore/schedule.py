@@ -3,7 +3,7 @@
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, final
 
 from pydantic import AfterValidator, BeforeValidator
 
@@ -70,6 +70,7 @@ class ScheduleExploration(Group):
     `evo-grpo recipe` writes such a schedule, that of the winner of an earlier run.
     """
 
+    decides_always: ClassVar[bool] = True  # entries may begin at any round
     kind: Literal["schedule"] = setting(
         "schedule", "All agents take given values from given rounds on."
     )

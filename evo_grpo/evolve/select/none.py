@@ -19,6 +19,7 @@ class NoSelection(Group):
     """All agents survive and none is copied; with fewer places, the worst agents leave."""
 
     copies: ClassVar[bool] = False
+    selects: ClassVar[bool] = False
     kind: Literal["none"] = setting("none", "All agents survive and none is copied.")
 
     def plan(

@@ -3,7 +3,7 @@
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.evolve.select.rank import rank
@@ -26,6 +26,7 @@ class TournamentSelection(Group):
     With equal fitness the lower position wins.
     """
 
+    by_lot: ClassVar[bool] = True
     kind: Literal["tournament"] = setting(
         "tournament", "Each place goes to the best of `size` agents drawn at random."
     )
