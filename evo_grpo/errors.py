@@ -84,6 +84,10 @@ class RunFailedError(EvoGrpoError, RuntimeError):
     exit_code: ClassVar[int] = 1
 
 
+class FailedDeviceError(RunFailedError):
+    """The GPU of this process failed in a round; what is on it is lost."""
+
+
 class OtherRankError(RunFailedError):
     """Another process of the run failed or ended, so this process ends too."""
 

@@ -27,6 +27,7 @@ from evo_grpo.api.train_call import (
     warn_of_inert_mutations,
 )
 from evo_grpo.envs.protocol import Environment
+from evo_grpo.errors import FailedDeviceError
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.generation import check_plan, next_generation
@@ -236,8 +237,9 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         """After an exception, Ctrl-C included, return to the end of the last finished round."""
         try:
             yield
-        except BaseException:  # Ctrl-C too: the stop button of a notebook
-            if whole.put_back():
+        except BaseException as error:  # Ctrl-C too: the stop button of a notebook
+            # Nothing can be put back on a device that failed.
+            if not isinstance(error, FailedDeviceError) and whole.put_back():
                 rounds = self.rounds if out is None else read_rounds(out)
                 self.rounds = list(rounds[: whole.rounds])
                 self._after_rounds(whole.slots, planned)

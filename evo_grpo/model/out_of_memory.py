@@ -1,12 +1,14 @@
-"""Detection of a device without memory, and halving of the batch that was too large."""
+"""Errors of a device: one without memory, for which batches are halved, and one that failed."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import torch
 
-from evo_grpo.errors import RunFailedError
+from evo_grpo.errors import FailedDeviceError, RunFailedError
 
 _MESSAGES = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """Messages of torch on a CPU, of drivers and of libraries, whose errors have no own class."""
@@ -55,6 +57,23 @@ def halved(
         stacklevel=4,
     )
     return half
+
+
+@contextmanager
+def naming_failed_device() -> Generator[None]:
+    """Raise RunFailedError in place of an error of CUDA, after which its process cannot go on."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        failed = isinstance(error, torch.AcceleratorError) or "CUDA error" in said
+        if not failed or is_out_of_memory(error):
+            raise
+        raise FailedDeviceError(
+            f"engine.device: the device failed ({said}), and this process cannot use it any more; "
+            "look at it with nvidia-smi; a run folder has the finished rounds: continue in a new "
+            "process with: evo-grpo resume RUN"
+        ) from error
 
 
 def free_cached() -> None:

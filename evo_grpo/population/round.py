@@ -17,6 +17,7 @@ from evo_grpo.envs.protocol import Environment
 from evo_grpo.envs.rewards.weights import judge_cost
 from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.generation import Generation
+from evo_grpo.model.out_of_memory import naming_failed_device
 from evo_grpo.population.cohort.archive import put_into_archive
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.evaluate import Evaluation, evaluate_here, merged, without_texts
@@ -120,7 +121,8 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
         cohort, env, settings, slots, round, writer, observer, limit, past,
         steering or Steerer(), histories=histories,
     )  # fmt: skip
-    with cohort.team.sharing_errors():  # `Population.train` does not
+    # `Population.train` does not share errors.
+    with cohort.team.sharing_errors(), naming_failed_device():
         # `starts` counts the training prompts, or episode seeds, used so far.
         tallies, starts = train(
             cohort, env, settings, slots, round,

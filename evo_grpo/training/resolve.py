@@ -108,16 +108,18 @@ def check_ranks(config: RunConfig, team: Team) -> None:
 
 def _setup(config: RunConfig, task: Task | None, processes: int) -> Setup | None:
     """Return where a run computes; None if the memory there is unknown."""
-    where = pick_device(config.engine.device)
+    where, total = pick_device(config.engine.device), 0
     if where.type not in ("cpu", "cuda"):
         return None
     if where.type == "cpu":
         on, place, there = "cpu", MACHINE, machine_memory()
     else:
         on, place, (free, there) = "cuda", "the CUDA device", torch.cuda.mem_get_info(where)
-        if there - free > OWN_BYTES:  # more than this process and the driver take
-            used = format_bytes(there - free)
-            there, place = free, f"the CUDA device, {used} of which others use,"
+        total = there
+        # What torch has reserved is this process's own, of an earlier run.
+        others = there - free - torch.cuda.memory_reserved(where)
+        if others > OWN_BYTES:
+            there, place = there - others, f"{place}, {format_bytes(others)} of which others use,"
     place, capacity = within(config, place, there)
     if capacity is None:
         return None
@@ -130,6 +132,7 @@ def _setup(config: RunConfig, task: Task | None, processes: int) -> Setup | None
         capacity,
         place,
         processes,
+        total=total,
     )
 
 

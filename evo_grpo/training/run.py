@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from evo_grpo.errors import RunFailedError
 from evo_grpo.places import expanded
 from evo_grpo.population.ranks.ranks import find_team, sharing_early_errors
-from evo_grpo.population.ranks.team import Team
 from evo_grpo.population.round import Steerer, next_slots, play_round
 from evo_grpo.population.steps import Limit, RunWriter
 from evo_grpo.record.files import many_objects, reading
@@ -69,7 +65,7 @@ def run(
     check_observer(observer)
     team = find_team()
     where = None if out is None else expanded(out)
-    with Followers(report=report) as followers, ExitStack() as stack, _sharing_errors(team):
+    with Followers(report=report) as followers, ExitStack() as stack, team.sharing_errors():
         check_same_run(team, "run", {}, config)
         if team.rank == 0:
             check_place(where, config, force=force)
@@ -98,7 +94,7 @@ def resume(
     observer = observer or Observer()
     check_observer(observer)
     team = find_team()
-    with Followers(report=report) as followers, ExitStack() as stack, _sharing_errors(team):
+    with Followers(report=report) as followers, ExitStack() as stack, team.sharing_errors():
         check_same_run(team, "resume", {"rounds": rounds, "allow": sorted(allow)})
         opened, changed = None, None
         if team.rank == 0:
@@ -119,21 +115,6 @@ def resume(
         watching = _watching(observer, followers, opened)
         play_and_judge(config, Path(folder), opened, prepared, watching)
     return Path(folder)
-
-
-@contextmanager
-def _sharing_errors(team: Team) -> Generator[None]:
-    """Share an error with the other ranks; one of a device that fails becomes a sentence."""
-    with team.sharing_errors():
-        try:
-            yield
-        except torch.AcceleratorError as error:
-            said = str(error).strip().splitlines()[0]
-            raise RunFailedError(
-                f"engine.device: the device failed ({said}), and this process cannot use it any "
-                "more; finished rounds are in the run folder; look at it with nvidia-smi, and "
-                "continue with: evo-grpo resume RUN"
-            ) from error
 
 
 def _watching(observer: Observer, followers: Followers, folder: RunDir | None) -> Observer:

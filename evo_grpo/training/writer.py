@@ -219,7 +219,7 @@ class RankWriter(RunWriter):
         if self.idle:
             return CheckpointFiles()
         if not self.shared:
-            return CheckpointFiles(unwritten=agents)
+            return CheckpointFiles(unwritten={p: agent.to_send() for p, agent in agents.items()})
         files: dict[str, str] = {}
         for path, agent in agents.items():
             files |= _written(self.folder, path, agent)

@@ -10,14 +10,20 @@ from pathlib import Path
 import torch
 from peft import LoraConfig
 from safetensors import SafetensorError
-from safetensors.numpy import save_file as save_arrays
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from evo_grpo.errors import CheckpointError
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
+#: The dtypes of adapters and moments as safetensors names them.
+_KINDS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
 
 
 @dataclass(frozen=True)
@@ -43,16 +49,27 @@ class AdapterCopy:
 def write_tensors(
     tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """Write tensors on the CPU as a safetensors file, with the bytes of `safetensors.torch`.
+    """Write tensors on the CPU as a safetensors file, with the bytes of `safetensors.torch.save`.
 
-    By way of numpy, the file is written from where the tensors are, and other threads go on; the
-    bytes of a whole file would be made first, while they wait. numpy has no bfloat16.
+    That function makes the bytes of the whole file first, and holds Python's lock meanwhile, in
+    which no other thread can launch a kernel; `save_file` replaces the file by one that only its
+    owner may read. Here, the tensors are joined and written without the lock.
     """
-    if any(tensor.dtype == torch.bfloat16 for tensor in tensors.values()):
-        save_file(dict(tensors), file, metadata)
-        return
-    arrays = {name: tensor.detach().numpy() for name, tensor in tensors.items()}
-    save_arrays(arrays, file, metadata)
+    # safetensors sorts by alignment, then by name, and fills the header up to 8 bytes.
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name in names:
+        tensor, start = tensors[name], end
+        end += tensor.nbytes
+        kind, offsets = _KINDS[tensor.dtype], [start, end]
+        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        flat = [tensors[name].detach().reshape(-1).view(torch.uint8) for name in names]
+        opened.write(torch.cat(flat).numpy().data)
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,20 @@ class Snapshot:
         """Return a copy with another history, which shares the tensors."""
         attributes = {**self.attributes, "history": [asdict(score) for score in history]}
         return replace(self, attributes=attributes)
+
+    def to_send(self) -> Snapshot:
+        """Return a copy to pickle: views of one buffer would each be pickled with all of it."""
+
+        def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {name: tensor.clone() for name, tensor in tensors.items()}
+
+        own = self.reference
+        return replace(
+            self,
+            actor=replace(self.actor, state=apart(self.actor.state)),
+            reference=None if own is None else replace(own, state=apart(own.state)),
+            optimizer=apart(self.optimizer),
+        )
 
     def write(self, path: str | Path) -> dict[str, str]:
         """Write the files, and replace those of an earlier checkpoint in the folder.

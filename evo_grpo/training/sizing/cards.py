@@ -70,6 +70,8 @@ CARDS = {
 }
 #: Cards of a compute capability below 8.0, which emulate bfloat16.
 OLDER = ("t4", "v100")
+#: Words in the names of other cards than that without them; "24q" is a share of one.
+_OTHERS = {"laptop", "ti", "super", "d", "nvl", "max"}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gb|gib|g)?")
 
 
@@ -89,8 +91,9 @@ class Gpu(NamedTuple):
         """Its row of the table; None if it has none."""
         words = set(_plain(self.name).split("-"))
         known = [name for name in CARDS if words.issuperset(name.split("-"))]
-        known = [] if "laptop" in words else sorted(known, key=len)
-        return CARDS[known[-1]] if known else None
+        if not known or words & _OTHERS or any(re.fullmatch(r"\d+q", word) for word in words):
+            return None
+        return CARDS[max(known, key=len)]
 
     @property
     def older(self) -> bool:

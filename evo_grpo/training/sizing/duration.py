@@ -173,6 +173,7 @@ def duration_of(
     card = None if setup.gpu is None else setup.gpu.card
     work = work_of(config, size, setup.output, setup.device, setup.processes)
     apart = engine.quantization is not None or engine.offload_adapters or setup.processes > 1
+    apart = apart or not engine.cuda_graphs
     half = memory.dtype in ("bfloat16", "float16")
     if card is None or work is None or size.shape is None or apart or not (half and fit.fits):
         return None
@@ -185,35 +186,44 @@ def duration_of(
         steps_by = 1.0
 
     def generation(count: float, samples: int) -> float:
-        batches = ceil(count / memory.decode_rows)
+        batches = max(engine.parts(), ceil(count / memory.decode_rows))
         each = ceil(count / max(1, batches))
         return batches * steps_by * counted.rollout(each, ceil(each / samples), prompt, output)
 
     steps = config.population.rounds * config.population.steps_per_round
     group, fitness = algorithm.group_size, config.evolve.fitness
-    once = _learning(counted, memory, (rows, group, prompt, turns * output), kernels=kernels)
-    once *= 4 / 3 if engine.gradient_checkpointing else 1
-    # The reference's forward pass is half of forward and backward, once a call.
+    most = engine.max_rows_per_microbatch or rows
+    least = max(engine.parts(), ceil(rows / most))
+    work_of_step = rows, group, prompt, turns * output
+    once = _learning(counted, memory, work_of_step, kernels=kernels, least=least)
+    # A forward pass is half of forward and backward, as the base has no gradients: again for each
+    # epoch with checkpointing, and once a call for the reference.
+    again = 1.5 if engine.gradient_checkpointing else 1.0
     referred = 0.5 if algorithm.beta or "beta" in config.search_space().names() else 0.0
     samples = fitness.per_prompt(fitness.samples)
     return Duration(
         generate=steps * turns * generation(rows, group),
-        learn=steps * once * (algorithm.update_epochs + referred),
+        learn=steps * once * (algorithm.update_epochs * again + referred),
         evaluate=turns * sum(generation(count, samples) for count in evaluated if count),
         measured=card.measured,
     )
 
 
 def _learning(
-    counted: Counted, memory: MemoryPlan, work: tuple[int, int, int, int], *, kernels: bool
+    counted: Counted,
+    memory: MemoryPlan,
+    work: tuple[int, int, int, int],
+    *,
+    kernels: bool,
+    least: int,
 ) -> float:
-    """Return the seconds of one forward and backward of all rows, in micro-batches.
+    """Return the seconds of one forward and backward of all rows, in `least` micro-batches or more.
 
     `work` has the rows, those of a prompt, the tokens of a prompt, and those of a completion.
     """
     rows, group, prompt, output = work
     tokens = ceil(rows / group) * prompt + rows * output
-    pieces = min(rows, ceil(tokens / memory.micro_batch_tokens))
+    pieces = min(rows, max(least, ceil(tokens / memory.micro_batch_tokens)))
     each = ceil(rows / pieces)
     device = counted.learn(each, ceil(each / group), prompt, output)
     launches = counted.shape.layers * (LAUNCHES if kernels else LAUNCHES_BY_TORCH)

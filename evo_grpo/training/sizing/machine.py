@@ -61,6 +61,8 @@ class Setup(NamedTuple):
         place: Name of the device or limit with these bytes.
         processes: Number of processes.
         gpu: The GPU, if it is one of known memory.
+        total: Bytes of the device with those that others use, of which vLLM takes its share; 0 if
+            they are its `capacity`.
     """
 
     size: ModelSize
@@ -71,6 +73,7 @@ class Setup(NamedTuple):
     place: str = MACHINE
     processes: int = 1
     gpu: Gpu | None = None
+    total: int = 0
 
     def plan(self, config: RunConfig, **limits: int) -> MemoryPlan | None:
         """Return the memory of a run, with some limits of its batches changed; None if unknown."""
@@ -84,7 +87,7 @@ class Setup(NamedTuple):
             engine,
             dtype=self.dtype if engine.dtype == "auto" else engine.dtype,
             device=self.device,
-            capacity=self.capacity or None,
+            capacity=self.total or self.capacity or None,
             others=reward_models(config, self.device),
         )
 

@@ -1,6 +1,7 @@
 """The bytes of an adapter's file are those that safetensors writes for torch."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,14 @@ def tensors(dtype):
 def test_the_bytes_are_those_of_safetensors(dtype, metadata, tmp_path):
     write_tensors(tensors(dtype), tmp_path / "file", metadata)
     assert (tmp_path / "file").read_bytes() == save(tensors(dtype), metadata)
+
+
+def test_a_file_is_as_open_as_other_files_and_a_full_disk_is_an_os_error(tmp_path):
+    write_tensors(tensors(torch.float32), tmp_path / "file")
+    (tmp_path / "other").touch()
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "other").stat().st_mode
+    with pytest.raises(OSError, match="No space left"):
+        write_tensors(tensors(torch.float32), Path("/dev/full"))
 
 
 def test_the_tensors_come_back(tmp_path):

@@ -1,5 +1,6 @@
 """What a checkpoint says of its agent comes back, and is JSON before a file is touched."""
 
+import pickle
 from hashlib import sha256
 
 import numpy as np
@@ -10,6 +11,7 @@ from small_run import small
 
 from evo_grpo import CISPO, GRPO, GSPO, HyperparameterConfig, RLParameter, run
 from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.population.checkpoints.write import snapshot_agent
 from evo_grpo.training.assemble import prepare
 from evo_grpo.types import Score
 
@@ -122,3 +124,12 @@ def test_what_json_cannot_hold_is_refused_before_a_file_is_touched(tmp_path):
         with pytest.raises(TypeError, match="float32 is not JSON serializable"):
             agent.save_checkpoint(tmp_path / name)
     assert files() == before
+
+
+def test_an_agent_that_is_sent_is_pickled_once():
+    """Its tensors are views of one buffer, each of which would be pickled with all of it."""
+    cohort = prepare(one_round()).cohort
+    snapshot = snapshot_agent(cohort, 0)
+    size = sum(tensor.nbytes for tensor in snapshot.actor.state.values())
+    assert len(pickle.dumps(snapshot.to_send().actor.state)) < 2 * size + 10_000
+    assert len(pickle.dumps(snapshot.actor.state)) > 4 * size

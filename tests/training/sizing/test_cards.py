@@ -91,6 +91,9 @@ def test_an_unknown_card_is_refused_with_those_that_are_known():
         ("NVIDIA L40S", "l40s"),
         ("h200", "h200"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA A10-24Q", None),
         ("24GB", None),
     ],
 )

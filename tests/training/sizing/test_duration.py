@@ -71,6 +71,20 @@ def test_small_micro_batches_read_the_base_more_often(planned):
     assert planned("h100", engine=engine).duration.learn > 1.2 * planned("h100").duration.learn
 
 
+def test_parts_are_generated_one_after_another(planned):
+    def generate(shards):
+        return planned("h100", engine={"shards": shards}).duration.generate
+
+    assert generate(8) > 3 * generate(1)
+
+
+def test_checkpointing_is_a_further_forward_pass(planned):
+    again = planned("h100", engine={"gradient_checkpointing": True}).duration.learn
+    once = planned("h100").duration.learn
+    # The base has no gradients: a backward pass costs as much as a forward pass.
+    assert again == pytest.approx(1.5 * once, rel=0.05)
+
+
 def test_torch_s_operations_and_vllm_take_longer_than_kernels(planned):
     kernels = planned("h100").duration
     torch = planned("h100", engine={"kernels": "off"}).duration
@@ -82,7 +96,12 @@ def test_torch_s_operations_and_vllm_take_longer_than_kernels(planned):
 
 @pytest.mark.parametrize(
     ("gpu", "engine"),
-    [("80GB", {}), ("h100", {"quantization": "int8"}), ("h100", {"dtype": "float32"})],
+    [
+        ("80GB", {}),
+        ("h100", {"quantization": "int8"}),
+        ("h100", {"dtype": "float32"}),
+        ("h100", {"cuda_graphs": False}),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.*bitsandbytes")
 def test_what_is_not_counted_has_no_time(planned, gpu, engine):

@@ -185,14 +185,16 @@ def test_what_cannot_fit_is_refused_and_what_may_not_fit_is_warned_of(monkeypatc
 def test_a_card_that_others_use_has_the_memory_that_is_free(monkeypatch):
     monkeypatch.setattr(resolve, "pick_device", torch.device)
     given = small(engine={"device": "cuda", "dtype": "bfloat16"})
-    for free, place in (
-        (79, "the CUDA device"),
-        (20, "the CUDA device, 64 GB of which others use,"),
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 10 << 30)
+    for free, left, place in (
+        (69, 80, "the CUDA device"),  # the rest is this process's own
+        (20, 30, "the CUDA device, 54 GB of which others use,"),
     ):
-        seen = (free << 30, 80 << 30)
-        monkeypatch.setattr("torch.cuda.mem_get_info", lambda _, seen=seen: seen)
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda _, free=free: (free << 30, 80 << 30))
         setup = resolve._setup(given, None, 1)
-        assert (setup.place, setup.capacity) == (place, seen[free > 78])
+        assert (setup.place, setup.capacity) == (place, left << 30)
+        # vLLM takes its share of the whole card.
+        assert setup.total == 80 << 30
 
 
 def test_a_run_is_refused_before_its_model_is_loaded(tmp_path, monkeypatch):
