@@ -106,25 +106,23 @@ def compare(
     """Compare a finished run with the same population without evolution, at equal tokens.
 
     Two populations train, each in its own run folder below `RUN/compare`, until they have sampled
-    as many tokens as the run did for training, evaluations and its final comparison. They play one
-    round and are evaluated once, at its end, so that the tokens that evolution spends on
-    evaluations go into their training. The best agent of each by validation is judged. An
-    interrupted comparison continues with the populations that are not finished; the result of a
-    finished one is read from its file.
+    as many tokens as the run did for training, evaluations and its final comparison. They play
+    one round and are evaluated only at its end: the tokens of the run's evaluations go into
+    training. The best agent of each by validation is tested. An interrupted comparison continues
+    with the unfinished populations; a finished one is read from its file.
 
     Args:
         run: Folder of a finished run.
         force: Train again even if a result exists.
-        allow: Your files that may differ from those of the run, by their names in the error
-            that a difference raises.
+        allow: Your files that may differ from the run's, named as in the error message.
         observer: Gets the progress of both populations, one after the other. The stage "learn"
             counts tokens of the budget.
 
     Returns:
-        The content of RUN/compare/compare.json: `arms`, of which the last is the run itself, each
-        with its name, `tokens` by purpose, and mean, standard error and number of prompts of its
-        `test`; and `differences`, the run minus each population with a paired interval of 95%.
-        There is no arm `random` if no hyperparameter may differ between agents.
+        The content of RUN/compare/compare.json: `arms`, of which the last is the run, each with
+        name, `tokens` by purpose, and mean, standard error and number of prompts of its `test`;
+        and `differences`, the run minus each population with a paired interval of 95%. There is no
+        arm `random` if no hyperparameter may differ between agents.
 
     Raises:
         RunDirError: The run is not finished, or `Population.train` recorded it with objects that
@@ -141,7 +139,7 @@ def compare(
         return found
     refuse_links_in_run(folder)
     check_inputs(folder, config, command=f"resume {folder} --compare", allow=allow)
-    # Remove an earlier result first: after a stop it would describe populations that are gone.
+    # Remove an earlier result first: after an interruption it would describe removed populations.
     remove(folder / COMPARISON)
     training = tokens_by_purpose(rounds, summary)["training"]
     budget = tokens_to_train(rounds, summary)
@@ -175,7 +173,7 @@ def _finished(folder: Path) -> tuple[RunConfig, list[RoundRecord], dict[str, Any
 
 
 def _starts(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each population and its first hyperparameters, as `population.init`."""
+    """Yield the name of each population and its `population.init`."""
     yield COMPARED[0], "same"
     space = config.search_space()
     first = config.algorithm.first_hparams(space, adapter_of(config.model))
@@ -198,7 +196,7 @@ def _arm_config(
 ) -> RunConfig:
     """Return the configuration of a population without evolution that trains on `budget` tokens.
 
-    `training` are the training tokens of the run in its `rounds` finished rounds.
+    The run took `training` tokens for training in its `rounds` finished rounds.
     """
     population, algorithm = config.population, config.algorithm
     steps = rounds * population.steps_per_round
@@ -261,7 +259,7 @@ def _has_same_files(path: Path, config: RunConfig) -> bool:
 
 
 class TokenLimit:
-    """Ends training with the step in which all agents together have sampled `tokens` tokens."""
+    """Ends training after the step in which all agents together have sampled `tokens` tokens."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
@@ -278,10 +276,7 @@ class TokenLimit:
         return False
 
     def reported_to(self, observer: Observer) -> Observer:
-        """Return an observer that passes on the training as tokens of the limit, not as steps.
-
-        The steps are an upper bound, so their share would be far below that of the tokens.
-        """
+        """Return an observer that counts training in tokens; steps have only an upper bound."""
         passed_on = ObserverList((observer,))
 
         def stage(round: int, name: str, done: int, total: int) -> None:
@@ -306,13 +301,12 @@ def replay(
 ) -> Replay:
     """Compare the schedule of a run's winner with its last values held constant.
 
-    Agents are trained from scratch with the schedule and with the last values, with the tokens of
-    the whole run, and each several times. They have the run's data, its test split and its order of
-    prompts. Everything else is drawn from a seed derived from that of the run: the first weights of
-    the adapters, completions, the order of minibatches, dropout, and the draws on the test split.
-    Nothing in the run folder changes but `replay/`, which gets replay.json and a checkpoint of the
-    first training of each kind. They are written at the end, so an interrupted replay leaves an
-    earlier one unchanged.
+    Agents are trained from scratch with the schedule and with the last values, several times each
+    and with the tokens of the whole run. They have the run's data, test split and order of prompts.
+    All other random numbers are drawn from a seed derived from that of the run: the first weights
+    of the adapters, completions, the order of minibatches, dropout, and the draws on the test
+    split. At the end, replay.json and a checkpoint of the first training of each kind are written
+    to `RUN/replay`; an interrupted replay leaves an earlier one unchanged.
 
     Args:
         run: The run folder.
@@ -320,8 +314,7 @@ def replay(
             With one training no difference is reported as significant, because the test does not
             cover the randomness of training.
         force: Train again even if a finished replay exists.
-        allow: Your files that may differ from those of the run, by their names in the error
-            that a difference raises.
+        allow: Your files that may differ from the run's, named as in the error message.
         observer: Gets `note` with a sentence if no hyperparameter changed on the winner's line,
             `started`, and `stage` before each step and before the test. The stage "learn" counts
             the completions of the whole replay, those of the test by their share of the time.
@@ -424,13 +417,9 @@ def train(
     *,
     to_test: int,
 ) -> list[Tally]:
-    """Carry out trainings of equal length together, with one batch per step for all of them.
+    """Run trainings of equal length together, one batch per step; return the tally of each agent.
 
-    Each slot is a fresh agent for one training. `to_test` completions are sampled after the
-    training; they count as remaining work, by the share of sampling in a step.
-
-    Returns:
-        The tally of each agent over all rounds.
+    Each slot is a fresh agent. The `to_test` completions afterwards count as remaining work.
     """
     tallies = [Tally() for _ in slots]
     watch, starts, rows = Stopwatch(), 0, sum(plan.rows for plan in plans)

@@ -1,7 +1,4 @@
-"""recipe(run, out): the settings and the schedule of a run's winner as a file for another run.
-
-The values of the winner's line become initial values and a schedule of one agent.
-"""
+"""recipe(run, out): the settings and the schedule of a run's winner as a file for another run."""
 
 from __future__ import annotations
 
@@ -50,12 +47,12 @@ def recipe(
     """Write the settings and the schedule of a run's winner as a YAML file for another run.
 
     One agent trains with the hyperparameters of the winner's line, round by round, stretched to the
-    number of rounds. Everything else is as in the run, also for another model: `evo-grpo check`
-    tells whether that fits into memory.
+    number of rounds. Everything else is as in the run, also for another model; `evo-grpo check`
+    says whether that model fits into memory.
 
     Args:
-        run: The run folder, of a finished run.
-        out: The file.
+        run: Folder of a finished run.
+        out: The file to write.
         model: Name of another model, as in `model.name`; None keeps that of the run.
         rounds: Rounds, >= 1; None takes those of the winner's line.
         steps: GRPO steps per round, >= 1; None takes those of the run.
@@ -102,11 +99,7 @@ def recipe(
 def recipe_settings(
     config: RunConfig, schedule: Schedule, rounds: int, steps: int, *, model: str | None
 ) -> RunConfig:
-    """Return the settings of a recipe: one agent for `rounds` rounds of `steps` GRPO steps.
-
-    `config` are the settings of the run, `schedule` is that of its winner. `model` is the name of
-    another model; None keeps that of the run.
-    """
+    """Return the settings of a recipe: one agent for `rounds` rounds of `steps` GRPO steps."""
     own = schedule.rounds
     line = [own[round * len(own) // rounds].hparams for round in range(rounds)]
     ranges = _ranges(line, config.search_space())
@@ -130,10 +123,7 @@ def recipe_settings(
 
 
 def _values(hparams: Hparams, name: str, space: HyperparameterConfig) -> list[Value]:
-    """Return the values of a hyperparameter as its range holds them.
-
-    None counts as the maximum of the range.
-    """
+    """Return the values of a hyperparameter within its range; None becomes the maximum."""
     found = values_of(hparams, name)
     if not found and name in space.names() and space[name].choices is None:
         return [space[name].max]
@@ -141,7 +131,7 @@ def _values(hparams: Hparams, name: str, space: HyperparameterConfig) -> list[Va
 
 
 def _ranges(line: Sequence[Hparams], space: HyperparameterConfig) -> dict[str, RLParameter]:
-    """Return the ranges of the hyperparameters that change on a line, from their own values."""
+    """Return ranges for the hyperparameters that change on a line, from their values there."""
     names = [*space.names(), *_set_by_hand(line, space)]
     found: dict[str, RLParameter] = {}
     for name in names:
@@ -192,7 +182,7 @@ def _entries(line: Sequence[Hparams], ranges: dict[str, RLParameter]) -> list[di
 
 
 def _change(name: str, before: Hparams, after: Hparams) -> list[tuple[str, Value | None]]:
-    """Return what changes of a hyperparameter between two rounds; a clip pair as its two ends."""
+    """Return the changes of a hyperparameter between two rounds; a clip pair as its two ends."""
     pair = any(isinstance(one.clip_coef, tuple) for one in (before, after))
     names = CLIP_ENDS if name == "clip_coef" and pair else (name,)
     return [(one, after.get(one)) for one in names if before.get(one) != after.get(one)]
@@ -201,11 +191,8 @@ def _change(name: str, before: Hparams, after: Hparams) -> list[tuple[str, Value
 def _algorithm(
     own: AlgorithmConfig, schedule: Schedule, first: Hparams, share: float
 ) -> AlgorithmConfig:
-    """Return the group `algorithm`: the initial values, and the prompts of a step.
-
-    A schedule of lr ends at the same share of the training; `share` is that of the run's steps.
-    """
-    # Only where they are searched has an agent its own; else they are None.
+    """Return the group `algorithm`; the schedule of lr is scaled by `share`, as the steps are."""
+    # An agent has its own values only where they are searched; else they are None.
     searched = (*_NAMED, "max_output_tokens")
     values = {name: getattr(first, name) for name in (*AgentFields.model_fields, *searched)}
     given = {name: one for name, one in values.items() if name not in searched or one is not None}
@@ -221,7 +208,10 @@ def _algorithm(
 def _model(
     model: ModelConfig, first: Hparams, searched: Sequence[str], name: str | None
 ) -> ModelConfig:
-    """Return the group `model`: rank and alpha of the first round; trust goes to one model only."""
+    """Return the group `model` with rank and alpha of the first round.
+
+    Another model does not inherit `trust_remote_code`.
+    """
     lora = _lora(model.lora, first)
     if "lora.target_modules" not in searched:
         lora = _with_layers(lora, first)
@@ -237,7 +227,7 @@ def _model(
 
 
 def _with_layers(lora: LoraSettings, first: Hparams) -> LoraSettings:
-    """Return settings with the set of layers of the first round, which is no longer searched."""
+    """Return settings with the set of layers of the first round, without searching it."""
     name, sets = first.lora_target_modules, lora.target_sets
     targets = lora.target_modules if name is None else sets[name]
     return lora.replace(target_modules=targets, target_sets={})
@@ -274,7 +264,7 @@ def _env(env: EnvConfig, first: Hparams, searched: Sequence[str]) -> EnvConfig:
 def _evolve(
     evolve: EvolveConfig, line: Sequence[Hparams], ranges: dict[str, RLParameter]
 ) -> EvolveConfig:
-    """Return the group `evolve`. One agent has no others to be compared with."""
+    """Return the group `evolve` for one agent, which is compared with no others."""
     entries = _entries(line, ranges)
     return evolve.replace(
         selection=NoSelection(),

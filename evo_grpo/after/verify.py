@@ -1,9 +1,8 @@
 """verify(run): check the seals and digests of a run folder, also while the run is in progress.
 
-Records have a seal, the digest of their own bytes, and name the digests of the files that they
-stand for. A file is damaged where it is missing or its digest is another one. Nothing is changed,
-nothing is computed again, and no model is loaded. The leaderboard and the Optuna study are not
-checked: they are derived from the rounds, and a resume writes them again.
+Each record has a seal, which is the digest of its own bytes, and the digests of its files. A file
+that is missing or has another digest is damaged. Nothing is changed, and no model is loaded. The
+leaderboard and the Optuna study are not checked, since a resume derives them from the rounds.
 """
 
 from __future__ import annotations
@@ -65,10 +64,8 @@ class Findings:
     """The findings of a check of a run folder.
 
     Attributes:
-        rounds: Finished rounds.
-        files: Files that were checked.
-        damage: A sentence for each file that is not as it was written.
-        notes: A sentence for each command that was stopped, with the one that goes on.
+        damage: A sentence for each damaged file.
+        notes: A sentence for each interrupted command, with the command that continues it.
     """
 
     rounds: int = 0
@@ -88,7 +85,7 @@ class Findings:
         return None
 
     def compare(self, folder: Path, files: Mapping[str, str], recorded: str) -> None:
-        """Add files with another digest to the damage; `recorded` is, e.g., "round 1 recorded"."""
+        """Add files with other digests to the damage; `recorded` is, e.g., "round 1 recorded"."""
         found = self.read(lambda: list(damaged(folder, files)), len(files))
         for name, digest in found or ():
             what = "is missing, but" if digest is None else "has changed since"
@@ -98,16 +95,13 @@ class Findings:
 def verify(run: str | Path) -> Findings:
     """Compare a run folder with its own records, also while the run is in progress.
 
-    Args:
-        run: The run folder.
-
     Raises:
         RunNotFoundError: `run` is no run folder.
     """
     folder = expect_run(run)
     found = _look(folder)
     if found.damage:
-        # A run in progress writes and removes files meanwhile: damage is found a second time too.
+        # A run in progress writes and removes files meanwhile: report damage only if found twice.
         first, found = found, _look(folder)
         found.damage = [text for text in found.damage if text in first.damage]
     return found
@@ -117,8 +111,8 @@ def verify(run: str | Path) -> Findings:
 class _Records:
     """The records of a run folder.
 
-    `config` are the settings of population.yaml. `inputs` is None where the run was stopped before
-    it recorded them. `finished` is true if there is a summary, even a damaged one.
+    `config` are the settings of population.yaml. `inputs` is None if the run was stopped before it
+    recorded them. `finished` is true if there is a summary, even a damaged one.
     """
 
     folder: Path
@@ -129,7 +123,7 @@ class _Records:
     finished: bool
 
     def policies(self) -> list[tuple[int, Retention]]:
-        """Return the retention policies, each with the number of rounds up to which it held."""
+        """Return the retention policies, each with the number of rounds up to which it applied."""
         if self.inputs is None:
             return []
         # None if the run began with a version that kept every checkpoint.
@@ -179,7 +173,7 @@ def _read_records(folder: Path, found: Findings) -> _Records | None:
 
 
 def _check_settings(records: _Records, found: Findings) -> None:
-    """Compare population.yaml with the settings that inputs.json has under its seal."""
+    """Compare population.yaml with the settings in inputs.json."""
     folder, inputs = records.folder, records.inputs
     if inputs is None or config_text(folder).startswith(RECORDED_IN_PYTHON):
         return
@@ -196,7 +190,7 @@ def _check_settings(records: _Records, found: Findings) -> None:
 
 
 def _check_end(records: _Records, found: Findings) -> None:
-    """Check the end of a run: the number of its rounds, and the files that its summary names."""
+    """Check the number of rounds and the files in the summary of a run."""
     folder, rounds, summary = records.folder, records.rounds, records.summary
     if not records.finished:
         found.read(lambda: refuse_lost_lines(folder, rounds))
@@ -224,7 +218,7 @@ def _check_end(records: _Records, found: Findings) -> None:
 
 
 def _check_checkpoints(records: _Records, found: Findings) -> None:
-    """Compare the files of rounds with their digests, without those that retention removed."""
+    """Compare the files of rounds with their digests, except those that retention removed."""
     folder, rounds = records.folder, records.rounds
     kept = kept_throughout(rounds, records.policies())
     for record in rounds:
@@ -240,13 +234,13 @@ def _check_checkpoints(records: _Records, found: Findings) -> None:
     if not apart or best is None or best.checkpoint is None:
         return
     files = rounds[best.round].files_of(best.checkpoint)
-    # A stop may leave it missing or of an earlier round: a resume then copies it from its source.
+    # A stop may leave it missing or of an earlier round: a resume then copies it again.
     if records.finished or not _is_same(folder / best.checkpoint, files) or not _is_behind(records):
         found.compare(folder / BEST, files, f"round {best.round + 1} recorded")
 
 
 def _is_behind(records: _Records) -> bool:
-    """Return whether checkpoints/best is missing, or the best agent of earlier rounds."""
+    """Return whether checkpoints/best is missing or has the best agent of earlier rounds."""
     place, rounds = records.folder / BEST, records.rounds
     bests = filter(None, (best_ever(rounds[:number]) for number in range(len(rounds))))
     earlier = (rounds[one.round].files_of(str(one.checkpoint)) for one in bests)
@@ -260,7 +254,7 @@ def _is_same(folder: Path, files: Mapping[str, str]) -> bool:
 
 
 def _check_answers(records: _Records, found: Findings) -> None:
-    """Check the answers of judges: each line has a seal, and the summary their number."""
+    """Check the seal of each answer of a judge, and their number in the summary."""
     number = 0
     for file in answer_files(records.folder / JUDGED):
         read = found.read(partial(read_answers, file))
@@ -279,7 +273,7 @@ def _check_answers(records: _Records, found: Findings) -> None:
 
 
 def _check_results(run: Path, found: Findings) -> None:
-    """Check comparisons and replays, also those from before the run got more rounds."""
+    """Check comparisons and replays, including those from before an extension of the run."""
     continued = {COMPARE: f"resume {run} --compare", REPLAY: f"replay {run}"}
     for path in sorted(run.iterdir()):
         kind = path.name.partition(".rounds-")[0]
@@ -295,7 +289,7 @@ def _check_results(run: Path, found: Findings) -> None:
 
 
 def _check_arms(path: Path, result: Mapping[str, Any] | None, found: Findings) -> None:
-    """Check the run folders of a comparison; those that its result names are there and finished."""
+    """Check the run folders of a comparison; those in its result must exist and be finished."""
     for arm in (path / name for name in COMPARED if is_run(path / name)):
         part = _look(arm)
         found.files += part.files

@@ -9,9 +9,9 @@ Commands import other modules when they are called, so that `--help` and `check`
 def _leave_out_current_folder() -> None:
     """Remove the current folder from `sys.path`.
 
-    `python -m` and an empty entry of PYTHONPATH put it first, where a file such as yaml.py in a
-    downloaded run folder would be imported in place of an installed package. Modules of the user
-    are imported from the current folder later, with checks (`evo_grpo.envs.loading`).
+    `python -m` and an empty entry of PYTHONPATH put it first, so that a file such as yaml.py in a
+    downloaded run folder would replace an installed package. Modules of the user are imported from
+    the current folder later, with checks (`evo_grpo.envs.loading`).
     """
     import os
     import sys

@@ -1,7 +1,7 @@
-"""Describes an installation: versions, devices, memory, extras, and what is wrong with them.
+"""Describes an installation: versions, devices, memory, extras, and problems with them.
 
-The description is made to be pasted into an issue. It has no paths, no host name, and of
-environment variables only the values of those that choose devices, threads and offline modes.
+The description can be pasted into an issue: it has no paths, no host name, and only the environment
+variables that choose devices, threads and offline modes.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ class Requirement:
     """A package that the library, or one of its extras, needs.
 
     Attributes:
-        package: Its name.
         least: The least version; empty for any.
-        extra: The extra that needs it; empty for the library itself.
-        found: The version that is installed; None if it is missing.
+        extra: The extra that needs the package; empty for the library itself.
+        found: The installed version; None if the package is missing.
     """
 
     package: str
@@ -62,12 +61,7 @@ class Requirement:
 
 @dataclass
 class Findings:
-    """The description of an installation.
-
-    Attributes:
-        lines: (title, text) of each line.
-        warnings: What is wrong, each with its remedy.
-    """
+    """The description of an installation: titled lines, and warnings with remedies."""
 
     lines: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     warnings: list[str] = field(default_factory=list[str])
@@ -155,7 +149,7 @@ def _memory() -> str:
 
 
 def _extras(needed: list[Requirement]) -> Iterator[tuple[str, str]]:
-    """Yield a line with the extras that are installed, and one with those that are not."""
+    """Yield a line with the installed extras, and one with the others."""
     extras: dict[str, list[Requirement]] = {}
     for one in needed:
         if one.extra and one.extra not in FOR_CONTRIBUTORS:

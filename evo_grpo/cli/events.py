@@ -30,9 +30,8 @@ METRICS = ("reward", "zero_variance", "loss", "entropy")
 class Events(Observer):
     """Writes the progress of a run as lines of JSON.
 
-    Args:
-        ends: Write `finished` when the run reports its end; otherwise the caller writes it by
-            `ended`, with the story and the problems.
+    With `ends`, the end that the run reports is written; otherwise the caller calls `ended`, which
+    adds the story and the problems.
     """
 
     def __init__(self, *, ends: bool = False) -> None:
@@ -91,7 +90,7 @@ class Events(Observer):
 
     @contextmanager
     def errors(self) -> Generator[None]:
-        """Write an error that passes through."""
+        """Write an error that is raised in the body."""
         try:
             yield
         except Exception as error:

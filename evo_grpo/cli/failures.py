@@ -24,10 +24,7 @@ from evo_grpo.printable import printable, printable_lines
 
 @contextmanager
 def errors_to_exit_codes(debug: Callable[[], bool]) -> Generator[None]:
-    """Print an expected error as one message and exit with its code; other exceptions propagate.
-
-    `debug` returns whether to print the traceback; it is called only after an error.
-    """
+    """Print an expected error, with its traceback if `debug()`, and exit with its code."""
     try:
         yield
     except OtherRankError as error:

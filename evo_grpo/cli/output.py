@@ -21,15 +21,15 @@ STANDARD_OUTPUT = "standard output"
 
 @final
 class StandardOutput(io.TextIOWrapper):
-    """Standard output whose errors, such as a full disk, name it."""
+    """Standard output, with errors (such as a full disk) that name it."""
 
     def write(self, text: str, /) -> int:
-        """See `io.TextIOBase`."""
+        """Write a text."""
         with _named():
             return super().write(text)
 
     def flush(self) -> None:
-        """See `io.IOBase`."""
+        """Flush the buffer."""
         with _named():
             super().flush()
 
@@ -54,11 +54,7 @@ def prepare_standard_output() -> None:
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print one line, with control characters escaped.
-
-    A terminal wraps it between words. A pipe or a file gets it unwrapped, so that it can be
-    searched.
-    """
+    """Print one line, with control characters escaped; only a terminal wraps it between words."""
     typer.echo(wrapped(printable(text), err=err), err=err)
 
 
@@ -97,12 +93,7 @@ def write(text: str) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a text file; a new file that cannot be written completely is removed.
-
-    Raises:
-        OSError: The file cannot be written. The error names the file even if the disk is full,
-            which Python's error does not.
-    """
+    """Write a text file, or remove a new one that is incomplete; an OSError names the file."""
     new = not path.exists()
     try:
         path.write_text(text, encoding="utf-8")
@@ -115,8 +106,7 @@ def write_file(path: Path, text: str) -> None:
 def flush_standard_output() -> OSError | None:
     """Flush the buffered output; return the error if this fails.
 
-    After an error the rest is discarded; otherwise Python would write it at exit and print an
-    error.
+    After an error the rest is discarded, since Python would print another error at exit.
     """
     if sys.stdout is None:  # as after `>&-`
         return None

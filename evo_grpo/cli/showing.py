@@ -32,12 +32,8 @@ if TYPE_CHECKING:
 class Audience:
     """The audience of a run's output: a person, a program that reads events, or errors only.
 
-    Args:
-        quiet: Print only errors, and the run folder as the last line.
-        as_json: Print one event per line of standard output.
-
-    Raises:
-        typer.BadParameter: Both arguments are true.
+    `quiet` prints only errors, and the run folder as the last line; `as_json` prints one event per
+    line. Both together raise typer.BadParameter.
     """
 
     def __init__(self, *, quiet: bool = False, as_json: bool = False) -> None:
@@ -55,7 +51,7 @@ class Audience:
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
     def errors(self) -> AbstractContextManager[None]:
-        """Write an error that passes through as an event, if events are written."""
+        """Write an error in the body as an event, if events are written."""
         return nullcontext() if self.events is None else self.events.errors()
 
     def warn(self, text: str) -> None:
@@ -79,13 +75,13 @@ class Audience:
         return ObserverList((progress, events))
 
     def loading(self, progress: RunProgress, what: str) -> None:
-        """Show the name of the model or run that is loaded: the first line of the output."""
+        """Show the name of the model or run that is loaded, as the first line."""
         progress.loading(what)
         if self.events is not None:
             self.events.write("loading", what=what)
 
     def stopped(self, text: str) -> None:
-        """Write an event that the run was stopped; for a person, standard error has a message."""
+        """Write an event when the run was stopped; for a person, standard error has a message."""
         if self.events is not None:
             self.events.write("stopped", text=text)
 
@@ -102,14 +98,9 @@ def show_run(
 ) -> None:
     """Show a run while it trains, then its result; after an interruption, how to resume it.
 
-    Args:
-        play: Trains the run by `training.run`, which is imported before the call.
-        audience: The output.
-        loading: The name of the model or run folder that is loaded first.
-        compare: Train the populations of a comparison afterwards.
-        folder: The run folder, if it already exists.
-        allow: Files of the comparison that may have changed since the run began.
-        report: Add the comparison to the HTML report of the run.
+    `play` trains the run by `training.run`, which is imported before the call; `loading` is the
+    model or run folder to name first. With `compare`, a comparison follows, which `report` adds to
+    the HTML report. `folder` is that of an existing run, whose files in `allow` may have changed.
     """
     from evo_grpo.readers.terminal.console import WorkLines, warnings_to
 

@@ -2,15 +2,14 @@
 
 The first signal ends a command in order and prints how to continue; the second one ends the process
 at once. Outside of `interruptible` there is nothing to clean up, and the first signal ends the
-process at once. Within it, the first signal raises in the main thread, as Ctrl-C always does in
+process at once. Inside, the first signal raises in the main thread, as Ctrl-C always does in
 Python, and the command has `SECONDS_TO_END` to end. Python runs a signal handler only between
 bytecodes of the main thread: late during a long backward pass, and never during a C function that
-hangs. Therefore a second thread measures the time and receives the second signal, through a pipe to
-which Python writes the number of each signal at once.
+hangs. So a second thread measures the time and receives the second signal, through a pipe to which
+Python writes the number of each signal at once.
 
-Only the command line uses this module; `evo_grpo.run` in a user's program does not change its
-signal handlers. The command line loads this module first, so it imports little: until `install`
-has run, Ctrl-C prints a traceback.
+`evo_grpo.run` in a user's program does not change its signal handlers. The command line loads this
+module first, so it imports little: until `install` has run, Ctrl-C prints a traceback.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def leave() -> None:
 def interruptible(message: Callable[[], str]) -> Generator[Callable[[], None]]:
     """Let a signal interrupt the body in order, then print a message and exit with 130 or 143.
 
-    `message` returns the message, one printable line. If the body hangs, another thread calls it.
+    `message` returns one printable line. If the body hangs, another thread calls it.
 
     Yields:
         A function to call when the work begins. Before, a signal ends the process at once, since
@@ -171,7 +170,7 @@ def _leave_to_child() -> None:
 
 
 def _last_message() -> str:
-    """Return the last message as a line, or an empty string if it was returned before."""
+    """Return the last message as a line, the first time; then an empty string."""
     try:
         message = _state.messages.pop()
     except IndexError:

@@ -1,1 +1,1 @@
-"""What shows or forwards a run: the terminal, the report, trackers, the dashboard."""
+"""Readers show or forward a run: the terminal, the report, trackers, the dashboard."""

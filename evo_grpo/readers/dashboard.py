@@ -1,9 +1,8 @@
-"""A run in optuna-dashboard, on the loopback address: a copy of its study, read from its log.
+"""Shows a run in optuna-dashboard, on the loopback address: a copy of its study, read from its log.
 
-A copy, and not the study itself: optuna-dashboard can rename and delete studies, change trials and
-write attributes, and keeps notes and figures as attributes of the study. A resume would make the
-run's own study anew from the rounds, without them. A copy needs no password of a server either, and
-also shows runs that keep no trials.
+optuna-dashboard can rename and delete studies, change trials and write attributes; on the copy,
+this leaves the run unchanged. A copy also needs no password of a server, and shows runs that keep
+no trials.
 """
 
 from __future__ import annotations
@@ -49,15 +48,8 @@ _log = logging.getLogger(__name__)
 class StudyCopy:
     """Reads the log of a run into a study in memory, with notes and the family tree.
 
-    Args:
-        run: The run folder, finished or not.
-
     Attributes:
         storage: The storage that optuna-dashboard reads.
-
-    Raises:
-        RunNotFoundError: `run` is not a run folder.
-        EngineUnavailable: optuna-dashboard or plotly is not installed.
     """
 
     def __init__(self, run: str | Path) -> None:
@@ -105,7 +97,7 @@ class StudyCopy:
                 legend={"yanchor": "top", "y": -0.3},
             )
             self._pages.save_plotly_graph_object(self._study, tree, graph_object_id=FIGURE)
-        # After the figure, so that whoever reads the winner's name finds the whole tree.
+        # After the figure, so that the whole tree is there once the winner's name is.
         self._pages.save_note(self._study, study_note(self._folder, view))
 
     def _add(self, record: RoundRecord) -> None:
@@ -144,7 +136,7 @@ def trial_note(agent: AgentRecord, record: RoundRecord) -> str:
 
 
 def study_note(folder: Path, view: RunView) -> str:
-    """Return the note of the study: the run, its story, and that this is a copy."""
+    """Return the note of the study: the run, its story, and the remark that this is a copy."""
     heading = list[str]()
     if (config := view.settings) is not None:
         population = config.population
@@ -162,7 +154,7 @@ def study_note(folder: Path, view: RunView) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text with the characters escaped that mark up Markdown or HTML."""
+    """Escape the characters of a text that mark up Markdown or HTML."""
     return "".join(f"&#{ord(one)};" if one in "<>&`*_[]()|\\" else one for one in text)
 
 
@@ -171,16 +163,15 @@ def _code(text: str) -> str:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Handles several requests at once: a page sends many."""
+    """Handles several requests at once, since a page sends many."""
 
     daemon_threads = True
 
 
 class _Quiet(WSGIRequestHandler):
-    """Prints no line for each request."""
+    """Logs requests instead of printing a line for each."""
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Log it instead."""
         _log.debug(format, *arguments)
 
 
@@ -190,10 +181,6 @@ class _Guarded:
     A foreign page can send requests here from the user's browser, under another host name or from
     another origin, and any user of the machine can connect to the port. So a request must name this
     host, come from its origin, and carry the token of the printed address.
-
-    Args:
-        app: The WSGI application that handles accepted requests.
-        port: The port of the server.
     """
 
     def __init__(self, app: Callable[..., Iterable[bytes]], port: int) -> None:
@@ -203,7 +190,6 @@ class _Guarded:
         self.token = secrets.token_urlsafe()
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        """See WSGI."""
         host, origin = environ.get("HTTP_HOST", ""), environ.get("HTTP_ORIGIN")
         # Of any port: a user may forward another port to this one.
         if host.rpartition(":")[0] not in (HOST, "localhost"):
@@ -241,7 +227,7 @@ def serve(run: str | Path, port: int, *, say: Callable[[str], None]) -> None:
 
     Args:
         run: The run folder, finished or not.
-        port: On the loopback address; 0 takes one that is free.
+        port: Port on the loopback address; 0 takes a free one.
         say: Called with the address when the server is ready, and with an error when the records
             cannot be read any more.
 

@@ -46,12 +46,9 @@ class Followed:
     """The progress of a reader of a run.
 
     Attributes:
-        run: The run folder.
-        name: Name of the reader.
-        id: Name of the run in the target of the reader, such as the name of its study; empty if it
-            has no name there.
-        rounds: Number of finished rounds that it has read.
-        error: The error because of which it has not read the whole log, else None.
+        id: Name of the run in the target of the reader, such as the name of its study, or empty.
+        rounds: Number of finished rounds that the reader has read.
+        error: The error that stopped the reader, else None.
     """
 
     run: Path
@@ -68,7 +65,7 @@ def follow(
     storage: str | None = None,
     outside: bool = False,
 ) -> list[Followed]:
-    """Feed readers of a run with the entries that they have not read; wait until the run has ended.
+    """Feed readers of a run with the entries that they have not read, until the run has ended.
 
     Args:
         run: The run folder, finished or not.
@@ -76,10 +73,7 @@ def follow(
             a kind of tracker. An empty sequence stands for the readers in the settings of the run.
         storage: Database for "optuna" in place of that of the settings.
         outside: Use folders outside of the run folder, servers and databases that the settings of
-            the run name. They may come from a stranger, so that otherwise these are refused.
-
-    Returns:
-        The progress of each reader.
+            the run name. By default these are refused, since they may come from a stranger.
 
     Raises:
         RunNotFoundError: `run` is not a run folder.
@@ -98,14 +92,7 @@ def follow(
 
 
 def study_of(run: str | Path) -> tuple[str, str] | None:
-    """Return the name and the storage URL of a run's study, for `optuna.load_study`.
-
-    Args:
-        run: The run folder.
-
-    Returns:
-        The name and the URL, or None if the study is a journal in the run folder.
-    """
+    """Return name and storage URL of a run's study, None if it is a journal in the run folder."""
     folder = expect_run(run)
     config = read_config(folder)
     storage = config.record.storage
@@ -188,7 +175,7 @@ def _feedings(
 
 
 def _elsewhere(tracker: TrackerConfig, run: Path) -> str:
-    """Return where a tracker writes outside of the run folder; empty if it does not."""
+    """Return the target of a tracker outside of the run folder, empty if it has none."""
     if tracker.online or tracker.server is not None:
         return tracker.server or "its service"
     folder = Path(tracker.folder or run).expanduser().resolve()
@@ -244,8 +231,6 @@ class _Feeding(threading.Thread):
     """A thread that feeds one reader, and constructs it again after an error.
 
     Args:
-        run: The run folder.
-        name: Name of the reader.
         make: Constructs the reader from its id.
         warn: Called with a message about an error that is retried.
         from_start: The reader reads the log from the start each time it is constructed.
@@ -333,7 +318,7 @@ class _Feeding(threading.Thread):
 
 
 def _is_final(error: BaseException, trained: bool) -> bool:
-    """Return whether a retry is pointless. A lost connection or a full disk may recover."""
+    """Return whether a retry is pointless, as it is not for a lost connection or a full disk."""
     passing = isinstance(error, ConnectionError) or (trained and isinstance(error, RunFailedError))
     return isinstance(error, EvoGrpoError) and not passing
 

@@ -2,7 +2,7 @@
 
 The log is the queue between a run and its readers: a reader that hangs, fails, is slow or is killed
 does not affect the run and later continues from its cursor. The cursor is saved after each flush,
-or, for a reader that cannot flush, when the reader is closed.
+or when the reader is closed if it cannot flush.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class Reader(Protocol):
     """Processes the entries of one run, oldest first. Reading an entry twice has no further effect.
 
     Attributes:
-        id: Name of the run in the target of the reader, such as the id of a wandb run; empty if it
-            has no name there.
+        id: Name of the run in the target of the reader, such as the id of a wandb run, or empty.
     """
 
     id: str
@@ -77,23 +76,18 @@ def feed(
     on_progress: Callable[[Cursor, str], None] = lambda cursor, id: None,
     warn: Callable[[str], None] = _log.warning,
 ) -> Cursor:
-    """Pass the entries of a log to a reader, from the reader's cursor on.
+    """Pass the entries of a log to a reader, from its cursor on, and return the new cursor.
 
     Args:
         run: The run folder.
         name: Name of the reader; its cursor is in `readers/<name>.json` of the folder.
-        make: Constructs the reader from the id that it had before, empty at first. It is called
-            only if there is an entry to read.
+        make: Constructs the reader from its saved id, "" at first; called if there is an entry.
         follow: Wait for new entries until the run has ended.
         from_start: Begin at the start of the log, not at the cursor.
         on_progress: Called after each entry with the cursor and the id of the reader.
         warn: Called with a message if another process feeds the reader and this one waits for it.
 
-    Returns:
-        The cursor of the reader.
-
     Raises:
-        RunNotFoundError: `run` is not a run folder.
         CheckpointError: The log or the cursor is damaged.
         RunFailedError: The cursor cannot be written.
         RunDirError: The folder was replaced by another run.
@@ -132,7 +126,7 @@ def feed(
 
 
 def id_of(run: Path, name: str) -> str:
-    """Return the id that a reader of a run has saved; empty if it has saved none."""
+    """Return the saved id of a reader of a run, empty if there is none."""
     return _read(run, name)[1]
 
 
@@ -147,14 +141,7 @@ def _read(run: Path, name: str) -> tuple[Cursor, str]:
 class ReaderFile:
     """The file with the cursor and the id of a reader, locked by one process at a time.
 
-    Args:
-        run: The run folder.
-        name: Name of the reader.
-        warn: Called with a message if another process holds the lock for long.
-
-    Attributes:
-        cursor: Cursor of the reader.
-        id: Id of the reader.
+    `warn` is called with a message if another process holds the lock for long.
 
     Raises:
         CheckpointError: The file is damaged.
@@ -178,10 +165,7 @@ class ReaderFile:
             raise
 
     def save(self, cursor: Cursor, id: str, *, may_wait: bool = False) -> None:
-        """Write the cursor and the id.
-
-        With `may_wait`, do nothing within `SECONDS_BETWEEN_SAVES` of the last save.
-        """
+        """Write the cursor and the id; with `may_wait`, at most every `SECONDS_BETWEEN_SAVES`."""
         is_due = time.monotonic() >= self._saved_at + SECONDS_BETWEEN_SAVES
         if (cursor, id) == (self.cursor, self.id) or (may_wait and not is_due):
             return

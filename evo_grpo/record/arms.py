@@ -1,7 +1,7 @@
-"""Arms: trainings beside a run, judged on its test prompts, with paired differences; no torch.
+"""Trainings beside a run ("arms"), scored on its test prompts, with paired differences; no torch.
 
 `run --compare` writes its result to compare.json, `replay` to replay.json. `Arms` is the part of
-either result that the terminal and the report show.
+either file that the terminal and the report show.
 """
 
 from __future__ import annotations
@@ -53,18 +53,15 @@ class Difference:
     """Mean reward of one arm minus that of another, on the test prompts that both answered.
 
     Attributes:
-        first: Name of the first arm.
-        second: Name of the second arm.
         difference: Mean of first minus second per test prompt, in units of reward.
         error: Standard error of the difference: paired over the prompts, plus the spread between
             the trainings of an arm where an arm has several. NaN from fewer than two prompts.
         low: Lower end of the 95% interval.
         high: Upper end of the 95% interval.
-        p: Two-sided p-value over the prompts, `evo_grpo.evolve.claims.chance`. It does not cover
-            the draws in training.
-        prompts: Prompts that both arms answered.
-        trainings: Trainings of the arm with more of them. With one training per arm the interval
-            covers the test prompts alone, not the draws in training.
+        p: Two-sided p-value over the prompts (`evo_grpo.evolve.claims.chance`).
+        prompts: Number of prompts that both arms answered.
+        trainings: Trainings of the arm with more of them. With one training per arm, `low`, `high`
+            and `p` cover the choice of test prompts, but not the randomness of training.
     """
 
     first: str
@@ -81,10 +78,7 @@ class Difference:
     def between(
         cls, first: str, ones: Sequence[Score], second: str, others: Sequence[Score]
     ) -> Self:
-        """Compare two arms on the same prompts, given one score per training.
-
-        A single score beside several is the run's winner, which has no repeats.
-        """
+        """Compare two arms on the same prompts, given one score per training (one for a winner)."""
         one, other = pooled(ones), pooled(others)
         ahead = compare(one, other)
         groups = [[s.mean for s in scores] for scores in (ones, others) if len(scores) > 1]
@@ -108,7 +102,7 @@ class Difference:
 
     @property
     def sign(self) -> int:
-        """1 if the first arm is significantly ahead, -1 if it is behind, else 0."""
+        """Return 1 if the first arm is significantly ahead, -1 if it is behind, else 0."""
         # Trainings with the same values differ by more than the prompts explain, and the exact
         # test is the stricter one if a few prompts all have the same difference.
         if self.trainings < 2 or not (self.low > 0 or self.high < 0):
@@ -121,8 +115,8 @@ class Arm:
     """Trainings of one kind, or the run that they are compared with.
 
     Attributes:
-        name: Name of the arm, which is also the name of its folder.
-        tokens: Tokens sampled by one training without those of the test, the mean over trainings.
+        name: Name of the arm and of its folder.
+        tokens: Tokens sampled per training, without the test.
         tests: Mean reward of each training on the test prompts.
     """
 
@@ -148,9 +142,9 @@ class Arms:
 
     Attributes:
         arms: The trainings, then the run or its winner.
-        differences: Paired differences between the arms, by their names.
+        differences: Paired differences between the arms.
         sentences: The basis of the comparison, its outcome, and the limits of the intervals.
-        agents: Size of the run's population, for the labels of a comparison.
+        agents: Size of the run's population.
     """
 
     arms: tuple[Arm, ...]
@@ -170,10 +164,7 @@ def arm_label(name: str, agents: int) -> str:
 
 
 def pooled(scores: Sequence[Score]) -> Score:
-    """Return the mean of several scores on the same prompts; its error is taken over the prompts.
-
-    NaN if a score has no reward at all.
-    """
+    """Return the mean of several scores on the same prompts, NaN if one of them has no reward."""
     if len(scores) == 1:
         return scores[0]
     if not all(score.per_prompt for score in scores) or (
@@ -190,10 +181,7 @@ def pooled(scores: Sequence[Score]) -> Score:
 
 
 def summary_score(summary: Mapping[str, Any] | None, key: str = "best") -> Score:
-    """Return a score on the test split from summary.json, NaN if there is no summary.
-
-    `key` is "best" for the winner, or "base".
-    """
+    """Return the test score of "best" or "base" in summary.json, NaN if there is no summary."""
     return Score(math.nan, math.nan, 0) if summary is None else score_of(summary[key])
 
 
@@ -232,12 +220,7 @@ _COMPARISON = TypeAdapter(_Comparison)
 
 
 def read_comparison(run: str | Path, file: Path | None = None) -> dict[str, Any] | None:
-    """Return the content of compare.json, None before a comparison is finished.
-
-    Args:
-        run: The run folder.
-        file: A file in the format of compare.json; None takes RUN/compare/compare.json.
-    """
+    """Return the content of compare.json, or of `file`; None before a comparison is finished."""
     file = file or Path(run) / COMPARISON
     what = "the result of a comparison"
     found = read_result(file, _COMPARISON, what, f"resume {run} --compare")
@@ -253,10 +236,7 @@ def tokens_by_purpose(rounds: Sequence[RoundRecord], summary: Mapping[str, Any])
 
 
 def tokens_to_train(rounds: Sequence[RoundRecord], summary: Mapping[str, Any]) -> int:
-    """Return the training tokens of an arm, which is evaluated only once, at its end.
-
-    `rounds` and `summary` belong to the run that the arm is compared with.
-    """
+    """Return the tokens that an arm trains with; it is evaluated only once, at its end."""
     evaluated = next((record for record in rounds if not record.between), rounds[0])
     each = evaluated.evaluation_tokens / len(evaluated.agents)
     own = round(each * len(rounds[0].agents))
@@ -266,12 +246,7 @@ def tokens_to_train(rounds: Sequence[RoundRecord], summary: Mapping[str, Any]) -
 def comparison(
     agents: int, ends: Mapping[str, tuple[Sequence[RoundRecord], Mapping[str, Any]]]
 ) -> dict[str, Any]:
-    """Return the content of compare.json.
-
-    Args:
-        agents: Size of the population.
-        ends: Rounds and summary of each arm by its name. The run itself is the last one.
-    """
+    """Return the content of compare.json from rounds and summary of each arm, the run last."""
     tests = {name: [summary_score(summary)] for name, (_, summary) in ends.items()}
     return {
         "agents": agents,

@@ -1,4 +1,4 @@
-"""Choice of an agent of a run and of a round: the winner, or a named agent."""
+"""Choose an agent of a run as it was after a round: the winner, or one that the caller names."""
 
 from __future__ import annotations
 
@@ -25,13 +25,10 @@ SHOWN = 24
 
 @dataclass(frozen=True)
 class ChosenAgent:
-    """An agent of a run, as it was after a round, chosen for a command.
+    """An agent of a run as it was after a round.
 
     Attributes:
-        run: The run folder.
-        view: The view of the run.
-        agent: The agent.
-        files: SHA-256 of the checkpoint's files, by their paths below it.
+        files: SHA-256 of the checkpoint's files, by path below the checkpoint.
     """
 
     run: Path
@@ -41,12 +38,12 @@ class ChosenAgent:
 
     @property
     def checkpoint(self) -> str:
-        """Its checkpoint, relative to the run folder; empty if none was saved."""
+        """Path of the agent's checkpoint relative to the run folder; empty if none was saved."""
         return self.agent.checkpoint
 
     @property
     def is_winner(self) -> bool:
-        """Whether it is the agent that was judged on the test prompts."""
+        """Whether the agent is the one that was scored on the test prompts."""
         winner = self.view.winner
         if self.view.summary is None or winner is None:
             return False
@@ -58,7 +55,7 @@ class ChosenAgent:
 
     @property
     def loss(self) -> str:
-        """`RunView.loss` of the winner; an empty string for every other agent."""
+        """`RunView.loss` if the agent is the winner, else an empty string."""
         return self.view.loss if self.is_winner else ""
 
     @property
@@ -68,7 +65,7 @@ class ChosenAgent:
 
     @property
     def title(self) -> str:
-        """Its name, with its member id."""
+        """The agent in words, with its member id."""
         return f"{self.name}, member {self.agent.member}"
 
 
@@ -89,17 +86,16 @@ def choose_of(
 
     Args:
         run: The run folder.
-        agent: An agent, by its number.
-        member: One life of an agent, by its id.
-        round: The agent as it was after this round (0-based); None takes its last one.
+        agent: Number of an agent.
+        member: Id of a member, which is one life of an agent.
+        round: 0-based round after which the agent is taken; None takes its last one.
         best_ever: Take the agent with the greatest fitness of all rounds.
         prefer: Take an agent of the front by weights of the objectives; see `preferred`.
 
     Raises:
-        RunNotFoundError: `run` is not a run folder.
         CheckpointError: No round is finished, no agent has a fitness, the checkpoint was removed,
             or a record is damaged.
-        ConfigError: There is no such agent, member or round, or more than one agent is named.
+        ConfigError: The agent, member or round does not exist, or several agents are named.
     """
     named = {"agent": agent is not None, "member": member is not None, "best ever": best_ever}
     named["prefer"] = prefer is not None
@@ -134,16 +130,12 @@ def choose_of(
 def preferred(view: RunView, weights: Mapping[str, float]) -> AgentRecord:
     """Return the agent of a run's front with the greatest weighted sum of its objectives.
 
-    Each objective is normalised on the front: the best agent in it has 1, the worst 0. Of equal
-    sums the one with the greater fitness is taken.
-
-    Args:
-        view: The run, with several objectives.
-        weights: Objective -> weight, each in [0, 1], together at most 1. The objectives without a
-            weight share the rest equally.
+    Each objective is normalised on the front: the best agent in it has 1, the worst 0. `weights`
+    maps objectives to weights in [0, 1] with a sum of at most 1; the other objectives share the
+    rest equally. Agents with equal sums are ordered by fitness.
 
     Raises:
-        ConfigError: The run has one goal, there is no such objective, or a weight is out of range.
+        ConfigError: The run has one objective, a name is unknown, or a weight is out of range.
     """
     settings = view.settings
     names = [] if settings is None else [o.name for o in settings.evolve.fitness.objectives]
@@ -200,7 +192,7 @@ def _best_ever(rounds: Sequence[RoundRecord]) -> AgentRecord:
 def _named(
     rounds: Sequence[RoundRecord], agent: int | None, member: int | None, round: int | None
 ) -> AgentRecord:
-    """Return the record of the agent that a caller names; with a round alone, its best agent."""
+    """Return the record of the named agent; if only a round is named, that of its best agent."""
     if round is not None and not 0 <= round < len(rounds):
         raise ConfigError(
             f"round: expected one of the finished rounds, 1 to {len(rounds)}, got {round + 1}"
@@ -225,7 +217,7 @@ def _named(
 
 
 def _where_it_is(found: ChosenAgent) -> ChosenAgent:
-    """Return a choice whose checkpoint exists: its own, or the copy of it in checkpoints/best."""
+    """Return a choice whose checkpoint exists: the recorded one or its copy in checkpoints/best."""
     folder, record = found.run, found.agent.record
     if found.checkpoint and (folder / found.checkpoint).is_dir():
         return found
@@ -239,7 +231,7 @@ def _where_it_is(found: ChosenAgent) -> ChosenAgent:
 
 
 def checkpoints_there(folder: Path, rounds: Sequence[RoundRecord]) -> str:
-    """Return the latest checkpoints of a run that exist, in words; rounds count from 1."""
+    """Return a text that names the latest existing checkpoints of a run; rounds count from 1."""
     there = [
         f"agent {one.agent} of round {record.round + 1}"
         for record in reversed(rounds)

@@ -23,9 +23,8 @@ ALWAYS = ("lr", "beta", "clip_coef", "clip_low", "clip_high", "group_size")
 def hyperparameters(rounds: Sequence[RoundRecord]) -> list[str]:
     """Return the hyperparameters with a column in the tables of a run.
 
-    These are the columns of every table, then the other hyperparameters that mutate in this run or
-    that the user set in it, in the order of the schema. The records name them, so all rounds of
-    a run have the same columns, from the first round on.
+    First come the columns of every table, then the other hyperparameters that mutate or that the
+    user set, in the order of the schema. All rounds of a run have the same columns.
     """
     moving = {name for record in rounds for name in record.mutable} | set(steered(rounds))
     return [*ALWAYS, *in_order(moving - set(ALWAYS))]
@@ -44,29 +43,28 @@ def steered(rounds: Sequence[RoundRecord]) -> list[str]:
 
 
 def dtypes(names: Sequence[str]) -> dict[str, str]:
-    """Return the pandas types of hyperparameters; nullable integers, so that None stays missing."""
+    """Return the pandas dtype of each hyperparameter; integers are nullable, to allow for None."""
     types: dict[type, str] = {int: "Int64", float: "float64", str: "object", bool: "boolean"}
     return {name: types[type_of(name)] for name in names}
 
 
 def values(hparams: Hparams, names: Sequence[str]) -> dict[str, Value | None]:
-    """Return hyperparameters by name.
+    """Return hyperparameters by name, with clip_low and clip_high as the bounds of the ratio.
 
-    clip_low and clip_high are the bounds of the ratio, also for a scalar clip_coef. The clip_coef
-    of a pair is NaN.
+    The bounds are given for a scalar clip_coef too. For a pair, clip_coef is NaN.
     """
     return {name: hparams.get(name) for name in names}
 
 
 def objectives(rounds: Sequence[RoundRecord]) -> dict[str, str]:
-    """Return the objectives of a run beside fitness by name, each with its column in tables."""
+    """Return the objectives of a run other than fitness: name -> column in tables."""
     found = (agent.score for record in rounds for agent in record.agents)
     score = next((score for score in found if score is not None), None)
     return {} if score is None else {one.name: objective(one.name) for one in score.further}
 
 
 def objective(name: str) -> str:
-    """Return the column of an objective beside fitness."""
+    """Return the column name of an objective."""
     return f"{OBJECTIVE}{name}"
 
 
@@ -76,29 +74,23 @@ def fitness(agent: AgentRecord) -> float:
 
 
 def fitness_se(agent: AgentRecord) -> float:
-    """Return the standard error of an agent's fitness, NaN if it failed or took one sample."""
+    """Return the standard error of an agent's fitness, NaN if it failed or has one sample."""
     return math.nan if agent.score is None else agent.score.se
 
 
 def was_evaluated(agent: AgentRecord) -> bool:
-    """Return whether an agent's fitness comes from an evaluation.
-
-    After a round in between, it may be the mean reward of the round's training.
-    """
+    """Return whether an agent's fitness comes from an evaluation, not from rewards of training."""
     return agent.score is not None and not agent.score.steps
 
 
 def kl(agent: AgentRecord) -> float | None:
-    """Return an agent's KL divergence from the reference in nats per token.
-
-    None if it was not computed.
-    """
+    """Return an agent's KL divergence from the reference in nats per token, None if it has none."""
     return agent.metrics.get("kl")
 
 
 def frame(rows: Sequence[Mapping[str, object]], types: Mapping[str, str]) -> pd.DataFrame:
-    """Make a typed pandas frame of rows, in which None is missing, with columns as in `types`."""
-    # Imported here: pandas takes longer to import than everything else that the command line needs.
+    """Return rows as a pandas frame with the columns and dtypes of `types`; None is missing."""
+    # pandas takes longer to import than everything else that the command line needs.
     import pandas as pd
 
     # Objects first: pandas would convert a column of integers and None to float.

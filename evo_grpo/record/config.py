@@ -1,7 +1,7 @@
 """Reads the configuration and the code of a run folder.
 
-A run writes the file without anchors. They are refused, because ten lines of aliases can stand for
-more values than fit into memory.
+YAML anchors are refused, since ten lines of aliases can stand for more values than fit into
+memory. Runs write none.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 def read_config(folder: Path, *, past: bool = False) -> RunConfig:
-    """Return the settings of a run; with `past`, without those that asked for what was removed.
+    """Return the settings of a run; with `past`, drop settings that enabled removed features.
 
     Raises:
-        ConfigError: For all problems of settings that no run writes; or they name a program, or a
-            model with code, inside a run folder.
+        ConfigError: The settings are invalid, or name a program, or a model with code, inside a
+            run folder.
     """
     file = folder / CONFIG
     config = from_written(config_text(folder), str(file), past=past)
@@ -47,10 +47,9 @@ def read_config(folder: Path, *, past: bool = False) -> RunConfig:
 
 
 def adapter_of(model: ModelConfig) -> RankAlpha:
-    """Return the rank and the alpha with which the adapters of a run begin.
+    """Return the rank and alpha with which the adapters of a run begin.
 
-    They are those of `model.adapter`, unless `model.lora` is given beside it, or its file cannot be
-    read any more.
+    They are those of `model.adapter`, unless `model.lora` is also given or the file is unreadable.
     """
     own = model.lora.rank_alpha
     if model.adapter is None or model.lora != LoraSettings():
@@ -73,11 +72,7 @@ def _refuse_inside(setting: str, path: str, file: Path) -> None:
 
 
 def read_settings(folder: Path) -> Mapping[str, Any]:
-    """Return the settings of a run as written, for any version of evo-grpo.
-
-    Raises:
-        CheckpointError: The file is damaged.
-    """
+    """Return the settings of a run as written, by any version; CheckpointError if damaged."""
     text, file = config_text(folder), folder / CONFIG
     try:
         found = parse(text, str(file), WrittenOutLoader)
@@ -92,10 +87,10 @@ def read_settings(folder: Path) -> Mapping[str, Any]:
 
 
 def beside(config: object) -> Path | None:
-    """Return the folder in which files and modules of a configuration are found too.
+    """Return the folder of a YAML configuration, which is searched for files and modules.
 
-    This is the folder of a YAML file, unless it lies in a run folder, whose copy of the file may
-    come from a stranger. None for a configuration that is not the path of a file.
+    None if the configuration is no path, or if the file lies in a run folder: the copy of the
+    configuration there may come from a stranger.
     """
     if not isinstance(config, str | Path):
         return None
@@ -104,11 +99,7 @@ def beside(config: object) -> Path | None:
 
 
 def code_folder(path: str | Path | None) -> Path | None:
-    """Return the folder of --code.
-
-    Raises:
-        ConfigError: It is no folder, or lies in a run folder, whose code is never imported.
-    """
+    """Return the folder of --code; ConfigError if it is no folder or lies in a run folder."""
     if path is None:
         return None
     folder = Path(path).expanduser().absolute()

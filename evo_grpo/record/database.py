@@ -1,6 +1,6 @@
 """Storages of Optuna studies: the file in a run folder, and databases of several runs.
 
-Slow to load, so only functions that open a study import this module.
+This module loads slowly; import it only in functions that open a study.
 """
 
 from __future__ import annotations
@@ -60,16 +60,14 @@ class _Journal(BaseJournalBackend):
         self.lines: list[str] = []
 
     def read_logs(self, log_number_from: int) -> Iterable[dict[str, Any]]:
-        """See `BaseJournalBackend`."""
         return map(json.loads, self.lines[log_number_from:])
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """See `BaseJournalBackend`."""
         self.lines += (json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
 
 
 def in_memory(*, sqlite: bool) -> tuple[BaseStorage, Callable[[], bytes]]:
-    """Return a journal or a SQLite database in memory, and what returns it as a file's content."""
+    """Return a journal or SQLite database in memory, and a function that returns its content."""
     if not sqlite:
         journal = _Journal()
         return JournalStorage(journal), lambda: "".join(journal.lines).encode()
@@ -114,10 +112,7 @@ def disconnect(storage: RDBStorage) -> None:
 
 @contextmanager
 def unreachable() -> Generator[None]:
-    """Convert exceptions of a database into `DatabaseError`, with the message of the server.
-
-    Raise EngineUnavailable for a driver that cannot be imported.
-    """
+    """Convert exceptions of a database, or of its missing driver, into those of this library."""
     try:
         yield
     except EvoGrpoError:

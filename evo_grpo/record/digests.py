@@ -24,13 +24,9 @@ def sha256_of(file: Path) -> str | None:
 def check_digests(
     folder: Path, files: Mapping[str, str], recorded_by: str, or_else: str = ""
 ) -> None:
-    """Raise CheckpointError for the first file that is missing or has changed.
+    """Raise CheckpointError for the first of `files` (path -> SHA-256) that is missing or changed.
 
-    Args:
-        folder: The folder.
-        files: Path below the folder -> SHA-256.
-        recorded_by: The record that holds the digests, with its verb, for messages.
-        or_else: A remedy besides restoring the file.
+    The message names `recorded_by`, such as "round 1 recorded", and the remedy `or_else`.
     """
     for name, found in damaged(folder, files):
         raise CheckpointError(
@@ -41,14 +37,9 @@ def check_digests(
 
 
 def damaged(folder: Path, files: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
-    """Yield name and SHA-256 of each file whose digest differs, with None for a missing file.
+    """Yield the name and SHA-256 of each file whose digest differs; the SHA-256 is None if missing.
 
-    Args:
-        folder: The folder.
-        files: Path below the folder -> expected SHA-256.
-
-    Raises:
-        RunDirError: A file is larger than any file of an adapter.
+    A file that is larger than any file of an adapter raises RunDirError.
     """
     for name, expected in files.items():
         file = folder / name

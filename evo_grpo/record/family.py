@@ -25,11 +25,11 @@ class FamilyMember:
 
     Attributes:
         agent: The number of its agent; None for the mean of two members.
-        parent: Member id of its parent, None in the first population.
-        born: Its first round (0-based); of a mean, the number of finished rounds.
-        fitness: Its mean evaluation reward in each round from `born` on, None if it failed; of a
-            mean, its mean reward in the final comparison.
-        alive: Whether it takes part in the last round.
+        parent: Member id of the parent, None in the first population.
+        born: First round (0-based); for a mean, the number of finished rounds.
+        fitness: Mean evaluation reward in each round from `born` on, None if the agent failed; for
+            a mean, the mean reward in the final comparison.
+        alive: Whether the member plays the last round.
         second_parent: Member id of the second parent of a mean.
     """
 
@@ -46,17 +46,14 @@ class FamilyMember:
 
 
 def tree(rounds: Sequence[RoundRecord]) -> tuple[FamilyMember, ...]:
-    """Return the first population, each with its offspring below it.
-
-    Members created for a round that has not finished are not included.
-    """
+    """Return the first population, each member with its offspring in the finished rounds."""
     lives: dict[int, list[AgentRecord]] = defaultdict(list)
     for record in rounds:
         for agent in record.agents:
             lives[agent.member].append(agent)
     last = {agent.member for agent in rounds[-1].agents} if rounds else set[int]()
     children: dict[int | None, list[FamilyMember]] = defaultdict(list)
-    # Ids grow with time: from the youngest to the oldest, children come before their parents.
+    # Ids grow with time: from youngest to oldest, children come before their parents.
     for member in sorted(lives, reverse=True):
         life = lives[member]
         first = life[0]
@@ -77,12 +74,9 @@ def tree(rounds: Sequence[RoundRecord]) -> tuple[FamilyMember, ...]:
 
 
 def ancestry(rounds: Sequence[RoundRecord], member: int) -> list[AgentRecord]:
-    """Return the records that led to a member, first round to last: its schedule.
+    """Return the records that led to a member, one per round, or raise RunNotFoundError if unknown.
 
-    One record per round: the member's own, before them its parent's up to its birth, and so on.
-
-    Raises:
-        RunNotFoundError: When no finished round has that member.
+    Rounds before the member's birth have the records of its ancestors.
     """
     path: list[AgentRecord] = []
     wanted: int | None = member
@@ -94,7 +88,7 @@ def ancestry(rounds: Sequence[RoundRecord], member: int) -> list[AgentRecord]:
         if found is None and path:
             wanted = path[-1].parent
             if path[-1].mutation.restores and until is None:
-                # Its weights are those of the best agent of all rounds, after its best round.
+                # The weights are those of the best agent of all rounds, after its best round.
                 best = best_ever(rounds[: record.round + 1])
                 until = record.round if best is None else best.round
                 if record.round > until:
@@ -113,29 +107,20 @@ def ancestry(rounds: Sequence[RoundRecord], member: int) -> list[AgentRecord]:
 
 
 def order(agent: AgentRecord) -> tuple[float, ...]:
-    """Return a key that sorts the agents of a round: best first, failed agents last.
-
-    Agents of equal fitness are ordered by their further objectives, then by number.
-    """
+    """Return a sort key that puts the best agent first: fitness, further objectives, number."""
     if agent.score is None or math.isnan(fitness(agent)):
         return math.inf, agent.agent
     return *best_first(agent.score), agent.agent
 
 
 def best_agent(record: RoundRecord) -> AgentRecord | None:
-    """Return the agent with the greatest fitness of a round, the lowest number of equal ones.
-
-    None if no agent has a finite fitness.
-    """
+    """Return the agent with the greatest fitness of a round (ties: lowest number), or None."""
     ranked = [agent for agent in record.agents if math.isfinite(fitness(agent))]
     return min(ranked, key=order, default=None)
 
 
 def leading_agent(record: RoundRecord) -> AgentRecord | None:
-    """Return the best agent of a round among those that play on.
-
-    An agent that collapsed is not among them, even if another member took its number.
-    """
+    """Return the best agent of a round among those that continue; a collapsed agent does not."""
     if not record.members:
         return best_agent(record)
     playing = playing_on(record)
@@ -145,7 +130,7 @@ def leading_agent(record: RoundRecord) -> AgentRecord | None:
 
 
 def playing_on(record: RoundRecord) -> set[Slot]:
-    """Return the agents of a round that play on, or were not given up where none follows it."""
+    """Return the agents that continue after a round; after the last, all that were not given up."""
     collapsed = {one.agent for one in record.decisions if one.kind == "collapsed"}
     return {member.agent for member in record.members} - collapsed
 
@@ -156,11 +141,10 @@ def archived_agent(rounds: Sequence[RoundRecord]) -> AgentRecord | None:
 
 
 def best_ever(rounds: Sequence[RoundRecord]) -> AgentRecord | None:
-    """Return the agent that the archive holds after these rounds.
+    """Return the agent in the archive, as recorded in the round after which it had these weights.
 
-    It is its record in the round after which it had these weights. Without an archive it is the
-    agent with the greatest fitness after a decision, the first of equal ones; None if no agent has
-    a finite fitness.
+    Without an archive, return the agent with the greatest fitness after a decision (the first of
+    equal ones), or None if no agent has a finite fitness.
     """
     if rounds and rounds[-1].archived is not None:
         number, member = rounds[-1].archived
@@ -172,15 +156,15 @@ def best_ever(rounds: Sequence[RoundRecord]) -> AgentRecord | None:
 
 
 def front(rounds: Sequence[RoundRecord]) -> tuple[AgentRecord, ...]:
-    """Return the front of a run: agents after a round, by fitness, none of which dominates another.
+    """Return the Pareto front of a run, ordered by fitness: agents that no other agent dominates.
 
-    They are those of the rounds after which the run decided, where there is one: in the others,
-    few validation prompts would decide what is on the front.
-
-    One agent dominates another if its means are better in one objective and worse in none. The
-    front takes in each round and keeps as many agents as play the first round: those with the
+    An agent dominates another if its means are better in one objective and worse in none. The front
+    is updated with each round and keeps as many agents as play the first round: those with the
     greatest crowding distance (`evolve.goals`), first the best of each objective. Of agents with
-    equal means it keeps the first. In a run with one goal it is empty.
+    equal means it keeps the first. In a run with one objective it is empty.
+
+    Once the run has decided after a round, only such rounds count: the other rounds are scored on
+    too few validation prompts.
     """
     kept: list[AgentRecord] = []
     for record in [one for one in rounds if not one.between] or rounds:
@@ -201,23 +185,23 @@ def _means(agent: AgentRecord) -> tuple[float, ...]:
 
 
 def founders(rounds: Sequence[RoundRecord]) -> dict[int, int]:
-    """Return, for each member, the member of the first population that it descends from."""
+    """Return the ancestor in the first population of each member."""
     found: dict[int, int] = {}
     for record in rounds:
         for agent in record.agents:
-            # Ids grow with time: a parent plays before its children do, or in no round at all.
+            # Ids grow with time, so a parent comes before its children or plays no round.
             parent = agent.member if agent.parent is None else agent.parent
             found.setdefault(agent.member, found.get(parent, parent))
     return found
 
 
 def founder_of(rounds: Sequence[RoundRecord], member: int) -> int:
-    """Return the member of the first population that a member descends from."""
+    """Return the ancestor of a member in the first population."""
     return founders(rounds).get(member, member)
 
 
 def next_member_id(rounds: Sequence[RoundRecord]) -> int:
-    """Return the first unused member id; those of members about to train count as used."""
+    """Return the first member id that is neither used nor assigned to the next round."""
     used = [agent.member for record in rounds for agent in record.agents]
     used += [member.id for record in rounds for member in record.members]
     used += [record.next_member - 1 for record in rounds]

@@ -52,11 +52,11 @@ _HEAD = 64
 
 @contextmanager
 def many_objects() -> Generator[None]:
-    """Pause the search for cycles while many objects are made, which takes as long as making them.
+    """Pause Python's garbage collector while many objects are created, which halves the time.
 
-    Python searches all objects again whenever their number has grown by a quarter. Afterwards they
-    are old: young objects are searched soon, three times before they are old. Python does not count
-    them then, so every few calls all objects are searched here: for those of an ended run.
+    Otherwise Python searches all objects for cycles each time their number has grown by a quarter.
+    Objects created during the pause do not count towards that, so every few calls this function
+    collects the objects of ended runs itself.
     """
     searches = gc.isenabled()
     if searches and next(_calls) % _SEARCH_EVERY == 0:
@@ -76,9 +76,7 @@ def many_objects() -> Generator[None]:
 def writing(path: Path, command: str = "resume") -> Generator[None]:
     """Turn an OSError of a write (disk full, no permission) into a RunFailedError.
 
-    Args:
-        path: The file.
-        command: The command that continues after the cause is removed, for the message.
+    `command` continues after the cause is removed; the message names it.
 
     Raises:
         RunFailedError: The write failed, or the run folder was removed.
@@ -99,11 +97,9 @@ def writing(path: Path, command: str = "resume") -> Generator[None]:
 
 @contextmanager
 def reading(path: Path, command: str = "resume RUN") -> Generator[None]:
-    """Turn an OSError of reading a run (broken disk, no permission) into a RunFailedError.
+    """Turn an OSError of a read into a RunFailedError; `command` is as for `writing`.
 
-    Args:
-        path: The file or the run folder.
-        command: The command that continues after the cause is removed; "" names none.
+    An empty `command` leaves the remedy out of the message.
     """
     try:
         yield
@@ -120,8 +116,7 @@ def reading(path: Path, command: str = "resume RUN") -> Generator[None]:
 def atomic_write(path: Path, text: str | bytes, command: str = "resume") -> str:
     """Write a file atomically and return its SHA-256; a crash leaves the old or the new file.
 
-    The folder of the file is created if it is missing, but not its parents. `command` is as for
-    `writing`.
+    A missing folder is created, but not its parents. `command` is as for `writing`.
     """
     # A completion may hold a lone surrogate, which UTF-8 cannot encode.
     data = text if isinstance(text, bytes) else text.encode("utf-8", errors="replace")
@@ -142,8 +137,7 @@ def atomic_write(path: Path, text: str | bytes, command: str = "resume") -> str:
 def append(path: Path, text: str, *, durable: bool = True) -> None:
     """Append lines to a file, all of them or none, after removing a truncated last line.
 
-    The file and its folder are created if they are missing. With `durable`, return after the lines
-    are on disk.
+    A missing file and its folder are created. With `durable`, return after the lines are on disk.
     """
     with writing(path):
         create_one(path.parent)
@@ -204,19 +198,13 @@ def sync(path: Path) -> None:
 
 
 def sync_names(folder: Path) -> None:
-    """Wait until the names in a folder are on disk; skip a folder that this process cannot read.
-
-    A folder above a run may be writable and not readable.
-    """
+    """Wait until the names in a folder are on disk; skip a folder that this process cannot read."""
     with suppress(PermissionError):
         sync(folder)
 
 
 def create_one(folder: Path) -> None:
-    """Create a missing folder, but not its parents, and wait until it is on disk.
-
-    So a run folder that was deleted is not created again without its files.
-    """
+    """Create a missing folder on disk, but not its parents: a deleted run must stay deleted."""
     if not folder.exists():
         folder.mkdir(exist_ok=True)
         sync_names(folder.parent)
@@ -266,7 +254,7 @@ def load_json(data: bytes) -> Any:  # noqa: ANN401 -- any JSON value
 def seal(data: Mapping[str, Any], indent: int | None = None) -> str:
     """Return a mapping as JSON, by default in one line, with its checksum as the last key.
 
-    The checksum is that of all bytes before it, so that a reader need not parse the line.
+    The checksum covers all bytes before it, so it can be checked without parsing the line.
     """
     before = to_line({**data, _CHECKSUM: ""}, indent=indent).rpartition('"')[0]
     digest = hashlib.sha256(before.encode("utf-8", errors="replace")).hexdigest()
@@ -274,11 +262,7 @@ def seal(data: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 def unseal_result(data: bytes) -> dict[str, Any]:
-    """Return the mapping in a file that `seal` wrote, or an earlier version without a seal.
-
-    Raises:
-        ValueError: It is no mapping, or its seal does not match.
-    """
+    """Return the mapping in a file of `seal` or of an early version, or raise ValueError."""
     found = load_json(data)
     if not isinstance(found, dict):
         raise ValueError(f"expected a mapping, got {found!r:.60}")
@@ -299,7 +283,7 @@ def unseal(line: bytes) -> dict[str, Any]:
 def unsealed_head(line: bytes) -> Mapping[str, Any]:
     """Return at least the first keys of a line that `seal` wrote, or raise ValueError.
 
-    The line is as it was written, but the values behind these keys may be missing.
+    The checksum of the line is checked, but later keys may be missing from the result.
     """
     if _is_as_written(line):
         return from_json(line[:_HEAD], allow_partial=True)
@@ -307,7 +291,7 @@ def unsealed_head(line: bytes) -> Mapping[str, Any]:
 
 
 def _is_as_written(line: bytes) -> bool:
-    """Return whether the checksum of a line is that of the bytes before it."""
+    """Return whether the checksum of a line matches the bytes before it."""
     line = line.rstrip()
     digest = hashlib.sha256(memoryview(line)[:-_UNCOVERED]).hexdigest()
     return line.endswith(f'"{_CHECKSUM}": "{digest}"}}'.encode())
@@ -316,8 +300,8 @@ def _is_as_written(line: bytes) -> bool:
 def is_truncated(line: bytes) -> bool:
     """Return whether a last line is the start of a line of `seal`, truncated by a kill.
 
-    A line that is complete JSON, or ends as sealed lines end, is not truncated: it is whole, or was
-    damaged after it had been written.
+    A line that is complete JSON, or that ends as sealed lines end, is not truncated; if its
+    checksum is wrong, it was damaged later.
     """
     if line.endswith(b"\n") or _END.search(line):
         return False
@@ -329,7 +313,7 @@ def is_truncated(line: bytes) -> bool:
 
 
 def plain_value(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
-    """Return a value as strict JSON, with None for a number that is not finite."""
+    """Return a value as strict JSON values; numbers that are not finite become None."""
     if isinstance(value, Hparams):
         value = value.to_dict()
     if isinstance(value, Mapping):
@@ -348,8 +332,7 @@ def plain_value(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
 class FolderLock:
     """An flock on a file, held until `release` or the end of the process.
 
-    The file is created if it is missing. It is never removed, because the next holder may open it
-    at that moment.
+    A missing file is created. It is never removed, because the next holder may just be opening it.
 
     Raises:
         RunDirError: Another process, or another object of this process, holds the lock.
@@ -385,8 +368,8 @@ class FolderLock:
     def write_round(self, *numbers: int) -> None:
         """Write the id of this process into the file, and the round that it plays, if any.
 
-        Commands that make requests read it: a request waits for the end of the round that is
-        played when it is made. Later rounds have as many digits or more.
+        Commands that make requests read the round: a request waits for the end of that round. Later
+        rounds have as many digits or more.
         """
         if self._descriptor is not None:
             lines = "".join(f"{number}\n" for number in (os.getpid(), *numbers))
@@ -394,10 +377,10 @@ class FolderLock:
                 os.pwrite(self._descriptor, lines.encode(), 0)
 
     def check(self, path: Path) -> None:
-        """Refuse to write a path in the folder if this process no longer owns the folder.
+        """Raise an error before a write if this process no longer owns the folder.
 
-        A fork of the process that locked the folder would write the same files. A folder that was
-        deleted, moved or replaced by another run must not be written to.
+        This is so in a fork of the process that locked it, and after the folder was deleted, moved
+        or replaced by another run.
         """
         folder = self._path.parent
         if not path.absolute().is_relative_to(folder):

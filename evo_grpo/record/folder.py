@@ -92,10 +92,8 @@ def read_rounds(path: str | Path) -> list[RoundRecord]:
     """Return the finished rounds of a run, also while the run is in progress.
 
     Raises:
-        RunNotFoundError: The path is no run folder.
         CheckpointError: A line is damaged.
         RunDirError: Another version of this library wrote the run.
-        RunFailedError: Reading the disk fails.
     """
     file = expect_run(path) / ROUNDS
     with reading(file, ""):
@@ -105,17 +103,10 @@ def read_rounds(path: str | Path) -> list[RoundRecord]:
 def read_result(
     file: Path, schema: TypeAdapter[T], what: str, command: str
 ) -> tuple[dict[str, Any], T] | None:
-    """Return the contents of a result file, as JSON and as the schema's type; None if missing.
+    """Return the content of a result file, as JSON and as the schema's type; None if it is missing.
 
-    Args:
-        file: The file.
-        schema: Builds the value from the JSON.
-        what: A description of the contents, for messages.
-        command: The command of `evo-grpo` that writes the file again, for messages.
-
-    Raises:
-        CheckpointError: The file is damaged.
-        RunFailedError: Reading the disk fails.
+    `what` describes the content and `command` writes the file again, both for messages. A damaged
+    file raises CheckpointError.
     """
     if not os.path.lexists(file):
         return None
@@ -143,7 +134,7 @@ def config_text(folder: Path) -> str:
 
 
 def with_objects(text: str, objects: Iterable[str]) -> str:
-    """Return a population.yaml with a first line that lists Python objects, if there are any."""
+    """Return a population.yaml with a first line that lists Python objects, if any are given."""
     line = ", ".join(objects)
     return f"{RECORDED_IN_PYTHON}{line}\n{text}" if line else text
 
@@ -156,28 +147,22 @@ def listed_objects(folder: Path) -> list[str]:
 
 
 def recorded_objects(folder: Path) -> dict[str, str]:
-    """Return the Python objects that `Population.train` was given, each with its description.
+    """Return the objects given to `Population.train`: keyword ("env", "model", ...) -> description.
 
-    The keys are keywords such as "env" and "model"; "agents" stands for agents that had trained
-    before.
+    "agents" stands for agents that had trained before.
     """
     return {one.partition(" ")[0]: one for one in listed_objects(folder)}
 
 
 def continuing(folder: Path) -> str:
-    """Return the command that continues a run, or the call in Python if it needs objects."""
+    """Return the command that continues a run, or the Python call if the run needs objects."""
     if listed_objects(folder):
         return f"evo_grpo.Population.resume({str(folder)!r}, env=...) in Python"
     return f"evo-grpo resume {folder}"
 
 
 def refuse_objects(folder: Path, so: str) -> None:
-    """Refuse a run that was recorded from Python with objects that no file can name.
-
-    Args:
-        folder: The run folder.
-        so: The consequence and the remedy, for the message.
-    """
+    """Refuse a run with Python objects that no file can name; `so` tells consequence and remedy."""
     if objects := listed_objects(folder):
         raise RunDirError(
             f"{folder}: it was recorded from Python with {', '.join(objects)}, which no file can "
@@ -190,8 +175,8 @@ class Parsed(NamedTuple):
 
     Attributes:
         records: The finished rounds.
-        length: Bytes of their lines; the rest is a line that a kill truncated.
-        places: The first byte of each round's line in the file.
+        length: Bytes of the complete lines; a kill may have truncated a line after them.
+        places: Byte offset of each round's line in the file.
     """
 
     records: list[RoundRecord]
@@ -201,7 +186,7 @@ class Parsed(NamedTuple):
 
 @many_objects()
 def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> Parsed:
-    """Read rounds.jsonl from byte `start`, the beginning of the line of round `first`.
+    """Read rounds.jsonl from byte `start`, where the line of round `first` begins.
 
     Raises:
         CheckpointError: A line is damaged; the error names it.
@@ -242,11 +227,7 @@ def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> Parsed:
 
 
 def _amend(records: list[RoundRecord], amendment: Amendment, first: int) -> None:
-    """Add the requests made after the last round to its record.
-
-    Without records, the amended round is number `first` - 1, which was read before: nothing is
-    done.
-    """
+    """Add the requests made after the last round to its record, unless an earlier call read it."""
     if amendment.amends != first + len(records) - 1:
         raise ValueError(
             f"it amends round {amendment.amends}, expected round {first + len(records) - 1}"

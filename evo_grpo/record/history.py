@@ -1,4 +1,4 @@
-"""What earlier runs found, and the history of a run's agents."""
+"""The history of a run's agents, and start values from earlier runs."""
 
 from __future__ import annotations
 
@@ -51,20 +51,18 @@ def history(run: str | Path | Sequence[RoundRecord]) -> pd.DataFrame:
         run: The run folder, or the finished rounds, first to last.
 
     Returns:
-        One row per round and agent, in this order; no rows before the first finished round. The
-        columns, all typed:
+        Rows ordered by round and agent. The columns, all typed:
 
         - round (0-based), agent, member, parent (missing in the first population)
         - state ("ok" or "failed"), fitness, fitness_se; after a round in between, they come from
           few validation prompts, or are the mean reward of the round's training
         - the hyperparameters that the agent trained with, as on the leaderboard
-        - op and mutated: the mutation since the round before. op is that of `types.Mutation`, or
-          "continue" where the same member trains on; mutated has the names of the hyperparameters
-          that changed, joined by commas
+        - op: the mutation since the round before, as in `types.Mutation`, or "continue" if the same
+          member trains on; mutated: the names of the changed hyperparameters, joined by commas
         - reward, kl, loss, entropy, zero_variance, clip_fraction, completion_length: means over the
-          round's steps, NaN if an agent has none; kl is NaN where beta is 0, since none is computed
+          round's steps, NaN if an agent has none; kl is NaN where beta is 0
         - tokens (sampled in training), wall_seconds
-        - checkpoint (relative to the run folder), reason (why it failed, empty when it did not)
+        - checkpoint (relative to the run folder), reason (of a failure, else empty)
         - between: whether nothing was decided after the round
 
     Raises:
@@ -125,19 +123,12 @@ WHERE = ("round", "step", "agent")
 
 
 def metric_rows(run: str | Path, finished: int | None = None) -> list[dict[str, Any]]:
-    """Return the metrics of the finished rounds of a run, a row per step and agent.
+    """Return the metrics of the finished rounds of a run; `finished` is their number, if known.
 
-    Args:
-        run: The run folder, finished or not.
-        finished: Number of finished rounds, if it is known; None reads it.
-
-    Returns:
-        Rows as recorded, ordered by round, step and agent: `round`, `step`, `agent`, then a number
-        for each metric, None if it was not finite. A round whose metrics were not kept has no
-        rows.
+    Rows are ordered by round, step and agent. They have `round`, `step`, `agent`, then each metric
+    as a number, None if it was not finite. Rounds without kept metrics have no rows.
 
     Raises:
-        RunNotFoundError: `run` is not a run folder.
         CheckpointError: A line is damaged; the error names it.
         RunDirError: Another version of this library wrote it.
     """
@@ -152,15 +143,12 @@ def metric_rows(run: str | Path, finished: int | None = None) -> list[dict[str, 
 
 
 def read_metrics(run: str | Path) -> pd.DataFrame:
-    """Return the metrics of each step and agent in the finished rounds of a run.
-
-    Args:
-        run: The run folder, finished or not.
+    """Return the metrics of each step and agent in the finished rounds of a run, finished or not.
 
     Returns:
-        One row per step and agent, ordered by round, step and agent; no rows where metrics were not
-        kept. The columns: round, step and agent (Int64), then a float64 for each metric that any
-        step has, NaN if it was not finite or is missing. docs/metrics.md defines them.
+        Rows ordered by round, step and agent; none for rounds whose metrics were not kept. The
+        columns: round, step and agent (Int64), then a float64 for each metric that any step has,
+        NaN if it was not finite or is missing. docs/metrics.md defines them.
 
     Raises:
         RunNotFoundError: `run` is not a run folder.
@@ -198,21 +186,14 @@ SETTING = "population.init.from"
 def resolved_start(
     init: Start, first: Hparams, hp_config: HyperparameterConfig, size: int, seed: int
 ) -> Start:
-    """Return `population.init` with the settings of earlier runs in it; other starts as they are.
+    """Return `population.init`; folders of runs in it are replaced by the settings of their agents.
 
-    The settings are those of the agents in the order of each run's leaderboard, the first of every
-    run before the second of any.
-
-    Args:
-        init: The setting.
-        first: The hyperparameters of the first agent.
-        hp_config: The ranges of this run.
-        size: Number of agents.
-        seed: Seed of the run.
+    The best agent of each run comes first, then the second of each, as on the leaderboards. `first`
+    has the hyperparameters of this run's first agent, `hp_config` its ranges.
 
     Raises:
-        ConfigError: A folder is no run, a run has no finished round or searched nothing that this
-            one searches, or there is no place for its settings.
+        ConfigError: A folder is no run, a run has no finished round or shares no searched
+            hyperparameter with this one, or its settings have no place in the population.
         CheckpointError: The records of a run are damaged.
         RunDirError: Another version of this library wrote them.
     """
@@ -230,7 +211,7 @@ def resolved_start(
 
 
 def _settings(run: Path, first: Hparams, hp_config: HyperparameterConfig) -> Iterator[Hparams]:
-    """Yield the hyperparameters of a run's agents inside of the ranges of another, best first."""
+    """Yield the hyperparameters of a run's agents, limited to the ranges of another; best first."""
     try:
         rounds = read_rounds(run)
     except RunNotFoundError as error:
@@ -256,7 +237,7 @@ def _settings(run: Path, first: Hparams, hp_config: HyperparameterConfig) -> Ite
 def _in_order(
     rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None
 ) -> Iterator[Hparams]:
-    """Yield the hyperparameters of the agents in the order of the leaderboard; none that failed."""
+    """Yield the hyperparameters of the agents that did not fail, ordered as on the leaderboard."""
     by_round = {(one.agent, one.round): one for record in rounds for one in record.agents}
     for row in leaderboard_rows(rounds, summary):
         if row["agent"] is None:  # the mean of two agents won

@@ -27,13 +27,7 @@ if TYPE_CHECKING:
 
 
 def leaderboard(run: str | Path) -> pd.DataFrame:
-    """Read the leaderboard of a run, finished or not.
-
-    Args:
-        run: The run folder.
-
-    Returns:
-        One row per agent, and one for the winner where it is a mean; see `from_records`.
+    """Read the leaderboard of a run, finished or not; see `from_records` for its rows and columns.
 
     Raises:
         RunNotFoundError: `run` is not a run folder.
@@ -53,31 +47,30 @@ def from_records(
         summary: The content of summary.json; None before the end of the run.
 
     Returns:
-        One row per agent that ever played, and one for the winner where it is the mean of two
-        agents. The first row is the winner; before the end it is the agent that would win now.
-        Agents of the last round follow, then those that left earlier, the latest first. Among them
-        the order is that of fitness; of equal fitness the lower number, and failed agents, whose
-        fitness is NaN, last. The columns, all typed:
+        One row per agent that ever played, and one for the winner if it is the mean of two agents.
+        The first row is the winner, or before the end the agent that would win now. Agents of the
+        last round follow, then those that left, the latest first. Within these groups agents are
+        ordered by fitness, ties by number; failed agents, whose fitness is NaN, are last. The
+        columns, all typed:
 
         - rank (from 1), agent (missing for a mean), member, parent (missing in the first
-          population; of a mean the better parent), round (0-based, its last one)
-        - left: the round after which it left, missing for agents that did not
-        - fitness and fitness_se: its score on the validation prompts of `round`; fitness_se is NaN
-          from a single sample. In an unfinished run, after a round in between, it may be the mean
-          reward of the round's training. A mean played no round: its fitness is its `final`
+          population; for a mean, the better parent), round (0-based, the agent's last one)
+        - left: the round after which the agent left, missing if it did not
+        - fitness and fitness_se: the score on the validation prompts of `round`; fitness_se is NaN
+          from a single sample. In an unfinished run, after a round in between, fitness may be the
+          mean reward of the round's training. For a mean, fitness is `final`
         - only in a run with several objectives: objective_NAME and objective_NAME_se, the score in
           each further objective on the same prompts; front, whether the agent, as it was then, is
           on the front of the run (`record.family.front`)
-        - tie: whether the first row is not shown to be ahead of it (`ties`); of a finalist, in the
-          final comparison. Missing for the first row, and for agents that were not tested on the
-          same prompts as the first
-        - final and final_se: its score in the final comparison, on validation prompts with new
-          draws; missing if it was not compared
+        - tie: whether the first row is not shown to be ahead of this one (`ties`); for a finalist,
+          in the final comparison. Missing for the first row, and for agents that were not tested
+          on the same prompts as the first
+        - final and final_se: the score in the final comparison, on validation prompts with new
+          draws; missing if the agent was not compared
         - test and test_se: the score of the winner on the test prompts; missing for all others
-        - lr, beta, clip_coef (NaN if it is a pair of bounds), clip_low and clip_high (the
-          bounds, also those of a scalar), group_size, then what else mutates in this run; of a
-          mean, those of its better parent, but the larger rank with its alpha, and no name of
-          unequal layers
+        - lr, beta, clip_coef (NaN if it is a pair of bounds), clip_low and clip_high (the bounds,
+          also those of a scalar), group_size, then what else mutates in this run. A mean has those
+          of its better parent, but the larger rank with its alpha, and no name of unequal layers
         - tokens (sampled in training) and wall_seconds: sums over all rounds of the agent; 0 for a
           mean
         - checkpoint, relative to the run folder
@@ -85,8 +78,7 @@ def from_records(
         An agent that won as it was after an earlier round has the values of that round. With
         several objectives, the agents of the front follow the winner, each as it was when it
         reached the front; an agent that did so in several rounds, or has trained on since, has
-        more than one row. Equal runs
-        are equal in every column except wall_seconds.
+        more than one row. Equal runs are equal in every column except wall_seconds.
     """
     names, goals = columns.hyperparameters(rounds), columns.objectives(rounds)
     types = {
@@ -108,10 +100,7 @@ def from_records(
 def leaderboard_rows(
     rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the leaderboard as plain values by column, None for a missing one or NaN.
-
-    `from_records` has the arguments and the columns.
-    """
+    """Return the leaderboard of `from_records` as plain values, None for missing ones and NaN."""
     if not rounds:
         return []
     latest: dict[int, AgentRecord] = {}
@@ -172,7 +161,7 @@ def leaderboard_rows(
 
 
 def order_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return how a leaderboard is ordered, if its fitness is not in descending order; else ""."""
+    """Return how a leaderboard is ordered if its fitness is not in descending order, else ""."""
     known = [row["fitness"] for row in rows if row["fitness"] is not None]
     if known == sorted(known, reverse=True):
         return ""
@@ -185,7 +174,7 @@ def order_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def fitness_text(rounds: Sequence[RoundRecord]) -> str:
-    """Return what the fitness of a leaderboard is, if it comes from no evaluation; else ""."""
+    """Return where the fitness of a leaderboard comes from if not from an evaluation, else ""."""
     last = rounds[-1].agents if rounds else ()
     if not any(agent.score is not None and agent.score.steps for agent in last):
         return ""
@@ -196,7 +185,7 @@ def fitness_text(rounds: Sequence[RoundRecord]) -> str:
 
 
 def _mean(winner: SelectedAgent, last: RoundRecord, names: Sequence[str]) -> dict[str, Any]:
-    """Return the row of a mean that won; it played no round."""
+    """Return the leaderboard row of a winner that is the mean of two agents."""
     better = winner.record
     hparams = of_mean([line[-1].hparams for line in winner.lines])
     return {
@@ -244,11 +233,11 @@ def _known(value: float | None) -> float | None:
 def ties(
     rounds: Sequence[RoundRecord], winner: SelectedAgent | None
 ) -> dict[tuple[int, int], bool]:
-    """Return by agent and round of whom the winner is not shown to be ahead, in fitness.
+    """Return, by (agent, round), whether the winner is not shown to be ahead of that agent.
 
-    These are the other agents of the winner's round with a finite fitness; none for a mean. The
-    level is `TIE_LEVEL`, over all pairs of them: the winner was chosen as the best. Where the
-    winner's round was chosen too, it is divided by the number of rounds.
+    The agents are those of the winner's round with a finite fitness; none if the winner is a mean.
+    The level is `TIE_LEVEL`, corrected for all pairs of agents because the winner was chosen as the
+    best, and for the number of rounds where the winner's round was chosen too.
     """
     if winner is None or winner.fitness is None:
         return {}

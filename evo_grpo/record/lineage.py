@@ -30,13 +30,12 @@ class Lineage:
     """The trials of a run.
 
     The parameters of a trial are lr, beta, clip_coef, group_size and all other hyperparameters that
-    may mutate, a clip pair as clip_low and clip_high. The value is the fitness, followed by the
-    further objectives in a run with several; the trial of a failed agent has state FAIL and no
-    value. After a round in between the state is PRUNED: nothing was decided by that fitness, which
-    comes from few validation prompts or is the mean reward of the round's training, and Optuna's
-    best trial is none of these. A trial starts and ends with its round, since all agents of a round
-    train together. The intermediate values are the mean training rewards of the steps, by the
-    number of the step in the run. The user attributes are:
+    may mutate, a clip pair as clip_low and clip_high. The values are the fitness and the further
+    objectives. The trial of a failed agent has state FAIL and no value. After a round in between
+    the state is PRUNED, so that it is never Optuna's best trial: its fitness comes from few
+    validation prompts or is the mean reward of training. A trial starts and ends with its round.
+    The intermediate values are the mean training rewards by the number of the step in the run. The
+    user attributes are:
 
     - agent, round, member, parent (a member id), seed, hparams (all of them), fitness_se, reason
       (why it failed), adapter_sha256, checkpoint (relative to the run folder)
@@ -53,9 +52,6 @@ class Lineage:
     Args:
         study: The study; see `evo_grpo.record.study.open_study`.
         hp_config: The hyperparameters that mutate and their bounds; None if none mutates.
-
-    Attributes:
-        study: The study.
     """
 
     def __init__(self, study: Study, hp_config: HyperparameterConfig | None = None) -> None:
@@ -68,10 +64,9 @@ class Lineage:
         self._archived: dict[int, tuple[int, int] | None] = {}
 
     def record(self, record: RoundRecord) -> list[FrozenTrial]:
-        """Add the missing trials of a finished round, and return them.
+        """Add and return the missing trials of a finished round.
 
-        Raises:
-            CheckpointError: The parent trial of an agent is missing.
+        CheckpointError is raised if the parent trial of an agent is missing.
         """
         self._begin(record)
         self._update()
@@ -108,7 +103,7 @@ class Lineage:
             self._space = self._space.begun_with(record)
 
     def _update(self) -> list[FrozenTrial]:
-        """Read the new trials of the study, and return them."""
+        """Read and return the new trials of the study."""
         new = self.study.get_trials(deepcopy=False)[self._count :]
         self._count += len(new)
         for trial in new:
@@ -150,7 +145,7 @@ class Lineage:
         return parent
 
     def _best_before(self, member: int | None, round: int) -> FrozenTrial | None:
-        """Return the trial of a member with the best fitness before a round; ties: the first."""
+        """Return the trial of a member with the best fitness before a round (ties: the first)."""
         life = self._by_member[member]
         ranked = [t for number, t in life.items() if number < round and t.values is not None]
         signs = [1 if one.name == "MINIMIZE" else -1 for one in self.study.directions]
@@ -165,8 +160,8 @@ class Lineage:
 class Space:
     """The distributions of the parameters of a run's trials.
 
-    All trials should have the same distribution of a parameter: Optuna leaves parameters with
-    several distributions out of its importances.
+    A parameter should have the same distribution in all trials, since Optuna's importances leave
+    out parameters with several.
 
     Attributes:
         mutable: The hyperparameters that may mutate, with their bounds.
@@ -186,7 +181,7 @@ class Space:
         return type(self)(self.mutable, {name: (min(v), max(v)) for name, v in values.items()})
 
     def parameters(self, hparams: Hparams) -> tuple[dict[str, Value], dict[str, BaseDistribution]]:
-        """Return the parameters of a trial and their distributions, without those that are None."""
+        """Return the parameters of a trial that are not None, and their distributions."""
         params: dict[str, Value] = {}
         distributions: dict[str, BaseDistribution] = {}
         for name, value in _values(hparams, self.mutable).items():
@@ -198,8 +193,7 @@ class Space:
     def _distribution(self, name: str, value: Value) -> BaseDistribution | None:
         """Return the distribution of a parameter; a range is widened to include `value`.
 
-        None if the distribution is logarithmic and `value` is not positive, or if `value` is not
-        one of the choices, which cannot be widened.
+        None if `value` is not positive on a logarithmic scale, or is not one of the choices.
         """
         from optuna.distributions import (
             CategoricalDistribution,
@@ -297,10 +291,7 @@ def _mean_trial(
     last: RoundRecord,
     space: Space,
 ) -> FrozenTrial:
-    """Return the trial of the mean of two survivors of the last round.
-
-    `parent` is the trial of the first survivor in that round.
-    """
+    """Return the trial of the mean of two survivors; `parent` is the first one's last trial."""
     first, second = best["parents"]
     hparams = next(agent for agent in last.agents if agent.member == first).hparams
     attributes = {
@@ -322,10 +313,7 @@ def _mean_trial(
 
 
 def _same_result(trial: FrozenTrial, other: FrozenTrial) -> bool:
-    """Return whether two trials are of the same agent with the same result.
-
-    Other attributes may be stored differently by another version of this library.
-    """
+    """Return whether two trials have the same agent and result; other attributes may differ."""
     names = ("agent", "member", "parent", "round", "adapter_sha256", "hparams")
     own, theirs = trial.user_attrs, other.user_attrs
     return (trial.state, trial.values) == (other.state, other.values) and all(
@@ -342,9 +330,9 @@ def _finished(
     *,
     between: bool = False,
 ) -> FrozenTrial:
-    """Return a finished trial, in state FAIL if `values` is None, PRUNED for a round in between.
+    """Return a finished trial: FAIL if `values` is None, PRUNED for a round in between.
 
-    `times` are its start and end in seconds since 1970; if one is None, both are the present time.
+    `times` are start and end in seconds since 1970; if one is None, both are the present time.
     """
     from optuna.trial import TrialState, create_trial
 

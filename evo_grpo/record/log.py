@@ -44,12 +44,7 @@ POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class RunStarted:
-    """A run was created.
-
-    Attributes:
-        run: The run folder.
-        config: The settings of the run.
-    """
+    """A run was created."""
 
     run: Path
     config: RunConfig
@@ -63,8 +58,7 @@ class StepDone:
         round: 0-based round.
         step: Step in the round, 0-based.
         number: GRPO steps of the run including this one, >= 1.
-        agents: Metrics by slot and name; names and units are those of
-            `evo_grpo.record.vocabulary`. None stands for a value that was not finite.
+        agents: Metrics by slot and name, as in `evo_grpo.record.vocabulary`; None if not finite.
     """
 
     round: int
@@ -75,12 +69,7 @@ class StepDone:
 
 @dataclass(frozen=True)
 class RoundDone:
-    """A round finished. The entry is repeated if a request changes the plan afterwards.
-
-    Attributes:
-        number: GRPO steps of the run at the end of the round.
-        record: The record of the round.
-    """
+    """A round finished, or a request changed its plan; `number` are the GRPO steps at its end."""
 
     number: int
     record: RoundRecord
@@ -88,12 +77,7 @@ class RoundDone:
 
 @dataclass(frozen=True)
 class Noted:
-    """An event that belongs to no round.
-
-    Attributes:
-        time: In seconds since 1970.
-        text: A sentence.
-    """
+    """An event that belongs to no round: `text` is a sentence, `time` are seconds since 1970."""
 
     time: float
     text: str
@@ -101,12 +85,7 @@ class Noted:
 
 @dataclass(frozen=True)
 class RunFinished:
-    """A run finished.
-
-    Attributes:
-        number: GRPO steps of the run.
-        summary: Contents of summary.json.
-    """
+    """A run finished after `number` GRPO steps."""
 
     number: int
     summary: Mapping[str, Any]
@@ -124,9 +103,9 @@ class Cursor:
         rounds: Number of finished rounds that were read.
         place: Byte offset of the last of these rounds in rounds.jsonl.
         last: Digest of the last of these rounds; it changes if a request changes the plan.
-        steps: Bytes that were read of the metrics of the next round.
-        notes: Bytes that were read of notes.jsonl.
-        summary: Digest of the summary that was read, empty if none was.
+        steps: Bytes read of the metrics of the next round.
+        notes: Bytes read of notes.jsonl.
+        summary: Digest of the summary that was read, else empty.
     """
 
     started: bool = False
@@ -207,8 +186,8 @@ def _new(begin: RunStarted, at: Cursor, *, rounds: bool = True) -> Iterator[tupl
 def _rounds(folder: Path, at: Cursor) -> tuple[Cursor, list[tuple[int, RoundRecord]]]:
     """Return the last round that was read and all later ones, each with its byte offset.
 
-    The cursor is moved back if it lies beyond the end of the log. The log is shorter than before if
-    a power cut lost its last round, which is read once more after it has been played again.
+    If a power cut removed the last round from the log, the cursor is moved back, and the round is
+    read again after it has been played again.
     """
     path = folder / ROUNDS
     first = max(0, at.rounds - 1)
@@ -242,7 +221,7 @@ def _steps(
 ) -> Iterator[tuple[Cursor, StepDone]]:
     """Yield the steps of the current round that were not read yet.
 
-    Unless the round is complete, its last step is not yielded: rows of more agents may follow.
+    Until the round is complete, its last step is withheld: rows of more agents may follow.
     """
     path = folder / METRICS / f"{round_name(at.rounds)}.jsonl"
     step, agents, place = -1, dict[Slot, Mapping[str, float | None]](), at.steps
@@ -265,8 +244,8 @@ def _steps(
 def _lines(path: Path, start: int) -> Iterator[tuple[bytes, int]]:
     """Yield the complete lines of a file from byte `start`, each with the byte offset of its end.
 
-    A missing file has no lines. If the file is shorter than `start`, or no line begins there, a
-    resume has replaced the file: it is then read from its start.
+    A missing file has no lines. If a resume has replaced the file, so that it is shorter than
+    `start` or no line begins there, the file is read from its start.
     """
     with reading(path, ""):
         data = _read(path, max(0, start - 1))

@@ -44,13 +44,9 @@ class Observer:
         """
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
-        """Called when a stage of a round starts or advances.
+        """Called when a stage of a round starts or advances: `done` of `total` parts are finished.
 
-        Args:
-            round: The round.
-            name: "learn", "evaluate" or "test".
-            done: Finished parts of the stage, in [0, total].
-            total: Parts of the stage, >= 1.
+        `name` is "learn", "evaluate" or "test".
         """
 
     def step_done(self, round: int, step: int, metrics: Mapping[Slot, Mapping[str, float]]) -> None:
@@ -67,36 +63,20 @@ class Observer:
         """
 
     def round_done(self, record: RoundRecord) -> None:
-        """Called when a round has ended. Its files may not be on disk yet.
-
-        Args:
-            record: The record of the round as in rounds.jsonl, with empty `files`.
-        """
+        """Called when a round has ended; `record.files` is empty, since files may be unwritten."""
 
     def note(self, text: str) -> None:
-        """Called for events outside of rounds, such as a pause or a refused request.
-
-        Args:
-            text: A sentence that describes the event.
-        """
+        """Called for events outside of rounds, such as a pause; `text` is a sentence."""
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        """Called when the run has finished.
-
-        Args:
-            summary: Contents of summary.json.
-        """
+        """Called when the run has finished; `summary` is the content of summary.json."""
 
 
 _METHODS = tuple(name for name in vars(Observer) if not name.startswith("_"))
 
 
 def check_observer(observer: object) -> None:
-    """Check that an object has the methods of `Observer`, before a run begins.
-
-    Raises:
-        ConfigError: A method is missing.
-    """
+    """Raise ConfigError if an object lacks a method of `Observer`; called before a run begins."""
     missing = [name for name in _METHODS if not callable(getattr(observer, name, None))]
     if missing:
         raise ConfigError(

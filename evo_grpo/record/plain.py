@@ -36,11 +36,11 @@ MAX_LOG_BYTES = 1 << 30
 def open_plain(path: Path, flags: int) -> int:
     """Open a regular file, never through a link, and return its descriptor.
 
-    A file that is opened for writing must not have a second name (a hard link): the change would
-    show under the other name too. The umask decides the permissions of a new file.
+    A file opened for writing must have no second hard link, whose content would change too. The
+    umask decides the permissions of a new file.
 
     Raises:
-        RunDirError: It is a link, no regular file, or opened for writing with other names.
+        RunDirError: The path is a link or no regular file, or has several hard links.
         OSError: As `os.open` raises it.
     """
     try:
@@ -67,18 +67,14 @@ def open_plain(path: Path, flags: int) -> int:
 
 
 def read_plain(path: Path, most: int = MAX_JSON_BYTES) -> bytes:
-    """Return the contents of a regular file, never through a link.
-
-    Args:
-        path: The file.
-        most: Largest size in bytes; a sparse file of gigabytes takes no space on the sender's disk.
+    """Return the contents of a regular file, never through a link, of at most `most` bytes.
 
     Raises:
-        RunDirError: It is a link, no regular file, or larger than `most`.
-        OSError: As `open` raises it, FileNotFoundError if there is none.
+        RunDirError: The path is a link or no regular file, or the file is larger than `most`.
+        OSError: As `open` raises it, FileNotFoundError if the file is missing.
     """
     with opened_plain(path, most) as file:
-        # The present size, even if the file grows: `read(most)` would allocate `most` bytes.
+        # Use the present size, even if the file grows: `read(most)` would allocate `most` bytes.
         return file.read(os.fstat(file.fileno()).st_size)
 
 
@@ -121,15 +117,10 @@ def is_folder(path: Path) -> bool:
 
 
 def refuse_links(path: Path, most: int | None = None, *, deep: bool = True) -> None:
-    """Refuse a link, pipe, socket or device, at a path or in the folder at that path.
+    """Raise RunDirError for a link, pipe, socket or device at a path or in the folder at that path.
 
-    Args:
-        path: A file or folder; it may be missing.
-        most: Largest size of a .json file in it, in bytes; None for any size.
-        deep: Whether to search the folders in it too.
-
-    Raises:
-        RunDirError: There is one, or a .json file is too large.
+    `most` is the largest allowed size of a .json file in bytes; `deep` searches subfolders too. A
+    missing path is accepted.
     """
     pending = [path]
     while pending:  # not recursive: a folder may be deeper than Python's recursion limit

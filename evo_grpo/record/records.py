@@ -31,7 +31,7 @@ _built = lru_cache(maxsize=4096, typed=True)(Hparams)
 
 
 def _shared(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
-    """Return hyperparameters as one object where they are equal: they are slow to build."""
+    """Return one shared object for equal hyperparameters, which are slow to build."""
     try:
         return _built(**value)
     except (TypeError, ConfigError):  # a pair or weights, which have no hash; or wrong
@@ -51,11 +51,9 @@ class AgentRecord:
 
     Attributes:
         agent: Slot of the agent.
-        member: Member id.
         parent: Member id of the parent, or None.
         round: 0-based round.
         state: "ok" or "failed" (its update or its evaluation was not finite).
-        hparams: Hyperparameters of the round.
         score: Fitness after the round, None if the agent failed.
         metrics: Means over the steps of the round: reward, kl, loss, zero_variance, clip_fraction,
             entropy, grad_norm, ...
@@ -91,13 +89,7 @@ class AgentRecord:
 
 @dataclass(frozen=True)
 class NextAgents:
-    """The agents of a round that has not begun.
-
-    Attributes:
-        members: Their members, sorted by slot.
-        hparams: Their hyperparameters, in the same order.
-        decisions: Decisions about the agents of the round before, with reasons.
-    """
+    """Members and hyperparameters of the next round, sorted by slot, and decisions before it."""
 
     members: tuple[Member, ...]
     hparams: tuple[SharedHparams, ...]
@@ -112,22 +104,21 @@ class RoundRecord:
         round: 0-based.
         agents: One record per agent that played the round, sorted by slot.
         seconds: Phase -> wall seconds (generate, reward, learn, evaluate, evolve, checkpoint).
-        members: The members that train in the NEXT round, sorted by slot. An agent of this round
-            without a member among them leaves the population. After the last round, all stay.
+        members: The members that train in the NEXT round, sorted by slot. Agents of this round
+            that are missing here leave the population. After the last round, all stay.
         next_hparams: Hyperparameters of `members`, in the same order.
         mutable: Names of the hyperparameters that may mutate in this run, whether or not they have
             changed so far; the hyperparameter columns of tables.
         decisions: Decisions about the agents after the round, with reasons.
-        starts: Training prompts, or episode seeds, used from the start of the run to the end of
-            this round.
+        starts: Training prompts, or episode seeds, used since the start of the run.
         evaluation_tokens: Tokens sampled to evaluate the agents after the round.
         files: SHA-256 of each file of the round, by its path in the run folder; empty until they
             are written.
         reduced: Engine settings that were lowered during the run because the device ran out of
             memory, with their present values; with several processes, the least of them.
-        decodes_by: What computed the completions, see `RolloutEngine`: other operations give other
-            last digits, and so other tokens now and then.
-        started: Start time in seconds since 1970 (UTC); None where it is not known.
+        decodes_by: The implementation that sampled (see `RolloutEngine`): another one rounds
+            differently, and so now and then samples other tokens.
+        started: Start time in seconds since 1970 (UTC); None if unknown.
         ended: End time, likewise.
         steering: Requests of the user between this round and the next one, in order, with their
             outcomes; they are applied in `members`, `next_hparams` and `decisions`.
@@ -137,10 +128,10 @@ class RoundRecord:
         plan: The agents of the next round if the run is extended; None if a round follows anyway.
         between: Whether the round lies between two decisions, so that its scores rest on few
             validation prompts or on the rewards of its training.
-        archived: The agent that the archive holds after the round, as (round, member) of its
-            record; None without an archive.
-        fresh: Scores of the archive and of the best agent on draws that selected neither; None
-            where they were not measured.
+        archived: (round, member) of the agent that the archive holds after the round; None without
+            an archive.
+        fresh: Scores of the archive and of the best agent on draws that selected neither; None if
+            they were not measured.
     """
 
     round: int
@@ -182,7 +173,7 @@ class RoundRecord:
 
     @property
     def ends_process(self) -> bool:
-        """Whether a person asked that the process ends after the round."""
+        """Whether the user requested that the process ends after the round."""
         return any(
             one.request.op == "stop-after-round" and not one.refused for one in self.steering
         )
@@ -193,7 +184,7 @@ class RoundRecord:
         return all(agent.checkpoint is None for agent in self.agents)
 
     def extended(self) -> RoundRecord:
-        """Return the record of a last round after which the run goes on with its plan."""
+        """Return the record of a last round with its plan as the next round, for an extension."""
         if self.plan is None:
             return self
         plan = self.plan
@@ -220,11 +211,8 @@ class RoundRecord:
 class Amendment:
     """Changes to the last round after it was recorded: by requests, or by an extension of the run.
 
-    Stored as a line of rounds.jsonl below the line of the round. All fields but `amends` replace
-    the fields of the round's record.
-
-    Attributes:
-        amends: The changed round (0-based): the last one above the line.
+    It is a line of rounds.jsonl below the line of round `amends` (0-based). All other fields
+    replace those of the round's record.
     """
 
     amends: int
@@ -251,9 +239,8 @@ class Amendment:
 def outline(record: RoundRecord) -> RoundRecord:
     """Return a record without most metrics, rewards by prompt, decisions and digests.
 
-    Later rounds and the end of a run do not need these, which are most of a record: a long run
-    keeps outlines of its rounds in memory, and the whole record of the last one only. The rules of
-    population.stop read one metric.
+    A long run keeps only outlines of all rounds but the last one in memory. The one metric that the
+    rules of population.stop read is kept.
     """
     agents = tuple(
         replace(
@@ -287,10 +274,7 @@ def check_format(data: Mapping[str, Any], where: str) -> None:
 
 
 def round_from_json(data: Mapping[str, Any] | bytes) -> RoundRecord:
-    """Build a RoundRecord from the output of `to_json`, or a line of it.
-
-    A ValueError names an invalid field.
-    """
+    """Build a RoundRecord from the output of `to_json` or its line, or raise ValueError."""
     record = validated(_ROUND, data)
     plan = () if record.plan is None else record.plan.members
     _check_changes((*record.agents, *record.members, *plan))
@@ -298,10 +282,7 @@ def round_from_json(data: Mapping[str, Any] | bytes) -> RoundRecord:
 
 
 def amendment_from_json(data: Mapping[str, Any] | bytes) -> Amendment:
-    """Build an Amendment from the output of `to_json`, or a line of it.
-
-    A ValueError names an invalid field.
-    """
+    """Build an Amendment from the output of `to_json` or its line, or raise ValueError."""
     amendment = validated(_AMENDMENT, data)
     _check_changes(amendment.members)
     return amendment

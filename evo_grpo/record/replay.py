@@ -35,7 +35,7 @@ class Replayed(Arm):
     Attributes:
         prompts: Prompts by round and GRPO step, each P.
         rows: Completions, or episodes, sampled by one training.
-        failed_steps: Steps of all trainings that were skipped because a gradient was not finite.
+        failed_steps: Skipped steps of all trainings, whose gradients were not finite.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -49,12 +49,11 @@ class Replay:
 
     Attributes:
         schedule: Hyperparameters that the winner was trained with.
-        seed: Seed of the trainings.
         repeats: Trainings of each kind.
         trained: schedule-run, constant-run.
         winner: The winner's mean reward, on the same test prompts with the same draws.
         differences: Schedule minus last values, then each kind minus the winner.
-        wall_seconds: Seconds of training and judging.
+        wall_seconds: Seconds of training and evaluation.
         files: SHA-256 of the files of the checkpoints, by their paths below `RUN/replay`.
     """
 
@@ -77,11 +76,11 @@ class Replay:
 
     @property
     def outcome(self) -> Outcome:
-        """How the schedule compares with its last values, at the rows of the whole run.
+        """How the schedule compares with its last values held constant, for equal rows.
 
-        "ahead" or "behind" if both the interval and the p-value show it; "same" where both had the
-        same values in every step, and prompts that differ by at most one; "failed" if a training
-        ended without a finite reward; else "unclear".
+        "ahead" or "behind" if both the interval and the p-value show it; "same" if both trainings
+        had equal values in every step and prompts that differ by at most one; "failed" if a
+        training ended without a finite reward; else "unclear".
         """
         moving, constant = map(self.training, REPLAYED)
         if not math.isfinite(moving.test.mean) or not math.isfinite(constant.test.mean):
@@ -115,12 +114,11 @@ class Replay:
         return Arms((*self.trained, winner), self.differences, (self.verdict, self.caveat()))
 
     def frame(self) -> pd.DataFrame:
-        """Return the results as a typed frame.
+        """Return the results as a typed frame: one row per kind of training, then the winner.
 
-        Returns:
-            One row per kind of training, then the winner: training, rows, tokens, failed_steps
-            (missing for the winner), test, test_se (over the prompts), spread (standard deviation
-            between the repeats), prompts, and the difference to the winner: ahead, ahead_se, p.
+        The columns are training, rows, tokens, failed_steps (missing for the winner), test, test_se
+        (over the prompts), spread (standard deviation between the repeats), prompts, and the
+        difference to the winner: ahead, ahead_se, p.
         """
         rows: list[dict[str, object]] = []
         for one in self.trained:
@@ -155,7 +153,7 @@ _REPLAY = TypeAdapter(Replay)
 
 
 def unmoved(schedule: Schedule) -> str:
-    """Return a sentence for a schedule without changes; empty if a hyperparameter changed."""
+    """Return a sentence if no hyperparameter of a schedule changed, else an empty string."""
     if schedule.moves:
         return ""
     return (
@@ -166,12 +164,7 @@ def unmoved(schedule: Schedule) -> str:
 
 
 def read_replay(run: str | Path, file: Path | None = None) -> Replay | None:
-    """Return the result of a replay, None if there is none or it was interrupted.
-
-    Args:
-        run: The run folder.
-        file: A file in the format of replay.json; None takes RUN/replay/replay.json.
-    """
+    """Return the result in replay.json or `file`, None if it is missing or was interrupted."""
     file = file or expect_run(run) / REPLAY_RESULT
     what = f"the result of a replay in format {FORMAT}"
     found = read_result(file, _REPLAY, what, f"replay {run} --force")
@@ -196,7 +189,7 @@ def _test(score: Score) -> dict[str, float]:
 
 
 def _numbers(found: Difference) -> str:
-    """Return a difference with its interval, an empty string where it has no interval."""
+    """Return a difference with its interval as text, empty if it has no interval."""
     if not math.isfinite(found.error):
         return ""
     text = (

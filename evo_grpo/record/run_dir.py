@@ -75,8 +75,7 @@ class RunDir(AbstractContextManager["RunDir"]):
     `create` and `open` construct it.
 
     Attributes:
-        path: The folder.
-        lock: Its lock, whose file names the round that is played.
+        lock: Lock of the folder; its file names the round that is played.
         earlier_requests: Ids of the requests to the run when this process locked the folder.
     """
 
@@ -159,10 +158,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.close()
 
     def rounds(self) -> list[RoundRecord]:
-        """Return the finished rounds in order: outlines (see `outline`) and the whole last record.
-
-        Right after `open` all records are whole.
-        """
+        """Return the finished rounds, all but the last as `outline`; after `open`, all whole."""
         return list(self._rounds)
 
     def append_round(self, record: RoundRecord) -> None:
@@ -181,10 +177,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         self._rounds[-1] = amendment.applied(self._rounds[-1])
 
     def append_step(self, round: int, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append the metrics of a step, a row per agent, to the metrics file of its round.
-
-        Readers see all rows of a step at once. Step 0 replaces an existing file.
-        """
+        """Append the metrics of a step at once, a row per agent; step 0 replaces an old file."""
         file = self._metrics(round)
         if step == 0:
             remove(file)
@@ -215,8 +208,8 @@ class RunDir(AbstractContextManager["RunDir"]):
     def reopen(self) -> None:
         """Turn a finished run into an unfinished one, so that it can play more rounds.
 
-        The summary, the comparison and the replay are renamed to names with the number of rounds.
-        The plan of the last round becomes that of the run. A second call has no further effect.
+        The names of the summary, the comparison and the replay get the number of rounds. The plan
+        of the last round becomes that of the run. A second call has no further effect.
         """
         number = len(self._rounds)
         if not number or self._rounds[-1].plan is None:
@@ -232,10 +225,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.amend_round(self._rounds[-1].extended())
 
     def drop_unfinished(self) -> None:
-        """Remove files that an interrupted run wrote after its last finished round.
-
-        Call this after that round was restored; until then the files may be needed.
-        """
+        """Remove files after the last finished round; call this after that round was restored."""
         append(self.path / names.ROUNDS, "")
         for name in names.OF_ROUNDS:
             for number, entry in round_entries(self.path / name):
@@ -310,7 +300,7 @@ def _numbered(parent: Path, name: str) -> Path:
 def refuse_taken(folder: Path, *, force: bool = False) -> None:
     """Raise RunDirError for a folder that a new run may not use.
 
-    With `force` a run may be replaced, and files with other names than those of a run are left.
+    With `force`, the folder may have a run, or files that are not named as those of a run.
     """
     if is_run(folder):
         if force:
@@ -347,9 +337,8 @@ def _left_by_setup(path: Path) -> bool:
 def refuse_lost_lines(folder: Path, rounds: Sequence[RoundRecord]) -> None:
     """Refuse a run whose rounds.jsonl has lost lines, because a resume would drop those rounds.
 
-    A stopped run leaves files of at most one round after its last line, and files of a round are
-    removed only after the line of the next round is written. Where the disk of the first rank is
-    slow, other ranks write their checkpoints of one more round: a resume plays both again.
+    A stopped run has files of at most one round after its last line, or of two if the disk of the
+    first rank is slow. A resume plays these rounds again.
     """
     found = {number for number, _ in round_entries(folder / names.CHECKPOINTS)}
     finished = len(rounds)
@@ -364,10 +353,7 @@ def refuse_lost_lines(folder: Path, rounds: Sequence[RoundRecord]) -> None:
 
 
 def clear_run(folder: Path) -> None:
-    """Remove the files of a run, and nothing else from its folder.
-
-    What is left after a kill is a run, or a folder that a new run may use.
-    """
+    """Remove the files of a run and nothing else; after a kill, a new run may use the folder."""
     for path in list(_parts(folder)):
         remove(path)
     for name in names.COMPARED:
@@ -382,7 +368,7 @@ def clear_run(folder: Path) -> None:
 
 
 def _parts(folder: Path) -> Iterator[Path]:
-    """Yield the paths of a run but those by which it is recognised, and the arms beside it."""
+    """Yield the paths of a run without the files that mark it as a run, and the arms beside it."""
     yield from (folder / name for name in names.PARTS)
     yield from (path for path in folder.iterdir() if names.EARLIER.fullmatch(path.name))
     for name in names.OF_ROUNDS:
@@ -407,8 +393,7 @@ def kept_throughout(
 ) -> set[str]:
     """Return the paths of the checkpoints that remain after several policies, one after another.
 
-    Each policy comes with the number of rounds that were finished when it was last applied. A
-    checkpoint that a policy deleted stays deleted.
+    Each policy comes with the number of finished rounds when it was last applied.
     """
     there = kept_checkpoints(rounds, "all")
     for until, policy in policies:

@@ -29,11 +29,11 @@ class ScheduledRound:
     """One round of the winner's line of ancestors.
 
     Attributes:
-        round: Number of the round in the run (0-based).
+        round: 0-based round of the run.
         member: Member that trained in the round.
-        hparams: Its hyperparameters.
-        rows: Completions, or episodes, that it sampled in training.
-        tokens: Tokens that it sampled in training.
+        hparams: Hyperparameters of the member.
+        rows: Completions, or episodes, that the member sampled in training.
+        tokens: Tokens that the member sampled in training.
         run_rows: Completions of all agents of the run in that round.
     """
 
@@ -50,20 +50,18 @@ class Schedule:
     """Hyperparameters of a run's winner, round by round along its line of ancestors.
 
     Attributes:
-        kind: Kind of the winner: "last" (the best of the last round), "archive" (the best ever: its
-            line ends in the round in which it was the best), or "mean" (of two survivors: the line
-            is that of the first).
+        kind: "last" (best agent of the last round), "archive" (best of all rounds; the line ends in
+            its round) or "mean" (of two survivors; the line is that of the first).
         member: Member id of the winner.
-        checkpoint: Its checkpoint, relative to the run folder.
+        checkpoint: Checkpoint of the winner, relative to the run folder.
         steps: GRPO steps per round.
         mutable: Hyperparameters that may change in the run: those that mutate, then those that the
             user set.
-        rounds: First to last. After a return to the best agent ever, the rounds between are
+        rounds: First to last. If the run returned to the best agent ever, the rounds between are
             missing.
         run_rows: Completions of all agents in all rounds of the run.
         run_tokens: Tokens of these completions.
-        parents: Member ids of the two survivors of which the winner is the mean; empty for an
-            agent.
+        parents: Member ids of the two survivors of a mean, else empty.
     """
 
     kind: str
@@ -97,7 +95,7 @@ class Schedule:
         return any(one.hparams != self.last for one in self.rounds)
 
     def prompts_per_step(self, one: ScheduledRound) -> float:
-        """Return the prompts of a GRPO step in a round of the schedule, the mean over the steps."""
+        """Return the mean number of prompts per GRPO step in a round of the schedule."""
         return one.rows / self.steps / one.hparams.group_size
 
     def hyperparameters(self) -> tuple[str, ...]:
@@ -106,11 +104,10 @@ class Schedule:
         return ("lr", "beta", "clip_coef", "group_size", *also)
 
     def frame(self) -> pd.DataFrame:
-        """Return the schedule as a typed frame.
+        """Return the schedule as a typed frame with one row per round.
 
-        Returns:
-            One row per round: round (0-based), member, the hyperparameters of the leaderboard,
-            prompts_per_step, rows, tokens.
+        The columns are round (0-based), member, the hyperparameters of the leaderboard,
+        prompts_per_step, rows and tokens.
         """
         names = [*columns.ALWAYS, *(n for n in self.mutable if n not in columns.ALWAYS)]
         rows = [
@@ -142,7 +139,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Training:
-    """The plan of one kind of training of a replay, step by step.
+    """One kind of training of a replay, step by step.
 
     Attributes:
         name: Name of the training and of its folder, one of `REPLAYED`.
@@ -165,10 +162,9 @@ def read_schedule(run: str | Path) -> Schedule:
     """Return the schedule of the winner of a finished run.
 
     Raises:
-        RunNotFoundError: `run` is no run folder.
         RunDirError: The run is not finished, was recorded with objects that no file can name, or
             its winner trained for a single round; or another version of this library wrote it.
-        CheckpointError: A file of its records is damaged.
+        CheckpointError: A record is damaged.
     """
     folder = expect_run(run)
     summary = read_summary(folder)
@@ -199,10 +195,7 @@ def read_schedule(run: str | Path) -> Schedule:
 def winner_schedule(
     rounds: Sequence[RoundRecord], winner: Mapping[str, Any], steps: int
 ) -> Schedule:
-    """Return the schedule of a winner.
-
-    `winner` is the value of "best" in summary.json, `steps` are the GRPO steps per round.
-    """
+    """Return the schedule of a winner: "best" of summary.json; rounds have `steps` GRPO steps."""
     line = winning_lines(rounds, winner)[0]
     all_rows = {record.round: sum(map(_rows, record.agents)) for record in rounds}
     return Schedule(
@@ -228,15 +221,12 @@ def winner_schedule(
 
 
 def trainings(schedule: Schedule) -> tuple[Training, Training]:
-    """Plan the two kinds of training: with the schedule, and with its last values.
+    """Plan the trainings of a replay: schedule-run, and constant-run with the last values.
 
-    Both have the steps and rounds of the schedule. It samples as many rows in each round as all
-    agents of the run did; those of rounds that the line lacks are spread over its rounds. The last
-    values get the same total, with the same number of prompts in every step, up to rounding.
-
-    Returns:
-        schedule-run, constant-run. Each samples the rows of the run up to one group, and at least
-        one prompt per step.
+    Both have the steps and rounds of the schedule. schedule-run samples in each round the rows of
+    all agents of the run; rows of rounds that the line lacks are spread over its rounds.
+    constant-run samples the same total, with equal numbers of prompts per step up to rounding. Each
+    samples the rows of the run up to one group, and at least one prompt per step.
     """
     rounds, steps = schedule.rounds, schedule.steps
     scale = schedule.run_rows / sum(one.run_rows for one in rounds)
@@ -276,5 +266,5 @@ def _evenly(groups: int, steps: int) -> tuple[int, ...]:
 
 
 def _rows(agent: AgentRecord) -> int:
-    """Return the rows that an agent sampled in a round, with the episodes that were dropped."""
+    """Return the rows that an agent sampled in a round, dropped episodes included."""
     return int(agent.metrics["rows"] + agent.metrics.get("dropped", 0.0))

@@ -1,7 +1,7 @@
-"""Requests to a run that trains: another process writes a file for each into the run folder.
+"""Requests to a training run: another process writes each as a file into the run folder.
 
-A request is checked against the folder, then written atomically; that needs no lock. The run
-removes the file after its rounds record the outcome of the request.
+A request is checked against the folder, then written atomically, without a lock. The run removes
+the file once the outcome of the request is recorded in its rounds.
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ _SCHEMA = TypeAdapter(Request)
 
 @dataclass(frozen=True)
 class PendingRequests:
-    """The pending requests of a run.
+    """The pending requests of a run, oldest first.
 
     Attributes:
-        requests: The requests, oldest first.
         unread: File -> error, for files that are truncated, unrecognised or links.
     """
 
@@ -57,9 +56,9 @@ class PendingRequests:
 
 
 def write_request(folder: Path, request: Request) -> Request:
-    """Write a request atomically, without a lock; return it with its id.
+    """Write a request atomically, without a lock, and return it with its id.
 
-    Ids sort by the time, and after those that wait: the clock may be set back.
+    Ids are ordered by time; a new id follows pending ones even if the clock was set back.
 
     Raises:
         RunDirError: The folder of requests is a link or a file.
@@ -77,14 +76,14 @@ def write_request(folder: Path, request: Request) -> Request:
 
 
 def ids_of_requests(folder: Path) -> frozenset[str]:
-    """Return the ids of the pending requests to a run, those of unreadable files too."""
+    """Return the ids of the pending requests to a run, including unreadable files."""
     place = folder / STEERING
     names = os.listdir(place) if is_folder(place) else ()
     return frozenset(Path(name).stem for name in names if REQUEST.fullmatch(name))
 
 
 def read_requests(folder: Path) -> PendingRequests:
-    """Return the pending requests; unreadable files are reported in `unread` and raise nothing."""
+    """Return the pending requests; unreadable files are listed in `unread`."""
     place, found, unread = folder / STEERING, list[Request](), dict[str, str]()
     if os.path.lexists(place) and not is_folder(place):
         return PendingRequests(
@@ -136,13 +135,10 @@ class RunState:
     """The state of a run and of the requests to it, as read from its folder.
 
     Attributes:
-        folder: The run folder.
-        config: The settings of the run.
-        rounds: The finished rounds.
         trains: Whether a process trains the run.
         playing: The round (0-based) that is being played, or would be played next.
         finished: Whether the run has a summary.
-        waiting: Requests that are not carried out yet, in order.
+        waiting: Pending requests, in order.
         unread: A message for each file in steering/ that is not a valid request.
         became: Earlier requests with their outcomes, each with the round (0-based) before.
     """
@@ -203,10 +199,7 @@ def state_of(run: str | Path) -> RunState:
 
 
 def _round_in_lock(folder: Path) -> int:
-    """Return the round that a process plays, from the lock file.
-
-    It may be ahead of rounds.jsonl, which is written while the next round trains.
-    """
+    """Return the round in the lock file that a process plays; it may be ahead of rounds.jsonl."""
     words = read_plain(folder / LOCK).decode(errors="replace").split()
     return int(words[1]) if len(words) > 1 and words[1].isdecimal() else 0
 
@@ -233,8 +226,8 @@ def ask(
 
     Raises:
         ConfigError: The request cannot be carried out.
-        RunDirError: The run belongs to a comparison, cannot be resumed, or its folder has a link in
-            place of one of its files.
+        RunDirError: The run belongs to a comparison, cannot be resumed, or has a link in place of
+            a file.
     """
     now = state_of(run)
     _check_run(now)
@@ -267,7 +260,7 @@ def cancel(run: str | Path) -> int:
 
 
 def _check_run(now: RunState) -> None:
-    """Raise if no request to the run can be carried out."""
+    """Raise an error if the run can carry out no request."""
     folder = now.folder
     if config_text(folder).startswith(BASELINE):
         raise RunDirError(
@@ -287,7 +280,7 @@ def _check_run(now: RunState) -> None:
 
 
 def _check_process(now: RunState, op: str) -> None:
-    """Raise for a request to the process that trains if there is none, or if it has no effect."""
+    """Raise an error for a request to a training process if there is none, or it has no effect."""
     if not now.trains:
         raise ConfigError(
             f"{op}: expected a run that a process trains, got {now.folder}, which no process "
@@ -322,7 +315,7 @@ def _check_agents(now: RunState, request: Request) -> None:
 
 
 def _known(now: RunState, after: int) -> tuple[Membership, Boundary]:
-    """Return the plan and the boundary to which a request would be applied at the earliest."""
+    """Return the plan and the boundary to which a new request would be applied at the earliest."""
     space, next_id = now.config.search_space(), next_member_id(now.rounds)
     if not now.rounds:
         size, adapter = now.config.population.size, adapter_of(now.config.model)

@@ -28,14 +28,14 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Played:
-    """The values of a round that the rules read.
+    """The values of a round that the rules of population.stop read.
 
     Attributes:
-        scores: The fitness of each agent, None where it has none.
+        scores: Fitness of each agent, or None.
         tokens: Tokens sampled in training and evaluation.
         seconds: Wall time.
-        signal: Whether any agent had a group to learn from.
-        judge_cost: What the judges have cost from the start of the run to the end of the round.
+        signal: Whether any agent had a group with different rewards.
+        judge_cost: Cost of the judges from the start of the run to the end of the round.
     """
 
     scores: Sequence[Score | None]
@@ -70,7 +70,7 @@ def has_signal(metrics: Sequence[Mapping[str, float]]) -> bool:
 def rules_that_hold(stop: StopConfig, past: Sequence[RoundRecord], last: Played) -> tuple[str, ...]:
     """Return the rules that end a run after its last round; `past` are the rounds before it.
 
-    A rule that ended the run before it was extended to more rounds does not end it again.
+    A rule that had ended the run before an extension does not end it again.
     """
     lifted = {rule for record in past for rule in record.stopped}
     rounds = [*map(Played.of, past), last]
@@ -96,18 +96,18 @@ def _holding(stop: StopConfig, rounds: Sequence[Played]) -> Iterator[str]:
 
 
 def _surely(score: Score | RewardScore, least: float) -> bool:
-    """Return whether the lower end of the 95% interval over prompts has reached a value."""
+    """Return whether the lower end of a score's 95% interval over prompts has reached `least`."""
     return interval(score.mean, score.se, score.n)[0] >= least
 
 
 def _reaches(score: Score, least: Mapping[str, float]) -> bool:
-    """Return whether an agent surely reaches a value of each reward function that is named."""
+    """Return whether each reward function in `least` has surely reached its value for an agent."""
     found = {one.name: one for one in score.rewards}
     return all(name in found and _surely(found[name], value) for name, value in least.items())
 
 
 def _without_signal(rounds: Sequence[Played]) -> int:
-    """Return the number of rounds since the last one with a group to learn from."""
+    """Return the number of rounds since the last one in which rewards of a group differed."""
     return next((n for n, one in enumerate(reversed(rounds)) if one.signal), len(rounds))
 
 
@@ -118,7 +118,7 @@ def _since_best(rounds: Sequence[Played]) -> int:
 
 
 def why_it_ended(summary: Mapping[str, Any]) -> str:
-    """Return the rules that ended a run, in words; an empty string where none did."""
+    """Return the rules that ended a run, in words; empty if none did."""
     rules: Mapping[str, Any] = summary.get("stopped", {})
     words = [_WORDS[name].format(_number(value)) for name, value in rules.items() if name in _WORDS]
     if not words:
@@ -127,7 +127,7 @@ def why_it_ended(summary: Mapping[str, Any]) -> str:
 
 
 def rules_in_words(stop: StopConfig) -> str:
-    """Return the rules that are set, in words; an empty string where none is."""
+    """Return the rules that are set, in words; empty if none is."""
     given = {rule: n for rule in _WORDS if (n := getattr(stop, rule)) not in (None, {})}
     words = [_WORDS[rule].format(_number(n)) for rule, n in given.items()]
     return ", or ".join(words) + (" (minutes are not repeatable)" if "minutes" in given else "")

@@ -40,13 +40,12 @@ class Sentence:
     Attributes:
         kind: "ended" (the rule that ended the run before its last round), "result" (the winner on
             test prompts), "rewards" (the same by reward function), "passes" (the same by pass@k),
-            "leader" (the best agent before the end), "winner" (the winner, and the agent that it
-            descends from), "schedule" (how its hyperparameters moved), "choice" (the final
-            comparison), "validation" (why that score differs from the test score), "share" (its
-            part of the training tokens), "judge" (what the judge has cost), "guess" (the result
-            without evolution) or "missing" (a fact that this run does not have, and why).
-        text: The sentence, with a capital letter and a full stop. Names in it come from files:
-            escape it.
+            "leader" (the best agent before the end), "winner" (the winner and its ancestor in the
+            first population), "schedule" (how its hyperparameters moved), "choice" (the final
+            comparison), "validation" (why that score differs from the test score), "share" (the
+            winner's part of the training tokens), "judge" (the cost of the judge), "guess" (the
+            result without evolution) or "missing" (a missing fact, and why).
+        text: The sentence. Names in it come from files: escape it.
     """
 
     kind: str
@@ -68,9 +67,9 @@ def tell_story(
         rounds: The finished rounds, first to last.
         winner: The winner; before the end, the agent that would win now.
         rivals: The finalists that lost the final comparison.
-        summary: The content of summary.json; None if no agent was judged on test prompts.
-        comparison: The content of compare.json, where there is one.
-        planned: Rounds of the whole run; None if they are not known.
+        summary: The content of summary.json; None if no agent was scored on test prompts.
+        comparison: The content of compare.json, or None.
+        planned: Rounds of the whole run; None if unknown.
     """
     if winner is not None and summary is not None:
         return tuple(_finished(rounds, winner, rivals, summary, comparison))
@@ -78,7 +77,7 @@ def tell_story(
 
 
 def guess_sentence(comparison: Mapping[str, Any]) -> str:
-    """Return the results that the tokens of a run give without evolution."""
+    """Return a sentence with the results of training without evolution, at the same tokens."""
     tests = {arm["name"]: arm["test"] for arm in comparison["arms"]}
     arms = {name: with_error(test["mean"], test["se"]) for name, test in tests.items()}
     parts: list[str] = []
@@ -91,7 +90,7 @@ def guess_sentence(comparison: Mapping[str, Any]) -> str:
 
 
 def rivals_text(winner: SelectedAgent, rivals: Sequence[SelectedAgent]) -> str:
-    """Return the finalists that lost with their scores, such as "0.70 (agent 1, a tie)"."""
+    """Return the losing finalists with their scores, such as "0.70 (agent 1, a tie)"."""
     parts: list[str] = []
     for rival in rivals:
         mean = math.nan if rival.final is None else rival.final.mean
@@ -138,7 +137,7 @@ def _finished(
 def _not_judged(
     rounds: Sequence[RoundRecord], leader: SelectedAgent | None, planned: int
 ) -> Iterator[Sentence]:
-    """Yield the story of a run without a test: it is not finished, or ended before its test."""
+    """Yield the story of a run without a test result: unfinished, or ended before its test."""
     if not rounds:
         yield Sentence("missing", "No round is finished yet.")
         return
@@ -287,7 +286,7 @@ def _schedules(
 
 
 def _moves(line: Sequence[AgentRecord], mutable: Sequence[str]) -> str:
-    """Return the values that moved along a line of ancestors, then those that could and did not."""
+    """Return the hyperparameters that moved along a line of ancestors, then those that did not."""
     changed = (name for one in line for name in one.mutation.changes)
     moved: list[str] = []
     still: list[str] = []

@@ -43,15 +43,14 @@ _NAME_CHARACTERS = 400
 class StudyReader:
     """Writes the trials of a run; a reader of its log (see `evo_grpo.readers.reader.Reader`).
 
-    It reads the log from the start each time it is constructed; construct a new one after an error.
-    The file in a run folder is written anew as a whole; a database gets the trials that it lacks.
+    Each object reads the log from the start; after an error, construct a new one. The file in a run
+    folder is rewritten as a whole; a database gets its missing trials.
 
     Args:
         run: The run folder.
         run_id: Id of the run.
         url: URL of a database, as in `record.storage`; None for the file in the run folder.
-        id: Name of the study that a reader has saved. Before 0.3 it could be another one than the
-            run's name gives, which it then begins with.
+        id: Saved name of the study. Before 0.3 it could be longer than `study_name` gives.
 
     Attributes:
         id: Name of the study.
@@ -116,7 +115,7 @@ class StudyReader:
         self._behind = self._url is None
 
     def flush(self) -> bool:
-        """Write the file, unless it was written moments ago; a database has the trials already."""
+        """Write the file, unless it was written moments ago; a database is always up to date."""
         if self._behind and time.monotonic() >= self._next:
             self._write()
         return not self._behind
@@ -179,11 +178,7 @@ def study_is_written(run: Path) -> bool:
 
 @many_objects()
 def write_study(run: Path, run_id: str) -> None:
-    """Write the study in a run folder, from the rounds and the summary of the run.
-
-    Raises:
-        RunFailedError: The file cannot be written.
-    """
+    """Write the study in a run folder from its rounds and summary; RunFailedError if this fails."""
     reader = StudyReader(run, run_id)
     for record in read_rounds(run):
         reader.read(RoundDone(0, record))
@@ -201,7 +196,7 @@ def open_study(
     """Return the study of a run in a storage, created if missing.
 
     `attributes` are the user attributes of the study; see `study_attributes`. `further` are the
-    objectives beside fitness: with some, the study has several directions.
+    objectives beside fitness, each with its own direction.
     """
     import optuna
 
@@ -254,10 +249,7 @@ def check_storage(url: str | None) -> None:
 
 
 def study_name(run: str, id: str) -> str:
-    """Return the name of a run's study in a database, which includes the id of the run.
-
-    Runs of early versions have an empty id.
-    """
+    """Return the name of a run's study in a database; `id` is empty for early versions."""
     name = run[:_NAME_CHARACTERS]
     return f"{name}-{id}" if id else name
 

@@ -31,11 +31,11 @@ class _Mean:
 
 @dataclass(frozen=True, kw_only=True)
 class MeanReward(_Mean):
-    """A score in a result file: mean reward, its standard error, and the number of prompts.
+    """A score in a result file: mean reward, standard error, and number of prompts.
 
-    `per_prompt` has the mean reward of each prompt, in the order of the split: null where all
-    reward functions abstained. It is empty in the result of a comparison. `rewards` has each reward
-    function by itself, without its weight.
+    `per_prompt` has the mean reward of each prompt in the order of the split, null if all reward
+    functions abstained; it is empty in the result of a comparison. `rewards` has the mean of each
+    reward function without its weight.
     """
 
     per_prompt: list[float | None] = field(default_factory=list[float | None])
@@ -121,16 +121,14 @@ def read_summary(path: str | Path) -> dict[str, Any] | None:
     """Return the content of summary.json, or None before the end of the run.
 
     Returns:
-        - split, base, best, gain, gain_se, rounds, wall_seconds: see `judge.judge`
+        - split, base, best, gain, gain_se, passes, rounds, wall_seconds: see `judge.judge`
         - candidates: see `judge.candidates_summary`
         - final_tokens: tokens sampled to compare the candidates
-        - stopped: the rules of population.stop that ended the run, with their values; empty if
-          no rule did
+        - stopped: the rules of population.stop that ended the run, with their values
         - files: SHA-256 by path of the files of a mean that won
         - judge: answers of judges, their input_tokens and output_tokens, and their cost; missing
           in a run without a judge
         - earlier: the results of the run before it was extended to more rounds
-        - passes: see `judge.judge`
     """
     return read_summary_of(Path(path) / SUMMARY)
 
@@ -142,7 +140,7 @@ def read_summary_of(file: Path) -> dict[str, Any] | None:
 
 
 def earlier_ends(folder: Path) -> list[dict[str, Any]]:
-    """Return what the summary of a run keeps of those before each extension, oldest first."""
+    """Return the results that an extended run had before each extension, oldest first."""
     found = {
         int(match[1]): read_summary_of(path)
         for path in folder.glob("summary.rounds-*.json")
@@ -156,8 +154,7 @@ def earlier_ends(folder: Path) -> list[dict[str, Any]]:
 def gain_interval(summary: Mapping[str, Any]) -> tuple[float, float]:
     """Return the 95% interval (low, high) of the winner's gain over the base model.
 
-    It is paired, by Student's t over the prompts that both answered; both ends are NaN if there are
-    fewer than two.
+    It is paired, by Student's t over the prompts that both answered; NaN from fewer than two.
     """
     gain, error = summary["gain"], summary["gain_se"]
     if gain is None or error is None:
@@ -184,21 +181,19 @@ class SelectedAgent:
     """An agent of a run as it was after one of its rounds, or the mean of two agents.
 
     Attributes:
-        kind: "last" (the best of the last round), "archive" (the best of all rounds, where it won
-            the final comparison), "mean" (of two survivors, where it won), "ever" (the best of all
-            rounds, asked for by the caller) or "named" (any other that the caller named).
-        agent: The number of the agent, None for a mean.
-        member: The member id.
-        checkpoint: Its checkpoint, relative to the run folder; empty where none was saved.
-        lines: The records that led to it, each line from first round to last. A mean has two lines,
+        kind: "last" (the best of the last round), "archive" (the best of all rounds, as winner of
+            the final comparison), "mean" (of two survivors, as winner), "ever" (the best of all
+            rounds, if the caller asked for it) or "named" (any other that the caller named).
+        agent: Number of the agent, None for a mean.
+        checkpoint: Path of the checkpoint, relative to the run folder; empty if none was saved.
+        lines: The records that led to the agent, from first round to last. A mean has two lines,
             first that of the better parent; all others have one.
         rounds: The number of finished rounds of the run.
-        final: Its score in the final comparison, on validation prompts with new draws; None if
+        final: Score in the final comparison, on validation prompts with new draws; None if
             finalists were not compared.
-        test: Its score on the test prompts, NaN if its rewards were not finite; None if it
-            was not judged. **This is the score of the winner**: nothing was selected on these
-            prompts.
-        tie: Whether it is a finalist that lost without the winner being shown to be ahead of it.
+        test: Score on the test prompts, NaN if its rewards were not finite; None if it was not
+            tested. **This is the score of the winner**: nothing was selected on these prompts.
+        tie: Whether the agent is a losing finalist over which the winner is not shown to be ahead.
     """
 
     kind: str
@@ -213,12 +208,12 @@ class SelectedAgent:
 
     @property
     def record(self) -> AgentRecord:
-        """Its record in the round of the choice; for a mean, the record of the better parent."""
+        """The agent's record in the round of the choice; for a mean, that of the better parent."""
         return self.lines[0][-1]
 
     @property
     def fitness(self) -> Score | None:
-        """Its score on the validation prompts of that round; None for a mean or a failed agent."""
+        """The agent's score on the validation prompts of that round; None if failed or a mean."""
         return None if self.agent is None else self.record.score
 
     @property
@@ -239,7 +234,6 @@ def winner_of(
 
     With several objectives, the winner is the agent of the front with the greatest fitness. None if
     no round is finished, or no agent of an unfinished run has a finite fitness.
-    `summary` is the content of summary.json.
     """
     if not rounds:
         return None
@@ -294,10 +288,10 @@ def select(kind: str, rounds: Sequence[RoundRecord], record: AgentRecord) -> Sel
 def winning_lines(
     rounds: Sequence[RoundRecord], best: Mapping[str, Any]
 ) -> list[list[AgentRecord]]:
-    """Return the rounds that led to the winner, one list for each adapter of a mean.
+    """Return the records that led to a winner, one list for each adapter of a mean, else one list.
 
-    For a mean these are the lines of both parents, the better one first. The line of the best ever
-    ends in the round in which it was the best. `best` is the value of that key in summary.json.
+    The list of the better parent comes first. The list of the best ever ends in the round in which
+    it was the best. `best` is the value of that key in summary.json.
     """
     if best["kind"] == "mean":
         return [ancestry(rounds, parent) for parent in best["parents"]]
@@ -309,9 +303,9 @@ def winning_lines(
 def winner_files(
     rounds: Sequence[RoundRecord], best: Mapping[str, Any], files: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the SHA-256 of the winner's files, by their paths below its checkpoint.
+    """Return the SHA-256 of the winner's files by path below its checkpoint.
 
-    `files` are those of summary.json, which has the files of a mean; no round recorded them.
+    `files` are those of summary.json, which records the files of a mean.
     """
     if best["kind"] == "mean":
         below = f"{best['checkpoint']}/"

@@ -75,7 +75,7 @@ class Trouble:
         text: The problem; rounds count from 1. Parts of it come from files: escape it.
         remedy: The remedy, in the imperative; settings by their path in population.yaml.
         round: The first round (0-based) with the problem.
-        agent: The agent with the problem, None if it does not concern one agent.
+        agent: The affected agent, None if the problem is not that of one agent.
     """
 
     kind: str
@@ -100,9 +100,8 @@ def find_trouble(
 
     Args:
         rounds: The finished rounds, first to last.
-        winner: The winner, or before the end the best agent: its values are compared with the
-            bounds of their ranges.
-        space: The hyperparameters that may change, with their ranges; None if they are not known.
+        winner: The winner or the best agent so far, whose values are compared with their bounds.
+        space: The hyperparameters that may change, with their ranges; None if unknown.
         dropout: Dropout of the adapters.
     """
     found: list[Trouble] = []
@@ -110,7 +109,7 @@ def find_trouble(
                  _left_out, _memory):  # fmt: skip
         found += look(rounds)
     if dropout:
-        # Training drops parts of the adapters, sampling does not: a gap is no fault of the engine.
+        # Dropout is on in training and off in sampling: a gap is no fault of the engine.
         found = [one for one in found if one.kind != "sampler_gap"]
     if space is not None and winner is not None:
         found += _at_bounds(winner.record, space)
@@ -118,7 +117,7 @@ def find_trouble(
 
 
 def _failed(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
-    """Yield, for each agent that failed, the rounds in which it did."""
+    """Yield a problem for each failed agent, with the rounds in which it failed."""
     failures: dict[int, list[AgentRecord]] = {}
     for record in rounds:
         for agent in record.agents:
@@ -151,7 +150,7 @@ def _collapsed(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
 
 
 def _equal_rewards(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
-    """Yield the first of the last rounds in which nearly all groups had equal rewards."""
+    """Yield a problem if nearly all groups had equal rewards in each of the last rounds."""
     since: RoundRecord | None = None
     for record in reversed(rounds):
         share = _mean(record.agents, "zero_variance")
@@ -175,7 +174,7 @@ def _equal_rewards(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
 
 
 def _cut(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
-    """Yield the last round where most of its completions were cut."""
+    """Yield a problem if most completions of the last round were cut."""
     if not rounds:
         return
     ended = _mean(rounds[-1].agents, "ended")
@@ -204,9 +203,9 @@ def _left_out(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
 
 
 def _signs(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
-    """Yield the first round in which a metric of an agent was above its bound.
+    """Yield the first round in which a metric of an agent exceeded its bound.
 
-    The KL divergence of an agent that collapsed is part of its `_collapsed` already.
+    The KL divergence of a collapsed agent is reported by `_collapsed`.
     """
     decisions = (one for record in rounds for one in record.decisions)
     reported = {("kl", int(one.agent)) for one in decisions if one.kind == "collapsed"}
@@ -221,7 +220,7 @@ def _signs(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
 
 
 def _entropy(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
-    """Yield the last round where its completions hardly vary any more."""
+    """Yield a problem if the completions of the last round hardly vary."""
     if not rounds:
         return
     first, last = (_mean(record.agents, "entropy") for record in (rounds[0], rounds[-1]))

@@ -1,8 +1,8 @@
 """One view of a run: the facts that every display of it shows, computed once from its log.
 
 Terminal, report, model card, notebook, dashboard and `--json` render a `RunView` and compute no
-fact of their own, so that they show the same numbers under the same names. A run has up to three
-scores for its winner, each with its own prompts:
+facts, so that they show the same numbers under the same names. The winner of a run has up to
+three scores, each on other prompts:
 
 - *fitness*: validation prompts, in the round after which the winner is taken
 - *final*: validation prompts with new draws, in the final comparison with the other finalists
@@ -62,7 +62,7 @@ class Trained(Protocol):
 
 @dataclass(frozen=True)
 class RunView:
-    """A run as every display shows it; a run that still trains as far as it has finished rounds.
+    """A run as every display shows it; of a training run, its finished rounds.
 
     Attributes:
         name: The name of the run folder, or "population" for rounds in memory.
@@ -71,7 +71,7 @@ class RunView:
         summary: The content of summary.json; None before the end of the run.
         comparison: The content of compare.json; None if the run was not compared.
         config: The resolved settings by group; empty for rounds in memory.
-        text: The same as YAML.
+        text: The settings as YAML.
     """
 
     name: str
@@ -101,15 +101,12 @@ class RunView:
 
     @cached_property
     def winner(self) -> SelectedAgent | None:
-        """The winner; before the end, the agent that would win now.
-
-        None if no round is finished, or no agent of an unfinished run has a finite fitness.
-        """
+        """The winner, or the agent that would win now; None if no agent has a finite fitness."""
         return winner_of(self.rounds, self.summary)
 
     @property
     def lines(self) -> Sequence[Sequence[AgentRecord]]:
-        """The records that led to the winner, a sequence for each adapter that it consists of."""
+        """The records that led to the winner, a sequence for each adapter of a mean, else one."""
         return () if self.winner is None else self.winner.lines
 
     @cached_property
@@ -124,10 +121,7 @@ class RunView:
 
     @cached_property
     def loss(self) -> str:
-        """How far the winner is behind the base model, if it is; otherwise an empty string.
-
-        It is if that is shown on the test prompts; see `record.summary.gain_sign`.
-        """
+        """How far the winner is shown to be behind the base model on the test prompts, else ""."""
         summary = self.summary
         if summary is None or gain_sign(summary) >= 0:
             return ""
@@ -148,7 +142,7 @@ class RunView:
 
     @cached_property
     def family(self) -> tuple[FamilyMember, ...]:
-        """The members without a parent, each with its offspring; then a mean that won."""
+        """The first population, each member with its offspring; then a mean that won."""
         return (*tree(self.rounds), *self._mean())
 
     def _mean(self) -> Iterator[FamilyMember]:
@@ -225,20 +219,16 @@ class RunView:
 
     @cached_property
     def mutable(self) -> tuple[str, ...]:
-        """Hyperparameters that may mutate, then those that the user set.
-
-        clip_low and clip_high, the ends of the clip range, stand for the range.
-        """
+        """Hyperparameters that mutate, then those set by the user; a clip range as its two ends."""
         own = self.rounds[-1].mutable if self.rounds else ()
         return tuple(dict.fromkeys([*own, *columns.steered(self.rounds)]))
 
     def family_document(self) -> dict[str, Any]:
         """Return the family tree as plain values for JSON.
 
-        Returns:
-            `rounds`, the number of finished rounds; `best`, the value of that key in summary.json,
-            None before the end; `members`, ordered by id, each with the fields of a `FamilyMember`
-            except its children, and with `op` and `changes` for its mutation.
+        `rounds` is the number of finished rounds, `best` that of summary.json or None, and
+        `members` are the fields of each `FamilyMember` by id, except children, with `op` and
+        `changes` of its mutation.
         """
 
         def flat(member: FamilyMember) -> list[FamilyMember]:
@@ -286,7 +276,7 @@ def view_of(run: Run) -> RunView:
 
     Raises:
         ConfigError: `run` is neither a run folder nor rounds.
-        RunNotFoundError: There is no such run folder.
+        RunNotFoundError: The run folder does not exist.
         CheckpointError: A file of the run is damaged.
         RunDirError: Another version of this library wrote the run.
     """
@@ -310,7 +300,7 @@ def view_of(run: Run) -> RunView:
         )
     rounds = cast("Sequence[RoundRecord]", rounds)
     summary = getattr(run, "summary", None)
-    # A population that has trained on since it was judged has no winner yet.
+    # A population that has trained on since its test has no winner yet.
     if summary is not None and summary["rounds"] != len(rounds):
         summary = None
     return RunView("population", rounds, summary=summary)

@@ -13,12 +13,12 @@ class Metric:
     """One metric.
 
     Attributes:
-        name: The name, the same everywhere; `<...>` is replaced by a name from the run.
-        meaning: Its definition.
+        name: The name; `<...>` is replaced by a name from the run.
+        meaning: The definition.
         unit: The unit of its values, empty for a plain number.
         per: Whether there is one value per GRPO step of an agent ("step"), per round of an agent
             ("round") or per round of the population ("population").
-        over: How the value of a round follows from those of its steps; "none" where it has none.
+        over: How the round's value is computed from those of its steps; "none" if it has none.
     """
 
     name: str
@@ -209,7 +209,7 @@ def metric(name: str) -> Metric | None:
 
 
 def over_steps(name: str) -> Summed:
-    """Return how the value of a round follows from its steps; "mean" for an unknown name."""
+    """Return how the round's value of a metric is computed from its steps; "mean" if unknown."""
     known = metric(name)
     return "mean" if known is None else known.over
 

@@ -27,7 +27,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def with_error(value: float | None, error: float | None, digits: int = 2) -> str:
-    """Return a number with its standard error, or alone where the error is None or NaN."""
+    """Return a number with its standard error, or alone if the error is None or NaN."""
     if error is None or math.isnan(error):
         return number(value, digits)
     return f"{number(value, digits)} ± {number(error, digits)}"
@@ -41,7 +41,7 @@ def measured_on(score: Score, split: str = "validation") -> str:
 
 
 def claim_text(who: str, sign: int) -> str:
-    """Return what `evo_grpo.evolve.claims` shows of a difference on shared prompts."""
+    """Return the claim about a difference on shared prompts, given its sign (`evolve.claims`)."""
     if not sign:
         return "no difference shown"
     return f"{who} {'ahead' if sign > 0 else 'behind'} on these prompts"
@@ -54,7 +54,7 @@ def listed(parts: Sequence[object]) -> str:
 
 
 def combined(names: Iterable[str]) -> list[str]:
-    """Return hyperparameters, each once, with clip_coef in place of its two ends."""
+    """Return hyperparameters, each once, with clip_coef in place of clip_low and clip_high."""
     return list(dict.fromkeys("clip_coef" if n.startswith("clip_") else n for n in names))
 
 

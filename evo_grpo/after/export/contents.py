@@ -67,11 +67,7 @@ _OURS = re.compile(
 
 
 def check_target(out: Path, *, force: bool) -> Path:
-    """Check that an export may be written to a folder, and return its real path.
-
-    The folder is new or empty; with `force` it may be an earlier export, with no other or changed
-    files.
-    """
+    """Check that a folder is new, empty or (`force`) an unchanged export; return its real path."""
     target = Path(os.path.realpath(out))
     if not target.is_dir():
         if os.path.lexists(target):
@@ -93,10 +89,9 @@ def check_target(out: Path, *, force: bool) -> Path:
 def write_export(
     target: Path, contents: Mapping[str, bytes], fills: Sequence[Fill], about: Mapping[str, Any]
 ) -> list[str]:
-    """Write the folder of an export; return the paths of its files.
+    """Write the folder of an export in place of an earlier one; return the paths of its files.
 
-    The files of an earlier export are removed. Even after a kill, the folder is either complete or
-    cannot be loaded. `about` is the content of the manifest except the files.
+    After a kill, the folder is complete or cannot be loaded. `about` is the manifest without files.
     """
     fresh = not target.exists()
     create_folder(target)
@@ -140,7 +135,7 @@ OF_ANSWERS = ("prompt", "max_output_tokens")
 
 
 def exported_values(folder: Path) -> Hparams:
-    """Return the hyperparameters of an export that act when it answers, if it has its own."""
+    """Return the hyperparameters of an export that affect its answers, if it has any."""
     found = read_manifest(folder) or {}
     try:
         return Hparams(**{name: found[name] for name in OF_ANSWERS if name in found})
@@ -164,7 +159,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _replace(target: Path, aside: Path) -> None:
-    """Remove what is in a folder, and move the contents of another one there."""
+    """Replace the contents of a folder by those of another one."""
     for path in sorted(target.iterdir(), key=_order, reverse=True):
         if path == aside:
             continue
@@ -177,7 +172,7 @@ def _replace(target: Path, aside: Path) -> None:
 
 
 def _order(path: Path) -> int:
-    """Return the place of a file in the order of writing: what loads an export comes last."""
+    """Return the place of a file in the order of writing; files that loading needs come last."""
     return 2 if path.name in LOADED_BY else int(path.name != MANIFEST)
 
 
@@ -191,14 +186,10 @@ class BaseModel:
     """The base model of an adapter.
 
     Attributes:
-        name: Its name in the settings of the run.
-        source: The argument of `from_pretrained`; None if it is not found on this machine.
-        reference: Its name in adapter_config.json.
-        revision: The revision of a hub id, where the run named one.
-        own_code: Whether it needs Python code of its own (trust_remote_code).
-        dtype: The dtype in which the run computed.
-        digest: The digest of its weights, as the checkpoint has it.
-        quantization: Its quantisation in the run, None for none.
+        name: Name in the settings of the run.
+        source: The argument of `from_pretrained`; None if the model is not on this machine.
+        reference: Name in adapter_config.json.
+        own_code: Whether the model needs its own Python code (trust_remote_code).
     """
 
     name: str
@@ -212,17 +203,17 @@ class BaseModel:
 
     @property
     def embedded(self) -> bool:
-        """Whether it ships inside this package."""
+        """Whether the model is part of this package."""
         return self.source is not None and self.source.name in embedded_digests()
 
     @property
     def is_inside(self) -> bool:
-        """Whether it is part of the export."""
+        """Whether the model is part of the export."""
         return self.reference == INSIDE
 
     @property
     def hub_id(self) -> str | None:
-        """Its id on the Hub, None if it is not known to be there."""
+        """Id of the model on the Hub, None if it is not known to be there."""
         if self.name in PACKAGED:
             return PACKAGED[self.name].hub_id
         found = self.source is not None and not self.source.local
@@ -230,7 +221,7 @@ class BaseModel:
 
     @property
     def shown(self) -> str:
-        """Its name for others: of a path of this machine, the last part."""
+        """Name of the model for others; only the last part of a local path."""
         is_path = self.source is not None and self.source.local
         return self.name.rstrip("/").rpartition("/")[2] if is_path else self.name
 
@@ -242,9 +233,7 @@ class Contents:
     Attributes:
         files: Contents by path.
         fills: Functions that write further files into the folder.
-        tokenizer: Whether the files of a tokenizer are among them.
         dtype: The dtype of a merged model, None for an adapter.
-        rank: The greatest rank of an adapter.
         notes: A sentence for each missing part.
     """
 
@@ -303,7 +292,7 @@ def find_base(
 def adapter_contents(
     choice: ChosenAgent, base: BaseModel, adapter: Mapping[str, bytes]
 ) -> Contents:
-    """Return an adapter with its tokenizer, and with its base if it has no other source."""
+    """Return an adapter with its tokenizer, and with its base if that has no other source."""
     config = _json(adapter[ADAPTER], ADAPTER)
     config["base_model_name_or_path"] = base.reference
     if base.revision is not None:

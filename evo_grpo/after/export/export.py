@@ -1,12 +1,12 @@
 """Exports an agent as a PEFT folder with its model card.
 
 choice    record/choice.py: the agent, as it was after a round
-contents  contents.py: its adapter, its tokenizer, and a base that is found nowhere else; or a model
+contents  contents.py: its adapter, its tokenizer, and a base that has no other source; or a model
 card      card.py, card.md.jinja: the agent, its scores and schedule, and code that runs as printed
 writing   writing.py: writes a folder completely, or nothing that loads
 pushing   here: in one commit with the files of the export, and no others
 
-The code runs without this package.
+The code on the card runs without this package.
 """
 
 from __future__ import annotations
@@ -69,19 +69,14 @@ VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True)
 class Use:
-    """The values of the code that uses an export.
+    """The values for the example code on the card of an export.
 
     Attributes:
-        base: The base model.
-        contents: The files of the export.
-        template: The template of a prompt.
         row: An example row, which fills the columns of the template.
         tokens: The greatest number of tokens of an answer in the run.
-        temperature: The temperature of the run's evaluations.
         pushed: The repository on the Hub, None if the export is not pushed.
-        hidden: Number of the user's rows in the template that "..." stands for.
-        stop: Strings that end an answer beside its end token.
-        stop_ids: Tokens that do.
+        hidden: Number of the user's rows in the template that are replaced by "...".
+        stop: Strings that end an answer, besides the end token.
     """
 
     base: BaseModel
@@ -104,11 +99,7 @@ class Use:
         pushed: str | None = None,
         own: Hparams | None = None,
     ) -> Use:
-        """Return the values from the settings of the run.
-
-        `own` are the hyperparameters of the agent, which may have a prompt of `env.prompts` and a
-        longest completion of its own.
-        """
+        """Return the values from the run's settings and the agent's own hyperparameters."""
         own = own or Hparams()
         try:
             found = asking(config.env, config.seed, own.prompt, show_rows=False)
@@ -147,12 +138,12 @@ class Use:
         return next((one for one in VLLM_RANKS if one >= rank), rank)
 
     def keywords(self) -> str:
-        """Return the keyword arguments of the chat template; it reads no names but these."""
+        """Return the keyword arguments that the chat template reads."""
         named = self.template.keywords.items()
         return "".join(f", {name}={value!r}" for name, value in named if name.isidentifier())
 
     def question(self) -> list[str]:
-        """Return lines of code with the row and the prompt, or the messages, that it becomes."""
+        """Return lines of code with the row and the prompt, or the messages, made from it."""
         row = ", ".join(f"{literal(name)}: {literal(value)}" for name, value in _row(self).items())
         lines = [f"row = {{{row}}}"] if row else []
         if self.template.conversation is None:
@@ -182,7 +173,7 @@ def _filled(text: str) -> str:
 
 
 def _row(use: Use) -> dict[str, Any]:
-    """Return values with which the template can be filled, plain ones that Python can print."""
+    """Return values that fill the template and that Python can print."""
     row: dict[str, Any] = {}
     chats = use.template.conversations
     for name, value in use.row.items():
@@ -197,10 +188,7 @@ def _row(use: Use) -> dict[str, Any]:
 
 
 def card(choice: ChosenAgent, config: RunConfig, use: Use, digest: str) -> str:
-    """Return the README.md of an export; rounds count from 1 in it.
-
-    `config` has the run's settings, `digest` is the recorded SHA-256 of the adapter's tensors.
-    """
+    """Return the README.md of an export; `digest` is the SHA-256 of the adapter's tensors."""
     # Imported here: it takes a second.
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -286,31 +274,31 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
 ) -> Path:
     """Write an agent of a run as a folder that loads without this package, with a model card.
 
-    Without `agent`, `member`, `round`, `best_ever` and `prefer` it is the winner: of a finished run
-    that of its final comparison, before the end the best agent of the last round.
+    Without `agent`, `member`, `round`, `best_ever` and `prefer` it is the winner: in a finished run
+    that of the final comparison, before the end the best agent of the last round.
 
     Args:
         run: Run folder with at least one finished round.
         out: Folder to write; new or empty.
-        agent: An agent, by its number.
-        member: One life of an agent, by its id.
-        round: As it was after that round (0-based, as in all records), by default the last one;
-            alone, the best agent of that round.
-        best_ever: The agent with the greatest fitness of all rounds, as it was then.
+        agent: Number of an agent.
+        member: Id of a member, which is one life of an agent.
+        round: 0-based round after which the agent is taken, by default its last one; alone, the
+            best agent of that round.
+        best_ever: Take the agent with the greatest fitness of all rounds, as it was then.
         prefer: In a run with several objectives, the agent of the front with the greatest weighted
             sum, for instance `{"tokens": 0.2}`. Each objective is normalised: its best agent on the
             front has 1, its worst 0. Weights are from 0 to 1, together at most 1; objectives
             without one share the rest.
         merge: Write one merged model instead of an adapter.
-        push: A repository on the Hugging Face Hub, `owner/name`, to push it to; a new one is
-            private. The token is read from HF_TOKEN.
+        push: Repository on the Hugging Face Hub, `owner/name`; a new one is private. The token is
+            read from HF_TOKEN.
         force: Replace an earlier export.
-        anyway: Export a winner that is worse than the base model too: the 95% interval of its gain
-            on the test prompts lies below zero.
+        anyway: Export the winner even if it is worse than the base model: the 95% interval of its
+            gain on the test prompts lies below zero.
 
     Returns:
-        The folder. `AutoPeftModelForCausalLM.from_pretrained(".")` loads it there, of a merged
-        model `AutoModelForCausalLM`.
+        The folder. `AutoPeftModelForCausalLM.from_pretrained(".")` loads it there, or
+        `AutoModelForCausalLM` if it is a merged model.
 
     Raises:
         CheckpointError: No round is finished, no agent has a fitness, its checkpoint was
@@ -411,11 +399,8 @@ def check_push(repository: str) -> None:
 
 
 def push_files(repository: str, folder: Path, names: Sequence[str]) -> None:
-    """Push the files of an export in one commit.
-
-    Files of an earlier export that this one does not have are removed from the repository.
-    """
-    # Imported here: it takes a second, and few exports are pushed.
+    """Push the files of an export in one commit, and remove those of an earlier export."""
+    # huggingface_hub takes a second to import, and few exports are pushed.
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, errors
 
     # The base class of the errors of its HTTP client.

@@ -1,1 +1,1 @@
-"""Sample answers of a trained adapter, and measure its mean reward on a split of a task."""
+"""Sample answers of an adapter, and measure its mean reward on a split of a task."""

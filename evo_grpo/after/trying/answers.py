@@ -44,9 +44,9 @@ class Sampled:
         prompt: The prompt as the model reads it, with the chat template.
         who: Name of the policy: "agent 1, member 4", or "base" for the model without an adapter.
         texts: Completions, or episodes, in the order in which they were drawn.
-        rewards: Reward of each. None for a prompt that is no row of the task, and where every
-            reward function abstained.
-        ended: Whether each is complete, rather than cut at the limit of tokens.
+        rewards: Reward of each answer. None if the prompt is no row of the task, or if all reward
+            functions abstained.
+        ended: Whether each answer is complete, rather than cut at the limit of tokens.
     """
 
     prompt: str
@@ -83,9 +83,9 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
 
     Args:
         run: Run folder with at least one finished round.
-        prompts: Values of the column that the task's template names; JSON objects where it names
+        prompts: Values of the column that the task's template names; JSON objects if it names
             several columns.
-        rows: Rows of the task by their position in the split (0-based); episodes for a task of
+        rows: Rows of the task by their position in the split (0-based), or episodes of a task of
             several turns. Answers to rows have rewards.
         split: Split of the rows.
         agent: Agent to sample, selected with `member`, `round` (0-based), `best_ever` and `prefer`
@@ -95,15 +95,13 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
         best_ever: See `agent`.
         prefer: See `agent`.
         n: Answers to each prompt, >= 1; greedy decoding gives one, since all would be equal.
-        temperature: Sampling temperature; 0 decodes greedily, and None takes that of the run's
-            evaluations.
-        base: Whether the base model is sampled too.
+        temperature: Sampling temperature, 0 for greedy decoding; None takes that of evaluations.
+        base: Whether to sample the base model too.
         seed: Seed of the draws.
         raw: Send prompts as they are, without the template.
-        allow: For rows, your files that may differ from those of the run, by their names in the
-            error that a difference raises.
-        code: A folder in which the files and modules that the run names are found too.
-        env: For rows, the environment as it was given to `Population.train`, if it was an object.
+        allow: For rows, your files that may differ from the run's, named as in the error message.
+        code: A further folder for the files and modules that the run names.
+        env: For rows, the environment given to `Population.train`, if it was an object.
 
     Returns:
         The answers to each prompt, then to each row; those of the agent before those of the base.
@@ -141,12 +139,11 @@ def answers(  # noqa: PLR0913 -- the arguments of `sample`
 ) -> Generator[list[Sampled]]:
     """Yield the answers to each prompt, then to each row; see `sample`.
 
-    Prompts are read one at a time. The task is built only for rows. The agent stays loaded until
-    the generator ends or is closed.
+    Prompts are read one at a time. The agent stays loaded until the generator ends or is closed.
     """
     whole(1).check("n", n)
     whole().check("seed", seed)
-    # For rows the code that the task names is imported and called.
+    # For rows, code that the task names is imported and called.
     command = f"sample {choice.run} --row N" if rows else None
     call = f"evo_grpo.sample({str(choice.run)!r}, rows=[...], env=...)"
     config = config_of(choice, command, allow, env=env, call=call)
@@ -154,7 +151,7 @@ def answers(  # noqa: PLR0913 -- the arguments of `sample`
     if temperature is not None:
         fitness = fitness.replace(temperature=temperature)
     adapter, own = adapter_of(choice), choice.agent.record.hparams
-    # For rows the environment has the prompts and the length of an answer.
+    # For rows, the environment makes the prompts and limits the answers.
     how = None if rows else _how(config.env, config.seed, own.prompt, raw=raw)
     tokens = None if how is None else how.max_output_tokens
     with loaded(
@@ -231,7 +228,7 @@ def _how(env: EnvConfig, seed: int, prompt: str | None, *, raw: bool) -> Asking:
 
 
 def _row(text: str, columns: Sequence[str]) -> dict[str, Any]:
-    """Return a prompt as a row of the task; for several columns it is a JSON object of them."""
+    """Return a prompt as a row of the task; for several columns, the prompt is a JSON object."""
     if len(columns) == 1:
         return {columns[0]: text}
     if not columns:

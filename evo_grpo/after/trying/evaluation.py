@@ -48,19 +48,16 @@ class Judged:
 
     Attributes:
         adapter: Folder of the adapter, or the agent of a run in words.
-        task: Name of the task.
-        split: Split of the prompts.
         samples: Completions, or episodes, per prompt.
-        temperature: Sampling temperature.
         own: Mean reward of the adapter, or the probability that one of k completions of a prompt
             is correct.
-        base: That of the base with the same draws, None if it was not evaluated.
+        base: The same for the base with the same draws, None if it was not evaluated.
         gain: Adapter minus base, over the prompts that both answered.
         gain_se: Paired standard error of the gain, NaN from fewer than two prompts.
         interval: Interval of the gain with probability `LEVEL`, by Student's t over prompts.
         correct: The least reward of a correct completion, for `passes`.
         k: Completions of pass@k; None for the mean reward.
-        passes: pass@k for each k that was asked for.
+        passes: pass@k for each requested k.
         sign: 1 if the adapter is shown to be ahead of the base on these prompts, -1 if it is shown
             to be behind, else 0, at a level of .05 (`evo_grpo.evolve.claims`); None without a base.
     """
@@ -120,23 +117,19 @@ def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
             mapping as in such a file. None takes the configuration of the run.
         split: "test" repeats the test at the end of a run, "validation" the comparison of its
             finalists.
-        prompts: Number of prompts; None takes as many as the run does.
-        samples: Completions per prompt; None takes as many as the run does, and at least as many
-            as `pass_at` needs.
+        prompts: Number of prompts; None takes that of the run.
+        samples: Completions per prompt; None takes that of the run, or more if `pass_at` needs it.
         temperature: Sampling temperature; 0 decodes greedily, with one completion per prompt. None
             takes that of the run's evaluations.
         pass_at: One k or several, for which pass@k is estimated; see
             `evo_grpo.population.evaluate.pass_at`.
-        correct: The least reward, summed over the reward functions with their weights, of a
-            completion that counts as correct in pass@k; None takes `evolve.fitness.correct`, or 1
-            if that is null.
-        base: Whether the base is evaluated too, with the same draws.
-        allow: Without a `config`, your files that may differ from those of the run, by their
-            names in the error that a difference raises.
-        code: A folder in which files and modules of the task are found too, besides the working
-            folder and the folder of a YAML file.
-        env: The environment, in place of the task of `config`; for a run without a `config`, as
-            it was given to `Population.train`, if it was an object.
+        correct: The least weighted sum of rewards of a completion that counts as correct in
+            pass@k; None takes `evolve.fitness.correct`, or 1 if that is null.
+        base: Whether to evaluate the base too, with the same draws.
+        allow: Without a `config`, your files that may differ, named as in the error message.
+        code: A further folder for files and modules of the task.
+        env: The environment, in place of the task of `config`; for a run without a `config`, the
+            object that was given to `Population.train`.
 
     Raises:
         CheckpointError: `adapter` is neither a PEFT folder nor a run with a finished round, or a
@@ -193,7 +186,7 @@ def _judged(
     passes: Sequence[int],
     correct: float,
 ) -> Judged:
-    """Return the result of evaluations, that of the base before that of the adapter."""
+    """Return the result of evaluations, of which that of the base comes first."""
     name, base = about[0], len(found) > 1
     for who, one in zip(["the base", name] if base else [name], found, strict=True):
         _check_finite(who, one)
@@ -214,7 +207,7 @@ def _judged(
 
 
 def _samples(fitness: FitnessConfig, split: JudgedOn, samples: int | None, most: int) -> int:
-    """Return the completions of a prompt: those of a run if none are given, at least `most`."""
+    """Return the completions per prompt: the given number or that of a run, and at least `most`."""
     # Validation repeats the draws of the final comparison, and its samples where it has any.
     usual = fitness.test_samples if split == "test" else fitness.final_samples or fitness.samples
     found = fitness.per_prompt(samples or max(usual, most))
@@ -262,7 +255,7 @@ def _found(
     allow: Sequence[str],
     env: object,
 ) -> tuple[str, Path, RunConfig, Hparams]:
-    """Return the name of an adapter, its PEFT folder, the configuration of its task, its values."""
+    """Return an adapter's name and PEFT folder, the configuration of its task, and its values."""
     given = None if config is None else as_config(config)
     if is_run(adapter):
         choice = choose_of(adapter)

@@ -1,7 +1,4 @@
-"""try_config(config): prompts, answers and rewards of the model before training.
-
-Nothing is trained and nothing is written.
-"""
+"""try_config(config): prompts, answers and rewards before training; nothing is written."""
 
 from __future__ import annotations
 
@@ -55,11 +52,10 @@ class TriedAnswer:
 
     Attributes:
         text: The text that the reward functions get; of an episode, its turns on separate lines.
-        tokens: Sampled tokens.
-        ended: Whether it is complete, rather than cut at the limit of tokens.
+        ended: Whether the answer is complete, rather than cut at the limit of tokens.
         turns: Number of completions.
-        rewards: Value of each reward function, without its weight; None where it abstained.
-        reward: Their weighted sum; None where all abstained.
+        rewards: Value of each reward function, without its weight; None if it abstained.
+        reward: Their weighted sum; None if all abstained.
         error: The error of the environment that dropped the episode, else empty.
     """
 
@@ -78,8 +74,6 @@ class TriedPrompt:
 
     Attributes:
         prompt: The text that the model gets, special tokens included.
-        tokens: Its length.
-        answers: The group.
         signal: Whether the rewards differ, so that the group has a gradient.
     """
 
@@ -91,16 +85,12 @@ class TriedPrompt:
 
 @dataclass(frozen=True)
 class Tried:
-    """What the first step of a run sees.
+    """The prompts, answers and rewards of the first step of a run.
 
     Attributes:
-        task: Name of the task.
-        prompts: The prompts, with their answers.
-        weights: Weight of each reward function.
-        sampling_seconds: Time in which the answers were sampled; 0 for a given answer.
-        reward_seconds: Time in which they were scored.
-        steps: Steps of the run; 0 for a given answer.
-        answers_per_step: Answers of all agents in one of them.
+        sampling_seconds: Time to sample the answers; 0 for a given answer.
+        reward_seconds: Time to score the answers.
+        answers_per_step: Answers of all agents in one step.
     """
 
     task: str
@@ -133,18 +123,14 @@ class Tried:
 
     @property
     def run_seconds(self) -> float | None:
-        """Time in which all steps of the run would sample, if each answer took as long as these.
-
-        More answers at once take less each. None for a given answer.
-        """
+        """Upper estimate of the seconds of sampling in the whole run; None for a given answer."""
         each = self.sampling_seconds / len(self.answers)
         return self.steps * self.answers_per_step * each if self.steps else None
 
     def signal_with(self, group_size: int) -> float:
-        """Return the share of groups of another size that would have a signal.
+        """Return the estimated share of groups of another size whose rewards would differ.
 
-        It takes the rewards of each prompt as drawn with the frequencies that were seen: a group
-        lacks a signal if all its known rewards are the same one.
+        It assumes that the rewards of each prompt are drawn with their observed frequencies.
         """
         shares: list[float] = []
         for prompt in self.prompts:
@@ -155,7 +141,7 @@ class Tried:
         return sum(shares) / len(shares)
 
     def sentences(self) -> list[str]:
-        """Return what follows from the answers, for a person."""
+        """Return the conclusions from the answers as sentences."""
         answers = self.answers
         each = f"{self.tokens:.0f} tokens each on average"
         if self.sampling_seconds:
@@ -188,7 +174,7 @@ class Tried:
         return [*found, self._without_signal()]
 
     def _without_signal(self) -> str:
-        """Return what raises the share of groups with a signal."""
+        """Return advice on raising the share of groups with a signal."""
         known = {one.reward for one in self.answers}
         if known == {None}:
             return "every reward function abstained on every answer: none is meant for this task"
@@ -246,9 +232,9 @@ def try_config(
         split: Split of the rows.
         samples: Answers to each prompt, >= 2; None takes `algorithm.group_size`.
         answer: A text to score as the answer to each prompt, without a model.
-        code: A folder in which files and modules of the task are found too.
+        code: A further folder for files and modules of the task.
         env: The environment, in place of the task of `config`.
-        notify: Called with a sentence on what the questions to a judge cost, before they are asked.
+        notify: Called with a sentence on the cost of a judge, before the judge is asked.
 
     Raises:
         ConfigError: There is no such row, a number is out of range, or an answer is given to a task
@@ -317,7 +303,7 @@ def _sampled(
 def _tell_of_judges(
     env: Environment[Any], starts: Sequence[Any], tokens: int, notify: Callable[[str], None] | None
 ) -> None:
-    """Say what the questions to the judges of a task cost; `starts` has one for each answer."""
+    """Report the cost of the questions to the judges of a task; `starts` has one per answer."""
     if notify is None or not isinstance(env, ReasoningGym):
         return
     from evo_grpo.envs.rewards.judge import Judge  # it loads asyncio, and few runs have one
@@ -336,7 +322,7 @@ def _scored(
     text: str,
     notify: Callable[[str], None] | None,
 ) -> Tried:
-    """Score a text as the answer to each prompt; of the model, only the tokenizer is needed."""
+    """Score a text as the answer to each prompt, for which only the model's tokenizer is loaded."""
     if not isinstance(env, ReasoningGym):
         raise ConfigError(
             f"answer: expected a task of one turn, got {kind}, whose episodes go on after an "

@@ -34,7 +34,7 @@ from evo_grpo.types import Slot
 
 @dataclass(frozen=True)
 class Policy:
-    """A cohort of one agent, and the environment of its task, None if no task is needed."""
+    """A cohort of one agent, and the environment of its task, or None."""
 
     cohort: Cohort
     env: Environment[Any] | None
@@ -54,17 +54,16 @@ def loaded(
 ) -> Generator[Policy]:
     """Load the base of a configuration, a PEFT folder over it and, `with_env`, its task.
 
-    The adapter's own LoRA settings replace those of the configuration. `task` is the single-turn
-    task of the configuration, if it is already built; `env` replaces the task. `max_output_tokens`
-    is used where the configuration has none; None takes that of the task. `own` are the
-    hyperparameters of the agent, of which its longest completion, and its prompt if the environment
-    has it, act here; None is an adapter without them.
+    The adapter's LoRA settings replace those of the configuration. `task` is the single-turn task
+    of the configuration, if it is already built; `env` replaces the task. `max_output_tokens` is
+    used if the configuration has none; None takes that of the task. `own` are the hyperparameters
+    of the agent, of which the longest completion and the prompt are used.
     """
     algorithm, own = config.algorithm, own or Hparams()
     longest = algorithm.longest_output(config.search_space())
     if longest is None and max_output_tokens is not None:
         algorithm = algorithm.replace(max_output_tokens=max_output_tokens)
-    # The adapter is what it is, whatever the run searched in adapters.
+    # The adapter has fixed settings, even if the run searched them.
     ranges = config.evolve.hyperparameters
     others = ranges and {name: one for name, one in ranges.items() if not name.startswith(LORA)}
     agents = config.agents().replace(
@@ -122,13 +121,8 @@ def config_of(
 ) -> RunConfig:
     """Return the settings of a run whose base can be built from them.
 
-    Args:
-        choice: An agent of the run.
-        command: Command that also builds the task, whose files must be those of the run; None
-            does not check them.
-        allow: Names of files, and of parts of the environment, that may have changed.
-        env: The environment, where the run was given an object.
-        call: The call in Python that `env` is given to, for messages.
+    A `command` that builds the task too needs the run's files unchanged, except those that `allow`
+    names. `env` is the environment of a run that was given an object; `call` names the Python call.
     """
     recorded, given = recorded_objects(choice.run), FromPython(env)
     if base := [name for name in ("model", "tokenizer") if name in recorded]:
@@ -152,7 +146,7 @@ def config_of(
 
 
 def adapter_of(choice: ChosenAgent) -> Path:
-    """Return the PEFT folder of an agent of a run, with the digests that the run recorded."""
+    """Return the PEFT folder of an agent of a run, after checking its recorded digests."""
     folder = inside(choice.run, choice.checkpoint or ".")
     files = {n: d for n, d in choice.files.items() if n.startswith("actor/")}
     if not choice.checkpoint or not files:

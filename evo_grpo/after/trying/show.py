@@ -36,7 +36,7 @@ def _show_answer(console: Console, text: str, after: str) -> None:
 
 
 def show_tried(console: Console, tried: Tried) -> None:
-    """Print prompts, answers and rewards of the model before training, and what follows of them."""
+    """Print prompts, answers and rewards before training, and the conclusions from them."""
     for prompt in tried.prompts:
         say(console, f"prompt of {count(prompt.tokens, 'token')}, as the model gets it:", "dim")
         for line in prompt.prompt.split("\n"):

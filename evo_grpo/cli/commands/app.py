@@ -23,12 +23,12 @@ class Commands(TyperGroup):
     """Converts errors into a message and an exit code; --debug adds the traceback."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- as for `invoke`
-        """Parse the arguments; see the class docstring."""
+        """Parse the arguments."""
         with errors_to_exit_codes(lambda: False):
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 -- typer does not export the type of ctx
-        """Run a command; see the class docstring."""
+        """Run a command."""
         with errors_to_exit_codes(lambda: ctx.meta.get(DEBUG, False)):
             return super().invoke(ctx)
 
@@ -43,10 +43,7 @@ app = typer.Typer(
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Return the run folders that match, in runs/ and in the folder that was typed.
-
-    If there are none, the shell completes folder names.
-    """
+    """Return the matching run folders in runs/ and in the typed folder."""
     from evo_grpo.record.folder import is_run
 
     beside = Path(incomplete if incomplete.endswith("/") else Path(incomplete).parent)

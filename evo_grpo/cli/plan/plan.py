@@ -48,17 +48,13 @@ class Plan(NamedTuple):
     """The plan of a run. Token counts are upper bounds: completions may end early.
 
     Attributes:
-        config: The configuration of the run.
-        task: Name of the task.
         rows: Rows per split; empty for a multi-turn environment, which has none.
         turns: Most completions in one row: 1, or the most turns of an episode.
         places: Number of agents in each round.
-        decisions: Finished rounds after which the run decides, its end included.
+        decisions: Finished rounds after which the run decides, including the last.
         prompts_per_step: Prompts, or episode seeds, of one agent's step in the first round.
         group_sizes: Least and most completions per prompt of an agent.
         rows_per_step: Rows of all agents in one step, the same in every round.
-        max_output_tokens: Longest completion in tokens.
-        validation_prompts: Prompts of an evaluation.
         test_prompts: Prompts of the comparison of base and best agent.
         tokens_per_round: Most training tokens per round, over all agents.
         evaluation_tokens: Most tokens of the evaluations after each round, over its agents, all
@@ -66,15 +62,13 @@ class Plan(NamedTuple):
         finalists: Most candidates of the final comparison; 0 if there is only one.
         final_tokens: Most tokens of the final comparison.
         test_tokens: Most tokens of the comparison of base and best agent.
-        base: The base model.
         adapter_parameters: Parameters of one adapter, or None if unknown.
         memory: Memory of one process by dtype: with `auto`, on the CPU and on CUDA; empty if
             unknown. On a CUDA device of unknown size, with few rows and tokens at once.
-        fit: Whether the run fits into the GPU that was named or seen, or into this machine; None
-            without a known memory or size.
+        fit: Whether the run fits into the given or detected GPU, or into this machine; None
+            if the memory or the size is unknown.
         prompts: Lengths of the prompts; None for a task that makes its own.
-        first: The first prompt; None where `prompts` has no lengths.
-        calls: How each reward function is called for the first row; empty for a task that makes its
+        calls: The call of each reward function for the first row; empty for a task that makes its
             rows.
         warnings: One sentence for each setting without effect, and for each missing requirement.
     """
@@ -113,7 +107,7 @@ class Plan(NamedTuple):
 
     @property
     def duration(self) -> Duration | None:
-        """The time of the run on the GPU that it was planned for; None if it is not counted."""
+        """The time of the run on the GPU that it was planned for; None if unknown."""
         tokens = (*self.evaluation_tokens, self.final_tokens, self.test_tokens)
         return (
             None
@@ -166,12 +160,8 @@ class Plan(NamedTuple):
 def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False) -> Plan:
     """Make the plan of a run: count the rows of its task, then read the size of its model.
 
-    Code that the configuration names is not imported.
-
-    Args:
-        config: The settings of the run.
-        gpu: The card to plan for; None plans for the devices of this machine.
-        online: Whether the config.json of a hub model may be fetched.
+    Code that the configuration names is not imported. `gpu` is the card to plan for, by default the
+    devices of this machine; with `online`, the config.json of a hub model may be fetched.
 
     Raises:
         EvoGrpoError: The task's rows, columns or rewards, a user's strategy, or the model is not
@@ -238,10 +228,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
 
 
 def _read_base(config: RunConfig, *, online: bool) -> tuple[RunConfig, ModelSize, str | None]:
-    """Return the settings with those of `model.adapter`, and the size of the base model.
-
-    And why the hub could not be asked, or None.
-    """
+    """Return settings with those of `model.adapter`, the base's size, and a failure of the hub."""
     silent = fetch_small_files(config.model.name) if online else None
     if online and silent is None:
         for reward in config.env.reward_models:
@@ -270,7 +257,7 @@ def _missing_packages(engine: EngineConfig) -> Iterator[str]:
 
 
 def _check_first(config: RunConfig) -> RunConfig:
-    """Check packages and a game; return the settings with what earlier runs start it with."""
+    """Check packages and a game; return the settings with start values from earlier runs."""
     check_driver(config.record.storage)
     check_trackers(config.record.trackers)
     if is_multi_turn(config.env.kind):
@@ -286,10 +273,7 @@ def _check_first(config: RunConfig) -> RunConfig:
 
 
 def _of_models(config: RunConfig) -> Iterator[str]:
-    """Yield a warning for keywords that the model's chat template does not read.
-
-    And one for each reward model that the memory of the plan leaves out.
-    """
+    """Yield a warning for unread keywords of the chat template, and for uncounted reward models."""
     for reward in config.env.reward_models:
         if classifier_parameters(reward.name) is None:
             yield (
@@ -311,7 +295,7 @@ def _memory(
         if fit is not None and fit.setup.dtype == dtype:
             memory.append(fit.plan)
             continue
-        # What a run would choose depends on the device.
+        # The choice of a run depends on the device.
         few = zip(LIMITS, (FEW_ROWS, FEW_TOKENS), strict=True) if device == "cuda" else ()
         null = {name: value for name, value in few if getattr(config.engine, name) is None}
         memory.append(Setup(base, longest, dtype, device).plan(config, **null))
@@ -319,10 +303,7 @@ def _memory(
 
 
 def _rows_per_round(config: RunConfig, prompts: int) -> int:
-    """Return the most rows of a round, rounded to whole groups.
-
-    An agent takes at least one group per step.
-    """
+    """Return the most rows of a round, in whole groups, at least one per agent and step."""
     least, most = _group_sizes(config)
     steps = config.population.steps_per_round
     planned = config.population.size * prompts * config.algorithm.group_size * steps
@@ -331,7 +312,7 @@ def _rows_per_round(config: RunConfig, prompts: int) -> int:
 
 
 def _replacing_tokens(config: RunConfig) -> int:
-    """Return the most tokens of a round for the replacement of groups with equal rewards."""
+    """Return the most tokens per round for replacing groups with equal rewards."""
     own = config.algorithm.dynamic_sampling_tokens or 0
     return own * config.population.size * config.population.steps_per_round
 
@@ -339,11 +320,7 @@ def _replacing_tokens(config: RunConfig) -> int:
 def _read_prompts(
     config: RunConfig, task: Task | None, base: ModelSize
 ) -> tuple[PromptLengths | None, FirstPrompt | None, list[str]]:
-    """Return the lengths of the prompts, the first one, and warnings; check that they can be made.
-
-    Raises:
-        ConfigError: There are messages, and the model's tokenizer has no chat template.
-    """
+    """Return the lengths of the prompts, the first one, and warnings; check the chat template."""
     name = config.model.name
     chats = task is None or task.conversation is not None
     if chats and has_chat_template(name) is False:
@@ -370,7 +347,7 @@ def _rows_of(task: Task, lengths: PromptLengths | None) -> dict[str, int]:
 
 
 def _calls(task: Task) -> tuple[str, ...]:
-    """Return how each reward function is called for the first row of a dataset."""
+    """Return the call of each reward function for the first row of a dataset."""
     if isinstance(task.splits["train"], LazyRows):
         return ()
     # Imported here: it loads numpy.
@@ -390,7 +367,7 @@ def _group_sizes(config: RunConfig) -> tuple[int, int]:
 
 
 def plan_document(plan: Plan, source: str) -> dict[str, Any]:
-    """Return a plan as plain values; tokens are upper bounds, sizes bytes, unknown ones None."""
+    """Return a plan as plain values: tokens are upper bounds, sizes are bytes, None is unknown."""
     fit = plan.fit
     return {
         "file": source,

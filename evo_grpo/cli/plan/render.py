@@ -102,7 +102,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _begins(agents: Sequence[Mapping[str, object]]) -> str:
-    """Return the values that agents begin with, of those that differ from `algorithm`."""
+    """Return the initial values of agents that differ from `algorithm`."""
     told = [
         f"agent {number} with " + ", ".join(f"{k} {shown_value(v)}" for k, v in own.items())
         for number, own in enumerate(agents)
@@ -131,7 +131,7 @@ def _prompts(lengths: PromptLengths) -> str:
 
 
 def _decisions(plan: Plan) -> str:
-    """Return the rounds after which the run decides, with the agents that it decides about."""
+    """Return the rounds after which the run decides, with the number of agents."""
     if len(plan.decisions) == plan.config.population.rounds:
         return "after each round"
     parts: list[str] = []
@@ -329,7 +329,7 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _time(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield the time of the run on a GPU, and where its rates come from."""
+    """Yield the time of the run on a GPU, and the source of its rates."""
     if (time := plan.duration) is None:
         return
     phases = (("generate", time.generate), ("learn", time.learn), ("evaluate", time.evaluate))

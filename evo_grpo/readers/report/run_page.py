@@ -48,11 +48,8 @@ def write_report(run: str | Path, out: str | Path | None = None, *, samples: boo
 
     Args:
         run: The run folder, finished or not.
-        out: The file; None writes report.html into the run folder.
-        samples: Whether it shows prompts, answers and completions, and rows in the settings.
-
-    Returns:
-        The file.
+        out: The file to write and return; None writes report.html into the run folder.
+        samples: Whether to show prompts, answers and completions, and rows in the settings.
 
     Raises:
         EngineUnavailable: plotly is not installed.
@@ -70,15 +67,7 @@ def write_report(run: str | Path, out: str | Path | None = None, *, samples: boo
 
 @final
 class ReportReader:
-    """Writes report.html when a run starts, after rounds, and at its end.
-
-    Args:
-        run: The run folder.
-        id: Not used: a page has no id.
-
-    Raises:
-        EngineUnavailable: plotly is not installed.
-    """
+    """Writes report.html when a run starts, after rounds, and at its end; `id` is not used."""
 
     def __init__(self, run: Path, id: str = "") -> None:
         graph_objects("report")
@@ -89,7 +78,7 @@ class ReportReader:
         self._next = math.inf if (run / SUMMARY).exists() else 0.0
 
     def read(self, entry: Entry) -> None:
-        """Note that the page is out of date where the entry changes it."""
+        """Mark the page as out of date if the entry changes it."""
         self._behind |= isinstance(entry, RunStarted | RoundDone | RunFinished)
 
     def flush(self) -> bool:
@@ -111,12 +100,7 @@ class ReportReader:
 
 
 def report_html(view: RunView, *, samples: bool = True) -> str:
-    """Return the page of a run, without `samples` free of rows of the user's data.
-
-    Raises:
-        EngineUnavailable: plotly is not installed.
-        EvoGrpoError: A file of the run is damaged.
-    """
+    """Return the page of a run; without `samples`, it has no rows of the user's data."""
     finished = view.summary is not None
     if not samples and view.text:
         settings = yaml.safe_dump(without_rows(view.config), sort_keys=False, allow_unicode=True)
@@ -158,7 +142,7 @@ def _overview(view: RunView) -> str:
 
 
 def _legend(view: RunView) -> str:
-    """Return the legend of all figures as HTML: the agents, and what is no agent."""
+    """Return the legend of all figures as HTML: the agents, and the other lines."""
     seen, shown = looks(view), sorted(named(view))
     agents = "".join(
         f'<button type="button" data-agent="{agent_name(agent)}" aria-pressed="false">'
@@ -184,7 +168,7 @@ def _add_figures(page: Page, view: RunView) -> None:
 
 
 def drawn(view: RunView) -> RunView:
-    """Return a run as figures show it: with the winner's lines, and at most `MOST` agents."""
+    """Return a run as figures show it: with the winner's lines and at most `MOST` agents."""
     every = {agent.agent for agent in view.played}
     if len(every) <= MOST:
         return view

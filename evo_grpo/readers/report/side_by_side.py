@@ -64,11 +64,11 @@ _NAMES = ("name", "record")
 
 @dataclass(frozen=True)
 class RunDifference(Difference):
-    """Test result of a run minus that of the first run, NaN before both are judged.
+    """Test result of a run minus that of the first run, NaN before both are tested.
 
     Attributes:
-        why: Why the difference is not paired, and has no interval; empty where it is.
-        same_reward: Whether the rewards of both have the same unit, so that one can be ahead.
+        why: Why the difference is not paired, so that it has no interval; empty if it is paired.
+        same_reward: Whether both rewards have the same unit, so that one can be ahead.
         shown: 1 if the winner is shown to be ahead of the first run's on these prompts, -1 if it
             is shown to be behind, else 0; at `TEST_LEVEL` over all pairs of the runs.
     """
@@ -79,7 +79,7 @@ class RunDifference(Difference):
 
     @property
     def verdict(self) -> str:
-        """What may be claimed of the two winners, in words."""
+        """A claim about the two winners, in words."""
         if math.isnan(self.difference):
             return "not known"
         if not self.same_reward:
@@ -92,10 +92,9 @@ class SideBySide:
     """Several runs side by side.
 
     Attributes:
-        runs: Views of the run folders.
-        names: Names of the runs, different for each.
+        names: Unique names of the runs.
         differences: Each run but the first, minus the first.
-        settings: Settings that differ, by their names, with the value of each run.
+        settings: Settings that differ, with the value of each run.
     """
 
     runs: Sequence[RunView]
@@ -105,7 +104,7 @@ class SideBySide:
 
     @property
     def caveat(self) -> str:
-        """What a result of these differences means, and what it does not."""
+        """A sentence on what these differences show and what they do not."""
         return (
             f"Results are claimed at {TEST_LEVEL:g} over all pairs of the {len(self.runs)} runs. "
             "They are about the winners on these prompts: one training each tells nothing of the "
@@ -114,13 +113,10 @@ class SideBySide:
 
 
 def side_by_side(runs: Sequence[str | Path]) -> SideBySide:
-    """Read runs and compare each with the first.
-
-    Args:
-        runs: At least two run folders.
+    """Read at least two runs and compare each with the first.
 
     Raises:
-        ConfigError: There are fewer than two, or one is given twice.
+        ConfigError: There are fewer than two runs, or one is given twice.
         EvoGrpoError: A run cannot be read.
     """
     if len(runs) < 2:
@@ -146,7 +142,7 @@ def side_by_side(runs: Sequence[str | Path]) -> SideBySide:
 
 
 def _names(places: Sequence[Path]) -> list[str]:
-    """Return the last part of each path, with as many parts before it as make all different."""
+    """Return the last part of each path, preceded by as many parts as make all names unique."""
     depth = 1
     while True:
         names = ["/".join(place.parts[-depth:]) for place in places]
@@ -184,7 +180,7 @@ def _changed(run: RunView, first: RunView) -> tuple[str, bool]:
         tested = "env.test" if any("env.test" in one for one in files) else "env.train"
         is_reward = name.startswith(("env.reward", "env.kind"))
         before, after = (one.get(name) for one in files)
-        # Without a digest a file is not known to be the same.
+        # Without a digest, a file cannot be recognised as the same.
         if (is_reward or name == tested) and (before is None or before != after):
             known = before is not None and after is not None
             reasons.append(
@@ -244,7 +240,6 @@ def write_side_by_side(found: SideBySide, out: str | Path) -> Path:
     """Write runs side by side as a page that needs no network.
 
     Raises:
-        EngineUnavailable: plotly is not installed.
         RunFailedError: The file cannot be written.
     """
     graph_objects("compare")
@@ -276,7 +271,7 @@ def write_side_by_side(found: SideBySide, out: str | Path) -> Path:
 
 
 def add_arms(page: Page, run: RunView) -> None:
-    """Add the comparison and the replay of a run to its page, where it has them."""
+    """Add the comparison and the replay of a run, if any, to its page."""
     if run.comparison is not None:
         body = _arms_html(comparison_arms(run.comparison))
         page.section("comparison", "Without evolution", body, "The same population, not evolved.")

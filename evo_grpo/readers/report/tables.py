@@ -1,7 +1,4 @@
-"""The tables of a report, as plain values: leaderboard, completions, headline numbers.
-
-`as_html` shows them in a notebook.
-"""
+"""The tables of a report as plain values, or as HTML in a notebook."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ def leaderboard_table(view: RunView, without: Sequence[str] = ()) -> Table:
 
 
 def completions_table(view: RunView) -> dict[str, Any]:
-    """Return sample completions, newest first, and the number that there are in all."""
+    """Return sample completions, newest first, and their total number."""
     rows = list(view.completions())
     chosen = _chosen(rows)
     return {
@@ -54,7 +51,7 @@ def completions_table(view: RunView) -> dict[str, Any]:
 
 
 def _chosen(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the completions to keep, in their order: extremes of the reward, and the latest."""
+    """Return the completions to keep, in order: extremes of the reward, and the latest."""
     if len(rows) <= COMPLETIONS:
         return rows
     order = sorted(range(len(rows)), key=lambda i: _reward(rows[i]))
@@ -89,7 +86,7 @@ def _completion(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _values(rewards: object) -> dict[str, float | None]:
-    """Return the value of each reward function, of several; earlier runs lack them."""
+    """Return the value of each reward function if there are several; earlier runs lack them."""
     known = cast("dict[str, Any]", rewards) if isinstance(rewards, dict) else {}
     return (
         {
@@ -119,7 +116,7 @@ def _cell(name: str, row: Mapping[str, Any]) -> tuple[str, object]:
 
 
 def headline(view: RunView) -> list[tuple[str, str, str]]:
-    """Return the numbers at the top of a report: title, value, and what the value is."""
+    """Return the numbers at the top of a report, each with a title and a description."""
     cards: list[tuple[str, str, str]] = []
     summary = view.summary
     winner, base = view.winner, view.base

@@ -1,4 +1,4 @@
 """Progress, leaderboard and family tree of a run, in a terminal, a notebook or a pipe.
 
-Below `api` and `cli`, because `Population.train` and `evo-grpo run` show the same progress.
+This package lies below `api` and `cli`, since `Population.train` and `evo-grpo run` both use it.
 """

@@ -1,7 +1,7 @@
 """Output to a terminal, with its width and colours, or to a pipe.
 
-All output of this package passes `safe`, `say` or `warnings_to`, which escape control characters:
-names, paths, completions and messages come from files and from the code of others.
+All output passes `safe`, `say` or `warnings_to`, which escape control characters: names, paths,
+completions and messages come from files and from the code of others.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from evo_grpo.working import LOGGER
 
 WARNING_CHARACTERS = 1000
 """Longest warning; ours are shorter."""
-#: The only colours: they can be read on black and on white. A colour always repeats what the text
-#: says.
+#: The only colours, legible on black and on white. A colour always repeats what the text says.
 GOOD, BAD, NOTICE = "green", "red", "magenta"
 PIPE_WIDTH = 200
 """Columns of a table in a pipe or a file, which have no width."""
@@ -36,9 +35,9 @@ LONG_WORK = 2.0
 
 @final
 class WorkLines(logging.Handler):
-    """Shows work that `evo_grpo.working` tells of, while it lasts; a context manager.
+    """Shows the work that `evo_grpo.working` reports while it lasts; a context manager.
 
-    A timer shows it, since the thread that works does not come back before it is done.
+    A timer shows it, because the working thread is busy until the work is done.
     """
 
     def __init__(self, console: Console) -> None:
@@ -87,21 +86,17 @@ def safe(text: str, style: str | Style = "") -> Text:
 
 
 def say(console: Console, text: str | Text, style: str | Style = "", *, wrap: bool = False) -> None:
-    """Print one line.
+    """Print one line: a string, which is made `safe`, or a result of `safe`.
 
-    Args:
-        console: The console.
-        text: A string, which is made `safe`, or a result of `safe`.
-        style: The colour of a string.
-        wrap: Wrap a line that is wider than the terminal between words. In a pipe a line is never
-            wrapped, so that it can be searched.
+    With `wrap`, a terminal wraps a long line between words; a pipe never does, so that the line can
+    be searched.
     """
     one = safe(text, style) if isinstance(text, str) else text
     console.print(one, soft_wrap=not (wrap and console.is_terminal))
 
 
 def show(console: Console, *parts: RenderableType) -> None:
-    """Print tables and trees; in a pipe without trailing blanks."""
+    """Print tables and trees, in a pipe without trailing blanks."""
     if console.is_terminal or console.is_jupyter:
         console.print(*parts)
         return
@@ -112,7 +107,7 @@ def show(console: Console, *parts: RenderableType) -> None:
 
 
 def new_table() -> Table:
-    """Return an empty table in the style of all tables of this package."""
+    """Return an empty table in the common style."""
     return Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
 
 

@@ -60,11 +60,7 @@ class PaceColumn(ProgressColumn):
 
 @final
 class LiveTable:
-    """Redraws a bar and a table of the last finished round; a line per round scrolls above.
-
-    Args:
-        console: A terminal, or a notebook with ipywidgets.
-    """
+    """Redraws a bar and a table of the last round, in a terminal or a notebook with ipywidgets."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -92,10 +88,7 @@ class LiveTable:
     def start(
         self, title: str, rounds: int, first_round: int, hyperparameters: Sequence[str]
     ) -> None:
-        """Print the title and start drawing; a second run starts with an empty table.
-
-        `first_round` is 0-based, and `hyperparameters` are shown beside the common ones.
-        """
+        """Print the title and start drawing at the 0-based `first_round`, with an empty table."""
         self.rounds, self.names = rounds, shown_names(hyperparameters)
         self.last = self.drawn = None
         self.pace.start(rounds, first_round)
@@ -110,7 +103,7 @@ class LiveTable:
         self.bar.update(self.task, description=title, stage=stage, completed=done)
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
-        """Show the stage of the round; see `Observer`."""
+        """Show the stage of the round."""
         self.pace.stage(name, done, total)
         self._show(round, f"{name} {done}/{total}" if total > 1 else name)
 

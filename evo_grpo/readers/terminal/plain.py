@@ -1,4 +1,4 @@
-"""Progress as plain lines, for logs, pipes and terminals that cannot redraw, and its strings."""
+"""Progress as plain lines, for logs, pipes and terminals that cannot redraw."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class Pace:
         self._tokens = 0.0
 
     def stage(self, name: str, done: int, total: int) -> None:
-        """Note the progress of a stage; see `Observer.stage`."""
+        """Note the progress of a stage."""
         if name == "learn" and done:
             spent = self.clock() - self._began
             self._first = spent * total / done * (1 if self.whole else BESIDE_LEARNING)
 
     def step_done(self, metrics: Mapping[Slot, Mapping[str, float]]) -> None:
-        """Note a step of all agents; see `Observer.step_done`."""
+        """Note a step of all agents."""
         spent = self.clock() - self._began
         self._tokens += sum(own.get("tokens", 0.0) for own in metrics.values())
         if not self._durations and spent > 0:
@@ -112,14 +112,14 @@ class PlainLines:
     def start(
         self, title: str, rounds: int, first_round: int, hyperparameters: Sequence[str]
     ) -> None:
-        """Print the title; `LiveTable.start` has the arguments."""
+        """Print the title; the arguments are those of `LiveTable.start`."""
         self.rounds = rounds
         self.names = shown_names(hyperparameters)
         self.pace.start(rounds, first_round)
         self._line(title)
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
-        """Print a line if the last one is older than `SECONDS_BETWEEN_LINES`; see `Observer`."""
+        """Print a line if the last one is older than `SECONDS_BETWEEN_LINES`."""
         self.pace.stage(name, done, total)
         if time.monotonic() - self.last_line >= SECONDS_BETWEEN_LINES:
             self._line(f"  round {round + 1}/{self.rounds}: {name} {done}/{total}{self._pace()}")
@@ -202,7 +202,7 @@ def clock(seconds: float) -> str:
 
 
 def round_line(record: RoundRecord, rounds: int) -> str:
-    """Return the result of a round in one line; the whole run has `rounds`."""
+    """Return the result of a round in one line; `rounds` is the number of the whole run."""
     best = best_agent(record)
     means = [mean for agent in record.agents if math.isfinite(mean := columns.fitness(agent))]
     tokens = sum(agent.tokens for agent in record.agents)
@@ -228,10 +228,9 @@ def round_line(record: RoundRecord, rounds: int) -> str:
 def evolution(record: RoundRecord, arrow: str = " -> ") -> dict[str, str]:
     """Return the changes between a round and the next that its decisions do not contain.
 
-    Returns:
-        "copied" -> "0 -> 1, ..." for copies without a recorded decision, and "mutated" ->
-        "1: clip 0.2 -> 0.16; ...", without the lr of a copy, which its decision contains. A key is
-        missing where nothing changed.
+    "copied" has "0 -> 1, ..." for copies without a recorded decision. "mutated" has
+    "1: clip 0.2 -> 0.16; ...", without the lr of a copy, which its decision contains. Keys without
+    changes are missing.
     """
     slots = {agent.member: agent.agent for agent in record.agents}
     decided = {one.agent for one in record.decisions if one.kind in ("copied", "restored")}

@@ -25,18 +25,18 @@ from evo_grpo.types import Slot
 
 @final
 class RunProgress(Observer):
-    """Shows a run and keeps its progress, for an error or an interruption; a context manager.
+    """Shows a run, and keeps its progress for messages about errors; a context manager.
 
     Args:
         view: The display; None shows nothing.
-        title: The first line: the model, the task and the size of the run.
-        hyperparameters: Hyperparameters to show beside lr, beta, clip_coef and group_size. A run
-            that starts from a RunConfig needs neither: both are read from it.
+        title: The first line: the model, the task and the size of the run. A run that starts from
+            a RunConfig needs neither it nor `hyperparameters`.
+        hyperparameters: Hyperparameters to show beside lr, beta, clip_coef and group_size.
         limited: Whether a round may end before all its steps.
 
     Attributes:
         run_dir: The run folder, None before the run has one.
-        rounds_done: Finished rounds, those before a resume included.
+        rounds_done: Finished rounds, including those before a resume.
         began: Whether the run began, so that it can be resumed.
     """
 
@@ -57,7 +57,6 @@ class RunProgress(Observer):
         self.began = False
 
     def __enter__(self) -> Self:
-        """Show nothing yet: the run reports when it starts."""
         return self
 
     def __exit__(
@@ -66,11 +65,11 @@ class RunProgress(Observer):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Restore the terminal, also when the run ended in an error."""
+        """Restore the terminal, also after an error."""
         self.close()
 
     def loading(self, what: str) -> None:
-        """Show the name of the model or run that is loaded: the first line of a run."""
+        """Show the name of the model or run that is loaded, as the first line."""
         if self.view is not None:
             say(self.view.console, f"loading {what} …", wrap=True)
 
@@ -149,7 +148,7 @@ def progress(
 ) -> RunProgress:
     """Return the progress of a call in Python, shown in a terminal or a notebook.
 
-    In a pipe or a file it is shown only with `anywhere`. `RunProgress` has the other arguments.
+    A pipe or a file shows it only with `anywhere`. For the other arguments, see `RunProgress`.
     """
     console = standard_output()
     if os.environ.get("RANK", "0") != "0":  # the first of several processes shows it for all
@@ -160,10 +159,7 @@ def progress(
 
 
 def view_for(console: Console) -> LiveTable | PlainLines:
-    """Return the live table where the console can redraw, else plain lines.
-
-    A notebook redraws through ipywidgets; without that package it gets plain lines.
-    """
+    """Return a live table if the console can redraw (notebooks: with ipywidgets), else lines."""
     if console.is_jupyter:
         if find_spec("ipywidgets") is not None:
             return LiveTable(console)

@@ -74,7 +74,7 @@ TROUBLES_SHOWN = 5
 
 
 def leaderboard_markdown(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return columns of a leaderboard as a Markdown table."""
+    """Return the named columns of a leaderboard as a Markdown table."""
     lines = [list(names), ["---" if name in STRINGS else "---:" for name in names]]
     lines += [
         [printable(cell(name, row[name])).replace("|", "\\|") for name in names] for row in rows
@@ -88,29 +88,20 @@ def scores(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def columns(rows: Sequence[Mapping[str, Any]], hidden: Sequence[str]) -> list[str]:
-    """Return the columns of a leaderboard without hidden ones, and without empty optional ones.
-
-    Standard errors are shown within the scores.
-    """
+    """Return the columns of a leaderboard that are not hidden, empty or standard errors."""
     empty = [name for name in OPTIONAL if all(row[name] is None for row in rows)]
     within = [f"{name}_se" for name in scores(rows)]
     return [name for name in (rows[0] if rows else ()) if name not in (*hidden, *empty, *within)]
 
 
 def redundant(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return the columns of the clip range that say nothing new.
-
-    The bounds add nothing to clip_coef, unless it is a pair and no number.
-    """
+    """Return the redundant columns of the clip range: clip_coef for a pair, else both bounds."""
     pair = any(row["clip_coef"] is None for row in rows)
     return ("clip_coef",) if pair else ("clip_low", "clip_high")
 
 
 def leaderboard_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
-    """Return the rows of a leaderboard as a table; rounds count from 1.
-
-    A terminal of few columns (`width`) gets the essential ones only.
-    """
+    """Return a leaderboard as a table; a terminal of small `width` gets the essential columns."""
     names = columns(rows, IN_OTHERS)
     if "left" in names:
         names.append(names.pop(names.index("left")))
@@ -118,7 +109,7 @@ def leaderboard_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
         names = [name for name in names if name not in (*ONLY_WIDE, *redundant(rows))]
     if width < MEDIUM:
         names = [name for name in names if name not in ONLY_MEDIUM]
-    # A value that all agents share does not tell the better ones: it makes room for the others.
+    # A value that all agents share does not distinguish them: drop its column to save space.
     equal = [name for name in ALWAYS_SHOWN if len({str(row[name]) for row in rows}) == 1]
     while equal and _width(names, rows) > width:
         last = equal.pop()
@@ -158,7 +149,7 @@ def _table(names: Sequence[str], rows: Sequence[Mapping[str, Any]], *, short: bo
 def family_tree(view: RunView) -> Tree:
     """Return the family tree of a run: a branch for each member, bold if alive in the last round.
 
-    A mean that won is the last branch. Without a finished round the tree has no branches.
+    A mean that won is the last branch. Before the first finished round the tree is empty.
     """
     title = f"{count(len(view.founders), 'member')} in {count(len(view.rounds), 'round')}"
     root = Tree(safe(f"{view.folder or view.name}: {title}", "bold"), guide_style="dim")
@@ -226,7 +217,7 @@ def _first_and_last(member: FamilyMember, view: RunView) -> str:
 
 
 def _shown_cell(name: str, row: Mapping[str, Any], *, short: bool = False) -> str:
-    """Return a cell of the table; a rank has its tie, and a score its standard error."""
+    """Return a cell of the table: a rank with its tie, a score with its standard error."""
     value = row[name]
     if name == "rank":
         return f"{value} tie" if row["tie"] else str(value)
@@ -304,10 +295,9 @@ def _commands(path: str, *, worse: bool) -> tuple[str, ...]:
 
 
 def program_name() -> str:
-    """Return the word that starts evo-grpo in the user's shell.
+    """Return the word that starts evo-grpo in the user's shell: its name, or a path outside PATH.
 
-    `make run` starts .venv/bin/evo-grpo, which PATH does not contain unless the environment is
-    activated: then the path is the word.
+    `make run` starts .venv/bin/evo-grpo, which is not in PATH unless the environment is activated.
     """
     called = Path(sys.argv[0])
     if called.name != PROGRAM or not called.is_file():  # a notebook, a script, another launcher
@@ -374,7 +364,7 @@ def difference_rows(found: Arms) -> tuple[list[str], list[list[str]]]:
 
 
 def schedule_title(run: str, schedule: Schedule) -> str:
-    """Return a line that names the winner and introduces its schedule."""
+    """Return a line that names the winner above its schedule."""
     kind = WINNERS[schedule.kind].format(listed(schedule.parents) or "that survived")
     return (
         f"{run}: the winner is member {schedule.member}, {kind}; its schedule over "

@@ -1,1 +1,1 @@
-"""Trackers as readers of a run's log: one module per kind, and trackers of accelerate."""
+"""Trackers as readers of a run's log, one module per kind; and trackers of accelerate."""

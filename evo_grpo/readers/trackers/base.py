@@ -1,7 +1,7 @@
 """The base class of trackers, and the values that all of them write; see docs/metrics.md.
 
-Each tracker is a reader of the log in a module named after its kind. A new one needs such a module
-with a class `Writer`, a line in `evo_grpo.settings.trackers.KINDS` and an extra in pyproject.toml.
+Each tracker is a reader of the log in a module named after its kind. A new kind needs such a
+module with a class `Writer`, a line in `evo_grpo.settings.trackers.KINDS` and an extra.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Settings = dict[str, str | float | None]
 class TrackerReader(ABC):
     """Writes the entries of a run to a tracker; see `evo_grpo.readers.reader.Reader`.
 
-    A tracker whose run has the methods `log` and `finish` has nothing to add but `open`.
+    A subclass whose run has the methods `log` and `finish` only needs to implement `open`.
 
     Attributes:
         environment: Default values of environment variables of the tracker's package.
@@ -59,15 +59,12 @@ class TrackerReader(ABC):
 
     @abstractmethod
     def open(self, target: TrackerConfig, settings: Settings, id: str) -> str:
-        """Start a run, or continue one.
+        """Start a run, or continue one, and return the id for continuing it later.
 
         Args:
-            target: Where the run goes: project, name and folder, which exists, are known.
+            target: Project, name and folder of the run; all are set, and the folder exists.
             settings: The settings of the run.
             id: Id of the run to continue, empty for a new run.
-
-        Returns:
-            The id for continuing the run later.
         """
 
     def write(self, values: Values) -> None:
@@ -84,8 +81,8 @@ class TrackerReader(ABC):
     def flush(self) -> bool:
         """Return whether the written values survive a kill of this process.
 
-        False for packages that write in another thread or process. The cursor of the reader is then
-        saved only when the reader is closed; after a kill, the values are written again.
+        False for packages that write in another thread or process. The cursor is then saved only
+        when the reader is closed, and the values are written again after a kill.
         """
         return False
 
@@ -103,7 +100,7 @@ def open_tracker(config: TrackerConfig, run: Path | None, settings: object, id: 
         EngineUnavailable: The package of the tracker is not installed.
     """
     check_trackers([config])
-    # Without a run folder, the time is the name, so that TensorBoard does not mix two runs.
+    # Without a run folder, the name is the time, so that TensorBoard does not mix two runs.
     unnamed = time.strftime("run-%Y%m%d-%H%M%S") if run is None else run.resolve().name
     name, in_run = config.name or unnamed, config.folder is None and run is not None
     if config.folder is None and run is not None:
@@ -123,9 +120,9 @@ def open_tracker(config: TrackerConfig, run: Path | None, settings: object, id: 
 
 
 def flat_settings(settings: object) -> Settings:
-    """Return settings as a mapping from path to value for trackers; empty without settings.
+    """Return settings as path -> value for trackers; empty without settings.
 
-    Rows of the user that stand in the settings are counted: a tracker may send them away.
+    Rows of the user's data are replaced by their number, since a tracker may send them away.
     """
     dump = getattr(settings, "model_dump", None)
     found: Settings = {}
@@ -139,7 +136,7 @@ def flat_settings(settings: object) -> Settings:
 
 
 def of_agent(agent: int) -> str:
-    """Return the name of an agent in trackers, which is also the name of its folders."""
+    """Return the name of an agent in trackers and of its folders."""
     return f"agent-{agent:02d}"
 
 
@@ -150,7 +147,6 @@ class Values:
     Attributes:
         step: GRPO steps of the run including this one, >= 1.
         values: Finite numbers by owner (`agent-03` or `population`) and name of the metric.
-        texts: Texts by owner.
     """
 
     step: int
@@ -158,10 +154,9 @@ class Values:
     texts: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def side_by_side(self) -> dict[str, float]:
-        """Return the values under names such as `reward/agent-03`.
+        """Return the values under names such as `reward/agent-03`; the population's have no slash.
 
-        Trackers that group charts by the part before the slash show all agents of a metric
-        together. The values of the population have the name of the metric only.
+        Trackers show the names with the same part before the slash in one group of charts.
         """
         return {
             name if owner == POPULATION else f"{name}/{owner}": value
@@ -217,7 +212,7 @@ def _texts(record: RoundRecord, names: Sequence[str]) -> dict[str, str]:
 def life(agent: AgentRecord, names: Sequence[str]) -> str:
     """Return a sentence with the member, the parent, the changes and the choices of an agent.
 
-    Choices, such as a prompt or a loss, are those of the searched `names` that are no numbers.
+    Choices are values of the searched `names` that are no numbers, such as a prompt or a loss.
     """
     text = f"member {agent.member}"
     if agent.parent is not None:

@@ -23,7 +23,7 @@ class Writer(TrackerReader):
     environment = {"COMET_LOGGING_CONSOLE": "ERROR", "COMET_INTERNAL_SENTRY_DSN": ""}  # noqa: RUF012 -- read alone
 
     def open(self, target: TrackerConfig, settings: Settings, id: str) -> str:
-        """See `TrackerReader`."""
+        """Start an experiment, or continue one."""
         comet: Any = import_module("comet_ml")
         key = id or uuid4().hex
         self._experiment: Any = comet.start(
@@ -43,11 +43,11 @@ class Writer(TrackerReader):
         return key
 
     def write(self, values: Values) -> None:
-        """See `TrackerReader`."""
+        """Log the metrics and texts of a step."""
         self._experiment.log_metrics(values.side_by_side(), step=values.step)
         for owner, text in values.texts.items():
             self._experiment.log_other(f"lineage/{values.step:06d}/{owner}", text)
 
     def close(self) -> None:
-        """See `TrackerReader`."""
+        """End the experiment."""
         self._experiment.end()

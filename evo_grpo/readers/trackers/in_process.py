@@ -76,7 +76,6 @@ class Tracker(Observer):
         self._writing: _Writing | None = None
 
     def __enter__(self) -> Self:
-        """Return the tracker."""
         return self
 
     def __exit__(
@@ -116,10 +115,9 @@ class Tracker(Observer):
         self.close()
 
     def close(self, *, stopped: bool = False) -> None:
-        """Write the waiting entries and close the tracker, or abandon it after a time limit.
+        """Write the waiting entries and close the tracker, or abandon it after `SECONDS_TO_FINISH`.
 
-        Args:
-            stopped: Wait for `SECONDS_TO_STOP`, not for `SECONDS_TO_FINISH`.
+        With `stopped`, the limit is `SECONDS_TO_STOP`.
         """
         if self._writing is not None:
             self._writing.end(SECONDS_TO_STOP if stopped else SECONDS_TO_FINISH)
@@ -132,11 +130,9 @@ class Tracker(Observer):
 
 @final
 class _Writing:
-    """A thread that writes entries to a tracker, so that training does not wait for the tracker.
+    """A thread that writes entries to a tracker, so that training does not wait for it.
 
-    Args:
-        kind: Kind of the tracker, for warnings.
-        make: Constructs the reader; called in the thread.
+    `kind` is named in warnings; `make` constructs the reader in the thread.
     """
 
     def __init__(self, kind: str, make: Callable[[], Reader]) -> None:
@@ -185,21 +181,20 @@ class _Writing:
 
 @final
 class _AccelerateReader(TrackerReader):
-    """A reader that writes to an `accelerate.tracking.GeneralTracker`, or what has its methods."""
+    """Writes to an `accelerate.tracking.GeneralTracker`, or an object with its methods."""
 
     def __init__(self, tracker: Any, settings: object) -> None:  # noqa: ANN401 -- by its methods
         self.run = tracker
         super().__init__(TrackerConfig.model_construct(), flat_settings(settings), "")
 
     def open(self, target: TrackerConfig, settings: Settings, id: str) -> str:
-        """See `TrackerReader`."""
         if callable(start := getattr(self.run, "start", None)):
             start()
         self.run.store_init_configuration(settings)
         return ""
 
     def write(self, values: Values) -> None:
-        """Write numbers alone."""
+        """Write numbers only."""
         if row := values.side_by_side():
             self.run.log(row, step=values.step)
 

@@ -28,7 +28,7 @@ class Writer(TrackerReader):
     environment = {"MLFLOW_DISABLE_TELEMETRY": "true"}  # noqa: RUF012 -- read alone
 
     def open(self, target: TrackerConfig, settings: Settings, id: str) -> str:
-        """See `TrackerReader`."""
+        """Start a run, or continue one."""
         where, artifacts = target.server, None
         if where is None:
             folder = Path(str(target.folder))
@@ -49,7 +49,7 @@ class Writer(TrackerReader):
         return self._run
 
     def write(self, values: Values) -> None:
-        """See `TrackerReader`."""
+        """Log the metrics and texts of a step."""
         now = int(1000 * time.time())
         metrics = [
             self._entities.Metric(name, value, now, values.step)
@@ -69,7 +69,7 @@ class Writer(TrackerReader):
         return True
 
     def close(self) -> None:
-        """See `TrackerReader`."""
+        """End the run."""
         self._client.set_terminated(self._run)
 
     def _experiment(self, name: str, artifacts: str | None) -> str:

@@ -1,6 +1,6 @@
 """TensorBoard: one run per agent, so that a chart of a metric has a line for each agent.
 
-Events are written with TensorBoard's own writer, since torch's and accelerate's writers load torch.
+Events are written with TensorBoard's own writer, since those of torch and accelerate load torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Writer(TrackerReader):
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3"}  # noqa: RUF012 -- read alone
 
     def open(self, target: TrackerConfig, settings: Settings, id: str) -> str:
-        """See `TrackerReader`."""
+        """Open the folder of event files."""
         self._events: Any = import_module("tensorboard.compat.proto.event_pb2")
         self._summary: Any = import_module("tensorboard.compat.proto.summary_pb2").Summary
         self._writer: Any = import_module("tensorboard.summary.writer.event_file_writer")
@@ -33,7 +33,7 @@ class Writer(TrackerReader):
         return self._folder
 
     def read(self, entry: Entry) -> None:
-        """See `Reader`."""
+        """Write an entry of the log."""
         if isinstance(entry, RunStarted):
             self._purge = 0
             rows = [f"| {name} | {value} |" for name, value in self._settings.items()]
@@ -44,7 +44,7 @@ class Writer(TrackerReader):
         super().read(entry)
 
     def write(self, values: Values) -> None:
-        """See `TrackerReader`."""
+        """Write the scalars and texts of a step."""
         for owner in dict.fromkeys((*values.values, *values.texts)):
             written: list[Any] = [
                 self._summary.Value(tag=name, simple_value=value)
@@ -55,13 +55,13 @@ class Writer(TrackerReader):
             self._write(owner, values.step, written)
 
     def flush(self) -> bool:
-        """See `Reader`."""
+        """Flush all event files to disk."""
         for writer in self._writers.values():
             writer.flush()
         return True
 
     def close(self) -> None:
-        """See `Reader`."""
+        """Close all event files."""
         for writer in self._writers.values():
             writer.close()
 

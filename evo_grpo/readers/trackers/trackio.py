@@ -1,7 +1,7 @@
 """trackio: one run in a SQLite file of the project, or in a Space of Hugging Face.
 
-accelerate's tracker is not used: it keeps settings in trackio's global state, takes no folder, and
-cannot continue a run.
+accelerate's tracker is not used: it keeps settings in global state, takes no folder, and cannot
+continue a run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Writer(TrackerReader):
     environment = {"HF_HUB_DISABLE_TELEMETRY": "1", "GRADIO_ANALYTICS_ENABLED": "False"}  # noqa: RUF012 -- read alone
 
     def open(self, target: TrackerConfig, settings: Settings, id: str) -> str:
-        """See `TrackerReader`."""
+        """Start a run, or continue one."""
         trackio = _writing_to(Path(str(target.folder)))
         self.run = trackio.init(
             project=target.project,
@@ -41,12 +41,9 @@ class Writer(TrackerReader):
 
 
 def _writing_to(folder: Path) -> Any:  # noqa: ANN401 -- a module without types
-    """Import trackio so that it writes to a folder.
+    """Import trackio so that it writes to a folder, which it reads once, when it is imported.
 
-    trackio reads the folder from an environment variable once, when it is imported.
-
-    Raises:
-        ConfigError: trackio was imported before with another folder.
+    An earlier import with another folder raises ConfigError.
     """
     if _VARIABLE in os.environ:  # set by the user
         return import_module("trackio")

@@ -1,7 +1,6 @@
 """Weights & Biases: one run, by default offline.
 
-accelerate's tracker is not used: it keeps settings in wandb's global state, and cannot continue a
-run.
+accelerate's tracker is not used: it has global settings, and cannot continue a run.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class Writer(TrackerReader):
     makes_links = True
 
     def open(self, target: TrackerConfig, settings: Settings, id: str) -> str:
-        """See `TrackerReader`."""
+        """Start a run, or continue one."""
         wandb: Any = import_module("wandb")
         id = id or uuid4().hex[:16]
         self.run = wandb.init(

@@ -1,7 +1,7 @@
-"""How figures are drawn: colours, lines and markers, axes and ticks, and names at ends of lines.
+"""The style of figures: colours, lines and markers, axes and ticks, and names at ends of lines.
 
-Colours are those of Okabe and Ito (2008), which readers with a colour deficiency tell apart, the
-yellow darkened for light backgrounds. Markers and dashes say the same without colour.
+Colours are those of Okabe and Ito (2008), which readers with a colour deficiency tell apart, with
+a darker yellow for light backgrounds. Markers and dashes distinguish agents without colour.
 """
 
 from __future__ import annotations
@@ -57,20 +57,14 @@ ALONE: Place = {}
 
 @dataclass(frozen=True)
 class Look:
-    """How an agent, or a run among several, is drawn.
-
-    Attributes:
-        color: A CSS colour that is read on light and on dark.
-        symbol: A plotly marker.
-        dash: A plotly dash.
-    """
+    """The style of an agent or a run: a CSS colour for light and dark, a plotly marker and dash."""
 
     color: str
     symbol: str = "circle"
     dash: str = "solid"
 
     def named(self, name: str) -> str:
-        """Return a name behind the marker in its colour, as HTML; `name` is HTML too."""
+        """Return a name, which is HTML, behind a marker of this look."""
         glyph = GLYPHS[SYMBOLS.index(self.symbol)]
         return f'<span style="color:{self.color}">{glyph}</span> {name}'
 
@@ -86,14 +80,14 @@ def look_of(index: int) -> Look:
 
 
 class Line:
-    """Points in order, each with a text to hover over and a standard error; NaN is none."""
+    """Points in order, each with a hover text and a standard error (NaN for none)."""
 
     def __init__(self, x: Iterable[float] = (), y: Iterable[float] = ()) -> None:
         self._points: list[tuple[float, float, float]] = [(*one, math.nan) for one in zip(x, y)]  # noqa: B905 -- of one curve
         self.texts: list[str] = []
 
     def begin(self) -> None:
-        """Begin a stretch, which is not joined to the one before."""
+        """Begin a new stretch, which is not joined to the previous one."""
         if self._points:
             self.add(math.nan, math.nan)
 
@@ -118,7 +112,7 @@ def draw(
     legend: bool = False,
     **more: Any,
 ) -> None:
-    """Draw a line; `more` has options of plotly that replace those of the others."""
+    """Draw a line; `more` has options of plotly, which take precedence."""
     x, y, errors = line.columns()
     options: dict[str, Any] = {
         "legendgroup": name,
@@ -134,14 +128,14 @@ def draw(
 
 
 def error_bars(errors: np.ndarray, color: str) -> dict[str, Any] | None:
-    """Return standard errors as plotly draws them, None where none is known."""
+    """Return plotly's error bars for standard errors, None if all are unknown."""
     if not np.isfinite(errors).any():
         return None
     return {"array": errors, "color": color, "thickness": 1, "width": 3}
 
 
 def graph_objects(what: str) -> Any:  # noqa: ANN401 -- a module that may be missing
-    """Return plotly.graph_objects, or raise EngineUnavailable with `what`, the caller."""
+    """Return plotly.graph_objects, or raise EngineUnavailable, which names the caller `what`."""
     try:
         import plotly.graph_objects as module
     except ImportError as error:
@@ -153,10 +147,7 @@ def graph_objects(what: str) -> Any:  # noqa: ANN401 -- a module that may be mis
 
 
 def new_figure(x: str = "", y: str = "", *, height: int = HEIGHT, **grid: Any) -> go.Figure:
-    """Return an empty figure with the titles of its axes, `height` pixels high.
-
-    `grid` has the options of `plotly.subplots.make_subplots` for a figure of several.
-    """
+    """Return an empty figure; `grid` has the options of `plotly.subplots.make_subplots`."""
     objects = graph_objects("figure")
     axis = {
         "gridcolor": "rgba(128,128,128,0.2)",
@@ -194,10 +185,7 @@ def new_figure(x: str = "", y: str = "", *, height: int = HEIGHT, **grid: Any) -
 
 
 class Scale(NamedTuple):
-    """The ends of an axis in the units of its values, whether it is logarithmic, and its names.
-
-    `names` stand at 1, 2, ...
-    """
+    """The range of an axis, whether it is logarithmic, and tick names, which stand at 1, 2, ..."""
 
     low: float
     high: float
@@ -212,13 +200,13 @@ def linear(
     least: float = 0.0,
     names: Sequence[str] = (),
 ) -> Scale:
-    """Return a linear scale for the values that are finite.
+    """Return a linear scale for the finite values.
 
     Args:
-        values: What is drawn.
-        include: Values that the axis shows in any case.
-        least: Its least span. It is also at least a tenth of the largest absolute value, so that
-            values that hardly differ look alike.
+        values: The values to draw.
+        include: Values that the axis always includes.
+        least: The least span, at least a tenth of the largest absolute value, so that values that
+            hardly differ look alike.
         names: See `Scale`.
     """
     shown = [*filter(math.isfinite, values), *include] or [0.0, 1.0]
@@ -234,7 +222,7 @@ def linear(
 
 
 def scale_of(values: Iterable[float], names: Sequence[str] = ()) -> Scale:
-    """Return a scale that is logarithmic where positive values span a factor of 10."""
+    """Return a scale that is logarithmic if positive values span a factor of 10."""
     known = [value for value in values if math.isfinite(value)]
     if names or not known or min(known) <= 0 or max(known) < DECADE * min(known):
         return linear(known, names=names)
@@ -244,7 +232,7 @@ def scale_of(values: Iterable[float], names: Sequence[str] = ()) -> Scale:
 
 
 def noise(curves: Iterable[Sequence[float]]) -> float:
-    """Return the standard deviation of noise on curves, from the differences of neighbours."""
+    """Return the standard deviation of the noise of curves, from differences of neighbours."""
     pairs = (pair for curve in curves for pair in pairwise(curve))
     steps = [abs(after - before) for before, after in pairs if math.isfinite(after - before)]
     # The median of |a - b| is 0.954 standard deviations for normal noise.
@@ -252,7 +240,7 @@ def noise(curves: Iterable[Sequence[float]]) -> float:
 
 
 def log_ticks(scale: Scale) -> list[float]:
-    """Return the ticks of a logarithmic axis: powers of ten, and multiples where they are few."""
+    """Return the ticks of a logarithmic axis: powers of ten, with multiples if they are few."""
     low, high = math.log10(scale.low), math.log10(scale.high)
     factors = next(factors for most, factors in BETWEEN if high - low <= most)
     powers = range(math.floor(low), math.ceil(high) + 1)
@@ -261,7 +249,7 @@ def log_ticks(scale: Scale) -> list[float]:
 
 
 def set_axis(figure: go.Figure, axis: str, scale: Scale, place: Place = ALONE) -> None:
-    """Give an axis, "x" or "y", its ends, and ticks as people write them."""
+    """Set the range and the ticks of an axis, "x" or "y"."""
     ends = [math.log10(end) if scale.log else end for end in scale[:2]]
     update = {"type": "log" if scale.log else "linear", "range": ends}
     if scale.log or scale.names:
@@ -273,7 +261,7 @@ def set_axis(figure: go.Figure, axis: str, scale: Scale, place: Place = ALONE) -
 
 
 def round_axis(figure: go.Figure, rounds: int, title: str = "round", *, free: float = 0.4) -> None:
-    """Number the horizontal axis by rounds, counted from 1; `free` rounds follow the last."""
+    """Number the horizontal axis by rounds from 1, with space for `free` rounds after the last."""
     figure.update_xaxes(
         title_text=title,
         range=[0.6, max(1, rounds) + free],
@@ -284,12 +272,12 @@ def round_axis(figure: go.Figure, rounds: int, title: str = "round", *, free: fl
 
 
 def tick_distance(rounds: int) -> int:
-    """Return the rounds between two numbers of an axis."""
+    """Return the number of rounds between two ticks."""
     return max(1, -(-rounds // 12))
 
 
 class End(NamedTuple):
-    """The end of a line, its name as HTML, and the agent that is drawn, None for another line."""
+    """The end of a line: its name as HTML, and its agent, None for other lines."""
 
     x: float
     y: float
@@ -302,12 +290,8 @@ def name_ends(
 ) -> None:
     """Write the names of lines in the right margin, moved apart where they would overlap.
 
-    Args:
-        figure: The figure.
-        ends: The lines, the most important first; those without room are left out.
-        scale: The vertical axis.
-        pixels: Its length.
-        place: See `Place`.
+    `ends` are sorted by importance; those without room are left out. The vertical axis has the
+    range of `scale` and is `pixels` long.
     """
 
     def position(value: float) -> float:  # of annotations: exponents on a logarithmic axis
@@ -330,7 +314,7 @@ def name_ends(
         )
         for end, before, after in zip(known, heights, apart(heights), strict=True)
     ]  # fmt: skip
-    # All at once: plotly copies those that a figure has for each that is added.
+    # All at once: for each annotation that is added, plotly copies all others.
     layout: Any = figure.layout
     layout.annotations = (*layout.annotations, *names)
     layout.margin.r = MARGIN

@@ -1,7 +1,4 @@
-"""The metrics of training by step, and the time and tokens by round.
-
-Without metrics of steps, the curves show the means of rounds.
-"""
+"""Figures of the metrics of training by step, and of time and tokens by round."""
 
 from __future__ import annotations
 
@@ -80,12 +77,11 @@ PATTERNS = ("", "/", "x", ".", "\\", "+", "-", "|")
 
 @dataclass
 class Curve:
-    """One metric of one agent, until it leaves or takes the weights of another one.
+    """One metric of one agent, until the agent leaves or takes the weights of another one.
 
     Attributes:
-        agent: The agent.
         steps: GRPO steps since the start of the run, counted from 1.
-        values: The metric, NaN where a step has none.
+        values: Values of the metric, NaN for steps without one.
     """
 
     agent: int
@@ -98,14 +94,14 @@ Curves = dict[str, list[Curve]]
 
 
 def plot_diagnostics(run: Run, names: Sequence[str] | None = None) -> go.Figure:
-    """Draw the metrics of training over its steps, a small figure for each metric.
+    """Draw the metrics of training over the steps, a subplot for each metric.
 
-    Rewards are drawn as rolling means over 10 steps, over the values themselves. A run without
-    metrics of its steps is drawn by the means of its rounds.
+    Rewards are drawn as rolling means over 10 steps, with the single values behind them. A run
+    without metrics of its steps is drawn by the means of its rounds.
 
     Args:
         run: A run folder, a `Population`, or its rounds.
-        names: Metrics; None takes all that the run has.
+        names: Names of metrics; None takes all that the run has.
 
     Raises:
         EngineUnavailable: plotly is not installed.
@@ -158,7 +154,7 @@ def _add_curves(
 ) -> None:
     """Draw the curves of a metric: a trace for each agent, with gaps where its weights change.
 
-    An agent that is not `in_legend` yet is named in the legend. `pixels` is the height of the axis.
+    Agents are added to the legend unless they are `in_legend`. `pixels` is the height of the axis.
     """
     width = max(1, math.ceil(sum(len(curve.steps) for curve in own) / POINTS))
     points: dict[int, tuple[float, float]] = {}
@@ -206,19 +202,19 @@ def scale_of_metric(name: str, own: Sequence[Curve]) -> Scale:
 
 
 def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return curves concatenated, with NaN between them."""
+    """Concatenate curves, with NaN between them."""
     return np.concatenate([value for part in parts for value in (part, [np.nan])])
 
 
 def rolling(values: np.ndarray) -> np.ndarray:
-    """Return the means of each value and the nine before it; NaNs are left out."""
+    """Return the mean of each value and the nine before it, without NaNs."""
     import pandas as pd
 
     return pd.Series(values).rolling(ROLLING, min_periods=1).mean().to_numpy()
 
 
 def thinned(curve: Curve, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return steps and values of a curve, each the mean of as many neighbours as `width` says."""
+    """Return steps and values of a curve, averaged over blocks of `width` neighbours."""
     steps, values = (np.array(own, dtype=np.float64) for own in (curve.steps, curve.values))
     if width == 1:
         return steps, values
@@ -233,7 +229,7 @@ def thinned(curve: Curve, width: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def curves(view: RunView) -> Curves:
-    """Return the metrics of a run by name, a curve for each stretch of an agent."""
+    """Return the curves of each metric of a run, one for each stretch of an agent."""
     rows = [] if view.folder is None else metric_rows(view.folder, len(view.rounds))
     part = {
         (one.round, int(agent)): number
@@ -253,7 +249,7 @@ def curves(view: RunView) -> Curves:
 
 
 def metric_names(measured: Curves) -> list[str]:
-    """Return the metrics that are drawn, in order: those whose values differ."""
+    """Return the metrics to draw, in order: those whose values differ."""
     worth = [name for name, own in measured.items() if _differ(own)]
     functions = sorted(name for name in worth if name.startswith(_PREFIX))
     ordered = [name for name in LABELS if name in worth]
@@ -283,7 +279,7 @@ def _of_steps(rows: Iterable[Mapping[str, Any]], per_round: int) -> Iterator[_Po
 
 
 def _of_rounds(view: RunView) -> Iterator[_Point]:
-    """Yield the means of rounds at their last steps, and the rewards of steps, which they keep."""
+    """Yield the means of rounds at their last steps, and the recorded rewards of all steps."""
     for record in view.rounds:
         first = record.round * view.steps_per_round + 1
         for agent in record.agents:

@@ -1,4 +1,4 @@
-"""The fitness of every agent over the rounds, and beside further objectives."""
+"""Figures of the fitness of all agents, over the rounds and against further objectives."""
 
 from __future__ import annotations
 
@@ -54,11 +54,10 @@ ERROR_BARS = 400
 
 
 def plot_fitness(run: Run) -> go.Figure:
-    """Draw the fitness of every agent over the rounds, with standard errors.
+    """Draw the fitness of all agents over the rounds, with standard errors.
 
-    Each agent has a colour, a marker and a dash. A dotted line leads to an agent from the one whose
-    weights it took. Flat lines are results on the test split: the base model and, after a
-    comparison, the same population without evolution.
+    Dotted lines lead from a parent to the agent that took its weights. Flat lines are results on
+    the test split: the base model and, after a comparison, the same population without evolution.
 
     Args:
         run: A run folder, a `Population`, or its rounds.
@@ -93,7 +92,7 @@ def plot_fitness(run: Run) -> go.Figure:
 
 
 def _add_flat_lines(figure: go.Figure, view: RunView) -> list[End]:
-    """Draw results on the test split, to compare the fitness of the rounds with."""
+    """Draw results on the test split as flat lines."""
     if view.summary is None:
         return []
     flat = [("base model", "base model", view.summary["base"], "dot")]
@@ -120,10 +119,7 @@ def _add_flat_lines(figure: go.Figure, view: RunView) -> list[End]:
 
 
 def plot_front(run: Run, objective: str) -> go.Figure:
-    """Draw fitness against a further objective: a point for every agent after every round.
-
-    The agents of the front are drawn strong, with standard errors and a line through them.
-    """
+    """Draw fitness against a further objective, for all agents after all rounds, and the front."""
     view = view_of(run)
     best, seen = front(view.rounds), looks(view)
     measures = [_measure(one, objective) for one in best]

@@ -55,7 +55,7 @@ def plot_lineage(run: Run) -> go.Figure:
     """Draw the family tree of a run: a row for each agent, a node where a member begins.
 
     An edge leads from a parent, in its last round before, to the member that took its weights or
-    its place; the mutation is written on it. The winner's line of ancestors is drawn broad.
+    its place, and is labelled with the mutation. The winner's line of ancestors is broad.
 
     Args:
         run: A run folder, a `Population`, or its rounds.
@@ -103,7 +103,7 @@ def _lives(view: RunView) -> dict[int, _Life]:
 
 
 def _edge(lives: dict[int, _Life], child: AgentRecord) -> tuple[AgentRecord, AgentRecord] | None:
-    """Return parent and child at the two ends of an edge; None where the parent played no round."""
+    """Return parent and child at the two ends of an edge; None if the parent played no round."""
     parent = None if child.parent is None else lives.get(child.parent)
     if parent is None:
         return None
@@ -112,7 +112,7 @@ def _edge(lives: dict[int, _Life], child: AgentRecord) -> tuple[AgentRecord, Age
 
 
 def _add_agent(figure: go.Figure, view: RunView, lives: dict[int, _Life], own: list[_Life]) -> None:
-    """Draw the members of one agent with the edges that lead to them."""
+    """Draw the members of one agent and the edges to them."""
     agent = own[0][0].agent
     crowded = len(lives) > CROWD
     lines, nodes = Line(), Line()
@@ -146,10 +146,7 @@ def _text(view: RunView, life: _Life) -> str:
 
 
 def _winner_end(view: RunView) -> tuple[float, float]:
-    """Return where the winner's line ends.
-
-    The star of a mean is one round behind the last, between its parents.
-    """
+    """Return the end of the winner's line; that of a mean is a round after its two parents."""
     ends = [path[-1] for path in view.lines]
     mean = view.winner is not None and view.winner.agent is None
     x = len(view.rounds) + 1 if mean else ends[0].round + 1
@@ -167,7 +164,7 @@ def _add_star(figure: go.Figure, view: RunView) -> None:
 
 
 def _add_mutations(figure: go.Figure, lives: dict[int, _Life], rounds: int) -> None:
-    """Mark each mutation on its edge, and write it there where it covers nothing else."""
+    """Mark each mutation on its edge, with a label where there is room."""
     mutated = [life[0] for life in lives.values() if life[0].mutation.changes]
     edges = [edge for child in mutated if (edge := _edge(lives, child))]
     if not edges:
@@ -202,7 +199,7 @@ def _free_places(
     scale: tuple[float, float],
     taken: list[_Box],
 ) -> list[tuple[float, float]]:
-    """Return the places on an edge where a label of some pixels overlaps nothing, the best first.
+    """Return the places on an edge where a label of `size` pixels overlaps nothing, best first.
 
     `scale` has the pixels of a round and of an agent; `taken` are boxes of nodes and labels.
     """
@@ -220,6 +217,6 @@ def _free_places(
 
 
 def _along(parent: AgentRecord, child: AgentRecord, share: float) -> tuple[float, float]:
-    """Return the point on an edge at some share of its length."""
+    """Return the point at a share of an edge's length."""
     x = parent.round + 1 + share * (child.round - parent.round)
     return x, parent.agent + share * (child.agent - parent.agent)

@@ -1,4 +1,4 @@
-"""Agents as points and lines of a figure, a look for each, with the text that hovering shows."""
+"""Points and lines of agents in figures, with a look and hover texts for each agent."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Value = Callable[[AgentRecord], float]
 
 
 def no_text(agent: AgentRecord) -> str:
-    """Return nothing to hover over."""
+    """Return an empty hover text."""
     del agent
     return ""
 
@@ -53,7 +53,7 @@ def line_of(
     text: Callable[[AgentRecord], str] = no_text,
     error: Value = no_error,
 ) -> Line:
-    """Return a line over the rounds, parted between the stretches of an agent."""
+    """Return a line over the rounds, with gaps between the stretches of an agent."""
     line = Line()
     for part in parts:
         line.begin()
@@ -63,7 +63,7 @@ def line_of(
 
 
 def draw_agent(figure: go.Figure, view: RunView, agent: int, line: Line, **more: Any) -> None:
-    """Draw a line of an agent in its look."""
+    """Draw a line in the look of an agent."""
     draw(figure, line, looks(view)[agent], agent_name(agent), **more)
 
 
@@ -78,10 +78,7 @@ def add_winner(
     error: Value = no_error,
     **more: Any,
 ) -> None:
-    """Draw the winner's lines of ancestors as a broad band, to draw the agents over.
-
-    `end` is a point in which they end beside their last rounds.
-    """
+    """Draw the winner's lines of ancestors as a broad band, which may join in the point `end`."""
     for number, path in enumerate(view.lines):
         line = line_of([path], value, text, error)
         if end is not None:
@@ -94,22 +91,19 @@ def add_winner(
 
 
 def quiet(view: RunView) -> float:
-    """Return the least span of an axis of fitness: few standard errors do not fill a figure."""
+    """Return the least span of a fitness axis, so that few standard errors do not fill a figure."""
     errors = [error for one in view.played if math.isfinite(error := fitness_se(one))]
     return 8 * median(errors) if errors else 0.0
 
 
 def looks(view: RunView) -> dict[int, Look]:
-    """Return the look of each agent that ever played, equal in all figures of a run."""
+    """Return the look of each agent that ever played, the same in all figures of a run."""
     agents = sorted({agent.agent for agent in view.played})
     return {agent: look_of(index) for index, agent in enumerate(agents)}
 
 
 def stretches(view: RunView) -> dict[int, list[list[AgentRecord]]]:
-    """Return the records of each agent, a list for each stretch of rounds.
-
-    A stretch ends where the agent leaves, or takes the weights of another one.
-    """
+    """Return the records of each agent, a list for each stretch of rounds with its own weights."""
     found: dict[int, list[list[AgentRecord]]] = defaultdict(list)
     for record in view.rounds:
         for agent in record.agents:
@@ -128,9 +122,9 @@ def _continues(before: AgentRecord, agent: AgentRecord) -> bool:
 
 
 def copies(view: RunView) -> Iterator[tuple[AgentRecord, AgentRecord]]:
-    """Yield each agent that took the weights of another one, behind that one a round before.
+    """Yield (parent, agent) for each agent that took the weights of another one in a round before.
 
-    A restored agent is not among them: its parent, the archive, played no round.
+    Restored agents are left out: their parent, the archive, played no round.
     """
     latest: dict[int, AgentRecord] = {}
     for record in view.rounds:
@@ -159,7 +153,7 @@ def add_copies(figure: go.Figure, view: RunView, value: Value, place: Place = AL
 
 
 def named(view: RunView) -> set[int]:
-    """Return the agents that a legend names: those that played the most rounds."""
+    """Return the agents in the legend: those that played the most rounds."""
     rounds: dict[int, int] = defaultdict(int)
     for agent in view.played:
         rounds[agent.agent] += 1
@@ -167,17 +161,14 @@ def named(view: RunView) -> set[int]:
 
 
 def survivors(view: RunView) -> list[int]:
-    """Return the agents of the last round, the best first."""
+    """Return the agents of the last round, best first."""
     last = {agent.agent for agent in view.rounds[-1].agents} if view.rounds else set[int]()
     # An agent of the front may have more than one row.
     return list(dict.fromkeys(r["agent"] for r in view.leaderboard if r["agent"] in last))
 
 
 def ends_of(view: RunView, points: Mapping[int, tuple[float, float]]) -> list[End]:
-    """Return the ends of the lines of the agents of the last round, the best first.
-
-    `points` has the last point of each agent.
-    """
+    """Return the line ends of the last round's agents, best first, given their last `points`."""
     seen = looks(view)
     return [
         End(*points[agent], seen[agent].named(agent_name(agent)), agent)
@@ -187,12 +178,12 @@ def ends_of(view: RunView, points: Mapping[int, tuple[float, float]]) -> list[En
 
 
 def agent_name(agent: int) -> str:
-    """Return the name of an agent in legends and at the ends of lines."""
+    """Return the name of an agent in figures."""
     return f"agent {agent}"
 
 
 def described(agent: AgentRecord, names: Sequence[str]) -> str:
-    """Return an agent in one round with the named hyperparameters, as lines of HTML."""
+    """Return HTML lines that describe an agent in one round, with the named hyperparameters."""
     lines = [
         f"<b>agent {agent.agent}</b>, member {agent.member}, round {agent.round + 1}",
         f"{measure(agent)} {with_error(fitness(agent), fitness_se(agent), 3)}",
@@ -205,19 +196,19 @@ def described(agent: AgentRecord, names: Sequence[str]) -> str:
 
 
 def measure(agent: AgentRecord) -> str:
-    """Return what the fitness of an agent in a round is: fitness, or the reward of training."""
+    """Return what an agent's fitness in a round measures: fitness, or the reward of training."""
     trained = agent.score is not None and agent.score.steps
     return "mean reward of training" if trained else "fitness"
 
 
 def brief(agent: AgentRecord, name: str) -> str:
-    """Return an agent in one round with one of its values, in one line."""
+    """Return a line that describes an agent in one round, with one of its values."""
     value = hyperparameter(agent.hparams, combined([name])[0])
     return f"agent {agent.agent}, member {agent.member}, round {agent.round + 1}: {value}"
 
 
 def made(agent: AgentRecord) -> str:
-    """Return the origin of a member, in one line of HTML."""
+    """Return the origin of a member as one line of HTML."""
     mutation = agent.mutation
     if agent.parent is None:
         return "of the first population"

@@ -1,4 +1,4 @@
-"""The hyperparameters of the agents by round, and the change of fitness that went with them."""
+"""Figures of the hyperparameters by round, and of the changes of fitness that followed."""
 
 from __future__ import annotations
 
@@ -50,13 +50,12 @@ GAP = 24
 def plot_schedules(run: Run, names: Sequence[str] | None = None) -> go.Figure:
     """Draw the hyperparameters of all agents over the rounds, one row for each hyperparameter.
 
-    Agents of the last round are drawn strong, agents that left faint, the winner's line broad. A
-    dotted line leads to an agent from the one whose weights it took. An axis is logarithmic where
-    its values span a factor of 10.
+    Agents that left are faint, and the winner's line is broad. Dotted lines lead from a parent to
+    the agent that took its weights. An axis is logarithmic if its values span a factor of 10.
 
     Args:
         run: A run folder, a `Population`, or its rounds.
-        names: Hyperparameters; None takes those that may mutate, or lr where none may.
+        names: Hyperparameters; None takes those that may mutate, or lr if none may.
 
     Raises:
         EngineUnavailable: plotly is not installed.
@@ -102,8 +101,8 @@ def plot_schedules(run: Run, names: Sequence[str] | None = None) -> go.Figure:
 def plot_improvement(run: Run, name: str) -> go.Figure:
     """Draw the change of fitness between two evaluations against the value of a hyperparameter.
 
-    The change is from the weights that the agent had in the evaluation before, its own or those of
-    the agent that it was copied from. Rounds without evaluations count as parts of the next one.
+    The change is from the previous evaluation of the agent, or of its parent if it was copied
+    since. Rounds without evaluations count as parts of the next one.
     """
     view = view_of(run)
     figure = new_figure(short_name(name), "change of fitness between evaluations", height=320)
@@ -143,20 +142,14 @@ def drawn_names(view: RunView) -> list[str]:
 
 
 def names_of(view: RunView, name: str) -> list[str]:
-    """Return the values of a hyperparameter that are names, in the order in which they came up.
-
-    Those of a hyperparameter that is true or false are "true" and "false".
-    """
+    """Return the non-numeric values of a hyperparameter, such as "true", in order of occurrence."""
     values = (agent.hparams.get(name) for agent in view.played)
     names = (shown_value(value) for value in values if isinstance(value, str | bool))
     return list(dict.fromkeys(names))
 
 
 def heights(view: RunView, name: str) -> Value:
-    """Return the function from an agent to its value of a hyperparameter.
-
-    For a name it is the place in `names_of`, 1 for the first; it is NaN without a value.
-    """
+    """Return the function from an agent to its value, or to that value's place in `names_of`."""
     places = {value: float(place) for place, value in enumerate(names_of(view, name), start=1)}
 
     def height(agent: AgentRecord) -> float:

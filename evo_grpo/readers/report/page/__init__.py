@@ -1,1 +1,1 @@
-"""The report of a run as one page that needs nothing else: no server, no network."""
+"""The report of a run as one page that needs no server and no network."""

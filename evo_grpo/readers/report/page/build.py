@@ -32,7 +32,7 @@ class Page:
     """A page to which sections are added, one below the other.
 
     Attributes:
-        title: Its heading.
+        title: The heading.
         lead: A sentence below the heading.
         live: Whether the run still trains, so that the page reloads itself.
     """
@@ -45,7 +45,7 @@ class Page:
     _data: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def section(self, id: str, title: str, body: str, about: str = "") -> None:
-        """Add a section unless its body is empty; `body` is HTML, the rest plain text."""
+        """Add a section unless its body, which is HTML, is empty; all other texts are plain."""
         if not body:
             return
         words = f'<p class="about">{text(about)}</p>' if about else ""
@@ -54,17 +54,14 @@ class Page:
 
     @contextmanager
     def legend(self, entries: str) -> Generator[None]:
-        """Give the sections that are added inside one legend, which stays in sight; it is HTML."""
+        """Add sections below a common legend, which stays in sight; `entries` is HTML."""
         begin = f'<div class="figures"><div class="page-legend">{entries}</div>'
         self._sections.append(("", "", begin))
         yield
         self._sections.append(("", "", "</div>"))
 
     def chart(self, figure: go.Figure, *, legend: bool = True) -> str:
-        """Add a figure, and return the HTML element in which the script draws it.
-
-        Without its own `legend` it is explained by that of the page.
-        """
+        """Add a figure and return its HTML element; without `legend`, it uses that of the page."""
         if not legend:
             figure.update_layout(showlegend=False)
         self._figures.append(str(figure.to_json()))
@@ -113,24 +110,19 @@ class Page:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a page.
-
-    Attributes:
-        titles: Its columns.
-        rows: For each cell its text and the value that it sorts by, None for a missing one.
-    """
+    """A table of a page; each cell has a text and a value to sort by, None if missing."""
 
     titles: Sequence[str]
     rows: Sequence[Sequence[tuple[str, object]]]
 
 
 def text(value: object) -> str:
-    """Return a string as escaped HTML, with control characters escaped too."""
+    """Escape a string for HTML, including control characters."""
     return html.escape(printable(str(value)))
 
 
 def cards(values: Sequence[tuple[str, str, str]]) -> str:
-    """Return cards of HTML, each with a title, a value and a description."""
+    """Return HTML cards, each with a title, a value and a description."""
     made = "".join(
         f'<div class="card"><span>{text(title)}</span><b>{text(value)}</b>'
         f"<span>{text(about)}</span></div>"
@@ -140,7 +132,7 @@ def cards(values: Sequence[tuple[str, str, str]]) -> str:
 
 
 def sortable(table: Table, classes: Sequence[str] = ()) -> str:
-    """Return a table that sorts by its columns; `classes` has the CSS class of each row."""
+    """Return a table as HTML that sorts by column; `classes` has the CSS class of each row."""
     heads = "".join(
         f'<th scope="col"><button type="button">{text(title)}</button></th>'
         for title in table.titles
@@ -160,7 +152,7 @@ def sortable(table: Table, classes: Sequence[str] = ()) -> str:
 
 
 def _embedded(values: str) -> str:
-    """Return JSON that is safe inside a script element: it contains no tags."""
+    """Escape tags in JSON, so that it is safe inside a script element."""
     for sign in "<>&\u2028\u2029":
         values = values.replace(sign, f"\\u{ord(sign):04x}")
     return values.encode("utf-8", "replace").decode("utf-8")
