@@ -23,7 +23,7 @@ _NO_MESSAGES = "expected messages for the chat template, got the raw text of a p
 def with_prompting(task: Task, given: PromptSettings, seed: int) -> Task:
     """Return a task with a system prompt, examples, template keywords and thinking tags.
 
-    Examples are taken from train alone, by the seed of the run.
+    The seed of the run chooses the examples, from train alone.
     """
     if given == type(given)():
         return task
@@ -54,8 +54,8 @@ def named_template(
 ) -> Template:
     """Return the template of a prompt in `env.prompts`; None stands for the first one.
 
-    The other arguments and the errors are those of `prompting_template`; without `env.prompts` it
-    is what that function returns.
+    Without `env.prompts`, the result is that of `prompting_template`, which takes the same
+    arguments.
     """
     prompts = given.prompts or {}
     if name is None:
@@ -92,7 +92,7 @@ def prompting_template(
 ) -> Template:
     """Return a template with a system prompt, examples and keywords of the chat template.
 
-    `given.prompts` is not read; `above` is the group that has the system prompt, for messages.
+    `given.prompts` is not read. `above` is the settings group of the system prompt, for messages.
     """
     if given.few_shot is not None:
         template = _solved_before(template, given.few_shot, examples)
@@ -159,7 +159,7 @@ def _taken_out(
 def _solved_before(
     template: Template, few_shot: FewShot, examples: Sequence[DatasetRow]
 ) -> Template:
-    """Return a template with the questions of examples and their answers in front."""
+    """Return a template preceded by the questions of examples and their answers."""
     answer = Template.of(few_shot.answer)
     if template.text is not None:
         shown = (
@@ -187,5 +187,5 @@ def _solved(asked: Template, answer: Template, row: DatasetRow) -> list[Mapping[
 
 
 def _literal(text: str) -> str:
-    """Return a template that is filled in to this text."""
+    """Return a template whose filled-in text is `text`."""
     return text.replace("{", "{{").replace("}", "}}")

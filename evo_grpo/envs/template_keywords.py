@@ -1,4 +1,4 @@
-"""What a chat template reads of keywords and messages, and its text without transformers."""
+"""Keywords and messages that a chat template reads, and its text without transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOOKED_AT = 1000
 def ignored_keywords(chat_template: object, keywords: Collection[str]) -> list[str]:
     """Return a sentence about keywords that a chat template, or each of several, does not read.
 
-    It is empty if there are none, or if the template is None, not known.
+    The list is empty if there are none, or if the template is None (unknown).
     """
     if chat_template is None or not keywords:
         return []
@@ -40,13 +40,10 @@ def ignored_keywords(chat_template: object, keywords: Collection[str]) -> list[s
 def dropped_sentence(
     template: Template, rows: Sequence[DatasetRow], tokenizer: PreTrainedTokenizerBase
 ) -> list[str]:
-    """Return a sentence about messages that the chat template leaves out, if there are such.
+    """Return a sentence about messages that the chat template leaves out, if there are any.
 
-    Args:
-        template: The template of the prompts.
-        rows: Rows that are asked with it; where a column holds messages, the one with the most
-            roles among the first is looked at.
-        tokenizer: The tokenizer, or one with its methods.
+    `rows` are asked with `template`. Where a column holds messages, the one of the first rows with
+    the most roles is tried.
     """
     if template.conversation is None:
         return []

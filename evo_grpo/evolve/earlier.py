@@ -1,4 +1,4 @@
-"""Hyperparameters of earlier agents as those of the first agents of another run. Pure."""
+"""Start agents of a run with hyperparameters of agents of earlier runs. Pure."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ def starts_with(
 ) -> list[dict[str, Any]]:
     """Return `population.init` as a list, half of which is found and the rest drawn.
 
-    Agent 0 has the values of `first`. The next ones have those in `found`, the best first and
-    inside of the ranges, up to half of all places, and the others cover the ranges evenly; see
-    `start_hparams`. Each mapping has all values that may mutate, so that it holds without the runs
-    that they come from.
+    Agent 0 has the values of `first`. The next agents, up to half of all, have those in `found`,
+    best first and inside the ranges. The others cover the ranges evenly; see `start_hparams`. Each
+    mapping has all values that may mutate, so that it does not depend on the earlier runs.
     """
     best = [one for one in dict.fromkeys(found) if one != first][: size // 2]
     drawn = spread(first, hp_config, size - 1 - len(best), generator(seed, "init"))
@@ -39,8 +38,8 @@ def carried_over(
 ) -> Hparams:
     """Return `first` with those values of an earlier agent that may mutate in both runs.
 
-    A number outside of its range is moved to the nearest end, or to the nearest choice. A name, or
-    true or false, that is none of the choices is left out.
+    A number outside its range moves to the nearest end or choice. A name, or true or false, that is
+    none of the choices is left out.
     """
     found = first
     for name in (one for one in names if one not in CLIPS):

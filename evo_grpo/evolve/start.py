@@ -40,12 +40,11 @@ def start_hparams(
 
     `same`: all agents have the values of `first`.
 
-    `latin_hypercube` (McKay, Beckman & Conover 1979): agent 0 has the values of `first`, and the
-    N - 1 others cover every range evenly. Each range is cut into N - 1 strata of equal length, on a
+    `latin_hypercube` (McKay, Beckman & Conover 1979): agent 0 has the values of `first`, and the N
+    - 1 others cover every range evenly. Each range is cut into N - 1 strata of equal length, on a
     log scale if its minimum is above 0. Each stratum holds the value of exactly one agent, in a
-    random order per hyperparameter. Each of the choices of a hyperparameter has as many of all N
-    agents as any other, or one more. A clip pair with low >= high, which overlapping ranges allow,
-    is drawn at random instead.
+    random order per hyperparameter. Each choice is given to equally many agents, or one more. A
+    clip pair with low >= high is drawn at random instead.
 
     `sample`: agent 0 has the values of `first`, and each other agent draws independently.
 
@@ -102,8 +101,8 @@ def described_start(
 ) -> Start:
     """Return a setting for which `start_hparams` returns these hyperparameters.
 
-    Values outside their ranges are not allowed in a setting. The result is then "same", which does
-    no harm: a resumed run reads its agents' values from checkpoints.
+    It is "same" if a value is outside its range, which settings do not allow. A resumed run is not
+    affected, since it reads its agents' values from checkpoints.
     """
     names: tuple[StartName, ...] = ("same", "latin_hypercube", "sample")
     for name in names:
@@ -123,11 +122,10 @@ def described_start(
 def sample_hparams(
     base: Hparams, hp_config: HyperparameterConfig, rng: np.random.Generator
 ) -> Hparams:
-    """Draw every hyperparameter that may mutate from its range.
+    """Draw every hyperparameter that may mutate from its range, or from its `start` if it has one.
 
-    Draws are log-uniform, or uniform if the minimum of the range is 0 or there are choices. Ends
-    of a clip pair and decay rates are drawn by their distance from 1. If a range has a `start`,
-    values are drawn from it.
+    Draws are log-uniform, or uniform for choices and a minimum of 0. Ends of a clip pair and decay
+    rates are drawn by their distance from 1.
     """
     plain, clip_ends = parts_of(base, hp_config)
     drawn = base
@@ -149,9 +147,9 @@ def latin_hypercube(rows: int, columns: int, rng: np.random.Generator) -> np.nda
 
 
 def draw_value(name: str, parameter: RLParameter, rng: np.random.Generator) -> Value:
-    """Draw one of the choices of a hyperparameter, or a value from its range.
+    """Draw one of a hyperparameter's choices, or a value from its range.
 
-    The ends of an integer get the same share as the values between.
+    For an integer, each value has the same probability, the ends included.
     """
     if parameter.choices is not None:
         return parameter.choices[int(rng.integers(len(parameter.choices)))]
@@ -230,10 +228,9 @@ def spread(
 def _places(
     choices: Sequence[Value], first: Value | None, count: int, rng: np.random.Generator
 ) -> list[Value]:
-    """Return the choices of the `count` agents beside the first one.
+    """Return choices for the `count` agents beside the first one, evenly over all agents.
 
-    Over all agents, each choice is there equally often, or once more: which ones is drawn. The
-    first agent counts, if its value is one of the choices.
+    Which choices occur once more than others is drawn.
     """
     drawn = [choices[index] for index in rng.permutation(len(choices)).tolist()]
     order = [one for one in drawn if one == first] + [one for one in drawn if one != first]
@@ -293,10 +290,10 @@ def _draw_clip_pair(
 
 
 def with_values(first: Hparams, values: Mapping[str, Any], searched: Iterable[str] = ()) -> Hparams:
-    """Return hyperparameters with the values of a mapping, by the names of hyperparameters.
+    """Return hyperparameters with some values replaced, by name.
 
-    Reward weights, and what agents have in place of a setting of the run, such as a prompt or a
-    rank, can be set if `first` has them, or if they are among the names in `searched`.
+    Reward weights, and values in place of a setting of the run, such as a prompt or a rank, can be
+    set if `first` has them or if they are in `searched`.
     """
     own = filter(is_of_every_agent, MUTABLE)
     known = dict.fromkeys((*own, *first.named(), *searched))

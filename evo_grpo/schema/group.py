@@ -1,7 +1,6 @@
 """Groups of settings, in which each setting is declared once: type, bounds, default and meaning.
 
-Everything else follows from these declarations: errors, the constructors' signatures, mutation
-ranges, checkpoints, tables, docs and the JSON Schema.
+Errors, signatures, mutation ranges, checkpoints, docs and the JSON Schema are derived from it.
 """
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
@@ -136,8 +135,8 @@ def setting(
 def contradictions(group: object, *rows: tuple[str, object, str, str]) -> Iterator[Problem]:
     """Yield a problem for each row that applies, with its path below a group.
 
-    A row has the dotted key of a setting, whether its value is wrong, what is expected, and what a
-    user can do.
+    A row has the dotted key of a setting, whether its value is wrong, the expectation, and a
+    remedy.
     """
     for key, wrong, expected, remedy in rows:
         if wrong:
@@ -146,10 +145,9 @@ def contradictions(group: object, *rows: tuple[str, object, str, str]) -> Iterat
 
 
 def computable(least: float, most: float = math.inf) -> AfterValidator:
-    """Return a validator that rejects numbers > 0 outside [least, most].
+    """Return a validator that rejects numbers > 0 that float32 would turn into 0, infinity or NaN.
 
-    Use it for numbers that float32, in which agents compute, would turn into 0, infinity or NaN.
-    Numbers <= 0 are left to the bounds of the setting.
+    These are outside [least, most]. Numbers <= 0 are left to the bounds of the setting.
     """
     bounds = f">= {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
     expected = f"a number {bounds}, which float32 can compute with"

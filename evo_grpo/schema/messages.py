@@ -144,10 +144,7 @@ def unknown_key(root: type[BaseModel], group: type[BaseModel] | None, path: Path
 def other_name(key: str, names: Collection[str]) -> str | None:
     """Return the name here of a setting of another library; None if the name is unknown.
 
-    Args:
-        key: The name in the other library.
-        names: The names in the place where it was given; a setting of another place is returned
-            with its path.
+    A setting that is not among `names`, the names in the same place, is returned with its path.
     """
     path = OTHER_NAMES.get(key)
     if path is None:
@@ -159,7 +156,7 @@ def other_name(key: str, names: Collection[str]) -> str | None:
 def groups_in(annotation: object, *, values: bool = True) -> Iterator[type[BaseModel]]:
     """Yield the groups that an annotation such as `Group | None` holds.
 
-    With `values` also those that are values of a mapping or a list, as in `dict[str, Range]`.
+    With `values`, groups in a mapping or a list, as in `dict[str, Range]`, are included.
     """
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
@@ -169,7 +166,7 @@ def groups_in(annotation: object, *, values: bool = True) -> Iterator[type[BaseM
 
 
 def leaves(group: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the path of every plain setting below a group, of a union those of each member."""
+    """Yield the path of every plain setting below a group, and below each member of a union."""
     for name, field in group.model_fields.items():
         groups = list(groups_in(field.annotation, values=False))
         if not groups:

@@ -24,10 +24,9 @@ from evo_grpo.types import Member, Score, Slot
 
 
 def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> tuple[Slot, ...]:
-    """Restore a cohort to its state after the last complete round: load, then evolve as recorded.
+    """Restore a cohort to its state after the last complete round; return the slots of the next.
 
-    Returns:
-        The slots of the agents that play the next round.
+    It loads the checkpoints of the round, then evolves as recorded.
 
     Raises:
         RunDirError: Ranks that train together do not all see the folder.
@@ -101,7 +100,7 @@ def _checkpoint(
 def _fit(cohort: Cohort, slot: Slot, place: Path) -> None:
     """Give an agent the LoRA configuration and the reference of its checkpoint.
 
-    Both may differ between agents that had trained before the run.
+    Agents that had trained before the run may differ in both.
     """
     state = cohort.agents[slot]
     if cohort.together:  # such a run starts from new agents, and all have one configuration
@@ -115,7 +114,7 @@ def _fit(cohort: Cohort, slot: Slot, place: Path) -> None:
 
 
 def _load(cohort: Cohort, checkpoints: Mapping[Slot, _Checkpoint]) -> None:
-    """Load the agents of this rank; send their counters, which records lack, to all ranks."""
+    """Load the agents of this rank; send their counters, which are not in records, to all ranks."""
     found: dict[Slot, dict[str, int]] = {}
     for slot, (place, files, origin) in checkpoints.items():
         if not cohort.is_local(slot):

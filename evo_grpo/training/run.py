@@ -123,7 +123,7 @@ def resume(
 
 @contextmanager
 def _sharing_errors(team: Team) -> Generator[None]:
-    """Share an error with the other ranks; one of a device that fails becomes a sentence."""
+    """Share an error with the other ranks; report a failing device in one sentence."""
     with team.sharing_errors():
         try:
             yield
@@ -150,13 +150,9 @@ def play_and_judge(
     *,
     limit: Limit | None = None,
 ) -> tuple[Slot, ...]:
-    """Play the missing rounds of a run, compare the best agent with the base, write the summary.
+    """Play the missing rounds, judge the best agent, write the summary; return the slots left.
 
-    The first rank has the folder open; on the other ranks `folder` is None. `limit` may end the
-    training of a round before its last step.
-
-    Returns:
-        The slots of the remaining agents.
+    Only the first rank has `folder`. `limit` may end the training of a round before its last step.
     """
     start, team = time.perf_counter(), prepared.cohort.team
     # Observers, environments and rewards of the user may change the working directory from here on.
@@ -212,13 +208,10 @@ def play_rounds(
     steering: Steerer | None = None,
     outlines: bool = False,
 ) -> tuple[Slot, ...]:
-    """Play the remaining rounds, until a rule or a request ends the run.
+    """Play rounds until a rule or a request ends the run; return the slots of the remaining agents.
 
-    `rounds` are the rounds so far; each new round is appended. With `outlines`, for a run in a
-    folder, each round in `rounds` is reduced to its outline once the next one has been played.
-
-    Returns:
-        The slots of the remaining agents.
+    `rounds` are the rounds so far, to which new ones are appended. With `outlines`, for a run in a
+    folder, each is reduced to its outline once the next one has been played.
     """
     prepared.between_rounds(slots, len(rounds))  # `Population.train` returns here after Ctrl-C
     while prepared.is_unfinished(rounds):

@@ -1,4 +1,4 @@
-"""Settings that ask for more rows than the task of a run has."""
+"""Warns of settings that ask for more rows than the task of a run has."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def shortages(rows: Mapping[str, int], prompts: int, fitness: FitnessConfig) -> 
     """Yield one sentence for each setting that exceeds the rows of its split.
 
     Args:
-        rows: Number of rows of the splits train, validation and test; a split that is missing has
-            no end, as the seeds of episodes.
+        rows: Number of rows of the splits train, validation and test; a split that is missing is
+            unlimited, as episode seeds are.
         prompts: Prompts of a GRPO step.
         fitness: The settings of evaluations.
     """
@@ -37,7 +37,7 @@ def shortages(rows: Mapping[str, int], prompts: int, fitness: FitnessConfig) -> 
 def few_prompts(task: Task) -> Iterator[str]:
     """Yield a sentence if a validation split has too few different prompts to tell agents apart.
 
-    A task that makes its rows, or has one prompt in all, is left out: there answers count.
+    Tasks that generate rows, or have one prompt, are left out: their answers count.
     """
     if any(isinstance(rows, LazyRows) for rows in task.splits.values()):
         return
@@ -68,11 +68,7 @@ def warn_of_shortages(
 ) -> None:
     """Warn of each setting that exceeds the rows of its split.
 
-    Args:
-        task: The `Task` of a run; anything else, as several turns have, has no rows that end.
-        prompts: Prompts of a GRPO step.
-        fitness: The settings of evaluations.
-        tests: Whether the winner is evaluated on the test split.
+    Only a `Task` has limited rows; others are ignored. `tests` says whether the test split is used.
     """
     whole = task if isinstance(task, Task) else None
     splits = {} if whole is None else whole.splits

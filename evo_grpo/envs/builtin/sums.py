@@ -23,9 +23,8 @@ def exact(completion: str, answer: str) -> float:
 def digits(completion: str, answer: str) -> float:
     """Return the share of the answer's digits that occur in the completion, in any order.
 
-    A shaping reward, as `env.reward: [evo_grpo.envs.builtin.sums:exact,
-    evo_grpo.envs.builtin.sums:digits]`: it guides towards the answer, and can be exploited, since
-    digits in a wrong order earn as much as the answer.
+    A shaping reward beside `exact`. It can be exploited: digits in a wrong order earn as much as
+    the answer.
     """
     left = list(completion)
     found = 0

@@ -75,10 +75,8 @@ class Dialogue:
     def reply(self, observation: str, closed: int | None) -> list[int]:
         """Return the ids between two completions: the end of a turn, the observation, a new turn.
 
-        Args:
-            observation: The environment's message.
-            closed: The end token that the policy sampled last, or None if a limit cut the
-                completion. If the template ends a turn with that token, it is not repeated.
+        `closed` is the end token that the policy sampled last, which is not repeated; None if a
+        limit cut the completion.
         """
         text = observation if self.raw else self._between(observation)
         ids = [

@@ -83,10 +83,7 @@ class ScheduleExploration(Group):
     def explore(
         self, candidate: Candidate, hp_config: "HyperparameterConfig", rng: "np.random.Generator"
     ) -> tuple[Hparams, Changes]:
-        """Set the values of the round that the agent plays next; see `Explorer`.
-
-        Nothing is drawn. Values without a range are not set.
-        """
+        """Set those values of the agent's next round that have a range; nothing is drawn."""
         del rng
         hparams = candidate.hparams
         space = dict(parts(hparams, hp_config))
@@ -100,9 +97,7 @@ class ScheduleExploration(Group):
     def problems(self, first: Hparams, hp_config: "HyperparameterConfig") -> Iterator[Problem]:
         """Yield values that no agent of a run can take, with their paths below the strategy.
 
-        Args:
-            first: The hyperparameters of the first agent.
-            hp_config: The hyperparameters that may change, with their ranges.
+        `first` are the hyperparameters of the first agent.
         """
         hparams = first
         for index, entry in enumerate(self.rounds):

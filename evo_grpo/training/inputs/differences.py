@@ -74,8 +74,7 @@ class Changed:
         now: The inputs from now on, with all changes so far.
         config: The settings from now on.
         extended: Whether the caller asked for a number of rounds other than in population.yaml.
-        notes: A sentence for each change that may make the following rounds differ from those of an
-            uninterrupted run.
+        notes: A sentence for each change that may affect the results of the following rounds.
     """
 
     before: Inputs
@@ -88,9 +87,7 @@ class Changed:
 def record_inputs(
     folder: RunDir, config: RunConfig, objects: Mapping[str, str] | None = None
 ) -> None:
-    """Record the inputs of a run if its folder has no record yet.
-
-    `objects` are the parts of the Python objects that the run was given.
+    """Record the inputs of a run, with its Python objects, if its folder has no record yet.
 
     Raises:
         CheckpointError: The record is missing although rounds were played.
@@ -116,15 +113,15 @@ def compare_inputs(
 ) -> Changed:
     """Compare the recorded inputs of a run with those it would continue with.
 
-    The settings are those of population.yaml, with the caller's `rounds` as population.rounds;
-    population.rounds cannot change in any other way. Files, and parts of Python objects, named in
-    `allow` may have changed. Nothing is written, except the record of a run that has none yet.
+    The settings are those of population.yaml, where only `rounds` replaces population.rounds.
+    Files, and parts of Python objects, named in `allow` may have changed. Nothing is written,
+    except the record of a run that has none yet.
 
     Raises:
         ConfigError: Other inputs have changed; the message names all of them. Files may change
             before the first round is finished.
         CheckpointError: The record is missing or damaged.
-        RunDirError: A version of evo-grpo began the run that decided otherwise.
+        RunDirError: The version of evo-grpo that began the run decided by other rules.
     """
     record_inputs(folder, config, objects)
     then, played = read_inputs_of(folder.path), folder.rounds()
@@ -179,9 +176,9 @@ def check_inputs(
     allow: Iterable[str] = (),
     objects: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuse to train beside a run with inputs other than the recorded ones.
+    """Refuse to train beside a run with inputs other than the recorded ones; write nothing.
 
-    The folder is only read. Changes that a resume permits are permitted too, and are not recorded.
+    Changes that a resume permits are permitted too.
 
     Raises:
         ConfigError: Other inputs have changed; the message names all of them.
@@ -201,7 +198,7 @@ def record_changes(folder: RunDir, changed: Changed) -> None:
 
 
 def begun_extension(folder: RunDir) -> int | None:
-    """Return the number of rounds that a run was extended to, None if it has played one since."""
+    """Return the number of rounds that a run was extended to; None if it has played one since."""
     if not os.path.lexists(folder.path / INPUTS):
         return None
     changes = read_inputs_of(folder.path).changes_of_rounds(len(folder.rounds()))
@@ -211,8 +208,7 @@ def begun_extension(folder: RunDir) -> int | None:
 def changed_settings(then: Inputs, now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return the settings that differ from the record: name, recorded value, present value.
 
-    A setting that the recording version of evo-grpo did not have counts as unchanged if it has this
-    version's default.
+    A setting that is missing in the record counts as unchanged if it has its default.
     """
     return list(changed(_filled_in(then.settings) or then.settings, now))
 
@@ -239,7 +235,7 @@ def _differences(
 ) -> tuple[Inputs, list[Change]]:
     """Return the present inputs of a run, and how they differ from the recorded ones.
 
-    `objects` are the parts of the Python objects that are given now; None compares none.
+    None for `objects` compares no Python objects.
     """
     parts = then.objects if objects is None else objects
     # The places stay those of the start of the run.

@@ -1,4 +1,4 @@
-"""Finds the present inputs of a run, reads those that its folder records, and compares ranks.
+"""Finds a run's present inputs, reads the recorded ones, and compares those of all ranks.
 
 Ranks with different inputs would train a mixed run without an error, or wait for each other
 forever.
@@ -244,8 +244,8 @@ def check_same_run(
 ) -> None:
     """Refuse ranks that were started with different inputs; all ranks call this first.
 
-    The ranks compare the name of the function that each was started with (`call`), its arguments
-    (`given`), and the settings with their files. `config` is None if only the first rank has them.
+    The ranks compare the function that was called (`call`), its arguments (`given`), and the
+    settings with their files. `config` is None if only the first rank has them.
 
     Raises:
         ConfigError: Raised on all ranks; it names a rank and what differs.
@@ -256,7 +256,7 @@ def check_same_run(
 
 
 def check_same_files(team: Team, config: RunConfig) -> None:
-    """Refuse ranks whose data or code differs from that of the first; see `check_same_run`."""
+    """Refuse ranks whose data or code differs from that of the first."""
     if team.size > 1:
         _check_ranks(team.gather(_compared_files(inputs_of(config))))
 

@@ -19,12 +19,12 @@ class Card(NamedTuple):
     """A row of the table of cards.
 
     Attributes:
-        gib: GiB that CUDA reports, rounded down; where error correction takes a part, without it.
+        gib: GiB that CUDA reports, rounded down, without the share of error correction.
         tflops: TFLOP/s of a large product in half precision, with sums in float32.
         read: Bytes that are read in a second, in 10^12.
         copy: Bytes that a copy reads and writes in a second, in 10^12.
-        measured: When and with what these rates were measured; empty if they are `REACHED` of the
-            data sheet's.
+        measured: When and with what these rates were measured; empty if they are derived from the
+            data sheet by `REACHED`.
     """
 
     gib: float
@@ -78,7 +78,7 @@ class Gpu(NamedTuple):
 
     Attributes:
         name: Its name as the user or the driver wrote it.
-        bytes: Its memory.
+        bytes: Bytes of memory.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Gpu(NamedTuple):
 
     @property
     def card(self) -> Card | None:
-        """Its row of the table; None if it has none."""
+        """The GPU's row of the table; None if it has none."""
         words = set(_plain(self.name).split("-"))
         known = [name for name in CARDS if words.issuperset(name.split("-"))]
         known = [] if "laptop" in words else sorted(known, key=len)
@@ -94,7 +94,7 @@ class Gpu(NamedTuple):
 
     @property
     def older(self) -> bool:
-        """Whether its half precision is float16; see `model.loading.pick_dtype`."""
+        """Whether half precision on this GPU is float16; see `model.loading.pick_dtype`."""
         return _plain(self.name).startswith(OLDER)
 
 
@@ -126,7 +126,7 @@ def _plain(text: str) -> str:
 def cuda_devices() -> list[Gpu | None]:
     """Return the CUDA devices that this process may use, as nvidia-smi lists them.
 
-    None stands for a device whose memory is unknown. Devices without nvidia-smi are not seen.
+    None stands for a device whose memory is unknown.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -160,9 +160,9 @@ def torch_build(version: Any) -> str:  # noqa: ANN401 -- the module torch.versio
 
 
 def unseen_gpus(build: str) -> str | None:
-    """Return a clause with the remedy if this machine has GPUs, which torch does not see.
+    """Return a clause with the remedy if this machine has GPUs that torch does not see.
 
-    Call it where torch sees no GPU; `build` is that of `torch_build`.
+    `build` is that of `torch_build`.
     """
     visible = cuda_devices()
     if not visible:

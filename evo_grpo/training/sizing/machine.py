@@ -1,4 +1,4 @@
-"""What a machine gives a run: its memory, the batches that fit, and changes that would fit."""
+"""Finds the memory of a machine, the batches that fit in it, and settings that would fit."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Setup(NamedTuple):
     gpu: Gpu | None = None
 
     def plan(self, config: RunConfig, **limits: int) -> MemoryPlan | None:
-        """Return the memory of a run, with some limits of its batches changed; None if unknown."""
+        """Return the memory of a run, with some batch limits changed; None if unknown."""
         work = work_of(config, self.size, self.output, self.device, self.processes)
         if work is None:
             return None
@@ -89,7 +89,7 @@ class Setup(NamedTuple):
         )
 
     def shortage(self, plan: MemoryPlan) -> str:
-        """Return a clause that says how much a run takes, how much there is, and of what."""
+        """Return a clause with the memory that a run takes and the memory that there is."""
         part = plan.largest
         return (
             f"the run takes about {format_bytes(plan.peak)} of memory and {self.place} has "
@@ -99,10 +99,10 @@ class Setup(NamedTuple):
 
 
 def choose_limits(config: RunConfig, setup: Setup) -> dict[str, int]:
-    """Return numbers for the limits in `LIMITS` that are null: the most that fit, by name.
+    """Return the greatest value that fits for each limit in `LIMITS` that is null, by name.
 
-    If even the least number does not fit, that number is chosen. None are on a CPU without
-    `engine.memory`, where null stays, and for a model of unknown size.
+    If none fits, it is the least value. It is empty on a CPU without `engine.memory`, and for a
+    model of unknown size.
     """
     rows, tokens = LIMITS
     engine, on_cpu, found = config.engine, setup.device == "cpu", dict[str, int]()
@@ -126,9 +126,9 @@ def choose_limits(config: RunConfig, setup: Setup) -> dict[str, int]:
 def _largest(
     config: RunConfig, setup: Setup, known: Mapping[str, int], name: str, least: int, most: int
 ) -> int:
-    """Return the largest value of a limit, among the steps, that fits beside the known ones.
+    """Return the largest value of a limit that fits beside the known ones.
 
-    Of several that need the same it is the smallest: the larger ones are never reached.
+    Of several values that need the same memory, it is the smallest: larger ones are never reached.
     """
     needed: dict[int, int] = {}
     for value in (least, *(step for step in _STEPS if least < step <= most)):
@@ -144,7 +144,7 @@ class Fit(NamedTuple):
     """Whether a run fits where it computes.
 
     Attributes:
-        setup: Where that is.
+        setup: Where the run computes.
         plan: The memory of the run there.
         chosen: Dotted name of each limit that is null -> the number that a run will record.
         changes: Dotted name -> value, of settings that differ from those given.
@@ -178,7 +178,7 @@ class Fit(NamedTuple):
 
 
 def fit_of(config: RunConfig, setup: Setup) -> Fit | None:
-    """Return whether a run fits where it computes, or else with which changes; None if unknown."""
+    """Return whether a run fits where it computes, with a proposal if not; None if unknown."""
     chosen = choose_limits(config, setup)
     plan = setup.plan(config, **chosen)
     if plan is None:
@@ -289,11 +289,8 @@ def setup_here(
 ) -> Setup | None:
     """Return where a run would compute, without torch; None if the memory there is unknown.
 
-    Args:
-        config: The settings of the run.
-        base: The size of the base.
-        longest: Tokens of the longest completion.
-        gpu: The card to plan for; None for the devices of this machine.
+    `longest` are the tokens of the longest completion. `gpu` is the card to plan for; None plans
+    for the devices of this machine.
     """
     seen = [] if gpu is not None else cuda_devices()
     known = [one for one in seen if one is not None]
@@ -320,7 +317,7 @@ def setup_here(
 
 
 def within(config: RunConfig, place: str, capacity: int | None) -> tuple[str, int | None]:
-    """Return the name and the bytes of a memory, of which `engine.memory` may allow a part."""
+    """Return the name and the bytes of a memory, or of the part that `engine.memory` allows."""
     budget = config.engine.memory_bytes
     return (
         (place, capacity) if budget is None else ("engine.memory", min(budget, capacity or budget))

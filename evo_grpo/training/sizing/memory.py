@@ -4,11 +4,10 @@
 
 The memory of the agents is exact: 16 bytes per parameter of an adapter (weight, gradient and the
 two moments of AdamW, in float32), 4 more for a reference, 12 for the archive, and 4 for an adapter
-from which all agents start, which is then their reference. With `engine.offload_adapters`, the
-agents of two parts count: 12 bytes of those of the next part are there, and stacking the weights of
-the present one takes 4 more for a moment. Sampling and learning count the tensors
-that exist at once. experiments/bench/plan.py compares the prediction with measured peaks; they
-agree within 7%, of memory in use: glibc keeps freed memory in gaps, up to 15% more on a CPU.
+from which all agents start. With `engine.offload_adapters`, 12 bytes of the next part's agents
+count too, and 4 for stacking the weights of the present part. Sampling and learning count the
+tensors that exist at once. Measured peaks (experiments/bench/plan.py) agree within 7% of memory in
+use; glibc keeps up to 15% more on a CPU.
 """
 
 from __future__ import annotations
@@ -96,12 +95,7 @@ def work_of(
 ) -> Work | None:
     """Return the most that each process of a run computes at once; None if unknown.
 
-    Args:
-        config: The settings of the run.
-        size: The size of the base model.
-        output: Tokens of the longest completion.
-        device: Device of the base.
-        processes: Number of processes.
+    `output` are the tokens of the longest completion, `device` is the device of the base.
     """
     lora = config.largest_lora
     parameters = lora_parameters(size, lora)
@@ -181,8 +175,8 @@ def total(parts: tuple[Part, ...]) -> int:
 def base_bytes(size: ModelSize, dtype: str, quantization: str | None = None) -> int | None:
     """Return the bytes of a base's weights; None if its layers are unknown.
 
-    `dtype` is the dtype of the weights that are not quantised. int8 has one scale per output, nf4
-    one per 64 weights.
+    `dtype` is that of the weights that are not quantised. int8 has one scale per output, nf4 one
+    per 64 weights.
     """
     if size.parameters is None:
         return None
@@ -283,7 +277,7 @@ def _held(
 
 
 def _resident(work: Work) -> int:
-    """Return the agents that are on the device at once."""
+    """Return the number of agents that are on the device at once."""
     return work.agents if work.resident is None else work.resident
 
 
@@ -337,9 +331,9 @@ def _padded(rows: int, work: Work) -> int:
 
 
 def saved_bytes(shape: Shape, work: Work, batch: LearnBatch, each: int, device: Device) -> int:
-    """Return the bytes that one layer keeps for its backward pass.
+    """Return the bytes that one layer, with adapters, keeps for its backward pass.
 
-    Every linear layer has an adapter. `each` is the size of a number in the base's dtype.
+    `each` is the size of a number in the base's dtype.
     """
     hidden, queries, kv, inner = shape.hidden, shape.query_width, shape.kv_width, shape.inner
     tokens = batch.tokens

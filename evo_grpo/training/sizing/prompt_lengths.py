@@ -1,4 +1,4 @@
-"""Reads how long the prompts of a task are, with a model's tokenizer.json and no transformers."""
+"""Reads the lengths of a task's prompts with a model's tokenizer.json, without transformers."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class PromptLengths(NamedTuple):
         most: The longest.
         read: Number of rows that were read.
         rows: Number of rows in all.
-        different: Number of different prompts of each split, where all rows were read; of several
-            templates, by the one with the fewest.
-        too_long: Number of rows read, of each split, with a prompt that leaves no room for a
+        different: Number of different prompts of each split, if all rows were read; the least of
+            several templates.
+        too_long: Rows of each split, among those read, whose prompt leaves no room for a
             completion; see `env.too_long`.
     """
 
@@ -59,8 +59,8 @@ class FirstPrompt(NamedTuple):
     """The prompt of the first train row, as the model gets it.
 
     Attributes:
-        text: Its text, special tokens included.
-        tokens: Its length.
+        text: With special tokens.
+        tokens: Number of tokens.
     """
 
     text: str
@@ -76,6 +76,9 @@ def read_prompts(
 ) -> tuple[PromptLengths | None, FirstPrompt | None, list[str]]:
     """Return the lengths of the prompts of a task, the first one, and warnings about the template.
 
+    Lengths and prompt are None for a task that generates its rows, which would take long. Lengths
+    are 0, of no row, if the model has no tokenizer.json here.
+
     Args:
         task: The task.
         model: Name of the base model.
@@ -83,14 +86,9 @@ def read_prompts(
         vocabulary: Number of embeddings of the model, None if unknown.
         answer: Tokens that `env.too_long: truncate_left` leaves for a completion.
 
-    Returns:
-        No lengths and no prompt of a task that makes its rows, whose prompts are short; to make
-        them takes longer than all the rest. Lengths of 0, of no row, if the model has no
-        tokenizer.json here.
-
     Raises:
         PromptTooLongError: A prompt leaves no room for a completion, by its row.
-        ModelError: The tokenizer is damaged, or has tokens that the model has not.
+        ModelError: The tokenizer is damaged, or has tokens that the model does not have.
         ConfigError: The chat template refuses the messages.
     """
     tokenizer: Any = FileTokenizer(model)
@@ -166,9 +164,6 @@ def _sample(rows: Sequence[DatasetRow], total: int) -> Sequence[DatasetRow]:
 class FileTokenizer:
     """The methods of a transformers tokenizer that prompts are rendered with.
 
-    Args:
-        model: Name of the model.
-
     Attributes:
         backend: The tokenizer of the package tokenizers, None if there is no tokenizer.json.
     """
@@ -190,7 +185,7 @@ class FileTokenizer:
     def __call__(
         self, texts: str | list[str], *, add_special_tokens: bool = True, verbose: bool = True
     ) -> dict[str, Any]:
-        """Return the ids of a text, or of each of several."""
+        """Return the ids of a text, or of each of several texts."""
         del verbose
         many = [texts] if isinstance(texts, str) else texts
         encoded = self.backend.encode_batch_fast(many, add_special_tokens=add_special_tokens)
@@ -210,7 +205,7 @@ class FileTokenizer:
     def apply_chat_template(
         self, messages: list[dict[str, Any]], *, tokenize: bool, **keywords: Any
     ) -> str:
-        """Return the text of messages; a template that needs too much is a ValueError."""
+        """Return the text of messages; raise ValueError for a template that needs too much."""
         del tokenize
         try:
             with _bounded_memory(), _bounded_time():
@@ -226,9 +221,9 @@ class FileTokenizer:
 
 @contextmanager
 def _bounded_memory() -> Generator[None]:
-    """Raise MemoryError where the block takes more than `MOST_MEMORY`; no thread may start in it.
+    """Raise MemoryError if the block takes more than `MOST_MEMORY`; start no thread in it.
 
-    Only Linux says how much the process has and holds it to a limit.
+    Only Linux reports and limits the memory of a process.
     """
     if sys.platform != "linux":
         yield
@@ -248,7 +243,7 @@ def _bounded_memory() -> Generator[None]:
 
 @contextmanager
 def _bounded_time() -> Generator[None]:
-    """Raise ValueError where the block takes `MOST_SECONDS`; only the main thread gets signals."""
+    """Raise ValueError if the block takes `MOST_SECONDS`; only the main thread gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -267,7 +262,7 @@ def _bounded_time() -> Generator[None]:
 
 @cache
 def _statm() -> int:
-    """Return a descriptor of this process's sizes; to open it for each prompt is slow."""
+    """Return an open descriptor of this process's memory; to open it for each prompt is slow."""
     return os.open("/proc/self/statm", os.O_RDONLY)
 
 
