@@ -85,7 +85,6 @@ def messages_of(value: object, where: str) -> list[dict[str, Any]]:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a message needs no change, as almost all messages."""
     if type(value) is not dict:
         return False
     message = cast("dict[Any, Any]", value)
@@ -94,7 +93,6 @@ def _is_plain(value: object) -> bool:
 
 
 def _message(value: object, where: str) -> dict[str, Any]:
-    """Return a message with its content as text, and its other keys as they are."""
     if not isinstance(value, Mapping) or not {"role", "content"} <= value.keys():
         raise DataError(
             f"{where}: expected the keys role and content, got {excerpt(repr(value))}; rename its "
@@ -138,7 +136,6 @@ def text_of(value: object, where: str) -> str:
 
 
 def _as_list(value: object) -> list[Any] | None:
-    """Return a list, a tuple or an array as a list; None for any other value."""
     if isinstance(value, list | tuple):
         return list(cast("Sequence[Any]", value))
     if hasattr(value, "tolist") and getattr(value, "ndim", 0):  # pandas reads lists so

@@ -48,11 +48,7 @@ def environment_parts(env: object, seed: int) -> dict[str, str]:
 
 
 def recorded_task(env: object, name: str) -> EnvConfig:
-    """Return the settings of an environment for population.yaml, without its rows and functions.
-
-    They include its prompt template, so that a model of the run can be asked without the
-    environment.
-    """
+    """Return an environment's settings for population.yaml: its template, but no rows or code."""
     kind = f"{OBJECT}{name}"
     if isinstance(env, DatasetEnv):
         return env.settings.replace(kind=kind, reward_weights=None)
@@ -72,10 +68,7 @@ def _named(template: RawTemplate) -> NamedPrompt:
 
 
 def source_part(name: str, code: object) -> dict[str, str]:
-    """Return the digest of the source of a function, of a class or of the class of an object.
-
-    It is empty if there is no source, as for functions written in C.
-    """
+    """Return the digest of the source of a function or class, if there is a source."""
     bound = ""
     if isinstance(code, partial):
         given = cast("partial[Any]", code)

@@ -86,10 +86,7 @@ def find_function(path: str, where: str) -> Callable[..., Any]:
 
 
 def find_name(path: str, where: str) -> Found:
-    """Look up "module:function" in the source of its module, without importing it.
-
-    `where` is the setting that holds the name, for messages.
-    """
+    """Look up "module:function" in its source, without an import; `where` names the setting."""
     module, attribute = split_name(path, where)
     first, *rest = attribute.split(".")
     if (source := _read(module, path, where)) is None:
@@ -235,7 +232,6 @@ def _bindings(body: Sequence[ast.stmt], package: str = "") -> dict[str, list[ast
 
 
 def _described(node: ast.AST, rest: Sequence[str], path: str, where: str, origin: str) -> Found:
-    """Return the description of a definition, or of its attribute `rest`."""
     if not rest and isinstance(node, ast.Constant):
         raise not_callable(path, where, node.value)
     if not isinstance(node, ast.ClassDef):
@@ -247,7 +243,6 @@ def _described(node: ast.AST, rest: Sequence[str], path: str, where: str, origin
 
 
 def _class(node: ast.ClassDef, path: str) -> Found:
-    """Return the methods of a class and the parameters of its constructor."""
     if node.keywords or node.decorator_list:
         return Found(path)
     functions = _bindings(node.body)

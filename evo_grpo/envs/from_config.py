@@ -39,10 +39,7 @@ def check_names(kind: str, args: Iterable[str], known: Iterable[str]) -> None:
 
 
 def checked_types(args: Mapping[str, Any], taken_by: Callable[..., object]) -> dict[str, Any]:
-    """Check each of `env.args` against the type of its parameter's default, and return them.
-
-    A default of None stands for an optional number of rows.
-    """
+    """Check each of `env.args` against its default; a default of None is a number of rows."""
     for name, value in args.items():
         default = signature(taken_by).parameters[name].default
         expected: type = int if default is None else type(default)
@@ -58,10 +55,9 @@ def checked_types(args: Mapping[str, Any], taken_by: Callable[..., object]) -> d
 def configured_rewards(
     env: EnvConfig, load: Loader = load_function, own: Sequence[RewardFunction] = ()
 ) -> tuple[RewardFunction, ...]:
-    """Load the reward functions that a configuration names, if any.
+    """Load the reward functions that a configuration names; `own` are those of the task.
 
-    If it names none, a mapping `env.reward_weights` sets the weights of the task's functions,
-    `own`.
+    If it names none, a mapping `env.reward_weights` sets the weights of `own`.
     """
     if not env.reward:
         if env.reward_weights is None:

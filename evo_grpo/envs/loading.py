@@ -72,7 +72,6 @@ class _Guard(MetaPathFinder):
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """Raise for a module in a run folder, and return None for all others."""
         places = sys.path if path is None else path
         if all(_is_installed(place) for place in places if isinstance(place, str)):  # pyright: ignore[reportUnnecessaryIsInstance] -- anybody may put other things there
             return None
@@ -87,7 +86,6 @@ _GUARD = _Guard()
 
 @cache
 def _is_installed(place: str) -> bool:
-    """Return whether a path lies where packages are installed."""
     path = Path(place)
     return any(path.is_relative_to(folder) for folder in _installed_in())
 
@@ -113,10 +111,9 @@ _OTHER = 'the class Game in my_game.py of this folder is "my_game:Game"'
 
 
 def load_function(path: str, where: str = REWARD) -> Callable[..., Any]:
-    """Import a function by its name, "module:function" or "package.module:object.method".
+    """Import the function that the setting `where` names, such as "package.module:object.method".
 
-    Modules of `places.folders` are found after installed ones. `where` is the setting that holds
-    the name, for messages.
+    Modules of `places.folders` are found after installed ones.
     """
     module_name, attribute = split_name(path, where)
     module = _import(module_name, path, where)

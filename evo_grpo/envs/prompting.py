@@ -21,10 +21,7 @@ _NO_MESSAGES = "expected messages for the chat template, got the raw text of a p
 
 
 def with_prompting(task: Task, given: PromptSettings, seed: int) -> Task:
-    """Return a task with a system prompt, examples, template keywords and thinking tags.
-
-    The seed of the run chooses the examples, from train alone.
-    """
+    """Add a system prompt, examples from train, template keywords and thinking tags to a task."""
     if given == type(given)():
         return task
     template = Template.of_task(task)
@@ -52,11 +49,7 @@ def with_prompting(task: Task, given: PromptSettings, seed: int) -> Task:
 def named_template(
     name: str | None, template: Template, given: PromptSettings, examples: Sequence[DatasetRow]
 ) -> Template:
-    """Return the template of a prompt in `env.prompts`; None stands for the first one.
-
-    Without `env.prompts`, the result is that of `prompting_template`, which takes the same
-    arguments.
-    """
+    """Return the template of a prompt in `env.prompts`; None stands for the first or only one."""
     prompts = given.prompts or {}
     if name is None:
         name = next(iter(prompts), None)
@@ -175,7 +168,6 @@ def _solved_before(
 
 
 def _solved(asked: Template, answer: Template, row: DatasetRow) -> list[Mapping[str, str]]:
-    """Return the messages of an example: a question filled in, and its answer."""
     # A system message of the row is left out, since that of the question comes first.
     whole, messages = asked.filled(row)
     filled = [one for one in messages if one["role"] not in SYSTEM]
@@ -187,5 +179,4 @@ def _solved(asked: Template, answer: Template, row: DatasetRow) -> list[Mapping[
 
 
 def _literal(text: str) -> str:
-    """Return a template whose filled-in text is `text`."""
     return text.replace("{", "{{").replace("}", "}}")

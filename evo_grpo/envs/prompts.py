@@ -123,8 +123,7 @@ class Template:
     def filled(self, row: DatasetRow) -> tuple[DatasetRow, list[dict[str, Any]]]:
         """Return a row with the parts of its conversations, and the messages filled in with it.
 
-        A system message in a column goes before the examples. A raw template is a message of the
-        user.
+        A system message in a column goes before examples; a raw template is a user message.
         """
         whole, filled = row, list[dict[str, Any]]()
         for message in self.conversation or ({"role": "user", "content": self.text or ""},):
@@ -154,10 +153,7 @@ class Template:
     def render_all(
         self, rows: Sequence[DatasetRow], tokenizer: PreTrainedTokenizerBase
     ) -> list[tuple[str, tuple[int, ...]]]:
-        """Return the prompt text and token ids of each row, with one call of the tokenizer.
-
-        The tokenizer adds special tokens in front of a raw text; a chat template contains them.
-        """
+        """Return the prompt text and token ids of each row, with one call of the tokenizer."""
         if not rows:
             return []
         if self.conversation is None:
@@ -183,10 +179,7 @@ def _text(messages: Sequence[Mapping[str, Any]]) -> str:
 def _drop_appended_ends(
     texts: Sequence[str], encoded: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Drop the end token that some tokenizers append, after which a model completes nothing.
-
-    An end token that belongs to the text is kept.
-    """
+    """Drop the end tokens that a tokenizer appended, after which a model completes nothing."""
     end = tokenizer.eos_token_id
     closed = [number for number, ids in enumerate(encoded) if ids and ids[-1] == end]
     if not closed:
@@ -201,7 +194,6 @@ def _drop_appended_ends(
 
 
 def _plain_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token ids of a text without special tokens around it."""
     return list(tokenizer.encode(text, add_special_tokens=False, **_QUIET))
 
 

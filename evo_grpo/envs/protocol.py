@@ -74,7 +74,7 @@ class Ask:
 def starts_under(
     env: Environment[StartT], prompt: str | None, starts: Sequence[StartT]
 ) -> Sequence[StartT]:
-    """Return the same starts under a prompt in `env.prompts`; None is the environment's own."""
+    """Return the same starts under a prompt in `env.prompts`; None is the default prompt."""
     if prompt is None:
         return starts
     under = getattr(env, "under", None)

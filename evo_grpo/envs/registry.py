@@ -109,18 +109,15 @@ def build_task(env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
 def build_multi_turn(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
     """Return a factory of the multi-turn environment that a configuration names.
 
-    An episode is begun here, so that a missing package, file or setting is an error before a run.
-    The environments share no state. The run's seed decides the episodes without a seed.
+    An episode is begun here, so that errors come before a run. Environments share no state. The
+    run's seed decides the episodes without a seed.
     """
     family, name = _checked(env, multi_turn=True)
     return _module(family).build(name, env, seed)
 
 
 def check_multi_turn(env: EnvConfig, seed: int) -> None:
-    """Check the multi-turn environment that a configuration names, without importing user code.
-
-    A family of one package, whose settings name no user code, is built as for a run.
-    """
+    """Check the multi-turn environment that a configuration names, without importing user code."""
     family, name = _checked(env, multi_turn=True)
     module = _module(family)
     look = module.check if family.names_code else module.build

@@ -205,8 +205,7 @@ class ReasoningGym:
     def batch(self, step: int, size: int | None = None) -> list[Prompt]:
         """Return the train prompts of a step, `size` or `batch_size`; the same at every call.
 
-        Steps walk through a seeded permutation of the rows, a new one each epoch. A batch that
-        crosses the end of an epoch continues in the next, and may then hold a row twice.
+        Steps walk through a seeded permutation of the rows, a new one each epoch.
         """
         size = self.batch_size if size is None else size
         if step < 0 or size < 1:
@@ -227,8 +226,7 @@ class ReasoningGym:
     def prompts(self, split: Split, size: int | None = None) -> list[Prompt]:
         """Return a fixed seeded subset of a split, the same at every call.
 
-        None, or a size above the number of rows, takes all. A smaller subset begins a larger one.
-        Equal rows count separately.
+        None takes all rows. A smaller subset begins a larger one. Equal rows count separately.
         """
         if split not in SPLITS:
             raise ConfigError(f"split: expected one of {listed(SPLITS)}, got {split!r}")
@@ -273,11 +271,7 @@ class ReasoningGym:
         return scored.rewards
 
     def judge(self, groups: Sequence[CompletionGroup]) -> Judged:
-        """Score completions, and set aside the groups in which a reward cannot be used.
-
-        Raises:
-            RewardError: More groups were set aside than the task allows, or a function failed.
-        """
+        """Score completions and set aside unusable groups; raise RewardError for too many."""
         scored = self._scored(groups)
         failed = {position for failure in scored.failures for position in failure.positions}
         aside: list[bool] = []

@@ -23,8 +23,7 @@ TIE_LEVEL = 0.1
 def claims(scores: Sequence[Score], one: int, level: float) -> list[int]:
     """Compare the score at index `one` with all scores, each on the same prompts in the same order.
 
-    The result is 1 for each score that the one is shown to be ahead of, -1 for each that it is
-    shown to be behind, and 0 where no difference is shown; see `signs`.
+    The result is 1 where agent `one` is shown to be ahead, -1 where it is behind, else 0.
     """
     apart = [_apart(scores[one], other) for other in scores]
     chances = [chance(scores[one], other) for other in scores]
@@ -68,10 +67,7 @@ def chance(first: Score, second: Score) -> float:
 
 
 def _apart(first: Score, second: Score) -> np.ndarray:
-    """Return the differences per prompt that both answered, from the first look at every agent.
-
-    Later looks prove nothing, because racing chooses by the first who is evaluated again.
-    """
+    """Return the differences per prompt at the first look; racing chooses who gets another."""
     own, other = (one.first_look or one.per_prompt for one in (first, second))
     if len(own) != len(other):
         return np.empty(0)

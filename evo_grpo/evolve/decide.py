@@ -105,8 +105,8 @@ def decide(  # noqa: PLR0913 -- a decision is made of all that a round has found
     plan = strategy.selector.plan(histories, places, rng)
     check_plan(f"{type(strategy.selector).__name__}.plan", plan, len(standings), places)
     scores = [history[-1] if history else None for history in histories]
-    # Nothing is lost with an agent that ties with the other one of two, and the mean of two
-    # relatives at the end of a run is better than either.
+    # Of two agents that tie, one can be replaced without loss, and the mean of two relatives at
+    # the end of a run is better than either.
     pair = len(standings) == places == 2
     settled = settle(plan, scores, None if pair else strategy.significance)
     generation = next_generation(
@@ -193,7 +193,6 @@ def why_collapsed(
 
 
 def _usable(standing: Standing) -> bool:
-    """Return whether an agent may continue or be copied."""
     return bool(standing.history) and not standing.collapsed
 
 
@@ -329,10 +328,7 @@ def _decisions(
 def _why_left(
     other: Slot, lead: Comparison, own: Score | None, its: Score | None, strategy: Strategy
 ) -> str:
-    """Return why an agent left and not `other`, the last agent that stays.
-
-    `own` is the score of the agent that left, `its` the score of the other.
-    """
+    """Return why an agent left and not `other`; `own` and `its` are their scores."""
     level = strategy.significance
 
     def counts(found: Comparison) -> bool:
@@ -369,7 +365,6 @@ def _difference_text(lead: Comparison) -> str:
 def _decision(
     kind: str, agent: Slot, other: Slot | None, lead: Comparison | None, text: str
 ) -> Decision:
-    """Return a decision whose sentence ends with the comparison that it is based on."""
     if lead is None:
         return Decision(kind, agent, other, math.nan, math.nan, 0, text)
     sentence = text + _difference_text(lead)

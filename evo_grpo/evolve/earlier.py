@@ -52,10 +52,7 @@ def carried_over(
 
 
 def in_both(names: Collection[str], hp_config: HyperparameterConfig) -> list[str]:
-    """Return the hyperparameters of a run that are among `names`, those of an earlier one.
-
-    The clip range counts as one hyperparameter, whichever of its forms is searched.
-    """
+    """Return those hyperparameters of `names` that a run also has; all clip forms count as one."""
     clips = bool(set(names) & set(CLIPS))
     return [one for one in hp_config.names() if one in names or (one in CLIPS and clips)]
 
@@ -77,7 +74,6 @@ def _with_clip(found: Hparams, earlier: Hparams, hp_config: HyperparameterConfig
 
 
 def _listed(hparams: Hparams, hp_config: HyperparameterConfig) -> dict[str, Any]:
-    """Return the values that may mutate as a mapping of `population.init`."""
     parts: tuple[dict[str, RLParameter], ...] = parts_of(hparams, hp_config)
     values = {name: hparams.get(name) for part in parts for name in part}
     return {name: value for name, value in values.items() if value is not None}

@@ -97,11 +97,10 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
 def _shares_of_twins(
     plan: Sequence[Offspring], hparams: Sequence[Hparams], names: int, rng: np.random.Generator
 ) -> dict[int, tuple[float, ...]]:
-    """Return shares for the agents of a plan that have the same hyperparameters as another.
+    """Return shares for the agents of a plan with the same hyperparameters as another agent.
 
-    One of the agents with equal hyperparameters keeps them and gets no shares: the best agent if it
-    is among them, else the first survivor. `names` is the number of shares of each. They are drawn
-    from a stream that `rng` spawns.
+    One of them keeps its values and gets none: the best agent, else the first survivor. Shares are
+    drawn from a stream that `rng` spawns.
     """
     same: dict[Hparams, list[int]] = {}
     for place, one in enumerate(plan):
@@ -120,10 +119,7 @@ def _shares_of_twins(
 
 
 def check_plan(name: str, plan: Sequence[Offspring], size: int, places: int) -> None:
-    """Check that a plan can be carried out on `size` agents with `places` in the next round.
-
-    `name` is the method that returned the plan, for the message.
-    """
+    """Check that the plan of method `name` suits `size` agents and `places` in the next round."""
     numbers = [number for one in plan for number in (one.position, one.parent)]
     if not all(is_whole(number) and 0 <= number < size for number in numbers):
         raise ShapeError(

@@ -114,10 +114,7 @@ def ranked(scores: Sequence[Score | None], level: float | None) -> list[Position
 
 
 def best_first(score: Score) -> tuple[float, ...]:
-    """Return a key that sorts agents by fitness, equal ones by their further objectives.
-
-    By means, no agent dominates the first in this order.
-    """
+    """Return a key that sorts agents by fitness, equal ones by their further objectives."""
     return tuple(-goal.mean for goal in score.goals)
 
 

@@ -45,14 +45,12 @@ def settle(
     parent is significantly better. Then an agent that would leave replaces a significantly worse
     one that stays.
 
-    With several goals, significantly better means dominant (see `evolve.goals`), and each copy
-    overwrites the agent that the plan names, since agents have no order.
+    With several goals, an agent is significantly better than another if it dominates it (see
+    `evolve.goals`), and each copy overwrites the agent that the plan names.
 
-    Args:
-        plan: The plan of a selection.
-        scores: Latest fitness by position; None for an agent that cannot be ranked, which is
-            overwritten without a test.
-        level: Largest p-value of a significant difference; None keeps the plan.
+    `scores` are the latest by position; None for an agent that cannot be ranked, which is
+    overwritten without a test. `level` is the largest p-value of a significant difference; None
+    keeps the plan.
     """
     parents = {offspring.position: offspring.parent for offspring in plan}
     elites = {offspring.position for offspring in plan if offspring.elite}

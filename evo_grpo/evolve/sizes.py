@@ -70,7 +70,7 @@ def places_by_round(size: int, sizes: Sizes, decisions: Sequence[int] = ()) -> t
 def wrong_sizes(size: int, sizes: Sizes, *, archive: bool) -> Iterator[str]:
     """Yield each problem of the setting `population.sizes` as a sentence.
 
-    `archive` says whether the best agent ever is kept; a single agent that fails needs it.
+    `archive` says whether the best agent ever is kept, to restore a single agent that fails.
     """
     if not isinstance(sizes, list):
         return
@@ -104,18 +104,11 @@ def wrong_sizes(size: int, sizes: Sizes, *, archive: bool) -> Iterator[str]:
 def prompts_of_agents(
     rows: int, steps: int, group_sizes: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Divide the rows of a step equally among the agents, in whole groups.
+    """Divide the rows of a step among the agents; return P_i >= 1 of each agent, for each step.
 
-    The rounding remainder carries over to the next agent, from the largest group size to the
-    smallest, so the total is off by at most half of the smallest group.
-
-    Args:
-        rows: Rows that all agents sample together in a step.
-        steps: Steps of the round.
-        group_sizes: G_i of each agent.
-
-    Returns:
-        P_i >= 1 of each agent, for each step: agent i takes the first P_i shared prompts.
+    All agents get equal shares in whole groups, and agent i takes the first P_i shared prompts. The
+    remainder carries over to the next agent, from the largest of `group_sizes` to the smallest, so
+    the total is off by at most half of the smallest group.
     """
     counts = _groups_of_agents(rows * steps, steps, group_sizes)
     return tuple(

@@ -40,11 +40,11 @@ def start_hparams(
 
     `same`: all agents have the values of `first`.
 
-    `latin_hypercube` (McKay, Beckman & Conover 1979): agent 0 has the values of `first`, and the N
-    - 1 others cover every range evenly. Each range is cut into N - 1 strata of equal length, on a
-    log scale if its minimum is above 0. Each stratum holds the value of exactly one agent, in a
-    random order per hyperparameter. Each choice is given to equally many agents, or one more. A
-    clip pair with low >= high is drawn at random instead.
+    `latin_hypercube` (McKay, Beckman & Conover 1979): agent 0 has the values of `first`, and the
+    others cover every range evenly. Each range is cut into N - 1 strata of equal length, on a log
+    scale if its minimum is above 0. Each stratum holds the value of exactly one agent, in a random
+    order per hyperparameter. Each choice goes to the same number of agents, or to one more. A clip
+    pair with low >= high is drawn at random instead.
 
     `sample`: agent 0 has the values of `first`, and each other agent draws independently.
 
@@ -101,8 +101,7 @@ def described_start(
 ) -> Start:
     """Return a setting for which `start_hparams` returns these hyperparameters.
 
-    It is "same" if a value is outside its range, which settings do not allow. A resumed run is not
-    affected, since it reads its agents' values from checkpoints.
+    It is "same" if a value is outside its range; a resume reads values from checkpoints anyway.
     """
     names: tuple[StartName, ...] = ("same", "latin_hypercube", "sample")
     for name in names:
@@ -147,10 +146,7 @@ def latin_hypercube(rows: int, columns: int, rng: np.random.Generator) -> np.nda
 
 
 def draw_value(name: str, parameter: RLParameter, rng: np.random.Generator) -> Value:
-    """Draw one of a hyperparameter's choices, or a value from its range.
-
-    For an integer, each value has the same probability, the ends included.
-    """
+    """Draw a choice or a value from a range; all integers of a range are equally likely."""
     if parameter.choices is not None:
         return parameter.choices[int(rng.integers(len(parameter.choices)))]
     measure = distance_range(name, parameter) or parameter
@@ -199,10 +195,7 @@ def share_of(name: str, parameter: RLParameter, value: float) -> float:
 def spread(
     first: Hparams, hp_config: HyperparameterConfig, count: int, rng: np.random.Generator
 ) -> Iterator[Hparams]:
-    """Yield the hyperparameters of `count` agents on a Latin hypercube over all ranges.
-
-    Choices are shared out evenly among these agents and the first one.
-    """
+    """Yield `count` agents on a Latin hypercube over all ranges, with choices spread evenly."""
     plain, clip_ends = parts_of(first, hp_config)
     if not plain and not clip_ends:
         yield from [first] * count
@@ -228,10 +221,7 @@ def spread(
 def _places(
     choices: Sequence[Value], first: Value | None, count: int, rng: np.random.Generator
 ) -> list[Value]:
-    """Return choices for the `count` agents beside the first one, evenly over all agents.
-
-    Which choices occur once more than others is drawn.
-    """
+    """Return choices for `count` agents, evenly over them and the first; the rest is drawn."""
     drawn = [choices[index] for index in rng.permutation(len(choices)).tolist()]
     order = [one for one in drawn if one == first] + [one for one in drawn if one != first]
     begin = 1 if first in choices else 0

@@ -30,13 +30,7 @@ _SUPERSEDED = ("copied", "kept", "restored")
 
 
 class Membership(NamedTuple):
-    """The agents of the next round.
-
-    Attributes:
-        members: Their members, in ascending order of slot.
-        hparams: Their hyperparameters, in the same order.
-        decisions: The decisions about the agents.
-    """
+    """The agents of the next round, in ascending order of slot, and the decisions about them."""
 
     members: tuple[Member, ...]
     hparams: tuple[Hparams, ...]
@@ -93,7 +87,6 @@ def _carried_out(plan: Membership, request: Request, boundary: Boundary) -> tupl
 
 
 def _index(plan: Membership, agent: int | None, boundary: Boundary) -> int:
-    """Return the index of an agent in the plan."""
     slots = [member.agent for member in plan.members]
     if agent is not None and agent in slots:
         return slots.index(Slot(agent))
@@ -171,7 +164,6 @@ def _set(
 
 
 def _plain(value: object) -> str:
-    """Return a value in the form that requests have."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -133,11 +133,7 @@ def setting(
 
 
 def contradictions(group: object, *rows: tuple[str, object, str, str]) -> Iterator[Problem]:
-    """Yield a problem for each row that applies, with its path below a group.
-
-    A row has the dotted key of a setting, whether its value is wrong, the expectation, and a
-    remedy.
-    """
+    """Yield a problem for each row: dotted key, whether the value is wrong, expectation, remedy."""
     for key, wrong, expected, remedy in rows:
         if wrong:
             given = shown(attrgetter(key)(group))
@@ -145,10 +141,7 @@ def contradictions(group: object, *rows: tuple[str, object, str, str]) -> Iterat
 
 
 def computable(least: float, most: float = math.inf) -> AfterValidator:
-    """Return a validator that rejects numbers > 0 that float32 would turn into 0, infinity or NaN.
-
-    These are outside [least, most]. Numbers <= 0 are left to the bounds of the setting.
-    """
+    """Return a validator that rejects numbers > 0 outside [least, most], the limits of float32."""
     bounds = f">= {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
     expected = f"a number {bounds}, which float32 can compute with"
 

@@ -308,10 +308,7 @@ class Hparams(AgentFields):
         return hash((weights, *(value for name, value in self if name != "reward_weights")))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as values that JSON can hold; `Hparams(**values)` is the inverse.
-
-        Empty `reward_weights`, and names and adapter settings that are None, are left out.
-        """
+        """Return the fields for JSON, without unset ones; `Hparams(**values)` is the inverse."""
         values = {name: list(v) if isinstance(v, tuple) else v for name, v in self}
         if not self.reward_weights:
             del values["reward_weights"]
@@ -372,8 +369,7 @@ class Hparams(AgentFields):
 def of_mean(parents: Sequence[Hparams]) -> Hparams:
     """Return the hyperparameters of the mean of agents, the better one first.
 
-    They are those of the better one, with the largest rank and its alpha. A mean of unequal layers
-    has the layers of all, and no name for them.
+    They are those of the better one, with the largest rank and its alpha and the layers of all.
     """
     widest = max(parents, key=lambda one: one.lora_r or 0)
     layers = {one.lora_target_modules for one in parents}

@@ -154,10 +154,7 @@ def other_name(key: str, names: Collection[str]) -> str | None:
 
 
 def groups_in(annotation: object, *, values: bool = True) -> Iterator[type[BaseModel]]:
-    """Yield the groups that an annotation such as `Group | None` holds.
-
-    With `values`, groups in a mapping or a list, as in `dict[str, Range]`, are included.
-    """
+    """Yield the groups in an annotation; with `values`, those in its mappings and lists too."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     if values or get_origin(annotation) not in (dict, list, tuple):
@@ -263,7 +260,6 @@ def _hint(kind: str, found: ErrorDetails, field: FieldInfo | None) -> str:
 
 
 def _shorthand(field: FieldInfo | None) -> str | None:
-    """Return the shorthand of the group that a field expects, if any."""
     return None if field is None else getattr(field.annotation, "shorthand", None)
 
 
@@ -314,7 +310,6 @@ def _not_finite(found: ErrorDetails) -> bool:
 
 
 def _remedy(field: FieldInfo | None) -> str:
-    """Return the remedy in the declaration of a setting, if any."""
     extra = None if field is None else field.json_schema_extra
     return f"; {extra[REMEDY]}" if isinstance(extra, dict) and REMEDY in extra else ""
 

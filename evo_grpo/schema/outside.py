@@ -10,13 +10,7 @@ from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter, plai
 
 
 class Outside(NamedTuple):
-    """An agent's initial value that is outside its range, or none of its choices.
-
-    Attributes:
-        name: The hyperparameter.
-        value: Its value; for a pair-valued clip_coef the distance from 1.
-        parameter: The range.
-    """
+    """An agent's initial value that is outside its range; a distance from 1 for a clip pair."""
 
     name: str
     value: Value

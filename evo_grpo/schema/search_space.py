@@ -207,11 +207,7 @@ class RLParameter(Group):
         return round(inside) if self.dtype == "int" else float(inside)
 
     def step(self, value: Value, draw: float) -> Value:
-        """Return the mutated value; `draw` is a uniform number in [0, 1).
-
-        The result is `value` itself only if there is no other choice, or no other number in the
-        range.
-        """
+        """Return the mutated value, a different one if possible; `draw` is uniform in [0, 1)."""
         if self.choices is not None:
             others = _beside(value, self.choices)
             return others[int(draw * len(others))] if others else value
@@ -234,7 +230,6 @@ class RLParameter(Group):
 
 
 def _numbers(choices: Choices) -> list[float]:
-    """Return the choices that are numbers: all, or none."""
     return [one for one in choices if not isinstance(one, str | bool)]
 
 
@@ -316,10 +311,7 @@ class HyperparameterConfig:
 
 
 def _one_by_one(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ranges by name; those of the groups `lora` and `reward_weights` by dotted names.
-
-    If a range has both forms, as with `--set` over a file, the later one adds to the other.
-    """
+    """Return ranges by name, with dotted names for the groups `lora` and `reward_weights`."""
     found: dict[str, Any] = {}
     for name, given in parameters.items():
         ranges: dict[str, Any] = {name: given}

@@ -79,10 +79,7 @@ def unwritable(value: str | int) -> str | None:
 
 
 def short_integer(digits: str) -> int:
-    """Parse an integer of a JSON file; ValueError if it has more than `MOST_DIGITS` digits.
-
-    Use it as `json.loads(..., parse_int=short_integer)`.
-    """
+    """Parse an integer of JSON; raise ValueError for more than `MOST_DIGITS` digits."""
     if len(digits.removeprefix("-")) > MOST_DIGITS:
         raise ValueError(
             f"expected an integer of at most {MOST_DIGITS} digits, got {digits:.30}..."

@@ -147,10 +147,9 @@ class Prepared:
 
 
 def prepare(config: RunConfig, task: Task | None = None, team: Team | None = None) -> Prepared:
-    """Build the shared base, the agents, the environment and the round settings of a run.
+    """Build the base, the agents, the environment and the round settings of a run.
 
-    `task` is the single-turn task of `config.env`, if it is already built. Without a team, the run
-    has one process.
+    `task` is the single-turn task of `config.env`, if it is already built.
     """
     team = team or Team()
     rounds = settings_of_rounds(config)
@@ -170,13 +169,10 @@ def build_parts(
     task: Task | None = None,
     team: Team | None = None,
 ) -> tuple[Cohort, Environment[Any], AdapterCopy | None]:
-    """Build the base and the environment of a run, without agents.
+    """Build a run's base and environment without agents; return the agents' first adapter too.
 
     `agents` is `config.agents()`, possibly with another seed. `task` is the single-turn task of
-    `config.env`, if it is already built.
-
-    Returns:
-        The cohort, its environment, and the adapter that agents start from; None means the base.
+    `config.env`, if it is already built. The adapter is None if agents start from the base.
     """
     tokens = config.algorithm.longest_output(config.search_space()) or DEFAULT_OUTPUT_TOKENS
     # Build everything that does not need the base first, to report bad input before a model loads.

@@ -46,11 +46,8 @@ class Followers(Observer):
     """Starts the readers that the settings of a run name, and waits for them at its end.
 
     Leave this context manager after the run folder is released: readers end once no process trains
-    the run.
-
-    Args:
-        report: Also keep an HTML report of the run up to date.
-        trackers: Start the trackers of the settings.
+    the run. With `report`, a reader also keeps an HTML report of the run up to date; with
+    `trackers`, the trackers of the settings are started.
     """
 
     def __init__(self, *, report: bool = False, trackers: bool = True) -> None:
@@ -181,7 +178,6 @@ def _read(process: subprocess.Popen[bytes], said: SimpleQueue[str | None]) -> No
 
 
 def _environment() -> dict[str, str]:
-    """Return an environment in which this package can be imported."""
     found = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
     here = str(Path(__file__).resolve().parents[2])
     paths = [path for path in found.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -191,10 +187,7 @@ def _environment() -> dict[str, str]:
 
 
 def _step_back(process: int) -> None:
-    """Lower the priority of a process, so that it does not slow down training.
-
-    Linux divides processor time between sessions first, and the process has a separate session.
-    """
+    """Lower the priority of a process and its session, so that it does not slow down training."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, process, os.nice(0) + NICENESS)
     with suppress(OSError):  # not Linux, a kernel without autogroups, or not permitted

@@ -71,10 +71,8 @@ class FromPython:
     def config_of(self, folder: Path, call: str, *, played: bool) -> RunConfig:
         """Return the settings of a run, after checking that exactly its objects are given.
 
-        Args:
-            folder: The run folder.
-            call: The call that takes the objects, for messages.
-            played: Whether a finished round has checkpoints with the state of the agents.
+        `call` is the call that takes the objects, for messages. `played` says whether a finished
+        round has checkpoints with the state of the agents.
 
         Raises:
             ConfigError: An object is missing, or replaces one that population.yaml names.
@@ -233,6 +231,5 @@ def resume_from_python(
 
 
 def _digest_of(tokenizer: Any) -> str:  # noqa: ANN401 -- transformers' tokenizers
-    """Return a digest of the vocabulary and the chat template of a tokenizer."""
     parts = (sorted(tokenizer.get_vocab().items()), getattr(tokenizer, "chat_template", None))
     return DIGEST + hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()

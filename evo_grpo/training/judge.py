@@ -61,8 +61,8 @@ def finish(
 ) -> dict[str, Any]:
     """Judge the best agent on the ranks that hold the finalists; every rank returns the summary.
 
-    `earlier` are the summaries from before the run was extended; `start` is when this process began
-    the run, by `time.perf_counter`.
+    `earlier` are summaries from before the run was extended; `start` is when this process began the
+    run, by `time.perf_counter`.
     """
     cohort, summary = prepared.cohort, None
     candidates = finalists(cohort, rounds)
@@ -176,12 +176,11 @@ def _relatives(
 
 @dataclass(frozen=True)
 class Choice:
-    """The result of the final comparison.
+    """The result of the final comparison, with the tokens sampled for it.
 
     Attributes:
         best: The finalist that won.
         scores: Score of each finalist; None if the finalists were not evaluated.
-        tokens: Tokens sampled for the comparison.
     """
 
     best: Finalist
@@ -284,7 +283,6 @@ def _tested(score: Score) -> Mapping[str, Any]:
 
 
 def _passes(k: int, correct: float, results: Sequence[Evaluation]) -> dict[str, Any]:
-    """Return pass@k of base and best agent, whose evaluations are `results`."""
     base, best = (pass_at(result.rewards, result.units, k, correct) for result in results)
     return {
         "k": k,

@@ -84,7 +84,6 @@ def checked_task(config: RunConfig, team: Team | None = None) -> Task | None:
 
 
 def _with_revisions(config: RunConfig, team: Team) -> RunConfig:
-    """Return the settings of a run with the commits of its datasets on the Hub."""
     found = team.first(pinned(config.env) if team.rank == 0 else None)
     return config.replace(env=config.env.replace(**found)) if found else config
 
@@ -103,7 +102,6 @@ def check_ranks(config: RunConfig, team: Team) -> None:
 
 
 def _setup(config: RunConfig, task: Task | None, processes: int) -> Setup | None:
-    """Return where a run computes; None if the memory there is unknown."""
     where = pick_device(config.engine.device)
     if where.type not in ("cpu", "cuda"):
         return None
@@ -130,10 +128,7 @@ def _setup(config: RunConfig, task: Task | None, processes: int) -> Setup | None
 
 
 def _with_limits(config: RunConfig, setup: Setup | None, team: Team) -> RunConfig:
-    """Return the settings of a run with the rows and tokens that fit where its limits are null.
-
-    All ranks take the least number of any. On a CPU without `engine.memory`, null stays.
-    """
+    """Return settings with the rows and tokens that fit on every rank in place of null limits."""
     found: dict[str, int] = {}
     if setup is not None:
         found = choose_limits(_with_adapter(config, setup), setup)

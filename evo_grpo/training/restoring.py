@@ -24,7 +24,7 @@ from evo_grpo.types import Member, Score, Slot
 
 
 def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> tuple[Slot, ...]:
-    """Restore a cohort to its state after the last complete round; return the slots of the next.
+    """Restore a cohort after a run's last complete round; return the slots of the next round.
 
     It loads the checkpoints of the round, then evolves as recorded.
 
@@ -98,10 +98,7 @@ def _checkpoint(
 
 
 def _fit(cohort: Cohort, slot: Slot, place: Path) -> None:
-    """Give an agent the LoRA configuration and the reference of its checkpoint.
-
-    Agents that had trained before the run may differ in both.
-    """
+    """Give an agent the LoRA configuration and the reference of its checkpoint."""
     state = cohort.agents[slot]
     if cohort.together:  # such a run starts from new agents, and all have one configuration
         return
@@ -136,7 +133,6 @@ def _load(cohort: Cohort, checkpoints: Mapping[Slot, _Checkpoint]) -> None:
 
 
 def _members_of(rounds: Sequence[RoundRecord]) -> dict[int, Member]:
-    """Return all members of a run by id."""
     first = {
         a.member: Member(a.member, a.agent, a.parent, mutation=a.mutation) for a in rounds[0].agents
     }

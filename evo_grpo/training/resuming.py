@@ -100,7 +100,6 @@ def refuse_part_of_comparison(folder: Path) -> None:
 
 
 def _check_rounds(opened: RunDir, rounds: int, planned: int) -> None:
-    """Refuse a number of rounds unless it is `planned`, or the run can be extended to it."""
     whole(1).check("rounds", rounds)
     played = opened.rounds()
     if rounds <= len(played) and rounds != planned:

@@ -59,10 +59,7 @@ def run(
     observer: Observer | None = None,
     report: bool = False,
 ) -> Path:
-    """Train and evolve a population from its first round to its last; see `evo_grpo.run`.
-
-    With `report`, a reader keeps an HTML report of the run up to date while it trains.
-    """
+    """Train and evolve a population; with `report`, keep an HTML report. See `evo_grpo.run`."""
     with sharing_early_errors():  # the ranks are not connected yet: an error connects them
         config = as_config(config)
     observer = observer or Observer()
@@ -210,8 +207,8 @@ def play_rounds(
 ) -> tuple[Slot, ...]:
     """Play rounds until a rule or a request ends the run; return the slots of the remaining agents.
 
-    `rounds` are the rounds so far, to which new ones are appended. With `outlines`, for a run in a
-    folder, each is reduced to its outline once the next one has been played.
+    New rounds are appended to `rounds`. With `outlines`, for a run in a folder, each is reduced to
+    its outline once the next one has been played.
     """
     prepared.between_rounds(slots, len(rounds))  # `Population.train` returns here after Ctrl-C
     while prepared.is_unfinished(rounds):

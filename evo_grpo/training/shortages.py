@@ -17,11 +17,8 @@ FEWEST = 8
 def shortages(rows: Mapping[str, int], prompts: int, fitness: FitnessConfig) -> Iterator[str]:
     """Yield one sentence for each setting that exceeds the rows of its split.
 
-    Args:
-        rows: Number of rows of the splits train, validation and test; a split that is missing is
-            unlimited, as episode seeds are.
-        prompts: Prompts of a GRPO step.
-        fitness: The settings of evaluations.
+    `rows` has the number of rows by split; a missing split is unlimited, as episode seeds are.
+    `prompts` are those of a GRPO step.
     """
     for key, split, wanted in (
         ("algorithm.prompts_per_step", "train", prompts),
@@ -66,10 +63,7 @@ def _different(rows: Iterable[DatasetRow], template: Template) -> int:
 def warn_of_shortages(
     task: object, prompts: int, fitness: FitnessConfig, *, tests: bool = True
 ) -> None:
-    """Warn of each setting that exceeds the rows of its split.
-
-    Only a `Task` has limited rows; others are ignored. `tests` says whether the test split is used.
-    """
+    """Warn of settings that exceed the rows of their split; `tests` includes the test split."""
     whole = task if isinstance(task, Task) else None
     splits = {} if whole is None else whole.splits
     rows = {str(split): len(own) for split, own in splits.items() if tests or split != "test"}

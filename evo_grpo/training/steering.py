@@ -64,10 +64,7 @@ class RunSteering(Steerer):
     def record_resumed(
         self, rounds: Sequence[RoundRecord], before: int, observer: Observer
     ) -> None:
-        """Record what `resumed` carried out, before the first round of this process.
-
-        These are the requests of the last of `rounds`, except the first `before`, recorded earlier.
-        """
+        """Record the requests that `resumed` carried out, except the first `before`."""
         self.folder.lock.write_round(len(rounds))
         new = rounds[-1].steering[before:] if rounds else ()
         self._done |= carried_out(rounds)
@@ -127,7 +124,6 @@ class RunSteering(Steerer):
         return replace(plan, notes=(*plan.notes, text))
 
     def _look(self, plan: RoundPlan) -> RoundPlan:
-        """Carry out the requests in the folder."""
         # Announce first: requests made from now on name the next round and wait for its end.
         self.folder.lock.write_round(plan.record.round + 1)
         found = read_requests(self._place).requests
@@ -156,7 +152,7 @@ def resumed(
 ) -> RoundRecord:
     """Return the last round with the requests made while no process trained; write nothing.
 
-    A request to pause or stop a process that has ended is recorded, but not carried out.
+    A request to pause or stop an ended process is not carried out.
     """
     folder.lock.write_round(len(rounds))
     known = carried_out(rounds)
@@ -175,11 +171,7 @@ def resumed(
 def with_agents_steered(
     plan: RoundPlan, requests: Sequence[Request], hp_config: HyperparameterConfig, next_id: int
 ) -> tuple[RoundPlan, list[RequestOutcome], int]:
-    """Carry out requests about agents between two rounds, in order.
-
-    Returns:
-        The plan, the outcome of each request, and a member id that no member of the plan has.
-    """
+    """Carry out requests about agents; return the plan, their outcomes, and an unused member id."""
     record, done = plan.record, list[RequestOutcome]()
     steered = Membership(record.members, record.next_hparams, record.decisions)
     played = {agent.member: agent.agent for agent in record.agents}

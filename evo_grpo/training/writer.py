@@ -76,10 +76,7 @@ class FolderWriter(RunWriter):
         return path
 
     def receive(self, files: Sequence[CheckpointFiles]) -> None:
-        """Receive the files of other ranks, after the earlier rounds are on disk.
-
-        So the folder never contains files of more than two unrecorded rounds.
-        """
+        """Receive the files of other ranks, after the earlier rounds are on disk."""
         if len(files) > 1:
             for future in self._pending:
                 future.result()

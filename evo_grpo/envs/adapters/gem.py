@@ -26,7 +26,7 @@ REMEDY = "pip install gem-llm (it pins reasoning-gym, so better into an environm
 
 
 def build(name: str, env: EnvConfig, seed: int) -> Callable[[], GemEnv]:
-    """Return a factory of the GEM environment with the ID `name`; `env.args` are its settings.
+    """Return a factory of the GEM environment `name`, with `env.args` as its settings.
 
     An ID without its last part, as "game:GuessTheNumber-v0", has the default settings of its class.
     """
@@ -59,7 +59,7 @@ class GemEnv:
         small = self._generators.start(seed)
         with self._generators.swapped_in(), quiet():
             if self._kind.startswith("gem:rg:"):
-                # It counts resets, and changes to other questions after some hundreds.
+                # A new one, because an environment changes its questions after some hundred resets.
                 self._env = self._make()
             text, info = self._env.reset(seed=small)
         return _shown(text, info), dict(info)

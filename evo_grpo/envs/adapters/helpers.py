@@ -59,11 +59,7 @@ def entry_point(kind: str, spec: Any, package: str) -> Callable[..., Any]:  # no
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Keep another package's prints, warnings and logging set-up away from the user's terminal.
-
-    In a thread other than the main one, only prints are hidden: other threads may change the
-    process's warning filters and log handlers at the same time.
-    """
+    """Hide the output of another package: prints and, in the main thread, warnings and logging."""
     with contextlib.redirect_stdout(cast("TextIO", _Muted())):
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -169,10 +165,8 @@ class PrivateGenerators:
     """Random generators of one environment, which replace the global ones while it runs.
 
     Only one such environment of the process runs at a time. Its class sets `draws_globally = True`,
-    so that a gym does not count the wait for others as part of a call.
-
-    Args:
-        seed: Seed of the draws before the first reset, and of the episodes without a seed; any int.
+    so that a gym does not count the wait for others as part of a call. `seed`, any int, decides the
+    draws before the first reset and of episodes without a seed.
     """
 
     def __init__(self, seed: int) -> None:

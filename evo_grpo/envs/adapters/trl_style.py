@@ -158,7 +158,6 @@ def _rows(env: EnvConfig) -> Sequence[DatasetRow]:
 
 
 def _arguments(args: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Return `max_turns` and the arguments of the class."""
     max_turns = check_integer("max_turns", args.get("max_turns", MAX_TURNS), 1)
     return max_turns, {key: value for key, value in args.items() if key != "max_turns"}
 
@@ -204,7 +203,6 @@ def _describe(kind: str, tools: Mapping[str, Callable[..., Any]]) -> str:
 
 
 def _text(content: object) -> str:
-    """Return the text of a prompt or observation: a string, messages, or blocks of content."""
     if not isinstance(content, str | list) or not content:
         return ""
     if isinstance(content, list) and is_conversation(content):

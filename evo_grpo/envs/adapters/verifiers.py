@@ -161,7 +161,6 @@ class _TaskEpisode:
         return self._driven(self._next())
 
     def close(self) -> None:
-        """Cancel the rest of the episode; further calls do nothing."""
         if self._loop.is_closed():
             return
         self._episode.cancel()

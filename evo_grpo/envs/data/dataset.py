@@ -156,22 +156,13 @@ def dataset_task(  # noqa: PLR0913 -- all but the first four have defaults
     thinking: object = None,
     gigabytes: float = MAX_GIGABYTES,
 ) -> Task:
-    """Read the splits, hold out missing ones, and check the columns.
+    """Read the splits, hold out missing ones by a seeded shuffle, and check the columns.
 
-    A missing validation or test split takes a tenth of the prompts of train, by a seeded shuffle.
-    No prompt is in two splits.
-
-    Args:
-        seed: Seed of the shuffle.
-        sources: Split -> a source of `tables.read_rows`, or None; train is required.
-        template: None takes the column "prompt" or else "question" as the user's message.
-        rewards: The reward functions.
-        name: The task's name.
-        max_output_tokens: See `Task`.
-        validation_from_few: Whether a missing validation split uses the train rows if there are too
-            few prompts to hold any out.
-        thinking: Tags of the thinking part; with them, the parameter `thinking` names no column.
-        gigabytes: See `tables.read_rows`.
+    A missing validation or test split takes a tenth of the prompts of train; no prompt is in two
+    splits. With `validation_from_few`, a validation split uses the train rows if there are too few
+    prompts to hold any out. `sources` has a source of `tables.read_rows` by split, or None; train
+    is required. None as `template` takes the column "prompt" or else "question" as the user's
+    message. With tags of `thinking`, the parameter of that name is no column.
     """
     sources = by_splits(sources)
     rows: dict[Split, Sequence[DatasetRow]] = {

@@ -31,10 +31,7 @@ _ROWS: dict[str, list[dict[str, Any]]] = {}
 
 
 def hub_dataset(source: object) -> HubDataset | None:
-    """Return the dataset of the Hub that a source names; None for a file, or for no name.
-
-    A name such as owner/name is one of the Hub, unless that path exists or ends like a file.
-    """
+    """Return the dataset of the Hub that a source names; None for a file or an existing path."""
     if isinstance(source, HubDataset):
         return source
     if not isinstance(source, str) or not _ID.fullmatch(source):

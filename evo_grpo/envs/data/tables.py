@@ -124,10 +124,9 @@ def require_columns(
     *,
     filled: Collection[str] = (),
 ) -> None:
-    """Check that every row has the columns that a template or a reward function needs.
+    """Check that rows have the columns in `needs`, which maps each to the part that needs it.
 
-    `needs` maps a column to the part that needs it, such as "the prompt template". In the columns
-    of `filled`, no value may be None.
+    No value of the columns in `filled` may be None.
     """
     for number, row in enumerate(rows):
         for column, who in needs.items():
@@ -215,7 +214,7 @@ class BoundedFile:
             )
 
     def spend(self, count: int) -> None:
-        """Count bytes of memory; refuse more than the limit."""
+        """Count bytes of memory; refuse to exceed the limit."""
         self.left -= count
         if self.left < 0:
             raise DataError(
@@ -268,7 +267,7 @@ def _read_csv(file: BoundedFile) -> _Read:
     delimiter = "\t" if file.path.suffix.lower() == ".tsv" else ","
     rows: list[Any] = []
     lines: list[int] = []
-    # The limit of fields, of the whole process, is 131,072 characters; the file has its own.
+    # The process limits a field to 131,072 characters; the file has another limit.
     csv.field_size_limit(max(csv.field_size_limit(), file.left))
     with file.open(newline="") as text:
         reader = csv.DictReader(text, delimiter=delimiter, restkey=None, restval=None)
@@ -308,7 +307,6 @@ def _check_header(columns: Sequence[str], where: str) -> None:
 
 
 def _check_once(columns: Iterable[str], where: str) -> None:
-    """Refuse columns that share a name."""
     seen: set[str] = set()
     for column in columns:
         if column in seen:

@@ -53,8 +53,8 @@ class MultiTurnGym:
         max_output_tokens: Tokens of one completion; None takes the wrapper's.
         max_model_len: Tokens of an episode; None takes the wrapper's, and the model's context.
         apply_chat_template: As for `TokenObservationWrapper`, around a bare environment.
-        conversation_template: As `apply_chat_template`.
-        chat_template_kwargs: As `apply_chat_template`.
+        conversation_template: As for `TokenObservationWrapper`, around a bare environment.
+        chat_template_kwargs: As for `TokenObservationWrapper`, around a bare environment.
         max_environments: Most environments at once; the episodes of a step are then played in
             several waves. None is one environment per episode.
         evaluation_size: Default number of episode seeds of a split.
@@ -196,8 +196,8 @@ class MultiTurnGym:
     def count_failures(self, episodes: Sequence[Trajectory], seeds: int) -> None:
         """Count the consecutive seeds in which all episodes of one play failed.
 
-        A step in which all episodes fail does not end the run. After `MAX_FAILED_SEEDS` such seeds,
-        the environment counts as broken and RunFailedError is raised.
+        Raises:
+            RunFailedError: There are `MAX_FAILED_SEEDS` or more: the environment is broken.
         """
         reasons = Counter(t.error for t in episodes)
         with self._shared:
@@ -273,7 +273,7 @@ class _Running(NamedTuple):
 
 
 def _metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the metrics of one agent's episodes of a step, dropped ones among them.
+    """Return the metrics of one agent's episodes of a step.
 
     They are dropped (episodes) and, if all were dropped, empty_steps (1); else also turns (mean)
     and cut (share that ended by `max_turns` or the context).

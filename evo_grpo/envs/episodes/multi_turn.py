@@ -140,11 +140,7 @@ class TokenObservationWrapper:
         self.end = "closed"
 
     def limit_context(self, max_context_length: int) -> None:
-        """Set `max_model_len` to the context of a model, or to a lower constructor argument.
-
-        Raises:
-            ConfigError: One completion would fill it.
-        """
+        """Set `max_model_len` to a model's context, or raise ConfigError if that is too short."""
         room = self.max_output_tokens or 1
         if max_context_length <= room:
             raise ConfigError(
@@ -347,10 +343,7 @@ def check_reset(name: str, returned: object) -> tuple[str, dict[str, Any]]:
 
 
 def check_step(name: str, returned: object) -> tuple[object, float, bool, bool, dict[str, Any]]:
-    """Check the result of `step`: (text, reward, terminated, truncated, info).
-
-    The text is not checked, since it is not used at the end of an episode.
-    """
+    """Check the result of `step`: (text, reward, terminated, truncated, info), without the text."""
     place = f"{name}.step"
     text, reward, terminated, truncated, info = _parts(
         place, returned, ("text", "reward", "terminated", "truncated", "info")

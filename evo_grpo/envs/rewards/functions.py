@@ -197,7 +197,7 @@ def as_rewards(
 
 
 def required_columns(rewards: Sequence[RewardFunction], thinking: object) -> dict[str, str]:
-    """Return the columns that reward functions need, each with the name of one for messages.
+    """Return the columns that reward functions need, with the name of a function for each.
 
     With tags of thinking, the parameter `thinking` is no column.
     """
@@ -243,7 +243,7 @@ def place_in_code(error: BaseException) -> str:
 
 def hint(error: BaseException) -> str:
     """Return what to change in a function that was written for another trainer, or ""."""
-    # Neither str nor isinstance, which call what a user's object may define.
+    # Neither str nor isinstance: both may call methods that a user's object defines.
     args: tuple[object, ...] = vars(BaseException)["args"].__get__(error)
     first = args[0] if args else ""
     told = first if type(first) is str else ""

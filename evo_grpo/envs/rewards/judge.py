@@ -106,9 +106,8 @@ class Judge(Scorer):
     def questions(self, rows: Sequence[Mapping[str, Any]], tokens: int) -> str:
         """Return a sentence on what questions will take, before they are asked.
 
-        Args:
-            rows: The columns of the row of each completion, its `prompt` included.
-            tokens: Most tokens of a completion.
+        `rows` are the columns of each completion's row, with its `prompt`; `tokens` limits
+        completions.
         """
         settings = self.settings
         characters = sum(
@@ -169,7 +168,7 @@ class Judge(Scorer):
                     self._change.notify_all()
 
     def _ask(self, questions: Mapping[str, Body]) -> Mapping[str, Unanswered]:
-        """Ask what no other process asks, and await the other answers; return what failed."""
+        """Ask the questions that no other process asks, await the others; return failures."""
         board = self._board
         if board is None:
             return self._client.ask(questions, self._keep)
@@ -181,7 +180,7 @@ class Judge(Scorer):
                 failed = self._client.ask(mine, self._keep)
         finally:  # also after an error: the others wait
             why = {key: failed.get(key, Unanswered("it was not asked")).why for key in mine}
-            # An answer is told again: the disk may have refused it before it was told.
+            # Share each answer again: an error of the disk may have kept it from being shared.
             board.write(
                 {
                     key: _told(self._answers[key])
@@ -266,7 +265,6 @@ class Judge(Scorer):
         return {name: value for name, value in body.items() if value is not None}
 
     def _key(self, body: Mapping[str, Any]) -> str:
-        """Return the digest of a question and of all settings that affect its score."""
         settings = self.settings
         how = (settings.tag, settings.range) if settings.score == "tag" else settings.answers
         asked = json.dumps([settings.url, body, settings.score, how], sort_keys=True)
@@ -280,10 +278,7 @@ def _told(answer: Answer) -> str:
 
 
 def read_score(settings: JudgeReward, reply: Mapping[str, Any]) -> tuple[float | None, str]:
-    """Return the score in a reply of the API, from 0 to 1, and the text of the answer.
-
-    The reply is JSON of any form. The score is None if the reply has none that can be used.
-    """
+    """Return the score in [0, 1] of a reply, None if there is none, and the text of the answer."""
     choice = _first(reply.get("choices"))
     message = choice.get("message")
     content = cast("Mapping[str, object]", message).get("content") if _maps(message) else None
@@ -333,7 +328,6 @@ def _maps(value: object) -> bool:
 
 
 def _first(values: object) -> Mapping[str, object]:
-    """Return the first mapping of a list, or an empty one."""
     items = cast("list[object]", values) if isinstance(values, list) else []
     return cast("Mapping[str, object]", items[0]) if items and _maps(items[0]) else {}
 

@@ -69,8 +69,7 @@ class Client:
         """Check that the API key is set and can be sent, if the settings name one.
 
         Raises:
-            ConfigError: The key is missing or has invalid characters, or a proxy or certificates
-                cannot be used.
+            ConfigError: The key, a proxy or a certificate is missing or invalid.
         """
         self.key()
         # Imported here: only a judge needs it, and it takes a tenth of a second.
@@ -78,7 +77,7 @@ class Client:
 
         try:
             httpx2.AsyncClient()
-        # Its errors are those of URLs, of files, of ssl, and of a package for SOCKS.
+        # A URL, a file or ssl may be wrong, or the package for SOCKS missing.
         except (ValueError, OSError, ImportError, httpx2.InvalidURL) as error:
             # A proxy may hold a password, so its address is not shown.
             raise ConfigError(
@@ -153,7 +152,6 @@ class _Asking:
         self._replies = 0
 
     async def all(self, bodies: Mapping[str, Body]) -> dict[str, Unanswered]:
-        """Send all requests; return those without a reply."""
         # Imported here: only a judge needs it, and it takes a tenth of a second.
         import httpx2
 
@@ -220,7 +218,7 @@ class _Asking:
 
     async def _reply(self, client: httpx2.AsyncClient, key: str, body: Body) -> Mapping[str, Any]:
         """Send a request until there is a reply, with pauses in between."""
-        # Other requests wait for other times, and the same ones when the run is repeated.
+        # Requests wait for different times, which are the same when the run is repeated.
         spread = 0.75 + int(key[:8], 16) / 2**33
         attempt = 0
         while True:
@@ -235,7 +233,6 @@ class _Asking:
             attempt += 1
 
     async def _pause(self, seconds: float) -> None:
-        """Wait, but not beyond the end of the batch."""
         end = time.monotonic() + seconds
         while not self.stopped.is_set() and (left := end - time.monotonic()) > 0:
             await asyncio.sleep(min(left, 0.2))
@@ -366,7 +363,7 @@ class Answers:
         `counts`, the answers of all processes to this judge count.
         """
         judge = name.rpartition("rank-")[0]
-        # What an earlier run of this process has cost is in its own folder, or in the files below.
+        # The cost of an earlier run is recorded in its folder, or in the files below.
         self.count = self.input = self.output = 0
         damaged = 0
         with reading(folder):
@@ -384,11 +381,7 @@ class Answers:
         self._path = folder / (name + _SUFFIX)
 
     def add(self, key: str, answer: Answer) -> Answer:
-        """Keep an answer, in the file too, and return it with its text cut.
-
-        Raises:
-            RunFailedError: The file cannot be written.
-        """
+        """Keep an answer, in the file too, and return it; raise RunFailedError if that fails."""
         answer = Answer(answer.score, answer.text[-TEXT_CHARACTERS:], answer.input, answer.output)
         self.keep(key, answer, counts=True)
         self.write({key: answer})
@@ -399,11 +392,7 @@ class Answers:
         return self._unrecorded
 
     def write(self, answers: Mapping[str, Answer]) -> None:
-        """Write answers into the file, also those of a process that sees no folder.
-
-        Raises:
-            RunFailedError: The file cannot be written.
-        """
+        """Write answers of any process into the file; raise RunFailedError if that fails."""
         if self._path is None:
             self._unrecorded |= answers
             return
@@ -458,7 +447,6 @@ def read_answers(file: Path) -> ReadAnswers:
 
 
 def _answer(line: bytes) -> tuple[str, Answer] | None:
-    """Return the question and the answer of a line, None if it is damaged."""
     try:
         data = unseal(line)
         key, text = _typed(data, "question", str), _typed(data, "text", str)

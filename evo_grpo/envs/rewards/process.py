@@ -43,8 +43,7 @@ _START = (
 class RewardProcess:
     """Scores batches in a process, which the first batch starts.
 
-    Raises:
-        ConfigError: The process cannot import a function by its name.
+    Raises ConfigError if the process cannot import a function by its name.
     """
 
     def __init__(self, rewards: Sequence[RewardFunction], calls: RewardCalls) -> None:
@@ -146,10 +145,9 @@ def _polled(connection: Connection[Any, Any], seconds: float | None) -> bool:
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Score batches until the connection is closed; runs in the process of the reward functions.
+    """Score batches until the connection is closed, in the process of the reward functions.
 
-    `descriptor` is the file descriptor of the connection. `parent` is the process id of the run,
-    with which this process ends.
+    `descriptor` is the connection's file descriptor, `parent` the process id of the run.
     """
     own = os.getpid()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
@@ -181,7 +179,6 @@ def _end_with(parent: int) -> None:
 
 
 def _check_importable(reward: RewardFunction) -> None:
-    """Refuse a function that another process cannot import by its name."""
     try:
         data = pickle.dumps(reward)
         known = b"__main__" not in data

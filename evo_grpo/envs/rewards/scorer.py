@@ -54,9 +54,7 @@ class Scorer(ABC):
 
     @abstractmethod
     def prepare(self, device: str) -> None:
-        """Load and check what scoring needs, before the first batch; repeated calls do nothing.
-
-        `device` is that of the run, such as "cpu" or "cuda:0".
+        """Load and check what scoring needs on the run's device; repeated calls do nothing.
 
         Raises:
             ConfigError: Something is missing.
@@ -66,15 +64,9 @@ class Scorer(ABC):
     def __call__(
         self, *, completions: Sequence[str], prompts: Sequence[str], **columns: Sequence[Any]
     ) -> list[float | RewardError]:
-        """Score B completions.
+        """Return B rewards of B completions; an error in place of one that cannot be used.
 
-        Args:
-            completions: B completions.
-            prompts: The B texts that the agents were given.
-            **columns: B values of each column of the rows.
-
-        Returns:
-            B rewards; an error in place of a reward that cannot be used.
+        `prompts` are the B texts that the agents were given; each of `columns` has B values.
         """
 
 

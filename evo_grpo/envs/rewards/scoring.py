@@ -91,12 +91,8 @@ def score_batch(
 ) -> Scored:
     """Score completions with every reward function.
 
-    Args:
-        rewards: K functions.
-        batch: B completions.
-        how: The time-out of a call, and whether an exception or a result that is no number counts
-            as a failure instead of ending the run.
-        mark: Called with the number of each call before the call; `calls_of` numbers them.
+    `how` has the time-out of a call, and whether errors and results that are no numbers are set
+    aside as failures. `mark` gets the number of each call, as in `calls_of`, before the call.
 
     Raises:
         RewardError: A function returned a wrong number of rewards; or, unless errors are set aside,
@@ -163,12 +159,8 @@ def _fill(
 def reward_of_each(names: Sequence[str], rewards: Floats) -> dict[str, float]:
     """Return `reward/<name>` -> mean reward of each function, without weights.
 
-    A function that always abstained is left out. With fewer than two functions the result is empty,
-    since the metric `reward` is the mean.
-
-    Args:
-        names: K names.
-        rewards: (B, K) float64, NaN if a function abstained or the group was set aside.
+    `rewards` is (B, K), NaN where a function abstained. A function that always abstained is left
+    out. With fewer than two functions the result is empty, since the metric `reward` is the mean.
     """
     if len(names) < 2:
         return {}
@@ -201,11 +193,7 @@ class SetAside:
         self._warned = False
 
     def record(self, groups: Sequence[bool], reason: str) -> None:
-        """Add the groups of one play; `reason` is the error in one of them, for messages.
-
-        Raises:
-            RewardError: More of the latest groups were set aside than the share allows.
-        """
+        """Add the groups of one play; raise RewardError with `reason` if too many are set aside."""
         self._latest.extend(groups)
         count = sum(self._latest)
         if not any(groups):
@@ -296,7 +284,6 @@ def as_list(name: str, value: object, batch: CompletionBatch) -> list[Any]:
 
 
 def _plain(value: object) -> object:
-    """Return an array, a tensor or their numbers as Python's lists and numbers."""
     tolist = getattr(value, "tolist", None)
     return tolist() if callable(tolist) else value
 

@@ -72,11 +72,7 @@ def arguments(
     samples: Samples | None,
     log: Log,
 ) -> dict[str, Any]:
-    """Return the keyword arguments of a call, as TRL 1.16 makes it.
-
-    The completion of a conversation is a list with one message of the assistant, and its prompt the
-    messages; those of plain prompts are texts.
-    """
+    """Return the keyword arguments of a call, as TRL 1.16 makes it: texts, or lists of messages."""
     known = samples or Samples([()] * len(completions), [None] * len(completions))
     chats = known.messages
     columns = dict.fromkeys(column for row in rows for column in row if column not in _NO_COLUMNS)

@@ -77,7 +77,7 @@ class Watch:
             raise self.too_long(call) from None
         finally:
             self._running = None
-            # After each call, to name the right one; a call that was given up has no say any more.
+            # After each call, to name the call that changed a mode; an abandoned call is ignored.
             changed = "" if self.abandoned else restore(self._modes)
         if changed:
             raise RewardAbortError(f"{call.title()}: it left {changed}")
@@ -160,7 +160,7 @@ MODES = (
         Mode(name, "torch", methodcaller("is_autocast_enabled", on), "set_autocast_enabled", (on,))
         for name, on in (("autocast on the CPU", "cpu"), ("autocast on CUDA", "cuda"))
     ),
-    # A sixth of the time of get_default_device.
+    # This takes a sixth of the time of get_default_device.
     Mode("default device", "torch", lambda torch: torch.empty(0).device, "set_default_device"),
     *(
         Mode(name.replace("_", " "), "torch", methodcaller(f"get_{name}"), f"set_{name}")
@@ -208,10 +208,7 @@ def restore(before: list[object]) -> str:
 
 
 def check_not_stopped() -> None:
-    """Raise RewardAbortError in a thread of `in_a_thread` whose result is no longer awaited.
-
-    It is called before each call of user code, and by functions that wait.
-    """
+    """Raise RewardAbortError in a thread of `in_a_thread` whose result is no longer awaited."""
     if (stop := _stop.get()) is not None and stop.is_set():
         raise RewardAbortError("rewards: what asked for them has ended")
 
@@ -219,10 +216,7 @@ def check_not_stopped() -> None:
 def in_a_thread(
     name: str, work: Callable[[], ResultT], stop: threading.Event | None = None
 ) -> Future[ResultT]:
-    """Start work in a named thread, which does not delay the end of the process.
-
-    `stop` ends it before its next call of user code; see `check_not_stopped`.
-    """
+    """Start work in a named daemon thread; `stop` ends it before its next call of user code."""
     result: Future[ResultT] = Future()
 
     def helper() -> None:

@@ -39,12 +39,7 @@ def check_rewards(
 ) -> None:
     """Check the names of reward functions in ranges, `evolve.fitness` and `population.stop`.
 
-    Args:
-        weights: The weight of each reward function of the environment, by name; may be empty.
-        space: Ranges of the hyperparameters that may mutate.
-        reward: `evolve.fitness.reward`.
-        objectives: `evolve.fitness.objectives`.
-        stop: `population.stop.rewards`.
+    `weights` has the weight of each reward function of the environment; it may be empty.
     """
     found: list[Problem] = []
     for name in searched(space.names()):

@@ -148,10 +148,7 @@ class OptunaExploration(Group):
 
 @cache
 def _samplers() -> tuple[str, ...]:
-    """Return the samplers of the installed Optuna, from its source if possible.
-
-    Importing Optuna takes longer than all other checks of a configuration.
-    """
+    """Return Optuna's samplers, from its source if possible, because importing it is slow."""
     found = find_spec("optuna")
     folders = [] if found is None else found.submodule_search_locations or []
     for file in (Path(folder) / "samplers" / "__init__.py" for folder in folders):
@@ -180,13 +177,11 @@ def _relative(trials: Sequence[Trial]) -> list[tuple[Hparams, float]]:
 
 
 def _measure(name: str, parameter: RLParameter) -> RLParameter:
-    """Return the range of a proposal, which may be that of a distance from 1."""
     distance = distance_range(name, parameter)
     return parameter if distance is None else distance
 
 
 def _value(name: str, parameter: RLParameter, proposed: Value) -> Value:
-    """Return the value of a hyperparameter from a proposal."""
     if isinstance(proposed, str) or parameter.choices is not None:
         return proposed
     if distance_range(name, parameter) is not None:

@@ -21,12 +21,9 @@ Changes = dict[str, tuple[Value, Value]]
 
 @dataclass(frozen=True)
 class Trial:
-    """The hyperparameters of one agent in one finished round, and its fitness after the round.
+    """The hyperparameters of one agent in one finished round (0-based), and its fitness after it.
 
-    Attributes:
-        hparams: Hyperparameters in that round.
-        fitness: Its mean evaluation reward of that round; NaN for a failed agent.
-        round: The round (0-based).
+    The fitness is the mean evaluation reward; NaN for a failed agent.
     """
 
     hparams: Hparams

@@ -95,10 +95,7 @@ class ScheduleExploration(Group):
         return {name: value for entry in entries for name, value in entry.items() if name != ROUND}
 
     def problems(self, first: Hparams, hp_config: "HyperparameterConfig") -> Iterator[Problem]:
-        """Yield values that no agent of a run can take, with their paths below the strategy.
-
-        `first` are the hyperparameters of the first agent.
-        """
+        """Yield values that no agent of a run can take, with their paths below the strategy."""
         hparams = first
         for index, entry in enumerate(self.rounds):
             values = {name: value for name, value in entry.items() if name != ROUND}

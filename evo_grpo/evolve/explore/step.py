@@ -52,11 +52,7 @@ def put_all(
     space: Mapping[str, RLParameter],
     names: Iterable[str],
 ) -> tuple[Hparams, Changes]:
-    """Set several values at once; return the new hyperparameters and the changes.
-
-    `space` has the ranges as `parts` yields them: values without one are not set. `names` are the
-    hyperparameters that may mutate.
-    """
+    """Set the values that have a range in `space`; return the new hyperparameters and changes."""
     old = {name: value_of(hparams, name, space[name]) for name in values if name in space}
     changes = {n: (before, values[n]) for n, before in old.items() if values[n] != before}
     return with_values(hparams, {n: new for n, (_, new) in changes.items()}, names), changes

@@ -25,6 +25,6 @@ class NoSelection(Group):
     def plan(
         self, histories: Sequence[Sequence[Score]], places: int, rng: "np.random.Generator"
     ) -> tuple[Offspring, ...]:
-        """Plan the next round without draws; failed agents leave first, from the highest position."""
+        """Plan the next round without draws; failed agents leave first, from the last position."""
         del rng
         return tuple(Offspring(position, position) for position in best(histories, places))

@@ -43,7 +43,6 @@ class CheckedSelector:
 
 
 def _checked(name: str, plan: object, size: int, places: int) -> tuple[Offspring, ...]:
-    """Return a checked plan as a tuple of `Offspring`."""
     entries = list(cast("Iterable[object]", plan)) if isinstance(plan, Iterable) else [plan]
     wrong = [entry for entry in entries if not isinstance(entry, Offspring)]
     if wrong or not isinstance(plan, Iterable):

@@ -62,10 +62,7 @@ class ParetoSelector:
     def plan(
         self, histories: Sequence[Sequence[Score]], places: int, rng: "np.random.Generator"
     ) -> tuple[Offspring, ...]:
-        """Plan the next round; copies from the front overwrite failed agents.
-
-        With one goal, the front has the agents that no other agent is ahead of.
-        """
+        """Plan the next round; copies from the front overwrite failed agents."""
         from evo_grpo.evolve.goals import dominates, ranked  # loads numpy, which settings do not
 
         usable = set(rank(histories))

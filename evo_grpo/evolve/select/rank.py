@@ -34,10 +34,7 @@ def rank(histories: Sequence[Sequence[Score]]) -> list[Position]:
 
 
 def best(histories: Sequence[Sequence[Score]], places: int) -> list[Position]:
-    """Return the positions of the `places` best agents, in ascending order.
-
-    Failed agents rank after all others, by position.
-    """
+    """Return the positions of the `places` best agents, failed ones last, in ascending order."""
     ranked = rank(histories)
     failed = sorted({Position(position) for position in range(len(histories))} - set(ranked))
     return sorted([*ranked, *failed][:places])

@@ -50,13 +50,9 @@ ROUNDING = (
 
 
 class Change(NamedTuple):
-    """A difference between recorded and present inputs.
+    """A difference between recorded and present inputs; None stands for a missing value.
 
-    Attributes:
-        kind: The attribute of `Inputs` that has it.
-        name: Name of the setting, file, package or part.
-        before: Its recorded value; None if there was none.
-        after: Its present value; None if there is none.
+    `kind` is the attribute of `Inputs` that differs, `name` the setting, file, package or part.
     """
 
     kind: str
@@ -89,8 +85,7 @@ def record_inputs(
 ) -> None:
     """Record the inputs of a run, with its Python objects, if its folder has no record yet.
 
-    Raises:
-        CheckpointError: The record is missing although rounds were played.
+    Raises CheckpointError if the record is missing although rounds were played.
     """
     if os.path.lexists(folder.path / INPUTS):
         return
@@ -125,7 +120,7 @@ def compare_inputs(
     """
     record_inputs(folder, config, objects)
     then, played = read_inputs_of(folder.path), folder.rounds()
-    # It would go on otherwise than it was begun.
+    # The run would continue by other rules than it began with.
     if gone := [name for name in map(".".join, REMOVED) if name in then.settings]:
         raise RunDirError(
             f"{folder.path}: expected a run that this version began, got one of an earlier "
@@ -233,10 +228,7 @@ def may_change(name: str) -> bool:
 def _differences(
     then: Inputs, config: RunConfig, objects: Mapping[str, str] | None
 ) -> tuple[Inputs, list[Change]]:
-    """Return the present inputs of a run, and how they differ from the recorded ones.
-
-    None for `objects` compares no Python objects.
-    """
+    """Return the present inputs and their changes; without `objects`, those are not compared."""
     parts = then.objects if objects is None else objects
     # The places stay those of the start of the run.
     now = replace(inputs_of(config), id=then.id, places=then.places, objects=parts)
@@ -262,10 +254,7 @@ def _is_harmless(one: Change, then: Inputs, now: Inputs) -> bool:
 def _refuse(
     folder: Path, then: Inputs, wrong: Sequence[Change], allow: Iterable[str], command: str | None
 ) -> None:
-    """Refuse changes by name, but for files and parts of Python objects named in `allow`.
-
-    The remedy repeats `command`; None stands for a call in Python.
-    """
+    """Refuse changes by name, except those in `allow`; the remedy repeats `command`."""
     allowed, known = set(allow), {*then.files, *then.objects}
     if unknown := sorted(allowed - known):
         names = ", ".join(sorted(known)) or "none, for this run reads no file of yours"

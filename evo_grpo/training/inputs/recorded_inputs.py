@@ -165,7 +165,6 @@ def _check_numbers_of_rounds(inputs: Inputs) -> None:
 
 
 def _files(config: RunConfig) -> Iterator[tuple[str, Path | None]]:
-    """Yield each file of the user that a run reads, with the setting that names it."""
     env = config.env
     for name in DATA:
         given = _data(config, name)
@@ -274,7 +273,6 @@ def _compared(config: RunConfig) -> Mapping[str, Any]:
 
 
 def _compared_files(now: Inputs) -> Mapping[str, Any]:
-    """Return the digests of the files that a run reads, and the version, by name in errors."""
     found = {f"the file of {name}": digest or "missing" for name, digest in now.files.items()}
     return {**found, "the version of evo-grpo": now.software["evo-grpo"]}
 

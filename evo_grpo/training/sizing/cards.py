@@ -74,12 +74,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gb|gib|g)?")
 
 
 class Gpu(NamedTuple):
-    """A GPU.
-
-    Attributes:
-        name: Its name as the user or the driver wrote it.
-        bytes: Bytes of memory.
-    """
+    """A GPU: its name as the user or the driver wrote it, and its bytes of memory."""
 
     name: str
     bytes: int
@@ -99,10 +94,9 @@ class Gpu(NamedTuple):
 
 
 def parse_gpu(text: str) -> Gpu:
-    """Return the card that a text names: `24GB` (10^9 bytes each), `24GiB` (2^30) or `a100-80gb`.
+    """Return the card `24GB` (10^9 bytes each), `24GiB` (2^30) or `a100-80gb`.
 
-    Raises:
-        ConfigError: The text is neither a size nor a known name.
+    Raises ConfigError if the text is neither a size nor a known name.
     """
     known = _plain(text)
     if known in CARDS:
@@ -118,16 +112,12 @@ def parse_gpu(text: str) -> Gpu:
 
 
 def _plain(text: str) -> str:
-    """Return the name of a card as `CARDS` writes it."""
     plain = re.sub(r"[\s_]+", "-", text.strip().lower())
     return re.sub(r"^(nvidia-|geforce-|tesla-)+", "", plain)
 
 
 def cuda_devices() -> list[Gpu | None]:
-    """Return the CUDA devices that this process may use, as nvidia-smi lists them.
-
-    None stands for a device whose memory is unknown.
-    """
+    """Return this process's CUDA devices as nvidia-smi lists them; None if memory is unknown."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -160,10 +150,7 @@ def torch_build(version: Any) -> str:  # noqa: ANN401 -- the module torch.versio
 
 
 def unseen_gpus(build: str) -> str | None:
-    """Return a clause with the remedy if this machine has GPUs that torch does not see.
-
-    `build` is that of `torch_build`.
-    """
+    """Return a clause with the remedy if this machine has GPUs that torch does not see."""
     visible = cuda_devices()
     if not visible:
         return None

@@ -99,10 +99,9 @@ class Setup(NamedTuple):
 
 
 def choose_limits(config: RunConfig, setup: Setup) -> dict[str, int]:
-    """Return the greatest value that fits for each limit in `LIMITS` that is null, by name.
+    """Return the greatest value that fits, or the least one, for each null limit in `LIMITS`.
 
-    If none fits, it is the least value. It is empty on a CPU without `engine.memory`, and for a
-    model of unknown size.
+    The result is empty on a CPU without `engine.memory`, and for a model of unknown size.
     """
     rows, tokens = LIMITS
     engine, on_cpu, found = config.engine, setup.device == "cpu", dict[str, int]()
@@ -126,10 +125,7 @@ def choose_limits(config: RunConfig, setup: Setup) -> dict[str, int]:
 def _largest(
     config: RunConfig, setup: Setup, known: Mapping[str, int], name: str, least: int, most: int
 ) -> int:
-    """Return the largest value of a limit that fits beside the known ones.
-
-    Of several values that need the same memory, it is the smallest: larger ones are never reached.
-    """
+    """Return the largest value of a limit that fits beside the known ones and can be reached."""
     needed: dict[int, int] = {}
     for value in (least, *(step for step in _STEPS if least < step <= most)):
         plan = setup.plan(config, **{**known, name: value})
@@ -234,7 +230,6 @@ def _proposals(config: RunConfig, setup: Setup) -> Iterator[dict[str, object]]:
 
 
 def _tried(config: RunConfig, setup: Setup, changes: Mapping[str, object]) -> Fit | None:
-    """Return a run with changes; None if it does not fit with some room."""
     try:
         found = changed(config, changes)
     except EvoGrpoError:  # the settings contradict the change
@@ -248,11 +243,7 @@ def _tried(config: RunConfig, setup: Setup, changes: Mapping[str, object]) -> Fi
 
 
 def changed(config: RunConfig, changes: Mapping[str, object]) -> RunConfig:
-    """Return the settings with dotted names changed.
-
-    Raises:
-        ConfigError: The settings contradict each other.
-    """
+    """Return settings with dotted names changed; raise ConfigError for a contradiction."""
     for name, value in changes.items():
         config = _changed(config, name.split("."), value)
     return config
@@ -289,8 +280,8 @@ def setup_here(
 ) -> Setup | None:
     """Return where a run would compute, without torch; None if the memory there is unknown.
 
-    `longest` are the tokens of the longest completion. `gpu` is the card to plan for; None plans
-    for the devices of this machine.
+    `longest` is the number of tokens of the longest completion. `gpu` is the card to plan for; None
+    plans for this machine.
     """
     seen = [] if gpu is not None else cuda_devices()
     known = [one for one in seen if one is not None]

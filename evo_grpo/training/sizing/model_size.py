@@ -50,11 +50,7 @@ class ModelSize(NamedTuple):
 
 
 def read_model_size(name: str) -> ModelSize:
-    """Read the size of a model without loading it.
-
-    Raises:
-        ModelError: The model does not exist, or its files are damaged.
-    """
+    """Read the size of a model without loading it; raise ModelError if it is missing or damaged."""
     source = resolve(name)
     if source.gguf_file is not None:
         return _from_gguf(name, Path(source.path) / source.gguf_file)
@@ -68,12 +64,9 @@ def read_model_size(name: str) -> ModelSize:
 
 
 def classifier_parameters(name: str) -> int | None:
-    """Return the number of parameters of a sequence classifier, or None if it is unknown.
+    """Return the number of parameters of a sequence classifier; None if it is unknown.
 
-    Without weights on this machine, it is derived from the config.json.
-
-    Raises:
-        ModelError: The model does not exist, or its files are damaged.
+    It comes from the weights, else from the config.json. A missing model is a ModelError.
     """
     source = resolve(name)
     file = config_file(source)
@@ -90,10 +83,9 @@ def classifier_parameters(name: str) -> int | None:
 
 
 def lora_parameters(size: ModelSize, lora: LoraSettings) -> int | None:
-    """Return the number of parameters of one adapter, or None if the layers are unknown.
+    """Return the number of parameters of one adapter; None if the layers are unknown.
 
-    Raises:
-        ConfigError: target_modules match no layer of the model, or a pattern does not terminate.
+    Raises ConfigError if target_modules match no layer, or a pattern does not terminate.
     """
     if not size.linears:
         return None

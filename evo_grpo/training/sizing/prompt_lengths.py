@@ -56,12 +56,7 @@ class PromptLengths(NamedTuple):
 
 
 class FirstPrompt(NamedTuple):
-    """The prompt of the first train row, as the model gets it.
-
-    Attributes:
-        text: With special tokens.
-        tokens: Number of tokens.
-    """
+    """The prompt of the first train row with its special tokens, and its length in tokens."""
 
     text: str
     tokens: int
@@ -77,14 +72,9 @@ def read_prompts(
     """Return the lengths of the prompts of a task, the first one, and warnings about the template.
 
     Lengths and prompt are None for a task that generates its rows, which would take long. Lengths
-    are 0, of no row, if the model has no tokenizer.json here.
-
-    Args:
-        task: The task.
-        model: Name of the base model.
-        context: Most tokens of prompt and completion together, None if unknown.
-        vocabulary: Number of embeddings of the model, None if unknown.
-        answer: Tokens that `env.too_long: truncate_left` leaves for a completion.
+    are 0 without a tokenizer.json. `context` is the most tokens of prompt and completion,
+    `vocabulary` the number of embeddings; None is unknown. `answer` is the number of tokens that
+    `env.too_long: truncate_left` leaves for a completion.
 
     Raises:
         PromptTooLongError: A prompt leaves no room for a completion, by its row.
@@ -153,7 +143,6 @@ def _fitting(
 
 
 def _sample(rows: Sequence[DatasetRow], total: int) -> Sequence[DatasetRow]:
-    """Return the rows of a split, or its share of the sample, evenly spread."""
     if total <= MOST_READ:
         return rows
     count = max(1, len(rows) * MOST_READ // total)
@@ -221,10 +210,7 @@ class FileTokenizer:
 
 @contextmanager
 def _bounded_memory() -> Generator[None]:
-    """Raise MemoryError if the block takes more than `MOST_MEMORY`; start no thread in it.
-
-    Only Linux reports and limits the memory of a process.
-    """
+    """Raise MemoryError if the block takes more than `MOST_MEMORY` (on Linux); use no threads."""
     if sys.platform != "linux":
         yield
         return
@@ -267,7 +253,6 @@ def _statm() -> int:
 
 
 def _file(model: str, name: str) -> Path | None:
-    """Return a file of a model, or None if it is not on this machine."""
     source = resolve(model)
     found = None if source.gguf_file is not None else config_file(source, name)
     return found if found is not None and found.is_file() else None
