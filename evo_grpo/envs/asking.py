@@ -1,7 +1,7 @@
 """The prompt template and answer length of a task, from its settings alone.
 
-After its run, a model is asked on other machines too, without the data and the reward functions of
-the task. So no user code is imported, and rows are read only if no setting gives the template.
+A model is also asked on machines without the task's data and reward functions. So no user code is
+imported, and rows are read only if no setting gives the template.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Asking:
-    """How a task asks.
+    """The prompt template of a task and the length of its answers.
 
     Attributes:
         template: Turns a row into a prompt.

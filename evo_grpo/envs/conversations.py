@@ -29,13 +29,13 @@ def holds_messages(value: object) -> bool:
 
 
 def is_conversation(value: object) -> bool:
-    """Return whether a value is one message of any dataset, also of other keys, or a list."""
+    """Return whether a value is one message, also with the keys of other datasets, or a list."""
     first = next(iter(_as_list(value) or ()), value)
     return isinstance(first, Mapping) and bool({"role", "content", "from"} & first.keys())
 
 
 def parts_of(row: DatasetRow, column: str) -> dict[str, Any]:
-    """Return the messages that a model is asked with, as `messages`, and their target, as `target`.
+    """Return the messages to ask a model with, as `messages`, and the target answer, as `target`.
 
     Text is a message of the user. Only the column `messages` has a target.
     """
@@ -51,7 +51,7 @@ def parts_of(row: DatasetRow, column: str) -> dict[str, Any]:
 
 
 def with_parts(row: DatasetRow, parts: Mapping[str, Any]) -> DatasetRow:
-    """Return a row with the parts of its conversation; columns of their names are kept."""
+    """Return a row with the parts of its conversation; columns with the same names are kept."""
     more = {name: value for name, value in parts.items() if name not in row}
     if not more:
         return row
@@ -85,7 +85,6 @@ def messages_of(value: object, where: str) -> list[dict[str, Any]]:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a message needs no change, as nearly all."""
     if type(value) is not dict:
         return False
     message = cast("dict[Any, Any]", value)
@@ -94,7 +93,6 @@ def _is_plain(value: object) -> bool:
 
 
 def _message(value: object, where: str) -> dict[str, Any]:
-    """Return a message with its content as text, and its other keys as they are."""
     if not isinstance(value, Mapping) or not {"role", "content"} <= value.keys():
         raise DataError(
             f"{where}: expected the keys role and content, got {excerpt(repr(value))}; rename its "
@@ -138,7 +136,6 @@ def text_of(value: object, where: str) -> str:
 
 
 def _as_list(value: object) -> list[Any] | None:
-    """Return a list, a tuple or an array as a list; None for any other value."""
     if isinstance(value, list | tuple):
         return list(cast("Sequence[Any]", value))
     if hasattr(value, "tolist") and getattr(value, "ndim", 0):  # pandas reads lists so

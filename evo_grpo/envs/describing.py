@@ -29,13 +29,9 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 def environment_parts(env: object, seed: int) -> dict[str, str]:
     """Return what identifies an environment: a text or a digest, by the name of the part.
 
-    Rows are compared by their content, functions and classes by their source, without the source of
-    what they call. How reward functions are called is no part, since it changes no result, but for
-    TRL's style.
-
-    Args:
-        env: An object as `Population.train` takes it.
-        seed: Seed of the agents, which decides on the rows that a `DatasetEnv` holds out.
+    Rows are compared by content, functions and classes by their source, without the functions that
+    they call. How reward functions are called is left out, since it changes no result, except in
+    TRL's style. `seed` decides which rows a `DatasetEnv` holds out.
     """
     parts = {ENVIRONMENT: type(env).__name__}
     if isinstance(env, DatasetEnv):
@@ -52,10 +48,7 @@ def environment_parts(env: object, seed: int) -> dict[str, str]:
 
 
 def recorded_task(env: object, name: str) -> EnvConfig:
-    """Return the settings of an environment for population.yaml, without its rows and functions.
-
-    They have its prompt template, so that a model of the run can be asked without the environment.
-    """
+    """Return an environment's settings for population.yaml: its template, but no rows or code."""
     kind = f"{OBJECT}{name}"
     if isinstance(env, DatasetEnv):
         return env.settings.replace(kind=kind, reward_weights=None)
@@ -75,10 +68,7 @@ def _named(template: RawTemplate) -> NamedPrompt:
 
 
 def source_part(name: str, code: object) -> dict[str, str]:
-    """Return the digest of the source of a function, of a class or of the class of an object.
-
-    It is empty where there is no source, as for functions written in C.
-    """
+    """Return the digest of the source of a function or class, if there is a source."""
     bound = ""
     if isinstance(code, partial):
         given = cast("partial[Any]", code)
@@ -92,7 +82,7 @@ def source_part(name: str, code: object) -> dict[str, str]:
 
 
 def reward_parts(rewards: Iterable[object]) -> dict[str, str]:
-    """Return the digests of the sources of reward functions, given as functions or with names."""
+    """Return the digests of the sources of reward functions, given as functions or by name."""
     parts: dict[str, str] = {}
     for reward in rewards:
         fn = getattr(reward, "fn", reward)

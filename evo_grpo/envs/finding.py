@@ -1,10 +1,9 @@
 """Find the names of a configuration in source files, without importing anything.
 
-`evo-grpo check` and the record of a run's files use it, since neither runs code that a
-configuration names. A module is located as an import locates it, but level by level, because
-`find_spec("a.b")` imports `a`. Its syntax tree shows whether it binds the name, and which arguments
-a function or class that it defines takes. Where only running it would show that (an imported name,
-a compiled module, a decorator, a base class), nothing is refused.
+A module is located as an import locates it, but level by level, because `find_spec("a.b")` imports
+`a`. Its syntax tree shows whether it binds the name, and which arguments a function or class takes.
+Where only running the code would show that (an imported name, a compiled module, a decorator, a
+base class), nothing is refused.
 """
 
 from __future__ import annotations
@@ -87,10 +86,7 @@ def find_function(path: str, where: str) -> Callable[..., Any]:
 
 
 def find_name(path: str, where: str) -> Found:
-    """Look up "module:function" in the source of its module, without importing it.
-
-    `where` is the setting that holds the name, for messages.
-    """
+    """Look up "module:function" in its source, without an import; `where` names the setting."""
     module, attribute = split_name(path, where)
     first, *rest = attribute.split(".")
     if (source := _read(module, path, where)) is None:
@@ -112,13 +108,10 @@ def is_installed(module: str) -> bool:
 
 
 def defining_files(path: str) -> dict[str, Path | None]:
-    """Return the file of the module of a name, and those from which it imports the name.
+    """Return the files of the module of "module:function" and of those it imports the name from.
 
-    `from .scores import exact as score` is followed; another name for an import, `import *` and
-    functions that the definition calls are not. Nothing is imported.
-
-    Args:
-        path: "module:function".
+    `from .scores import exact as score` is followed, but not `import *`, another name for an
+    import, or functions that the definition calls. Nothing is imported.
 
     Returns:
         Module -> file, the module of the name first; None for a module that is missing or has no
@@ -239,7 +232,6 @@ def _bindings(body: Sequence[ast.stmt], package: str = "") -> dict[str, list[ast
 
 
 def _described(node: ast.AST, rest: Sequence[str], path: str, where: str, origin: str) -> Found:
-    """Return the description of a definition, or of the attribute `rest` of it."""
     if not rest and isinstance(node, ast.Constant):
         raise not_callable(path, where, node.value)
     if not isinstance(node, ast.ClassDef):
@@ -251,7 +243,6 @@ def _described(node: ast.AST, rest: Sequence[str], path: str, where: str, origin
 
 
 def _class(node: ast.ClassDef, path: str) -> Found:
-    """Return the methods of a class and the parameters of its constructor."""
     if node.keywords or node.decorator_list:
         return Found(path)
     functions = _bindings(node.body)
@@ -269,7 +260,7 @@ def _class(node: ast.ClassDef, path: str) -> Found:
 
 
 def _signature(node: ast.AST | _Import, *, bound: bool = False) -> Signature | None:
-    """Return the signature of a function or lambda, or None; `bound` leaves out its first one."""
+    """Return the signature of a function or lambda, or None; `bound` drops the first parameter."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         return None
     if getattr(node, "decorator_list", ()):

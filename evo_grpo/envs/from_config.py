@@ -39,10 +39,7 @@ def check_names(kind: str, args: Iterable[str], known: Iterable[str]) -> None:
 
 
 def checked_types(args: Mapping[str, Any], taken_by: Callable[..., object]) -> dict[str, Any]:
-    """Return `env.args` after checking each against the type of the parameter's default.
-
-    A default of None stands for an optional number of rows.
-    """
+    """Check each of `env.args` against its default; a default of None is a number of rows."""
     for name, value in args.items():
         default = signature(taken_by).parameters[name].default
         expected: type = int if default is None else type(default)
@@ -58,9 +55,9 @@ def checked_types(args: Mapping[str, Any], taken_by: Callable[..., object]) -> d
 def configured_rewards(
     env: EnvConfig, load: Loader = load_function, own: Sequence[RewardFunction] = ()
 ) -> tuple[RewardFunction, ...]:
-    """Load the reward functions that a configuration names, which may be none.
+    """Load the reward functions that a configuration names; `own` are those of the task.
 
-    Without names, a mapping `env.reward_weights` gives weights to those of the task, `own`.
+    If it names none, a mapping `env.reward_weights` sets the weights of `own`.
     """
     if not env.reward:
         if env.reward_weights is None:
@@ -79,8 +76,7 @@ def rewards_of(
 ) -> tuple[RewardFunction, ...]:
     """Return one reward or several, with weights, as `as_rewards` does.
 
-    Each is a function, its name, or the description of a reward model or a judge: a `ModelReward`,
-    a `JudgeReward`, or a mapping as in YAML's `env.reward`.
+    Each is a function, its name, a `ModelReward`, a `JudgeReward`, or a mapping as in `env.reward`.
     """
     is_list = isinstance(given, Sequence) and not isinstance(given, str)
     several = cast("Sequence[object]", given) if is_list else [given]

@@ -1,10 +1,10 @@
-"""Loads a person's code, and that of a run folder.
+"""Loads the user's code, and that of a run folder.
 
-A configuration that names code is code: its author decides which code runs. Commands that run it
-call `load_function`; `envs.finding` looks up a name without importing anything.
+Commands that run the code of a configuration call `load_function`; `envs.finding` looks up a name
+without importing anything.
 
 A run folder may come from a stranger, together with the digests that would accept the stranger's
-module. Installed packages may be imported, also from an environment below a run folder.
+module. So modules in it are refused, except for installed packages of an environment below it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def is_guard(finder: object) -> bool:
 
 @final
 class _Guard(MetaPathFinder):
-    """Raises for a module in a run folder, and leaves all others to the other finders."""
+    """Refuses a module in a run folder, and leaves all others to the other finders."""
 
     def find_spec(
         self,
@@ -72,7 +72,6 @@ class _Guard(MetaPathFinder):
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """See `MetaPathFinder`."""
         places = sys.path if path is None else path
         if all(_is_installed(place) for place in places if isinstance(place, str)):  # pyright: ignore[reportUnnecessaryIsInstance] -- anybody may put other things there
             return None
@@ -87,7 +86,6 @@ _GUARD = _Guard()
 
 @cache
 def _is_installed(place: str) -> bool:
-    """Return whether a path lies where packages are installed."""
     path = Path(place)
     return any(path.is_relative_to(folder) for folder in _installed_in())
 
@@ -113,12 +111,9 @@ _OTHER = 'the class Game in my_game.py of this folder is "my_game:Game"'
 
 
 def load_function(path: str, where: str = REWARD) -> Callable[..., Any]:
-    """Import a function by its name.
+    """Import the function that the setting `where` names, such as "package.module:object.method".
 
-    Args:
-        path: "module:function" or "package.module:object.method". Modules of `places.folders` are
-            found after installed ones.
-        where: The setting that holds the name, for messages.
+    Modules of `places.folders` are found after installed ones.
     """
     module_name, attribute = split_name(path, where)
     module = _import(module_name, path, where)
@@ -196,7 +191,7 @@ def not_callable(path: str, where: str, value: object) -> ConfigError:
 
 
 def _refuse_imported(found: object, path: str, where: str) -> None:
-    """Refuse the standard library as an attribute of another module: "package:os.system"."""
+    """Refuse the standard library as an attribute of another module, as in "package:os.system"."""
     if isinstance(found, ModuleType):
         module = found.__name__
     elif isinstance(found, FunctionType | BuiltinFunctionType | MethodType | type):
@@ -224,7 +219,7 @@ def _differ(known: Path, file: Path) -> bool:
 
 
 def _refuse_other(name: str, path: str, where: str) -> None:
-    """Refuse a module of the same name, but other code, that this process has imported."""
+    """Refuse a module if this process has imported other code under its name."""
     root = name.partition(".")[0]
     known = getattr(sys.modules.get(root), "__file__", None)
     found = PathFinder.find_spec(root, sys.path) if known else None

@@ -21,10 +21,7 @@ _NO_MESSAGES = "expected messages for the chat template, got the raw text of a p
 
 
 def with_prompting(task: Task, given: PromptSettings, seed: int) -> Task:
-    """Return a task with a system prompt, examples, template keywords and thinking tags.
-
-    Examples are taken from train alone, by the seed of the run.
-    """
+    """Add a system prompt, examples from train, template keywords and thinking tags to a task."""
     if given == type(given)():
         return task
     template = Template.of_task(task)
@@ -52,11 +49,7 @@ def with_prompting(task: Task, given: PromptSettings, seed: int) -> Task:
 def named_template(
     name: str | None, template: Template, given: PromptSettings, examples: Sequence[DatasetRow]
 ) -> Template:
-    """Return the template of a prompt in `env.prompts`; None stands for the first one.
-
-    The other arguments and the errors are those of `prompting_template`; without `env.prompts` it
-    is what that function returns.
-    """
+    """Return the template of a prompt in `env.prompts`; None stands for the first or only one."""
     prompts = given.prompts or {}
     if name is None:
         name = next(iter(prompts), None)
@@ -92,7 +85,7 @@ def prompting_template(
 ) -> Template:
     """Return a template with a system prompt, examples and keywords of the chat template.
 
-    `given.prompts` is not read; `above` is the group that has the system prompt, for messages.
+    `given.prompts` is not read. `above` is the settings group of the system prompt, for messages.
     """
     if given.few_shot is not None:
         template = _solved_before(template, given.few_shot, examples)
@@ -159,7 +152,7 @@ def _taken_out(
 def _solved_before(
     template: Template, few_shot: FewShot, examples: Sequence[DatasetRow]
 ) -> Template:
-    """Return a template with the questions of examples and their answers in front."""
+    """Return a template preceded by the questions of examples and their answers."""
     answer = Template.of(few_shot.answer)
     if template.text is not None:
         shown = (
@@ -175,7 +168,6 @@ def _solved_before(
 
 
 def _solved(asked: Template, answer: Template, row: DatasetRow) -> list[Mapping[str, str]]:
-    """Return the messages of an example: a question filled in, and its answer."""
     # A system message of the row is left out, since that of the question comes first.
     whole, messages = asked.filled(row)
     filled = [one for one in messages if one["role"] not in SYSTEM]
@@ -187,5 +179,4 @@ def _solved(asked: Template, answer: Template, row: DatasetRow) -> list[Mapping[
 
 
 def _literal(text: str) -> str:
-    """Return a template that is filled in to this text."""
     return text.replace("{", "{{").replace("}", "}}")

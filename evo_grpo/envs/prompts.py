@@ -78,7 +78,7 @@ class Template:
         return cls(None, raw, task.keywords)
 
     def columns(self) -> dict[str, str]:
-        """Return its columns, each with a description, for `tables.require_columns`."""
+        """Return the columns of the template, with descriptions for `tables.require_columns`."""
         parts = [self.text or ""] + [message["content"] for message in self.conversation or ()]
         return {column: "the prompt template" for part in parts for column in _columns(part)}
 
@@ -94,9 +94,9 @@ class Template:
     def fitted(
         self, rows: Sequence[DatasetRow], name: str, who: str = "the prompt template"
     ) -> tuple[list[DatasetRow], list[str]]:
-        """Return rows with the parts of their conversations, and the text of each; see `plain`.
+        """Return rows with the parts of their conversations, and the text of each as from `plain`.
 
-        `name` and `who` are the rows and what needs the columns, for messages.
+        `name` describes the rows, and `who` the part that needs the columns, for messages.
         """
         needs = dict.fromkeys(self.columns(), who)
         require_columns(rows, needs, name, filled=needs)
@@ -117,14 +117,13 @@ class Template:
         return _text(self.messages(row))
 
     def messages(self, row: DatasetRow) -> list[dict[str, Any]]:
-        """Return the messages of a conversation, filled in with a row; see `filled`."""
+        """Return the messages of a conversation, filled in with a row."""
         return self.filled(row)[1]
 
     def filled(self, row: DatasetRow) -> tuple[DatasetRow, list[dict[str, Any]]]:
         """Return a row with the parts of its conversations, and the messages filled in with it.
 
-        The system message of a column comes first, before examples. A raw template is a message of
-        the user.
+        A system message in a column goes before examples; a raw template is a user message.
         """
         whole, filled = row, list[dict[str, Any]]()
         for message in self.conversation or ({"role": "user", "content": self.text or ""},):
@@ -148,17 +147,13 @@ class Template:
     def render(
         self, row: DatasetRow, tokenizer: PreTrainedTokenizerBase
     ) -> tuple[str, tuple[int, ...]]:
-        """Return a row's prompt text and token ids; see `render_all`."""
+        """Return a row's prompt text and token ids."""
         return self.render_all([row], tokenizer)[0]
 
     def render_all(
         self, rows: Sequence[DatasetRow], tokenizer: PreTrainedTokenizerBase
     ) -> list[tuple[str, tuple[int, ...]]]:
-        """Return the prompt text and token ids of each row, with one call of the tokenizer.
-
-        The tokenizer puts its special tokens in front of a raw text; a chat template writes its
-        own.
-        """
+        """Return the prompt text and token ids of each row, with one call of the tokenizer."""
         if not rows:
             return []
         if self.conversation is None:
@@ -184,10 +179,7 @@ def _text(messages: Sequence[Mapping[str, Any]]) -> str:
 def _drop_appended_ends(
     texts: Sequence[str], encoded: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Drop the end token that some tokenizers append, after which a model completes nothing.
-
-    An end token that the text itself ends with is kept.
-    """
+    """Drop the end tokens that a tokenizer appended, after which a model completes nothing."""
     end = tokenizer.eos_token_id
     closed = [number for number, ids in enumerate(encoded) if ids and ids[-1] == end]
     if not closed:
@@ -202,15 +194,14 @@ def _drop_appended_ends(
 
 
 def _plain_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token ids of a text without special tokens around it."""
     return list(tokenizer.encode(text, add_special_tokens=False, **_QUIET))
 
 
 class RenderedPrompts:
     """Prompts by split and row, rendered on first use.
 
-    For `env.too_long: truncate_left`, `answer` is the number of tokens that prompts leave for a
-    completion where the context allows it; None refuses a prompt that leaves none.
+    `answer` is the number of tokens that `env.too_long: truncate_left` leaves for a completion;
+    None refuses a prompt that leaves none.
     """
 
     def __init__(
@@ -240,7 +231,7 @@ class RenderedPrompts:
         return known[index]
 
     def of_row(self, prompt: Prompt) -> Prompt:
-        """Return the prompt of the row that another prompt, of any template, was made from."""
+        """Return the prompt of the same row as another prompt, which may be of any template."""
         index = prompt.index
         for split in SPLITS:
             rows = self._splits[split]
@@ -264,14 +255,14 @@ class RenderedPrompts:
                 self._known[split][index] = self._fitting(split, self.get(split, index))
 
     def lengths(self, split: Split) -> list[int]:
-        """Render all prompts of a split, and return their tokens."""
+        """Render all prompts of a split, and return their lengths in tokens."""
         count = len(self._splits[split])
         for start in range(0, count, CHUNK):
             self._render(split, range(start, min(start + CHUNK, count)))
         return [len(self.get(split, index).token_ids) for index in range(count)]
 
     def _render(self, split: Split, indices: Sequence[int]) -> None:
-        """Render missing prompts with one call of the tokenizer, far faster than one call each."""
+        """Render missing prompts with one call of the tokenizer, much faster than one per row."""
         missing = [index for index in indices if index not in self._known[split]]
         rows = [self._splits[split][index] for index in missing]
         # `get` raises the error of a prompt, with its row.
@@ -377,7 +368,7 @@ def _messages(template: object) -> tuple[Mapping[str, str], ...]:
 
 
 class _Present(dict[str, Any]):
-    """A row without what nobody means to print: None, and a list in place of a text."""
+    """A row without values that a prompt should not print: None, and a list in place of a text."""
 
     def __init__(self, row: DatasetRow, text: str) -> None:
         super().__init__(row)

@@ -1,9 +1,8 @@
 """The interface between a round and an environment, of one turn or of many.
 
-It follows Optuna's ask and tell. `Environment.begin` opens a `Play` for all agents. `ask` returns
-the prompts of the next turn, the caller samples completions for the whole population in one call,
-and `tell` hands them to the play, until `ask` returns None. A single turn asks once, an episode
-once a turn. Starts, advantages, rows and fitness are the same for both:
+As in Optuna, `ask` returns the prompts of the next turn, the caller samples completions for all
+agents in one call, and `tell` takes them, until `ask` returns None. A single turn asks once, an
+episode once a turn:
 
     play = env.begin(starts, group_sizes)
     while (ask := play.ask()) is not None:
@@ -34,8 +33,8 @@ class Experience:
 
     Attributes:
         trajectories: B = P * G trajectories, ordered by start, then within the group.
-        rewards: (B, K) float64, one column per reward function; NaN if a function abstained, and
-            in the rows of dropped episodes.
+        rewards: (B, K) float64, one column per reward function; NaN if a function abstained, and in
+            the rows of dropped episodes.
         metrics: Further metrics of the environment, by name.
     """
 
@@ -62,9 +61,8 @@ class Ask:
         prompts: N sequences of prompts; an empty one skips the agent.
         samples: N numbers of completions per prompt, each >= 1.
         turn: Turn of the episodes, 0-based, which selects the random draws; None for a single turn.
-        keys: N sequences with one number per prompt, which selects its random draws in place of its
-            position, so that the draws of an episode do not depend on the other episodes that still
-            run. None numbers the prompts 0, 1, ....
+        keys: N sequences with one number per prompt, which selects its random draws, so that they
+            do not depend on which other episodes still run. None numbers the prompts 0, 1, ....
     """
 
     prompts: Sequence[Sequence[Prompt]]
@@ -76,10 +74,7 @@ class Ask:
 def starts_under(
     env: Environment[StartT], prompt: str | None, starts: Sequence[StartT]
 ) -> Sequence[StartT]:
-    """Return the same starts under the prompt of an agent, a name in `env.prompts`.
-
-    None is the environment's own prompt.
-    """
+    """Return the same starts under a prompt in `env.prompts`; None is the default prompt."""
     if prompt is None:
         return starts
     under = getattr(env, "under", None)
@@ -106,11 +101,7 @@ class Play(Protocol):
         ...
 
     def tell(self, groups: Sequence[Sequence[CompletionGroup]]) -> None:
-        """Accept the completions of the last `ask`.
-
-        Args:
-            groups: For each agent, one group per prompt, in the order of the prompts.
-        """
+        """Accept the completions of the last `ask`: for each agent one group per prompt."""
         ...
 
     def experiences(self) -> list[Experience]:

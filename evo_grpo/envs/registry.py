@@ -92,14 +92,9 @@ _REFUSED_OF_EPISODES = (
 def build_task(env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
     """Build the single-turn task that a configuration names.
 
-    Whatever the kind, `prompt` or `conversation` replaces its template, and `reward` its reward
-    functions.
-
-    Args:
-        env: The configuration; paths in it are relative to the current directory.
-        seed: The run's seed: which rows are in which split follows from it.
-        load: Turns the names of reward functions into functions. `finding.find_function` imports
-            nothing; the task then has rows and prompts but cannot be scored.
+    For every kind, `prompt` or `conversation` replaces its template, and `reward` its reward
+    functions. `seed` decides which rows are in which split. With `finding.find_function` as `load`,
+    nothing is imported; the task then has rows and prompts but cannot score completions.
     """
     family, name = _checked(env, multi_turn=False)
     build = _module(family).build
@@ -114,18 +109,15 @@ def build_task(env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
 def build_multi_turn(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
     """Return a factory of the multi-turn environment that a configuration names.
 
-    This begins an episode, so that a missing package, file or setting is an error before a run.
-    The environments share no state. Episodes without an own seed follow from the run's seed.
+    An episode is begun here, so that errors come before a run. Environments share no state. The
+    run's seed decides the episodes without a seed.
     """
     family, name = _checked(env, multi_turn=True)
     return _module(family).build(name, env, seed)
 
 
 def check_multi_turn(env: EnvConfig, seed: int) -> None:
-    """Check the multi-turn environment that a configuration names, without importing user code.
-
-    A family whose kinds all belong to one package is built with that package, as for a run.
-    """
+    """Check the multi-turn environment that a configuration names, without importing user code."""
     family, name = _checked(env, multi_turn=True)
     module = _module(family)
     look = module.check if family.names_code else module.build
@@ -133,7 +125,7 @@ def check_multi_turn(env: EnvConfig, seed: int) -> None:
 
 
 def is_multi_turn(kind: str) -> bool:
-    """Return whether a kind has several turns, so that `build_multi_turn` builds it."""
+    """Return whether the environment of a kind has several turns."""
     family = FAMILIES.get(kind.partition(":")[0])
     return family is not None and family.multi_turn
 

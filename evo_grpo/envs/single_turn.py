@@ -56,18 +56,17 @@ class ReasoningGym:
     Args:
         train_dataset: Rows to learn from: a datasets.Dataset, a list of dicts, a pandas frame, or
             the path of a CSV, TSV, JSON, JSONL or Parquet file.
-        test_dataset: Rows to judge the result on, once, at the end; types as for train_dataset.
+        test_dataset: Rows of the final evaluation; types as for train_dataset.
         tokenizer: The base model's transformers tokenizer.
         reward_fn: One reward function or several; see `RewardFunction` for their arguments and
             results. A name is "module:function"; a model or a judge is a mapping, as in YAML.
         conversation_template: Messages such as [{"role": "user", "content": "Q: {question}"}] for
             the chat template, or a raw string such as "Q: {question}\nA:". Braces name columns.
-            With None, the column "prompt", "question" or "messages" is the message of the user, or
-            the conversation where it holds messages.
+            None takes the column "prompt", "question" or "messages": the user's message, or a
+            conversation.
         batch_size: P, prompts per step, >= 1.
-        validation_dataset: Rows for selection. None holds out a tenth of train; fewer than ten
-            different prompts are too few for that, and selection then reads the train rows
-            themselves.
+        validation_dataset: Rows for selection. None holds out a tenth of train, or uses the train
+            rows if there are fewer than ten different prompts.
         reward_weights: One factor per reward function, or some by name; 1 for all others.
         max_context_length: Tokens of prompt and completion together; a longer prompt is an error.
             None: no limit until `limit_context` sets one.
@@ -130,10 +129,7 @@ class ReasoningGym:
         seed: int = 0,
         max_context_length: int | None = None,
     ) -> Self:
-        """Return the environment of a task, your own or one of `registry.build_task`.
-
-        The other arguments are those of the constructor.
-        """
+        """Return the environment of a task; the other arguments are those of the constructor."""
         env = cls.__new__(cls)
         env._set_up(task, tokenizer, batch_size, seed, max_context_length)
         return env
@@ -207,14 +203,9 @@ class ReasoningGym:
         return self._rendered.max_context_length
 
     def batch(self, step: int, size: int | None = None) -> list[Prompt]:
-        """Return the train prompts of a step.
+        """Return the train prompts of a step, `size` or `batch_size`; the same at every call.
 
-        Steps walk through a seeded permutation of the rows, a new one each epoch. A batch that
-        crosses the end of an epoch continues in the next, and may then hold a row twice.
-
-        Args:
-            step: Number of the step, >= 0; the same number gives the same prompts.
-            size: Prompts, >= 1; None takes `batch_size`.
+        Steps walk through a seeded permutation of the rows, a new one each epoch.
         """
         size = self.batch_size if size is None else size
         if step < 0 or size < 1:
@@ -235,12 +226,7 @@ class ReasoningGym:
     def prompts(self, split: Split, size: int | None = None) -> list[Prompt]:
         """Return a fixed seeded subset of a split, the same at every call.
 
-        A smaller subset begins a larger one.
-
-        Args:
-            split: "train", "validation" or "test".
-            size: Number of prompts, >= 1; None, or more than there are, takes all. Equal rows
-                count separately.
+        None takes all rows. A smaller subset begins a larger one. Equal rows count separately.
         """
         if split not in SPLITS:
             raise ConfigError(f"split: expected one of {listed(SPLITS)}, got {split!r}")
@@ -270,10 +256,7 @@ class ReasoningGym:
         return self._rendered.get(split, index)
 
     def score(self, groups: Sequence[CompletionGroup]) -> Floats:
-        """Score completions with every reward function.
-
-        Args:
-            groups: Completions of prompts of this environment; groups may differ in size.
+        """Score completions of this environment's prompts with every reward function.
 
         Returns:
             (B, K) float64 rewards without weights, rows in the order of groups, then completions;
@@ -288,10 +271,7 @@ class ReasoningGym:
         return scored.rewards
 
     def judge(self, groups: Sequence[CompletionGroup]) -> Judged:
-        """Score completions, and set aside the groups in which a reward cannot be used.
-
-        More groups than the task allows, or another failure of a function, are a RewardError.
-        """
+        """Score completions and set aside unusable groups; raise RewardError for too many."""
         scored = self._scored(groups)
         failed = {position for failure in scored.failures for position in failure.positions}
         aside: list[bool] = []
@@ -309,7 +289,7 @@ class ReasoningGym:
     def begin(
         self, starts: Sequence[Sequence[Prompt]], group_sizes: Sequence[int]
     ) -> SingleTurnPlay:
-        """Begin a play of one turn; see `Environment.begin`."""
+        """Begin a play of one turn."""
         return SingleTurnPlay(
             starts, group_sizes, self.judge, self.reward_names, apart=self._of_trl
         )
@@ -336,7 +316,7 @@ class ReasoningGym:
             rendered.limit(max_context_length)
 
     def _drop(self, most: int) -> None:
-        """Leave out the rows with a prompt of more tokens."""
+        """Leave out the rows whose prompt has more than `most` tokens."""
         kept = fitting_rows(list(self._by_name.values()), self.task.splits, most)
         total = sum(map(len, self.task.splits.values()))
         if dropped := total - sum(map(len, kept.values())):
@@ -361,21 +341,21 @@ class ReasoningGym:
                 scorer.record_in(folder, name, counts=rank == 0)
 
     def share_rewards(self, board: Board, *, known: bool) -> None:
-        """Have judges ask each question once in all processes; see `Judge.share`."""
+        """Make judges ask each question once in all processes; see `Judge.share`."""
         for judge in self._judges:
             judge.share(board, known=known)
 
     def unrecorded_rewards(self) -> list[Mapping[str, Any]]:
-        """Return, by judge, the answers that this process could not keep; see `keep_rewards`."""
+        """Return, by judge, the answers that this process could not write to a file."""
         return [judge.unrecorded() for judge in self._judges]
 
     def keep_rewards(self, unrecorded: Sequence[Mapping[str, Any]]) -> None:
-        """Keep what another process could not keep."""
+        """Keep the answers that another process could not write."""
         for judge, answers in zip(self._judges, unrecorded, strict=True):
             judge.record(answers)
 
     def spent_on_rewards(self) -> dict[str, float]:
-        """Return what judges have cost since the start of the run, summed; empty without one."""
+        """Return the summed cost of judges since the start of the run; empty without a judge."""
         total = Counter[str]()
         for judge in self._judges:
             total.update(judge.spent())
@@ -387,7 +367,7 @@ class ReasoningGym:
             self._process.close()
 
     def _samples(self, groups: Sequence[CompletionGroup]) -> Samples | None:
-        """Return what functions in TRL's style get beside texts."""
+        """Return the further arguments of functions in TRL's style."""
         if not self._of_trl:
             return None
         messages: list[Any] = []

@@ -39,7 +39,7 @@ class SingleTurnPlay:
         group_sizes: G of each agent, completions per prompt.
         judge: Scores groups.
         names: Names of the K reward functions, for the mean of each; empty for no such metrics.
-        apart: Score the completions of each agent by a call of its own, as trainers of one do.
+        apart: Score the completions of each agent by a separate call, as single-agent trainers do.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class SingleTurnPlay:
         self._groups: Sequence[Sequence[CompletionGroup]] | None = None
 
     def ask(self) -> Ask | None:
-        """See `Play`."""
+        """Return the prompts of all agents, or None after `tell`."""
         return self._request if self._groups is None else None
 
     def tell(self, groups: Sequence[Sequence[CompletionGroup]]) -> None:
-        """See `Play`."""
+        """Keep the completions for `experiences`."""
         self._groups = groups
 
     def experiences(self) -> list[Experience]:
-        """Score the completions of all agents; see `Play.experiences`."""
+        """Score the completions of all agents."""
         groups = self._groups or []
         judged = map(self._judge, groups) if self._apart else self._together(groups)
         return [

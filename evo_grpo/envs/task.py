@@ -23,7 +23,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
 class LazyRows(Sequence[DatasetRow]):
-    """Rows that are built on the first access; their number is known before."""
+    """Rows that are built on the first access, of a number known before."""
 
     def __init__(self, count: int, make: Callable[[], Sequence[DatasetRow]]) -> None:
         self._count = count
@@ -42,19 +42,17 @@ class Task:
 
     Attributes:
         name: Name in messages and records.
-        splits: Rows of train (learned from), validation (selection) and test (judged once, at the
-            end).
+        splits: Rows of train (learned from), validation (selection) and test (final evaluation).
         rewards: The reward functions, at least one.
         prompt: A raw template such as "{question}\nA:", or None.
-        conversation: Messages with templates as content, sent through the tokenizer's chat
-            template, or None.
+        conversation: Messages with templates as content, for the chat template, or None.
         max_output_tokens: Tokens of a usual answer with its end token, >= 1; a hint.
         calls: How the reward functions are called.
         keywords: Keyword arguments of the chat template.
-        prompts: The templates of `env.prompts` by name, the first of which is that above; empty if
-            there is one template.
-        thinking: The tags around the thinking part of a completion, which is not its answer; None
-            if all of it is the answer.
+        prompts: The templates of `env.prompts` by name, the first of which is the one above; empty
+            if there is one template.
+        thinking: The tags around the thinking part of a completion, which is not part of the
+            answer; None if there is none.
         too_long: What happens to rows whose prompts leave no room for a completion.
     """
 

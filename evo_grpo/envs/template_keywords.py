@@ -1,4 +1,4 @@
-"""What a chat template reads of keywords and messages, and its text without transformers."""
+"""Keywords and messages that a chat template reads, and its text without transformers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ LOOKED_AT = 1000
 
 
 def ignored_keywords(chat_template: object, keywords: Collection[str]) -> list[str]:
-    """Return a sentence about keywords that a chat template, or each of several, does not read.
-
-    It is empty if there are none, or if the template is None, not known.
-    """
+    """Return a sentence about keywords that no given template reads; empty if there are none."""
     if chat_template is None or not keywords:
         return []
     texts = chat_template.values() if isinstance(chat_template, Mapping) else [chat_template]
@@ -40,14 +37,7 @@ def ignored_keywords(chat_template: object, keywords: Collection[str]) -> list[s
 def dropped_sentence(
     template: Template, rows: Sequence[DatasetRow], tokenizer: PreTrainedTokenizerBase
 ) -> list[str]:
-    """Return a sentence about messages that the chat template leaves out, if there are such.
-
-    Args:
-        template: The template of the prompts.
-        rows: Rows that are asked with it; where a column holds messages, the one with the most
-            roles among the first is looked at.
-        tokenizer: The tokenizer, or one with its methods.
-    """
+    """Return a sentence about messages of `rows` that the chat template leaves out, if any."""
     if template.conversation is None:
         return []
     few = rows[:LOOKED_AT] if template.conversations else rows[:1]
@@ -84,7 +74,6 @@ def rendered_chat(
 
 
 def _variables(template: str) -> set[str]:
-    """Return the variables that a template reads from its keyword arguments."""
     # Imported here: it comes with transformers, and only keywords need it.
     from jinja2 import TemplateSyntaxError, meta
 

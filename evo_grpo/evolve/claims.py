@@ -23,9 +23,7 @@ TIE_LEVEL = 0.1
 def claims(scores: Sequence[Score], one: int, level: float) -> list[int]:
     """Compare the score at index `one` with all scores, each on the same prompts in the same order.
 
-    Returns:
-        Per score, 1 if the one is shown to be ahead of it, -1 if it is shown to be behind, and 0 if
-        no difference is shown; see `signs`.
+    The result is 1 where agent `one` is shown to be ahead, -1 where it is behind, else 0.
     """
     apart = [_apart(scores[one], other) for other in scores]
     chances = [chance(scores[one], other) for other in scores]
@@ -37,11 +35,11 @@ def signs(
 ) -> list[int]:
     """Return the sign of each difference that may be claimed, 0 for all others.
 
-    The differences are those of one agent to others, with their p-values; a p-value of NaN is never
-    claimed. Whichever of the `agents` the one is and why it was chosen, the probability of any
-    claim about two equal agents is at most `level`. This is Holm's test (1979) over all pairs, with
-    the count of Shaffer (1986): once agents are known to differ from the one, fewer pairs can be
-    equal. It holds for any dependence between the pairs, and however the other agents differ.
+    The differences are those of one agent to others, with their p-values; NaN is never claimed. The
+    probability of any claim about two equal agents is at most `level`, however the one of the
+    `agents` was chosen. This is Holm's test (1979) over all pairs, with the count of Shaffer
+    (1986): once agents are known to differ from the one, fewer pairs can be equal. The pairs may
+    depend on each other in any way.
     """
     pairs = [math.comb(agents, 2), math.comb(agents - 1, 2), 1 + math.comb(max(agents - 2, 0), 2)]
     count = -1
@@ -56,12 +54,12 @@ def signs(
 def chance(first: Score, second: Score) -> float:
     """Return the two-sided p-value of the difference of two scores, 1 without a shared prompt.
 
-    The null hypothesis is that the rewards of both have the same distribution on every prompt, so
-    that each difference has either sign with the same probability. The p-value is the share of sign
-    patterns that give at least the observed sum, within 3e-8: exact where all differences are
-    multiples of a step, 1/840 of the largest, and else rounded up. Rewards of equal means and
-    unlike shape, such as 1 against a rare 20, exceed the level of that test. So the p-value is at
-    least that of the t statistic corrected for skewness (Hall 1992, J. R. Statist. Soc. B 54).
+    The null hypothesis is that both have the same distribution of rewards on every prompt, so that
+    each difference has either sign with the same probability. The p-value is the share of sign
+    patterns that give at least the observed sum, within 3e-8: exact if all differences are
+    multiples of 1/840 of the largest, else rounded up. That test exceeds its level for rewards of
+    equal means and unlike shape, such as 1 against a rare 20. So the p-value is at least that of
+    the t statistic corrected for skewness (Hall 1992, J. R. Statist. Soc. B 54).
     """
     apart = _apart(first, second)
     moved = apart[apart != 0]
@@ -69,10 +67,7 @@ def chance(first: Score, second: Score) -> float:
 
 
 def _apart(first: Score, second: Score) -> np.ndarray:
-    """Return the differences per prompt that both answered, from the first look at every agent.
-
-    Racing chooses by the first look who is evaluated again, so later looks prove nothing.
-    """
+    """Return the differences per prompt at the first look; racing chooses who gets another."""
     own, other = (one.first_look or one.per_prompt for one in (first, second))
     if len(own) != len(other):
         return np.empty(0)

@@ -1,9 +1,9 @@
 """Paired comparisons of two agents, and the evidence of validation and training together.
 
-A run samples many more completions to train than to evaluate. Agents train on the same prompts, so
-their rewards can be compared in pairs, as those of an evaluation are. They lag behind: each comes
-from the weights before its step. A straight line through the steps since the last decision, taken
-at their end, removes the lag of an agent that learns at a steady pace.
+A run samples more completions to train than to evaluate, and agents train on the same prompts, so
+their training rewards can be compared in pairs too. These lag behind: each comes from the weights
+before its step. A straight line through the steps since the last decision, taken at their end,
+removes the lag of an agent that learns at a steady pace.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Comparison:
         difference: Mean difference per prompt, in units of reward; NaN without a shared prompt.
         error: Standard error of that mean; NaN from fewer than two prompts.
         prompts: Shared prompts for which both have a reward.
-        p: Probability of at least this difference between equally good agents; 1 if the first
-            agent is not ahead.
+        p: Probability of at least this difference between equally good agents; 1 if the first agent
+            is not ahead.
         objective: Name of the further objective that was compared; empty for fitness.
         steps: Steps of training whose rewards were compared beside the prompts.
     """
@@ -55,8 +55,7 @@ class Comparison:
 def compare(first: Score, second: Score) -> Comparison:
     """Compare two scores over the same prompts, in the same order.
 
-    Differences per prompt cancel the variance that comes from some prompts being harder than
-    others. Prompts where either `per_prompt` is NaN are left out. The test is the one-sided paired
+    Prompts where either `per_prompt` is NaN are left out. The test is the one-sided paired
     sign-flip test (Fisher 1935, The Design of Experiments, section 21): if both agents are equally
     good, each difference has either sign with the same probability.
     """
@@ -115,9 +114,8 @@ def with_training(
 ) -> Score:
     """Return a fitness with the rewards of training as further evidence.
 
-    The mean of the result is that of both estimates, weighted by the completions behind them. Each
-    step is one more entry of `per_prompt`, scaled so that the mean of all entries is that mean;
-    differences of two agents have one sign flipped for each prompt and each step.
+    The mean of the result is that of both estimates, weighted by their completions. Each step is
+    one more entry of `per_prompt`, scaled so that the mean of all entries is that mean.
 
     Args:
         score: A fitness over P prompts.

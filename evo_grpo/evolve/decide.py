@@ -85,9 +85,9 @@ def decide(  # noqa: PLR0913 -- a decision is made of all that a round has found
     """Return the agents of the next round and the decisions about the agents of this one.
 
     Standings are by position; the archive is the best agent before this round, in its own slot.
-    `round` was just evaluated, `next_id` is free, and `trials` are all agents of all rounds so far.
-    `fresh` are scores of the archive and of the best agent of the round, by slot, from draws that
-    selected neither; without both of them, the archive is not compared.
+    `round` was just evaluated, `next_id` is unused, and `trials` are all agents of all rounds.
+    `fresh` has scores, by slot, of the archive and of the round's best agent from draws that
+    selected neither; without both, the archive is not compared.
     """
     # If all agents are unusable, collapsed ones may continue: there are no others.
     any_usable = any(map(_usable, standings))
@@ -105,8 +105,8 @@ def decide(  # noqa: PLR0913 -- a decision is made of all that a round has found
     plan = strategy.selector.plan(histories, places, rng)
     check_plan(f"{type(strategy.selector).__name__}.plan", plan, len(standings), places)
     scores = [history[-1] if history else None for history in histories]
-    # Nothing is lost with an agent that ties with the other one of two, and the mean of two
-    # relatives at the end of a run is better than either.
+    # Of two agents that tie, one can be replaced without loss, and the mean of two relatives at
+    # the end of a run is better than either.
     pair = len(standings) == places == 2
     settled = settle(plan, scores, None if pair else strategy.significance)
     generation = next_generation(
@@ -131,7 +131,7 @@ def decide(  # noqa: PLR0913 -- a decision is made of all that a round has found
 
 
 def enters_archive(best: Score, archive: Score) -> bool:
-    """Return whether the best agent replaces the archive, by fresh scores: if it is not behind."""
+    """Return whether the best agent replaces the archive: it is not behind by fresh scores."""
     return best_first(best) <= best_first(archive)
 
 
@@ -168,10 +168,10 @@ def why_collapsed(
         best: Fitness of the best agent of the round, on the same prompts.
         kl: Mean KL divergence from the reference, in nats per token; 0 if none is computed.
         dead_steps: Consecutive GRPO steps in which all groups of the agent had equal rewards; 0 if
-            they are too few to count. They collapse an agent only if it is behind the best: an
-            agent that always answers correctly has such steps too.
-        last: Whether the run ends here, so that no later steps can show the effect of the last
-            update. Then an evaluation in which all prompts had equal rewards counts as a dead step.
+            they are too few to count. They collapse an agent only if it is behind the best, since
+            an agent that always answers correctly has such steps too.
+        last: Whether the run ends here. Then an evaluation in which all prompts had equal rewards
+            counts as a dead step, because no later step can show the effect of the last update.
     """
     if kl > KL_LIMIT:
         return f"its KL divergence from the reference is {kl:.3g} nats per token"
@@ -193,7 +193,6 @@ def why_collapsed(
 
 
 def _usable(standing: Standing) -> bool:
-    """Return whether an agent may continue or be copied."""
     return bool(standing.history) and not standing.collapsed
 
 
@@ -329,10 +328,7 @@ def _decisions(
 def _why_left(
     other: Slot, lead: Comparison, own: Score | None, its: Score | None, strategy: Strategy
 ) -> str:
-    """Return why an agent left and not `other`, the last of those that stay.
-
-    `own` and `its` are the scores of the two.
-    """
+    """Return why an agent left and not `other`; `own` and `its` are their scores."""
     level = strategy.significance
 
     def counts(found: Comparison) -> bool:
@@ -369,7 +365,6 @@ def _difference_text(lead: Comparison) -> str:
 def _decision(
     kind: str, agent: Slot, other: Slot | None, lead: Comparison | None, text: str
 ) -> Decision:
-    """Return a decision; its sentence ends with the comparison that it is based on."""
     if lead is None:
         return Decision(kind, agent, other, math.nan, math.nan, 0, text)
     sentence = text + _difference_text(lead)

@@ -1,7 +1,6 @@
-"""Hyperparameters that are searched by their distance from 1.
+"""Hyperparameters that are searched by their distance from 1: clip ends and AdamW decay rates.
 
-They are the two ends of a clip range and the decay rates of AdamW. A factor on such a number itself
-would be far too coarse: 0.999 * 0.8 = 0.7992, and 1.0004 * 1.2 = 1.2005.
+A factor on such a number itself would be too coarse: 0.999 * 0.8 = 0.7992.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hyperparameters of earlier agents as those of the first agents of another run. Pure."""
+"""Start agents of a run with hyperparameters of agents of earlier runs. Pure."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ def starts_with(
 ) -> list[dict[str, Any]]:
     """Return `population.init` as a list, half of which is found and the rest drawn.
 
-    Agent 0 has the values of `first`. The next ones have those in `found`, the best first and
-    inside of the ranges, up to half of all places, and the others cover the ranges evenly; see
-    `start_hparams`. Each mapping has all values that may mutate, so that it holds without the runs
-    that they come from.
+    Agent 0 has the values of `first`. The next agents, up to half of all, have those in `found`,
+    best first and inside the ranges. The others cover the ranges evenly; see `start_hparams`. Each
+    mapping has all values that may mutate, so that it does not depend on the earlier runs.
     """
     best = [one for one in dict.fromkeys(found) if one != first][: size // 2]
     drawn = spread(first, hp_config, size - 1 - len(best), generator(seed, "init"))
@@ -39,8 +38,8 @@ def carried_over(
 ) -> Hparams:
     """Return `first` with those values of an earlier agent that may mutate in both runs.
 
-    A number outside of its range is moved to the nearest end, or to the nearest choice. A name, or
-    true or false, that is none of the choices is left out.
+    A number outside its range moves to the nearest end or choice. A name, or true or false, that is
+    none of the choices is left out.
     """
     found = first
     for name in (one for one in names if one not in CLIPS):
@@ -53,10 +52,7 @@ def carried_over(
 
 
 def in_both(names: Collection[str], hp_config: HyperparameterConfig) -> list[str]:
-    """Return the hyperparameters of a run that are among `names`, those of an earlier one.
-
-    The clip range counts as one hyperparameter, whichever of its forms is searched.
-    """
+    """Return those hyperparameters of `names` that a run also has; all clip forms count as one."""
     clips = bool(set(names) & set(CLIPS))
     return [one for one in hp_config.names() if one in names or (one in CLIPS and clips)]
 
@@ -78,7 +74,6 @@ def _with_clip(found: Hparams, earlier: Hparams, hp_config: HyperparameterConfig
 
 
 def _listed(hparams: Hparams, hp_config: HyperparameterConfig) -> dict[str, Any]:
-    """Return the values that may mutate as a mapping of `population.init`."""
     parts: tuple[dict[str, RLParameter], ...] = parts_of(hparams, hp_config)
     values = {name: hparams.get(name) for part in parts for name in part}
     return {name: value for name, value in values.items() if value is not None}

@@ -26,13 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Generation:
-    """The agents of the next round, in the order of their positions.
-
-    An agent of this round that is not among them leaves.
+    """The agents of the next round, by position; other agents of this round leave.
 
     Attributes:
-        members: Their members.
-        hparams: Their hyperparameters.
+        members: Member of each agent.
+        hparams: Hyperparameters of each agent.
         parents: Slots that their weights come from; for a survivor its own slot.
         next_id: The first unused member id.
     """
@@ -65,8 +63,7 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
     A copy, or an agent whose hyperparameters changed, becomes a new member, whose parent is the
     member it comes from. A survivor without changes keeps its member. The plan must have passed
     `check_plan`. `members` and `hparams` are by position; for the other arguments see `decide`.
-    Hyperparameters that are drawn at the start alone are not explored; a schedule may still name
-    their values.
+    Hyperparameters that are only drawn at the start are not explored, but a schedule may set them.
     """
     scheduled = isinstance(explorer, ScheduleExploration)
     space = hp_config if scheduled else hp_config.mutating()
@@ -100,11 +97,10 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
 def _shares_of_twins(
     plan: Sequence[Offspring], hparams: Sequence[Hparams], names: int, rng: np.random.Generator
 ) -> dict[int, tuple[float, ...]]:
-    """Return the shares of the agents of a plan that have the hyperparameters of another one.
+    """Return shares for the agents of a plan with the same hyperparameters as another agent.
 
-    Of agents with equal hyperparameters one is left out, since it keeps them: the best agent if it
-    is among them, else the first survivor. `names` is the number of shares of each. Nothing is
-    drawn from `rng` itself, but from a stream that it spawns.
+    One of them keeps its values and gets none: the best agent, else the first survivor. Shares are
+    drawn from a stream that `rng` spawns.
     """
     same: dict[Hparams, list[int]] = {}
     for place, one in enumerate(plan):
@@ -123,10 +119,7 @@ def _shares_of_twins(
 
 
 def check_plan(name: str, plan: Sequence[Offspring], size: int, places: int) -> None:
-    """Check that a plan can be carried out on `size` agents with `places` in the next round.
-
-    `name` is the method that returned the plan, for the message.
-    """
+    """Check that the plan of method `name` suits `size` agents and `places` in the next round."""
     numbers = [number for one in plan for number in (one.position, one.parent)]
     if not all(is_whole(number) and 0 <= number < size for number in numbers):
         raise ShapeError(

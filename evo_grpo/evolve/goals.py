@@ -1,8 +1,7 @@
 """The order of agents with several goals: dominance, fronts and crowding (NSGA-II).
 
 Deb et al. (2002), A Fast and Elitist Multiobjective Genetic Algorithm, with the paired test in
-place of a comparison of means. With one goal, dominance is the paired test of `evolve.compare`, and
-the order is that of the means.
+place of a comparison of means. With one goal, the order is that of the means.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
 def dominates(first: Score, second: Score, level: float | None) -> bool:
     """Return whether the first agent dominates the second.
 
-    It does if its mean is worse in no goal, and significantly better in one. `level` is the largest
-    p-value of a significant difference; it is not divided among the goals. With None, every
-    difference of means counts. A mean that is worse counts without a test: a copy destroys the
-    agent that it overwrites, so few prompts must not turn its advantage into a tie.
+    It does if its mean is worse in no goal, and significantly better in one, at the p-value
+    `level`, which is not divided among the goals. With None, every difference of means counts. A
+    worse mean counts without a test: few prompts must not turn it into a tie, because a copy
+    destroys the agent that it overwrites.
     """
     pairs = list(zip(first.goals, second.goals, strict=False))
     return all(one.mean >= other.mean for one, other in pairs) and any(
@@ -37,11 +36,10 @@ def dominates(first: Score, second: Score, level: float | None) -> bool:
 
 
 def ahead(first: Score, second: Score, level: float | None) -> Comparison:
-    """Return how far the first agent is ahead of the second.
+    """Return how far the first agent is ahead of the second, by the paired comparison.
 
-    With one goal, this is the paired comparison. With several, it is the comparison in the goal
-    with the least p-value, where the first agent dominates the second; if it does not, it is that
-    of fitness, with a p-value of 1.
+    With several goals, it is the comparison in the goal with the least p-value if the first agent
+    dominates the second; else that of fitness, with a p-value of 1.
     """
     found = compare(first, second)
     if not first.further:
@@ -59,12 +57,10 @@ def ahead(first: Score, second: Score, level: float | None) -> Comparison:
 def fronts(scores: Sequence[Score], level: float | None) -> list[list[int]]:
     """Return the indices of scores by front, the best first; ascending within a front.
 
-    On the first front are the agents that no agent dominates; on each further front those that only
-    agents of the fronts before it dominate. Dominance by tests is not transitive: an agent may be
-    significantly ahead of a second one and that of a third, and not the first of the third. Yet no
-    agents dominate each other in a circle, since the means of each are at least as good as those of
-    the next and better in one goal. So every front has an agent, and the fronts do not depend on
-    the order of the agents.
+    Agents on the first front are dominated by none; those on each further front only by agents of
+    the fronts before it. Dominance by tests is not transitive. Yet no agents dominate each other in
+    a circle, since the means of each are at least as good as those of the next and better in one
+    goal. So every front has an agent, and the fronts do not depend on the order of the agents.
     """
     count = len(scores)
     above = np.zeros((count, count), dtype=bool)
@@ -102,9 +98,8 @@ def crowding(scores: Sequence[Score]) -> list[float]:
 def ranked(scores: Sequence[Score | None], level: float | None) -> list[Position]:
     """Return the positions of agents that can be ranked, best first.
 
-    With one goal, they are ordered by mean; with several, by front, then by crowding distance, then
-    by fitness. Ties are ordered by position. An agent that has no score, or one that is not finite,
-    is left out.
+    With one goal, they are ordered by mean; with several, by front, crowding distance, fitness.
+    Ties are ordered by position. An agent without a finite score is left out.
     """
     known = {Position(p): s for p, s in enumerate(scores) if s is not None and s.is_finite}
     if not any(score.further for score in known.values()):
@@ -119,10 +114,7 @@ def ranked(scores: Sequence[Score | None], level: float | None) -> list[Position
 
 
 def best_first(score: Score) -> tuple[float, ...]:
-    """Return a key that sorts agents by fitness, equal ones by their further objectives.
-
-    The first agent in this order is dominated, by means, by no other.
-    """
+    """Return a key that sorts agents by fitness, equal ones by their further objectives."""
     return tuple(-goal.mean for goal in score.goals)
 
 

@@ -41,19 +41,16 @@ def settle(
 ) -> Settled:
     """Drop the copies of a plan that a paired test does not support, and keep better agents.
 
-    Each planned copy overwrites the best agent that the plan does not let survive. If its parent is
-    not significantly better than that agent, the agent keeps its weights instead. Then an agent
-    that would leave replaces one that stays if it is significantly better.
+    Each planned copy overwrites the best agent that does not survive in the plan, but only if its
+    parent is significantly better. Then an agent that would leave replaces a significantly worse
+    one that stays.
 
-    With several goals, one agent is significantly better than another if it dominates it, and each
-    copy overwrites the agent that the plan names: the agents have no order in which one is the
-    best. See `evolve.goals`.
+    With several goals, an agent is significantly better than another if it dominates it (see
+    `evolve.goals`), and each copy overwrites the agent that the plan names.
 
-    Args:
-        plan: The plan of a selection.
-        scores: Latest fitness by position; None for an agent that cannot be ranked. Such an agent
-            is overwritten without a test.
-        level: Largest p-value of a significant difference; None keeps the plan.
+    `scores` are the latest by position; None for an agent that cannot be ranked, which is
+    overwritten without a test. `level` is the largest p-value of a significant difference; None
+    keeps the plan.
     """
     parents = {offspring.position: offspring.parent for offspring in plan}
     elites = {offspring.position for offspring in plan if offspring.elite}

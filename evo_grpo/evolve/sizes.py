@@ -1,4 +1,4 @@
-"""When a run decides, the agents that each round has, and the prompts that each agent samples."""
+"""The rounds after which a run decides, the agents of each round, and the prompts of each agent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHARES = 4
 
 
 def halvings(size: int) -> int:
-    """Return how many halvings, rounded up, lead from `size` agents to `LEAST`."""
+    """Return the number of halvings, rounded up, from `size` agents to `LEAST`."""
     count = 0
     while size > LEAST:
         size, count = (size + 1) // 2, count + 1
@@ -27,14 +27,11 @@ def halvings(size: int) -> int:
 
 
 def decisions_by_share(rounds: int, size: int) -> list[int]:
-    """Return the rounds after which a run decides: after equal shares of it, and at its end.
+    """Return the rounds after which a run decides, as ascending numbers of finished rounds.
 
-    There are as many shares as halvings from `size` agents down to `LEAST`, one more in which the
-    better of the last agents trains on with its copy, and at least `SHARES`. With fewer rounds than
-    shares, a run decides after every round.
-
-    Returns:
-        Finished rounds, ascending; the last number is `rounds`.
+    There are as many equal shares as halvings from `size` agents down to `LEAST`, one more in which
+    the better of the last agents trains on with its copy, and at least `SHARES`. With fewer rounds
+    than shares, a run decides after every round. The last number is `rounds`.
     """
     shares = max(SHARES, halvings(size) + 2)
     return sorted({max(1, round(rounds * share / shares)) for share in range(1, shares + 1)})
@@ -43,8 +40,7 @@ def decisions_by_share(rounds: int, size: int) -> list[int]:
 def decides_after(finished: int, decisions: Sequence[int]) -> bool:
     """Return whether a run decides after so many finished rounds.
 
-    After the last of `decisions` it decides at the distance of the last two, for as long as the run
-    is extended.
+    In a run that is extended, the distance of the last two of `decisions` repeats.
     """
     last = decisions[-1]
     if finished <= last:
@@ -56,9 +52,8 @@ def places_by_round(size: int, sizes: Sizes, decisions: Sequence[int] = ()) -> t
     """Return the places of each round; the last number holds for all later rounds.
 
     The first round has `size` places. None halves them at `decisions`, rounding up, down to
-    `LEAST`; the last halving is two decisions before the end where there are enough of them, and
-    those for which there are too few decisions are left out. "constant" keeps them. A list is
-    returned as it is.
+    `LEAST`; the last halving is two decisions before the end if there are enough, and the halvings
+    without a decision are left out. "constant" keeps them. A list is returned as it is.
     """
     if sizes is not None and sizes != "constant":
         return tuple(sizes)
@@ -75,8 +70,7 @@ def places_by_round(size: int, sizes: Sizes, decisions: Sequence[int] = ()) -> t
 def wrong_sizes(size: int, sizes: Sizes, *, archive: bool) -> Iterator[str]:
     """Yield each problem of the setting `population.sizes` as a sentence.
 
-    `archive` says whether the best agent ever is kept; a single agent that fails is restored from
-    it.
+    `archive` says whether the best agent ever is kept, to restore a single agent that fails.
     """
     if not isinstance(sizes, list):
         return
@@ -110,19 +104,11 @@ def wrong_sizes(size: int, sizes: Sizes, *, archive: bool) -> Iterator[str]:
 def prompts_of_agents(
     rows: int, steps: int, group_sizes: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Divide the rows of a step equally among the agents, in whole groups.
+    """Divide the rows of a step among the agents; return P_i >= 1 of each agent, for each step.
 
-    The rounding remainder carries over to the next agent, from the largest group size to the
-    smallest, so the total is off by at most half of the smallest group.
-
-    Args:
-        rows: Rows that all agents sample together in a step.
-        steps: Steps of the round.
-        group_sizes: G_i of each agent.
-
-    Returns:
-        P_i >= 1 of each agent, for each step: agent i takes the first P_i prompts of the shared
-        list. Over the round, the sum of P_i * G_i is `rows * steps`, up to the rounding.
+    All agents get equal shares in whole groups, and agent i takes the first P_i shared prompts. The
+    remainder carries over to the next agent, from the largest of `group_sizes` to the smallest, so
+    the total is off by at most half of the smallest group.
     """
     counts = _groups_of_agents(rows * steps, steps, group_sizes)
     return tuple(

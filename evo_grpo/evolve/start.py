@@ -41,11 +41,10 @@ def start_hparams(
     `same`: all agents have the values of `first`.
 
     `latin_hypercube` (McKay, Beckman & Conover 1979): agent 0 has the values of `first`, and the
-    N - 1 others cover every range evenly. Each range is cut into N - 1 strata of equal length, on a
-    log scale if its minimum is above 0. Each stratum holds the value of exactly one agent, in a
-    random order per hyperparameter. Each of the choices of a hyperparameter has as many of all N
-    agents as any other, or one more. A clip pair with low >= high, which overlapping ranges allow,
-    is drawn at random instead.
+    others cover every range evenly. Each range is cut into N - 1 strata of equal length, on a log
+    scale if its minimum is above 0. Each stratum holds the value of exactly one agent, in a random
+    order per hyperparameter. Each choice goes to the same number of agents, or to one more. A clip
+    pair with low >= high is drawn at random instead.
 
     `sample`: agent 0 has the values of `first`, and each other agent draws independently.
 
@@ -102,8 +101,7 @@ def described_start(
 ) -> Start:
     """Return a setting for which `start_hparams` returns these hyperparameters.
 
-    Values outside their ranges are not allowed in a setting. The result is then "same", which does
-    no harm: a resumed run reads its agents' values from checkpoints.
+    It is "same" if a value is outside its range; a resume reads values from checkpoints anyway.
     """
     names: tuple[StartName, ...] = ("same", "latin_hypercube", "sample")
     for name in names:
@@ -123,11 +121,10 @@ def described_start(
 def sample_hparams(
     base: Hparams, hp_config: HyperparameterConfig, rng: np.random.Generator
 ) -> Hparams:
-    """Draw every hyperparameter that may mutate from its range.
+    """Draw every hyperparameter that may mutate from its range, or from its `start` if it has one.
 
-    Draws are log-uniform, or uniform if the minimum of the range is 0 or there are choices. Ends
-    of a clip pair and decay rates are drawn by their distance from 1. If a range has a `start`,
-    values are drawn from it.
+    Draws are log-uniform, or uniform for choices and a minimum of 0. Ends of a clip pair and decay
+    rates are drawn by their distance from 1.
     """
     plain, clip_ends = parts_of(base, hp_config)
     drawn = base
@@ -149,10 +146,7 @@ def latin_hypercube(rows: int, columns: int, rng: np.random.Generator) -> np.nda
 
 
 def draw_value(name: str, parameter: RLParameter, rng: np.random.Generator) -> Value:
-    """Draw one of the choices of a hyperparameter, or a value from its range.
-
-    The ends of an integer get the same share as the values between.
-    """
+    """Draw a choice or a value from a range; all integers of a range are equally likely."""
     if parameter.choices is not None:
         return parameter.choices[int(rng.integers(len(parameter.choices)))]
     measure = distance_range(name, parameter) or parameter
@@ -201,10 +195,7 @@ def share_of(name: str, parameter: RLParameter, value: float) -> float:
 def spread(
     first: Hparams, hp_config: HyperparameterConfig, count: int, rng: np.random.Generator
 ) -> Iterator[Hparams]:
-    """Yield the hyperparameters of `count` agents on a Latin hypercube over all ranges.
-
-    Choices are shared out evenly among these agents and the first one.
-    """
+    """Yield `count` agents on a Latin hypercube over all ranges, with choices spread evenly."""
     plain, clip_ends = parts_of(first, hp_config)
     if not plain and not clip_ends:
         yield from [first] * count
@@ -230,11 +221,7 @@ def spread(
 def _places(
     choices: Sequence[Value], first: Value | None, count: int, rng: np.random.Generator
 ) -> list[Value]:
-    """Return the choices of the `count` agents beside the first one.
-
-    Over all agents, each choice is there equally often, or once more: which ones is drawn. The
-    first agent counts, if its value is one of the choices.
-    """
+    """Return choices for `count` agents, evenly over them and the first; the rest is drawn."""
     drawn = [choices[index] for index in rng.permutation(len(choices)).tolist()]
     order = [one for one in drawn if one == first] + [one for one in drawn if one != first]
     begin = 1 if first in choices else 0
@@ -293,10 +280,10 @@ def _draw_clip_pair(
 
 
 def with_values(first: Hparams, values: Mapping[str, Any], searched: Iterable[str] = ()) -> Hparams:
-    """Return hyperparameters with the values of a mapping, by the names of hyperparameters.
+    """Return hyperparameters with some values replaced, by name.
 
-    Reward weights, and what agents have in place of a setting of the run, such as a prompt or a
-    rank, can be set if `first` has them, or if they are among the names in `searched`.
+    Reward weights, and values in place of a setting of the run, such as a prompt or a rank, can be
+    set if `first` has them or if they are in `searched`.
     """
     own = filter(is_of_every_agent, MUTABLE)
     known = dict.fromkeys((*own, *first.named(), *searched))

@@ -30,13 +30,7 @@ _SUPERSEDED = ("copied", "kept", "restored")
 
 
 class Membership(NamedTuple):
-    """The agents of the next round.
-
-    Attributes:
-        members: Their members, in ascending order of slot.
-        hparams: Their hyperparameters, in the same order.
-        decisions: The decisions about the agents.
-    """
+    """The agents of the next round, in ascending order of slot, and the decisions about them."""
 
     members: tuple[Member, ...]
     hparams: tuple[Hparams, ...]
@@ -63,15 +57,11 @@ class Boundary:
 def steer(
     plan: Membership, request: Request, boundary: Boundary
 ) -> tuple[Membership, RequestOutcome]:
-    """Carry out a request about agents.
+    """Carry out a request about agents; return the new plan, and the outcome of the request.
 
-    A clone takes the weights that its source has in the next round. Its parent is the member those
-    weights come from: one that finished the round, or the best agent ever. A member that was
-    created for the next round and has not trained yet keeps its id.
-
-    Returns:
-        The new plan, and the outcome of the request. A request that cannot be carried out is
-        refused and changes no agent.
+    A clone takes the weights of its source in the next round. Its parent is the member of those
+    weights: one that finished the round, or the best agent ever. A member that has not trained yet
+    keeps its id. A request that cannot be carried out is refused and changes no agent.
     """
     why = ""
     try:
@@ -97,7 +87,6 @@ def _carried_out(plan: Membership, request: Request, boundary: Boundary) -> tupl
 
 
 def _index(plan: Membership, agent: int | None, boundary: Boundary) -> int:
-    """Return the index of an agent in the plan."""
     slots = [member.agent for member in plan.members]
     if agent is not None and agent in slots:
         return slots.index(Slot(agent))
@@ -175,7 +164,6 @@ def _set(
 
 
 def _plain(value: object) -> str:
-    """Return a value as a request has it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -183,7 +171,8 @@ def changes_between(old: Hparams, new: Hparams, hp_config: HyperparameterConfig)
     """Return the differences as mutations record them: name -> (old, new).
 
     A clip range appears as clip_low and clip_high if one of the values is a pair or its ends
-    mutate. A hyperparameter that is None on one side is left out: there is no value to record.
+    mutate. A hyperparameter that is None on one side is left out, since there is no value to
+    record.
     """
     ends = any(isinstance(one.clip_coef, tuple) for one in (old, new)) or bool(
         set(CLIP_ENDS) & set(hp_config.names())
@@ -199,7 +188,7 @@ def changes_between(old: Hparams, new: Hparams, hp_config: HyperparameterConfig)
 
 
 def _swaps(members: Sequence[Member], played: Mapping[int, Slot]) -> bool:
-    """Return whether copies form a cycle, in which none of them can be made first."""
+    """Return whether copies form a cycle, so that none of them can be made first."""
     sources = {
         member.agent: played[member.parent]
         for member in members
@@ -226,7 +215,7 @@ def _with_child(
     hparams: Hparams,
     boundary: Boundary,
 ) -> Membership:
-    """Replace a member by a child; it keeps the id of a member that has not trained yet."""
+    """Replace a member by a child, which keeps the id of a member that has not trained yet."""
     old, played = plan.members[index], boundary.played
     free = max([boundary.next_id - 1, *(one.id for one in plan.members)]) + 1
     source = parent.id if parent.id in played else parent.parent

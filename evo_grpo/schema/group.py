@@ -1,7 +1,6 @@
 """Groups of settings, in which each setting is declared once: type, bounds, default and meaning.
 
-Everything else follows from these declarations: errors, the constructors' signatures, mutation
-ranges, checkpoints, tables, docs and the JSON Schema.
+Errors, signatures, mutation ranges, checkpoints, docs and the JSON Schema are derived from it.
 """
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
@@ -134,11 +133,7 @@ def setting(
 
 
 def contradictions(group: object, *rows: tuple[str, object, str, str]) -> Iterator[Problem]:
-    """Yield a problem for each row that applies, with its path below a group.
-
-    A row has the dotted key of a setting, whether its value is wrong, what is expected, and what a
-    user can do.
-    """
+    """Yield a problem for each row: dotted key, whether the value is wrong, expectation, remedy."""
     for key, wrong, expected, remedy in rows:
         if wrong:
             given = shown(attrgetter(key)(group))
@@ -146,11 +141,7 @@ def contradictions(group: object, *rows: tuple[str, object, str, str]) -> Iterat
 
 
 def computable(least: float, most: float = math.inf) -> AfterValidator:
-    """Return a validator that rejects numbers > 0 outside [least, most].
-
-    Use it for numbers that float32, in which agents compute, would turn into 0, infinity or NaN.
-    Numbers <= 0 are left to the bounds of the setting.
-    """
+    """Return a validator that rejects numbers > 0 outside [least, most], the limits of float32."""
     bounds = f">= {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
     expected = f"a number {bounds}, which float32 can compute with"
 

@@ -21,7 +21,7 @@ RatioLevel = Literal["token", "sequence"]
 
 
 class LossUse(NamedTuple):
-    """What a loss uses of the settings that all losses share.
+    """The shared settings that a loss uses.
 
     Attributes:
         bounds: The ends of the clip range that act; `delta` acts beside both.
@@ -303,16 +303,12 @@ class Hparams(AgentFields):
         return self.adam_beta1, self.adam_beta2
 
     def __hash__(self) -> int:
-        """Return the hash of the values; a mapping has none of its own."""
+        """Return the hash of the values; a mapping itself has no hash."""
         weights = tuple(sorted(self.reward_weights.items()))
         return hash((weights, *(value for name, value in self if name != "reward_weights")))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as values that JSON can hold; `Hparams(**values)` is the inverse.
-
-        What only a search gives an agent is left out where it has none: `reward_weights` if they
-        are empty, and names and settings of the adapter that are None.
-        """
+        """Return the fields for JSON, without unset ones; `Hparams(**values)` is the inverse."""
         values = {name: list(v) if isinstance(v, tuple) else v for name, v in self}
         if not self.reward_weights:
             del values["reward_weights"]
@@ -333,8 +329,8 @@ class Hparams(AgentFields):
 
         `clip_low` and `clip_high` are the two ends of the clip range, and `reward_weights.<name>`
         is the weight of a reward function. None means no limit for max_grad_norm, all rows for
-        batch_size, the weight of the environment for a reward function, and the setting of the run
-        for all others, such as `model.lora.r` for `lora.r`. The clip_coef of a pair is NaN.
+        batch_size, the environment's weight for a reward function, and the run's setting for all
+        others. The clip_coef of a pair is NaN.
         """
         if name.startswith(REWARD_WEIGHT):
             return self.reward_weights.get(name.removeprefix(REWARD_WEIGHT))
@@ -344,7 +340,7 @@ class Hparams(AgentFields):
         return math.nan if isinstance(value, tuple) else value
 
     def with_weights(self, weights: Mapping[str, float]) -> "Hparams":
-        """Return a copy with these weights of reward functions where it has none of its own."""
+        """Return a copy with these weights for the reward functions that have none yet."""
         if weights.keys() <= self.reward_weights.keys():
             return self
         return self.replace(reward_weights=dict(weights) | self.reward_weights)
@@ -373,8 +369,7 @@ class Hparams(AgentFields):
 def of_mean(parents: Sequence[Hparams]) -> Hparams:
     """Return the hyperparameters of the mean of agents, the better one first.
 
-    They are those of the better one, with the rank and alpha of the agent with the largest rank. A
-    mean of unequal layers has the layers of all, and no name for them.
+    They are those of the better one, with the largest rank and its alpha and the layers of all.
     """
     widest = max(parents, key=lambda one: one.lora_r or 0)
     layers = {one.lora_target_modules for one in parents}
@@ -429,7 +424,7 @@ def is_mutable(name: str) -> bool:
 
 
 def is_of_every_agent(name: str) -> bool:
-    """Return whether agents have a value of this mutable hyperparameter without a search of it."""
+    """Return whether all agents have this mutable hyperparameter, even if it is not searched."""
     return name in AgentFields.model_fields or name in CLIP_ENDS
 
 

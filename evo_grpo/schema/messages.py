@@ -144,10 +144,7 @@ def unknown_key(root: type[BaseModel], group: type[BaseModel] | None, path: Path
 def other_name(key: str, names: Collection[str]) -> str | None:
     """Return the name here of a setting of another library; None if the name is unknown.
 
-    Args:
-        key: The name in the other library.
-        names: The names in the place where it was given; a setting of another place is returned
-            with its path.
+    A setting that is not among `names`, the names in the same place, is returned with its path.
     """
     path = OTHER_NAMES.get(key)
     if path is None:
@@ -157,10 +154,7 @@ def other_name(key: str, names: Collection[str]) -> str | None:
 
 
 def groups_in(annotation: object, *, values: bool = True) -> Iterator[type[BaseModel]]:
-    """Yield the groups that an annotation such as `Group | None` holds.
-
-    With `values` also those that are values of a mapping or a list, as in `dict[str, Range]`.
-    """
+    """Yield the groups in an annotation; with `values`, those in its mappings and lists too."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     if values or get_origin(annotation) not in (dict, list, tuple):
@@ -169,7 +163,7 @@ def groups_in(annotation: object, *, values: bool = True) -> Iterator[type[BaseM
 
 
 def leaves(group: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the path of every plain setting below a group, of a union those of each member."""
+    """Yield the path of every plain setting below a group, and below each member of a union."""
     for name, field in group.model_fields.items():
         groups = list(groups_in(field.annotation, values=False))
         if not groups:
@@ -266,7 +260,6 @@ def _hint(kind: str, found: ErrorDetails, field: FieldInfo | None) -> str:
 
 
 def _shorthand(field: FieldInfo | None) -> str | None:
-    """Return the shorthand of the group that a field expects, if any."""
     return None if field is None else getattr(field.annotation, "shorthand", None)
 
 
@@ -317,7 +310,6 @@ def _not_finite(found: ErrorDetails) -> bool:
 
 
 def _remedy(field: FieldInfo | None) -> str:
-    """Return the remedy in the declaration of a setting, if any."""
     extra = None if field is None else field.json_schema_extra
     return f"; {extra[REMEDY]}" if isinstance(extra, dict) and REMEDY in extra else ""
 

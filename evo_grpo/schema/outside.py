@@ -1,4 +1,4 @@
-"""Values of an agent that are outside of their ranges."""
+"""Finds the values of an agent that are outside their ranges."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -10,20 +10,14 @@ from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter, plai
 
 
 class Outside(NamedTuple):
-    """An initial value of an agent that is outside its range, or none of its choices.
-
-    Attributes:
-        name: The hyperparameter.
-        value: Its value; for a pair-valued clip_coef the distance from 1.
-        parameter: The range.
-    """
+    """An agent's initial value that is outside its range; a distance from 1 for a clip pair."""
 
     name: str
     value: Value
     parameter: RLParameter
 
     def told(self, where: str = "of its range", remedy: str | None = None) -> str:
-        """Return what is expected in its place, and what a user can do."""
+        """Return the expected values, and what a user can do."""
         named = isinstance(self.value, str | bool)
         shown = plain_choice(self.value) if named else f"{self.value:g}"
         ranged = self.parameter.choices is None
@@ -40,7 +34,7 @@ def outside(hparams: Hparams, hp_config: HyperparameterConfig) -> Iterator[Outsi
 
 
 def values_of(hparams: Hparams, name: str) -> list[Value]:
-    """Return the values that a range holds: of a clip pair two distances from 1, of None none."""
+    """Return the values to compare with a range: none for None, two distances for a clip pair."""
     if name == "clip_coef" and isinstance(hparams.clip_coef, tuple):
         low, high = hparams.clip_coef
         return [1 - low, high - 1]  # the range of clip_coef is that of the distance from 1

@@ -44,7 +44,7 @@ def matches(layer: str, targets: str | Collection[str]) -> bool:
 
 
 def union(sets: Sequence[str | list[str]]) -> str | list[str]:
-    """Return `target_modules` that match what any of several does."""
+    """Return `target_modules` that match every layer that any of several sets matches."""
     if ALL in sets:
         return ALL
     lists = [one for one in sets if not isinstance(one, str)]

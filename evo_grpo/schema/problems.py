@@ -18,7 +18,7 @@ of each of 10^5 keys takes minutes."""
 
 
 class Problem(NamedTuple):
-    """One problem.
+    """One problem of a setting.
 
     Attributes:
         path: Path below the group that found it, one name or list index per part.

@@ -168,7 +168,7 @@ class RLParameter(Group):
         return f"a value inside {where} [{self.min:g}, {self.max:g}]"
 
     def replace(self, **changes: Any) -> Self:
-        """Return a validated copy with some settings changed; `choices` bring their own ends."""
+        """Return a validated copy with some settings changed; new `choices` also set the ends."""
         own = dict(self)
         if {"min", "max"} & changes.keys():
             own.pop("choices")
@@ -207,16 +207,7 @@ class RLParameter(Group):
         return round(inside) if self.dtype == "int" else float(inside)
 
     def step(self, value: Value, draw: float) -> Value:
-        """Return the mutated value.
-
-        Args:
-            value: The current value.
-            draw: A uniform number in [0, 1).
-
-        Returns:
-            A value in [min, max]; equal to `value` only if min == max or no other integer is in
-            the range. Of choices, another one, if there is another one.
-        """
+        """Return the mutated value, a different one if possible; `draw` is uniform in [0, 1)."""
         if self.choices is not None:
             others = _beside(value, self.choices)
             return others[int(draw * len(others))] if others else value
@@ -239,7 +230,6 @@ class RLParameter(Group):
 
 
 def _numbers(choices: Choices) -> list[float]:
-    """Return the choices that are numbers: all, or none."""
     return [one for one in choices if not isinstance(one, str | bool)]
 
 
@@ -296,7 +286,7 @@ class HyperparameterConfig:
         return list(self.parameters)
 
     def mutating(self) -> "HyperparameterConfig":
-        """Return those that mutate while agents train; the others are drawn at the start alone."""
+        """Return the hyperparameters that mutate during training, not only at the start."""
         if DRAWN_AT_START.isdisjoint(self.parameters):
             return self
         own = {n: p for n, p in self.parameters.items() if n not in DRAWN_AT_START}
@@ -321,10 +311,7 @@ class HyperparameterConfig:
 
 
 def _one_by_one(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ranges by name; those of the groups `lora` and `reward_weights` by dotted names.
-
-    Where a range has both forms, as with `--set` over a file, the later one adds to the other.
-    """
+    """Return ranges by name, with dotted names for the groups `lora` and `reward_weights`."""
     found: dict[str, Any] = {}
     for name, given in parameters.items():
         ranges: dict[str, Any] = {name: given}
@@ -338,7 +325,7 @@ def _one_by_one(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def default_ranges(lr: float) -> dict[str, RLParameter]:
-    """Return the ranges used when none are given: lr, within a factor of ten either way."""
+    """Return the default range: lr, within a factor of ten either way."""
     # The range is smaller near the smallest and the largest lr that is allowed.
     return {"lr": RLParameter(max(lr / DECADE, LEAST_LR), min(lr * DECADE, MOST_LR))}
 

@@ -25,8 +25,7 @@ def validated(schema: TypeAdapter[T], data: Mapping[str, Any] | bytes) -> T:
     Lists are accepted for tuples, and numbers may be NaN.
 
     Raises:
-        ValueError: The data do not match; the message names the field, the expectation and the
-            given value.
+        ValueError: The data do not match; the message names the field, expectation and value.
     """
     try:
         # Through JSON: there, strict types accept a list for a tuple.

@@ -79,11 +79,7 @@ def unwritable(value: str | int) -> str | None:
 
 
 def short_integer(digits: str) -> int:
-    """Return an integer of a JSON file, for `json.loads(..., parse_int=short_integer)`.
-
-    Raises:
-        ValueError: It has more than `MOST_DIGITS` digits.
-    """
+    """Parse an integer of JSON; raise ValueError for more than `MOST_DIGITS` digits."""
     if len(digits.removeprefix("-")) > MOST_DIGITS:
         raise ValueError(
             f"expected an integer of at most {MOST_DIGITS} digits, got {digits:.30}..."
@@ -182,10 +178,7 @@ def check_folder(name: str, path: object) -> Path:
 
 
 def plain_number(value: Any) -> Any:  # noqa: ANN401 -- other values are returned unchanged
-    """Return numpy's numbers as Python's int or float, which JSON can hold.
-
-    Numbers inside tuples, lists and mappings are converted in a copy.
-    """
+    """Return numpy's numbers, also inside tuples, lists and mappings, as Python's int or float."""
     if isinstance(value, Mapping):
         entries = cast("Mapping[Any, Any]", value).items()
         return {key: plain_number(entry) for key, entry in entries}

@@ -104,8 +104,8 @@ class Prepared:
         env: The environment.
         round_settings: Settings of the rounds.
         slots: Slots of the agents that play the first round.
-        between_rounds: Called before the first round and after each, with the slots that play the
-            next one and the number of finished rounds.
+        between_rounds: Called before the first round and after each, with the slots of the next
+            round and the number of finished rounds.
         objects: Parts of the Python objects that the run was given, for its record.
     """
 
@@ -117,7 +117,7 @@ class Prepared:
     objects: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
-        """Check that reward functions exist, and that rounds can be played as settings ask."""
+        """Check that reward functions exist, and that the rounds can be played as set."""
         evolve, space = self.round_settings.evolve, self.cohort.hp_config
         fitness = evolve.fitness
         check_rewards(
@@ -135,7 +135,7 @@ class Prepared:
             raise Problems(*found).below("evolve")
 
     def is_unfinished(self, rounds: Sequence[RoundRecord]) -> bool:
-        """Return whether further rounds follow these, of a run or of a call of `train`."""
+        """Return whether the run, or the call of `train`, has further rounds to play."""
         ended = bool(rounds) and rounds[-1].is_end
         return len(rounds) < self.round_settings.population.rounds and not ended
 
@@ -147,10 +147,9 @@ class Prepared:
 
 
 def prepare(config: RunConfig, task: Task | None = None, team: Team | None = None) -> Prepared:
-    """Build the shared base, the agents, the environment and the round settings of a run.
+    """Build the base, the agents, the environment and the round settings of a run.
 
-    `task` is the single-turn task of `config.env`, if it is already built. Without a team, the run
-    has one process.
+    `task` is the single-turn task of `config.env`, if it is already built.
     """
     team = team or Team()
     rounds = settings_of_rounds(config)
@@ -170,13 +169,10 @@ def build_parts(
     task: Task | None = None,
     team: Team | None = None,
 ) -> tuple[Cohort, Environment[Any], AdapterCopy | None]:
-    """Build the base and the environment of a run, without agents.
+    """Build a run's base and environment without agents; return the agents' first adapter too.
 
     `agents` is `config.agents()`, possibly with another seed. `task` is the single-turn task of
-    `config.env`, if it is already built.
-
-    Returns:
-        The cohort, its environment, and the adapter that agents start from; None means the base.
+    `config.env`, if it is already built. The adapter is None if agents start from the base.
     """
     tokens = config.algorithm.longest_output(config.search_space()) or DEFAULT_OUTPUT_TOKENS
     # Build everything that does not need the base first, to report bad input before a model loads.
@@ -192,10 +188,9 @@ def build_parts(
 def build_cohort(
     settings: AgentSettings, objects: Objects | None = None, team: Team | None = None
 ) -> tuple[Cohort, AdapterCopy | None]:
-    """Build the base and the parts that agents share, without agents.
+    """Build the base and the parts that agents share; return them with the agents' first adapter.
 
-    Returns:
-        The cohort, and the adapter that its agents start from; None means the base.
+    None in place of the adapter means that agents start from the base.
 
     Raises:
         ConfigError: The model is given twice or not at all.
@@ -234,7 +229,7 @@ def build_cohort(
 def build_agents(
     settings: AgentSettings, objects: Objects, size: int, init: Start
 ) -> tuple[Cohort, tuple[Slot, ...]]:
-    """Build a base and N agents from objects; if a model is refused, leave it unchanged."""
+    """Build a base and N agents from objects; a model that is refused stays unchanged."""
     with unchanged_if_refused(objects.model):
         cohort, start = build_cohort(settings, objects)
         return cohort, add_agents(cohort, size, init, start)
@@ -325,7 +320,7 @@ def _whole_base(
 
 
 def settings_of_rounds(config: RunConfig, prompts: int = DEFAULT_PROMPTS) -> RoundSettings:
-    """Return the settings of the rounds of a run, with `prompts` a step where none are set."""
+    """Return the settings of a run's rounds; `prompts` per step is used where none is set."""
     algorithm = config.algorithm
     prompts = algorithm.prompts_per_step or prompts
     return round_settings(
@@ -342,8 +337,7 @@ def round_settings(
 ) -> RoundSettings:
     """Return the settings of rounds in which a step has `prompts` prompts of `group_size` samples.
 
-    `prompts` is P, the prompts or episode seeds of a GRPO step of one agent; `group_size` is G, the
-    completions of each. Agents that change their group size keep an equal share of P * G.
+    Agents that change their group size keep an equal share of `prompts * group_size`.
 
     Raises:
         ConfigError: A custom selection or exploration cannot be loaded.

@@ -18,8 +18,8 @@ def environment_for(cohort: Cohort, env: object) -> Environment[Any]:
     """Build an environment with the cohort's tokenizer and seed, limited to the model's context.
 
     Raises:
-        ConfigError: `env` is neither an environment nor the name of a task, or it needs a tokenizer
-            and the agents have none.
+        ConfigError: `env` is neither an environment nor the name of a task, or the agents lack the
+            tokenizer that it needs.
         PromptTooLongError: A prompt leaves no room for a completion.
     """
     made = resolve_environment(
@@ -34,7 +34,7 @@ def environment_for(cohort: Cohort, env: object) -> Environment[Any]:
 
 
 def record_rewards(env: object, path: Path, team: Team, *, writes: bool, shared: bool) -> None:
-    """Keep the answers of judges in a run folder, and ask each question once over all ranks.
+    """Keep judges' answers in a run folder, and ask each question once over all ranks.
 
     `writes` is whether this rank writes the folder's records, `shared` whether all ranks see it.
     """
@@ -47,7 +47,7 @@ def record_rewards(env: object, path: Path, team: Team, *, writes: bool, shared:
 
 
 def spent_on_rewards(env: object, team: Team, *, writes: bool) -> dict[str, float]:
-    """Return what judges have cost in all processes; all their answers are kept then."""
+    """Keep all answers of judges, and return their cost in all processes."""
     spent = Counter[str]()
     if isinstance(env, ReasoningGym):
         part = env.spent_on_rewards(), env.unrecorded_rewards()

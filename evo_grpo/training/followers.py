@@ -1,8 +1,7 @@
 """Starts the process in which readers follow a run: `evo-grpo follow RUN --to ...`.
 
-Readers have a separate process because tracker packages keep global state, print, read the
-environment on import, and would compete with training for the interpreter. The run waits for the
-process only at its end. The log is the queue: the same command later sends the rest.
+Readers have a separate process because tracker packages keep global state, print, and slow down
+training. The run waits for readers only at its end; the same command can send the rest later.
 """
 
 from __future__ import annotations
@@ -46,12 +45,9 @@ _left_alone: list[subprocess.Popen[bytes]] = []
 class Followers(Observer):
     """Starts the readers that the settings of a run name, and waits for them at its end.
 
-    Use it as a context manager and exit it after the run folder is released: readers end once no
-    process trains the run.
-
-    Args:
-        report: Also keep an HTML report of the run up to date.
-        trackers: Start the trackers of the settings.
+    Leave this context manager after the run folder is released: readers end once no process trains
+    the run. With `report`, a reader also keeps an HTML report of the run up to date; with
+    `trackers`, the trackers of the settings are started.
     """
 
     def __init__(self, *, report: bool = False, trackers: bool = True) -> None:
@@ -67,7 +63,7 @@ class Followers(Observer):
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Wait a limited time for the readers, which keep running afterwards."""
+        """Wait a limited time for the readers, which may continue afterwards."""
         process = self._process
         if process is None:
             return
@@ -88,7 +84,7 @@ class Followers(Observer):
     def started(
         self, run_dir: Path | None, rounds: int, first_round: int, settings: object
     ) -> None:
-        """See `Observer`."""
+        """Start the readers."""
         assert isinstance(settings, RunConfig), "a run in a folder has settings"
         assert run_dir is not None, "a run in a folder has one"
         named = settings.record.readers
@@ -100,11 +96,11 @@ class Followers(Observer):
             self._start(run_dir, ",".join(names))
 
     def round_done(self, record: RoundRecord) -> None:
-        """See `Observer`."""
+        """Show the readers' warnings."""
         self._listen()
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        """See `Observer`."""
+        """Show the readers' last warnings; `__exit__` waits for the process."""
         self._over = True
         self._listen()
 
@@ -142,7 +138,7 @@ class Followers(Observer):
     def _listen(self, seconds: float = 0.0) -> None:
         """Warn of each line that the process printed, and once if it exited before the run.
 
-        Waits up to `seconds` for readers to finish; the process then closes its output.
+        Waits up to `seconds` for the process to close its output.
         """
         until = time.monotonic() + seconds
         while self._process is not None and not self._ended:
@@ -182,7 +178,6 @@ def _read(process: subprocess.Popen[bytes], said: SimpleQueue[str | None]) -> No
 
 
 def _environment() -> dict[str, str]:
-    """Return an environment in which this package can be imported."""
     found = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
     here = str(Path(__file__).resolve().parents[2])
     paths = [path for path in found.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -192,11 +187,7 @@ def _environment() -> dict[str, str]:
 
 
 def _step_back(process: int) -> None:
-    """Lower the priority of a process, so that it does not slow down training.
-
-    Linux first divides processor time between sessions (autogroups), and the process has a separate
-    session.
-    """
+    """Lower the priority of a process and its session, so that it does not slow down training."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, process, os.nice(0) + NICENESS)
     with suppress(OSError):  # not Linux, a kernel without autogroups, or not permitted

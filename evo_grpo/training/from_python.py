@@ -1,4 +1,4 @@
-"""Continues a run with the Python objects that `Population.train` was given when it began."""
+"""Continues a run with the Python objects that `Population.train` was first called with."""
 
 from __future__ import annotations
 
@@ -69,16 +69,13 @@ class FromPython:
     strategies: Mapping[str, object] = field(default_factory=dict[str, object])
 
     def config_of(self, folder: Path, call: str, *, played: bool) -> RunConfig:
-        """Return the settings of a run, after checking that its objects are given, and no others.
+        """Return the settings of a run, after checking that exactly its objects are given.
 
-        Args:
-            folder: The run folder.
-            call: The call that the objects are given to, for messages.
-            played: Whether a round is finished, whose checkpoints have the state of the agents.
+        `call` is the call that takes the objects, for messages. `played` says whether a finished
+        round has checkpoints with the state of the agents.
 
         Raises:
-            ConfigError: An object is missing, or is given in place of one that population.yaml
-                names.
+            ConfigError: An object is missing, or replaces one that population.yaml names.
         """
         recorded, config = recorded_objects(folder), read_config(folder)
         config = self.with_env(recorded, config, folder, call)
@@ -111,13 +108,10 @@ class FromPython:
     def with_env(
         self, recorded: Mapping[str, str], config: RunConfig, folder: Path, call: str
     ) -> RunConfig:
-        """Return the settings of a run with the rows and functions that they were given.
+        """Return the settings of a run with the rows and functions that were given.
 
-        Args:
-            recorded: The objects of the run; see `recorded_objects`.
-            config: Settings of the run.
-            folder: The run folder.
-            call: The call in Python that the environment is given to, for messages.
+        `recorded` are the objects of the run, as `recorded_objects` returns them; `call` is the
+        call that takes the environment, for messages.
 
         Raises:
             ConfigError: The environment is missing, or is of another kind than that of the run.
@@ -162,7 +156,7 @@ class FromPython:
         return parts
 
     def round_settings(self, config: RunConfig, prompts: int | None = None) -> RoundSettings:
-        """Return the settings of rounds; `prompts` are those of a step, where no setting has it."""
+        """Return the settings of rounds; `prompts` per step is used where no setting has it."""
         settings = settings_of_rounds(config, prompts or DEFAULT_PROMPTS)
         own: dict[str, Any] = {
             place: from_object(name, method, self.strategies[name])
@@ -204,11 +198,7 @@ def resume_from_python(
     allow: Sequence[str] = (),
     observer: Observer | None = None,
 ) -> tuple[Prepared, tuple[Slot, ...]]:
-    """Continue a run in this process; see `evo_grpo.Population.resume`.
-
-    Returns:
-        The cohort of the run at its end, and the slots of the remaining agents.
-    """
+    """Continue a run in this process; return its cohort and the slots of the remaining agents."""
     observer = observer or Observer()
     check_observer(observer)
     if is_one_of_several():
@@ -241,6 +231,5 @@ def resume_from_python(
 
 
 def _digest_of(tokenizer: Any) -> str:  # noqa: ANN401 -- transformers' tokenizers
-    """Return a digest of the vocabulary and the chat template of a tokenizer."""
     parts = (sorted(tokenizer.get_vocab().items()), getattr(tokenizer, "chat_template", None))
     return DIGEST + hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()

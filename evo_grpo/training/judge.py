@@ -32,13 +32,13 @@ PRECEDENCE = ("mean", "last", "archive")
 
 @dataclass(frozen=True)
 class Finalist:
-    """A candidate for the best of a run.
+    """A candidate for the best agent of a run.
 
     Attributes:
         kind: "last" (the best agent of the last round), "archive" (the best agent of the run) or
             "mean" (the mean of the adapters of two survivors that descend from one agent).
         slot: Slot that holds its weights.
-        member: Its member.
+        member: The member in that slot.
         agent: Number of the agent; None for a mean, which was never an agent.
         fitness: Its last fitness in a round, NaN for a mean.
         checkpoint: Its checkpoint, relative to the run folder; a mean is saved only if it wins.
@@ -61,8 +61,8 @@ def finish(
 ) -> dict[str, Any]:
     """Judge the best agent on the ranks that hold the finalists; every rank returns the summary.
 
-    `earlier` are the summaries of earlier ends of the run; `start` is when this process began it,
-    by `time.perf_counter`.
+    `earlier` are summaries from before the run was extended; `start` is when this process began the
+    run, by `time.perf_counter`.
     """
     cohort, summary = prepared.cohort, None
     candidates = finalists(cohort, rounds)
@@ -108,8 +108,8 @@ def _judged(
 def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
     """Return the candidates for the best agent of a run; a mean gets a new slot.
 
-    With several objectives there is one, the agent of the front with the greatest fitness: a final
-    comparison by fitness alone could choose an agent that another one dominates.
+    With several objectives there is one, the agent of the front with the greatest fitness: a
+    comparison by fitness could choose an agent that another one dominates.
 
     Raises:
         RunFailedError: No agent of the last round has a fitness, and there is no archive.
@@ -176,12 +176,11 @@ def _relatives(
 
 @dataclass(frozen=True)
 class Choice:
-    """The result of the final comparison.
+    """The result of the final comparison, with the tokens sampled for it.
 
     Attributes:
         best: The finalist that won.
         scores: Score of each finalist; None if the finalists were not evaluated.
-        tokens: Tokens sampled for the comparison.
     """
 
     best: Finalist
@@ -215,11 +214,11 @@ def best_finalist(
 ) -> int:
     """Return the index of the winning finalist.
 
-    The mean of two survivors wins unless another finalist is significantly better, and so does the
-    best of the last round against the archive. A mean is nearly always the better agent, by less
-    than a validation score can show; the archive has trained less and was selected as the maximum
-    of many noisy evaluations. A difference is significant if its p-value is at most `level`; with
-    None the greatest mean score wins.
+    The mean of two survivors wins unless another finalist is significantly better; so does the best
+    of the last round against the archive. A mean is nearly always the better agent, by less than a
+    validation score can show. The archive has trained less and was selected as the maximum of many
+    noisy evaluations. A difference is significant if its p-value is at most `level`; with None the
+    greatest mean score wins.
     """
     order = sorted(range(len(candidates)), key=lambda i: PRECEDENCE.index(candidates[i].kind))
     there = [i for i in order if math.isfinite(scores[i].mean)] or order[:1]
@@ -239,9 +238,8 @@ def judge(
 
     Returns:
         The content of summary.json, without the candidates. `gain` is the mean reward of the best
-        agent minus that of the base. `gain_se` is its paired standard error, since both answer the
-        same prompts; with fewer than two prompts it is NaN, which the file stores as null. `passes`
-        has pass@1 and pass@k with `evolve.fitness.correct`, and is empty without it.
+        agent minus that of the base, and `gain_se` its paired standard error: NaN with fewer than
+        two prompts, null in the file. `passes` has pass@1 and pass@k with `evolve.fitness.correct`.
     """
     fitness = prepared.round_settings.evolve.fitness
     prompts = prepared.env.prompts("test", fitness.test_prompts)
@@ -285,7 +283,6 @@ def _tested(score: Score) -> Mapping[str, Any]:
 
 
 def _passes(k: int, correct: float, results: Sequence[Evaluation]) -> dict[str, Any]:
-    """Return pass@k of base and best agent, whose evaluations are `results`."""
     base, best = (pass_at(result.rewards, result.units, k, correct) for result in results)
     return {
         "k": k,
@@ -300,9 +297,8 @@ def _passes(k: int, correct: float, results: Sequence[Evaluation]) -> dict[str, 
 def candidates_summary(candidates: Sequence[Finalist], choice: Choice) -> list[dict[str, Any]]:
     """Return the entries of the finalists in summary.json.
 
-    `tie` is whether the winner is not shown to be ahead of a finalist, at `TIE_LEVEL` over all
-    pairs. It is None for the winner, and if the finalists were not evaluated. The winner was chosen
-    by another test: see `best_finalist`.
+    `tie` is true for a finalist that the winner is not shown to beat, at `TIE_LEVEL` over all
+    pairs. It is None for the winner, and if the finalists were not evaluated.
     """
     won, scores = candidates.index(choice.best), [s for s in choice.scores if s is not None]
     signs = claims(scores, won, TIE_LEVEL) if scores else [None] * len(candidates)

@@ -1,4 +1,4 @@
-"""The folder of a run: its place, its past, and what writes its next rounds and its study."""
+"""The folder of a run: its creation, the recorded rounds, and the writers of rounds and study."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def removed_on_failure(folder: RunDir | None, *, fresh: bool) -> Generator[None]
 
 @dataclass(frozen=True)
 class Past:
-    """The recorded past of a run, read on the first rank.
+    """The recorded rounds of a run, read on the first rank.
 
     Attributes:
         rounds: The whole records of the finished rounds; later rounds are appended.
         earlier_summaries: Summaries of the run from before it was extended by more rounds.
-        recorded_requests: Number of requests that the last round has recorded; later ones are new.
+        recorded_requests: Number of requests in the record of the last round; later ones are new.
     """
 
     rounds: list[RoundRecord]
@@ -75,10 +75,7 @@ class Past:
 
 
 def take_up_past(config: RunConfig, folder: RunDir, prepared: Prepared, *, steers: bool) -> Past:
-    """Record the inputs of a run and read its rounds; add the requests made since to the last one.
-
-    `checkpoints/best` is brought up to date.
-    """
+    """Record a run's inputs, read its rounds, add new requests, and update `checkpoints/best`."""
     with reading(folder.path):
         record_inputs(folder, config, prepared.objects)
         rounds = folder.rounds()
@@ -123,7 +120,7 @@ def write_optuna_study(config: RunConfig, place: Path, observer: Observer) -> No
 
 
 def tell_the_end(folder: RunDir, observer: Observer, readers: Observer) -> None:
-    """Tell the end of a finished run, of which a killed process may have told nothing."""
+    """Tell observers of the end of a finished run, in case a killed process did not."""
     summary = read_summary(folder.path)
     if summary is None:
         return

@@ -38,16 +38,16 @@ OWN_BYTES = 2 << 30
 
 
 def resolve(config: RunConfig, team: Team) -> tuple[RunConfig, Task | None]:
-    """Resolve what the settings of a new run leave to its machine, the Hub and earlier runs.
+    """Resolve the settings of a new run that depend on its machine, the Hub and earlier runs.
 
-    All ranks get the same. It never changes afterwards: the number of shards and the batch limits
-    decide how sums are rounded.
+    All ranks get the same settings. They never change afterwards: the number of shards and the
+    batch limits decide how sums are rounded.
 
     Returns:
         The settings, and the single-turn task of the run; None if its episodes have several turns.
 
     Raises:
-        EvoGrpoError: Any subclass, for a run that cannot be played as it is asked for.
+        EvoGrpoError: Any subclass, for a run that cannot be played as its settings ask.
     """
     if config.engine.zero is None and (shards := config.engine.parts(team.size)) > 1:
         config = config.replace(engine=config.engine.replace(shards=shards))
@@ -84,11 +84,6 @@ def checked_task(config: RunConfig, team: Team | None = None) -> Task | None:
 
 
 def _with_revisions(config: RunConfig, team: Team) -> RunConfig:
-    """Return the settings of a run with the commits of its datasets on the Hub.
-
-    Raises:
-        DataError: A dataset is missing, gated or out of reach.
-    """
     found = team.first(pinned(config.env) if team.rank == 0 else None)
     return config.replace(env=config.env.replace(**found)) if found else config
 
@@ -137,11 +132,7 @@ def _setup(config: RunConfig, task: Task | None, processes: int) -> Setup | None
 
 
 def _with_limits(config: RunConfig, setup: Setup | None, team: Team) -> RunConfig:
-    """Return the settings of a run with the rows and tokens that fit where its limits are null.
-
-    Like the number of shards, the numbers never change afterwards, since they decide how sums are
-    rounded. On a CPU without `engine.memory`, null stays. All ranks take the least number of any.
-    """
+    """Return settings with the rows and tokens that fit on every rank in place of null limits."""
     found: dict[str, int] = {}
     if setup is not None:
         found = choose_limits(_with_adapter(config, setup), setup)

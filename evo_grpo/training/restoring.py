@@ -24,10 +24,9 @@ from evo_grpo.types import Member, Score, Slot
 
 
 def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> tuple[Slot, ...]:
-    """Restore a cohort to its state after the last complete round: load, then evolve as recorded.
+    """Restore a cohort after a run's last complete round; return the slots of the next round.
 
-    Returns:
-        The slots of the agents that play the next round.
+    It loads the checkpoints of the round, then evolves as recorded.
 
     Raises:
         RunDirError: Ranks that train together do not all see the folder.
@@ -99,10 +98,7 @@ def _checkpoint(
 
 
 def _fit(cohort: Cohort, slot: Slot, place: Path) -> None:
-    """Give an agent the LoRA configuration and the reference of its checkpoint.
-
-    Both may differ between agents that had trained before the run.
-    """
+    """Give an agent the LoRA configuration and the reference of its checkpoint."""
     state = cohort.agents[slot]
     if cohort.together:  # such a run starts from new agents, and all have one configuration
         return
@@ -115,7 +111,7 @@ def _fit(cohort: Cohort, slot: Slot, place: Path) -> None:
 
 
 def _load(cohort: Cohort, checkpoints: Mapping[Slot, _Checkpoint]) -> None:
-    """Load the agents of this rank; send their counters, which records lack, to all ranks."""
+    """Load the agents of this rank; send their counters, which are not in records, to all ranks."""
     found: dict[Slot, dict[str, int]] = {}
     for slot, (place, files, origin) in checkpoints.items():
         if not cohort.is_local(slot):
@@ -137,7 +133,6 @@ def _load(cohort: Cohort, checkpoints: Mapping[Slot, _Checkpoint]) -> None:
 
 
 def _members_of(rounds: Sequence[RoundRecord]) -> dict[int, Member]:
-    """Return all members of a run by id."""
     first = {
         a.member: Member(a.member, a.agent, a.parent, mutation=a.mutation) for a in rounds[0].agents
     }

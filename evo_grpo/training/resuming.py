@@ -51,10 +51,7 @@ def changed_inputs(
     team: Team,
     objects: Mapping[str, str] | None = None,
 ) -> Changed:
-    """Return the inputs that an unfinished run continues with; record nothing.
-
-    `objects` are the parts of the Python objects that the run is given.
-    """
+    """Return the inputs that an unfinished run continues with, `objects` among them."""
     played, begun = opened.rounds(), begun_extension(opened)
     if not played:
         check_storage(config.record.storage)
@@ -103,7 +100,6 @@ def refuse_part_of_comparison(folder: Path) -> None:
 
 
 def _check_rounds(opened: RunDir, rounds: int, planned: int) -> None:
-    """Refuse a number of rounds unless it is `planned`, or the run can go on to it."""
     whole(1).check("rounds", rounds)
     played = opened.rounds()
     if rounds <= len(played) and rounds != planned:

@@ -55,10 +55,7 @@ def run(
     observer: Observer | None = None,
     report: bool = False,
 ) -> Path:
-    """Train and evolve a population from its first round to its last; see `evo_grpo.run`.
-
-    With `report`, a reader keeps an HTML report of the run up to date while it trains.
-    """
+    """Train and evolve a population; with `report`, keep an HTML report. See `evo_grpo.run`."""
     with sharing_early_errors():  # the ranks are not connected yet: an error connects them
         config = as_config(config)
     observer = observer or Observer()
@@ -131,13 +128,9 @@ def play_and_judge(
     *,
     limit: Limit | None = None,
 ) -> tuple[Slot, ...]:
-    """Play the missing rounds of a run, compare the best agent with the base, write the summary.
+    """Play the missing rounds, judge the best agent, write the summary; return the slots left.
 
-    The first rank has the folder open; on the other ranks `folder` is None. `limit` may end the
-    training of a round before its last step.
-
-    Returns:
-        The slots of the remaining agents.
+    Only the first rank has `folder`. `limit` may end the training of a round before its last step.
     """
     start, team = time.perf_counter(), prepared.cohort.team
     # Observers, environments and rewards of the user may change the working directory from here on.
@@ -193,13 +186,10 @@ def play_rounds(
     steering: Steerer | None = None,
     outlines: bool = False,
 ) -> tuple[Slot, ...]:
-    """Play the remaining rounds, until a rule or a request ends the run.
+    """Play rounds until a rule or a request ends the run; return the slots of the remaining agents.
 
-    `rounds` are the rounds so far; each new round is appended. With `outlines`, for a run in a
-    folder, each round in `rounds` is reduced to its outline once the next one has been played.
-
-    Returns:
-        The slots of the remaining agents.
+    New rounds are appended to `rounds`. With `outlines`, for a run in a folder, each is reduced to
+    its outline once the next one has been played.
     """
     prepared.between_rounds(slots, len(rounds))  # `Population.train` returns here after Ctrl-C
     while prepared.is_unfinished(rounds):

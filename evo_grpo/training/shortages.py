@@ -1,4 +1,4 @@
-"""Settings that ask for more rows than the task of a run has."""
+"""Warns of settings that ask for more rows than the task of a run has."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ FEWEST = 8
 def shortages(rows: Mapping[str, int], prompts: int, fitness: FitnessConfig) -> Iterator[str]:
     """Yield one sentence for each setting that exceeds the rows of its split.
 
-    Args:
-        rows: Number of rows of the splits train, validation and test; a split that is missing has
-            no end, as the seeds of episodes.
-        prompts: Prompts of a GRPO step.
-        fitness: The settings of evaluations.
+    `rows` has the number of rows by split; a missing split is unlimited, as episode seeds are.
+    `prompts` are those of a GRPO step.
     """
     for key, split, wanted in (
         ("algorithm.prompts_per_step", "train", prompts),
@@ -37,7 +34,7 @@ def shortages(rows: Mapping[str, int], prompts: int, fitness: FitnessConfig) -> 
 def few_prompts(task: Task) -> Iterator[str]:
     """Yield a sentence if a validation split has too few different prompts to tell agents apart.
 
-    A task that makes its rows, or has one prompt in all, is left out: there answers count.
+    Tasks that generate rows, or have one prompt, are left out: their answers count.
     """
     if any(isinstance(rows, LazyRows) for rows in task.splits.values()):
         return
@@ -66,14 +63,7 @@ def _different(rows: Iterable[DatasetRow], template: Template) -> int:
 def warn_of_shortages(
     task: object, prompts: int, fitness: FitnessConfig, *, tests: bool = True
 ) -> None:
-    """Warn of each setting that exceeds the rows of its split.
-
-    Args:
-        task: The `Task` of a run; anything else, as several turns have, has no rows that end.
-        prompts: Prompts of a GRPO step.
-        fitness: The settings of evaluations.
-        tests: Whether the winner is evaluated on the test split.
-    """
+    """Warn of settings that exceed the rows of their split; `tests` includes the test split."""
     whole = task if isinstance(task, Task) else None
     splits = {} if whole is None else whole.splits
     rows = {str(split): len(own) for split, own in splits.items() if tests or split != "test"}

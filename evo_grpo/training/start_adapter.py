@@ -1,4 +1,4 @@
-"""The adapter that agents start from, `model.adapter`: read and checked in `check` and in a run."""
+"""Reads and checks the adapter that agents start from, `model.adapter`."""
 
 from __future__ import annotations
 

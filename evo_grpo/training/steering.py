@@ -1,8 +1,7 @@
-"""Carries out a person's requests to a running run between two rounds, and records them.
+"""Carries out the user's requests to a running run between two rounds, and records them.
 
-The first rank reads the requests and changes the plan of the next round; all ranks receive and
-carry out the plan. A request is done once the record of its round contains its outcome; a resume
-repeats it from the record.
+The first rank reads the requests and changes the plan of the next round; all ranks carry it out. A
+request is done once the record of its round has its outcome, which a resume repeats.
 """
 
 from __future__ import annotations
@@ -65,11 +64,7 @@ class RunSteering(Steerer):
     def record_resumed(
         self, rounds: Sequence[RoundRecord], before: int, observer: Observer
     ) -> None:
-        """Record what `resumed` has carried out, before the first round of this process.
-
-        It is the requests of the last of `rounds`, except the first `before`, which were recorded
-        earlier.
-        """
+        """Record the requests that `resumed` carried out, except the first `before`."""
         self.folder.lock.write_round(len(rounds))
         new = rounds[-1].steering[before:] if rounds else ()
         self._done |= carried_out(rounds)
@@ -88,7 +83,7 @@ class RunSteering(Steerer):
         return {one.id for one in requests if one.op in ON_RUN and not is_new(one, self.folder)}
 
     def steer(self, plan: RoundPlan, *, next_id: int) -> RoundPlan:
-        """See `round.Steerer`."""
+        """Carry out the requests made during a round."""
         self._next_id = next_id
         plan = self._look(plan)
         if plan.paused:
@@ -100,7 +95,7 @@ class RunSteering(Steerer):
         return self._noting_the_end(plan)
 
     def listen(self, plan: RoundPlan) -> RoundPlan:
-        """See `round.Steerer`."""
+        """Carry out new requests while the run is paused; return after a short time without any."""
         until = time.monotonic() + SECONDS_BETWEEN_EXCHANGES
         while True:
             now = self._look(replace(plan, notes=()))
@@ -129,7 +124,6 @@ class RunSteering(Steerer):
         return replace(plan, notes=(*plan.notes, text))
 
     def _look(self, plan: RoundPlan) -> RoundPlan:
-        """Carry out the requests in the folder."""
         # Announce first: requests made from now on name the next round and wait for its end.
         self.folder.lock.write_round(plan.record.round + 1)
         found = read_requests(self._place).requests
@@ -156,9 +150,9 @@ class RunSteering(Steerer):
 def resumed(
     folder: RunDir, rounds: Sequence[RoundRecord], hp_config: HyperparameterConfig
 ) -> RoundRecord:
-    """Return the last round with the requests made while no process trained; nothing is written.
+    """Return the last round with the requests made while no process trained; write nothing.
 
-    A request to pause or stop a process that has ended since is recorded, but not carried out.
+    A request to pause or stop an ended process is not carried out.
     """
     folder.lock.write_round(len(rounds))
     known = carried_out(rounds)
@@ -177,11 +171,7 @@ def resumed(
 def with_agents_steered(
     plan: RoundPlan, requests: Sequence[Request], hp_config: HyperparameterConfig, next_id: int
 ) -> tuple[RoundPlan, list[RequestOutcome], int]:
-    """Carry out, in order, the requests about agents between a round and the next one.
-
-    Returns:
-        The plan, the outcome of each request, and a member id that no member of the plan has.
-    """
+    """Carry out requests about agents; return the plan, their outcomes, and an unused member id."""
     record, done = plan.record, list[RequestOutcome]()
     steered = Membership(record.members, record.next_hparams, record.decisions)
     played = {agent.member: agent.agent for agent in record.agents}

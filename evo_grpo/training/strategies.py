@@ -104,8 +104,8 @@ def check_explorer(explorer: Explorer, settings: AgentSettings) -> None:
     """Let an exploration propose values before a run, to find errors early.
 
     Raises:
-        ConfigError: Optuna's sampler rejects its arguments, or cannot propose within the ranges;
-            or a value of a schedule has no range, or is outside of it.
+        ConfigError: Optuna's sampler rejects its arguments, or cannot propose within the ranges; or
+            a value of a schedule is outside its range, or has none.
         EngineUnavailable: It needs a package that is not installed.
     """
     space = settings.search_space()

@@ -1,11 +1,9 @@
 """Writes rounds into a run folder while the next round trains.
 
-The training thread copies an agent's tensors to the CPU. One writer thread then writes everything
-in order: the metrics of each step, the files of a round with their digests, and its line in
-rounds.jsonl. A round is recorded once its line is written, so a crash loses at most the rounds that
-were not yet written. An error of the writer is
-raised at the next call, or when the writer is closed. After an error nothing more is written,
-because later rounds would depend on a round that is not recorded.
+The training thread copies an agent's tensors to the CPU. One writer thread writes everything in
+order; the line in rounds.jsonl comes last and records the round. A crash loses only unwritten
+rounds. After an error of the writer nothing more is written, because later rounds would depend on
+an unrecorded one; the next call, or closing the writer, raises it.
 """
 
 from __future__ import annotations
@@ -78,11 +76,7 @@ class FolderWriter(RunWriter):
         return path
 
     def receive(self, files: Sequence[CheckpointFiles]) -> None:
-        """Receive the files of other ranks, after the earlier rounds are on disk.
-
-        A rank writes the files of a round before this exchange, so the folder never contains files
-        of more than two unrecorded rounds.
-        """
+        """Receive the files of other ranks, after the earlier rounds are on disk."""
         if len(files) > 1:
             for future in self._pending:
                 future.result()
@@ -112,14 +106,11 @@ class FolderWriter(RunWriter):
         self._pending.append(self._submit(lambda: self._amend_round(record)))
 
     def note(self, text: str) -> None:
-        """See `RunWriter.note`."""
+        """Append a sentence to the log of the run."""
         self.folder.note(text)
 
     def follow_up(self) -> None:
-        """Update all files that are derived from finished rounds; a second call changes nothing.
-
-        If a run is stopped during this update, a resume repeats it.
-        """
+        """Update all files that are derived from finished rounds; a second call changes nothing."""
         write_csv(self.folder.rounds(), self.folder.path)
         # Copy the best agent before deleting checkpoints: it may be from an earlier round.
         if self.keep_best:
@@ -206,7 +197,7 @@ class RankWriter(RunWriter):
         self._new: set[str] = set()
 
     def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> str | None:
-        """Copy one agent; see `RunWriter`."""
+        """Copy one agent."""
         path = checkpoint_name(round, slot)
         self._copies[path] = snapshot_again(cohort, slot, self._copies.get(path))
         self._new.add(path)
@@ -227,7 +218,7 @@ class RankWriter(RunWriter):
         return CheckpointFiles(files)
 
     def round_over(self) -> None:
-        """Drop the copies; see `RunWriter`."""
+        """Drop the copies."""
         self._copies.clear()
 
 

@@ -26,13 +26,9 @@ REMEDY = "pip install gem-llm (it pins reasoning-gym, so better into an environm
 
 
 def build(name: str, env: EnvConfig, seed: int) -> Callable[[], GemEnv]:
-    """Return a factory of one of GEM's environments.
+    """Return a factory of the GEM environment `name`, with `env.args` as its settings.
 
-    Args:
-        name: GEM's ID, e.g. "game:GuessTheNumber-v0-easy". Without the last part, as in
-            "game:GuessTheNumber-v0", the game has the default settings of its class.
-        env: Its `args` are settings of the class, which replace those of the ID.
-        seed: Seed of the episodes that are begun without a seed.
+    An ID without its last part, as "game:GuessTheNumber-v0", has the default settings of its class.
     """
     kind, args = env.kind, env.args
     entry, settings = _find(kind, name)
@@ -43,10 +39,10 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], GemEnv]:
 
 
 class GemEnv:
-    """An environment of GEM with private generators.
+    """A GEM environment with random generators of its own.
 
-    GEM seeds and uses the global generators. Here each environment has its own, so that the
-    episodes of two environments do not affect each other.
+    GEM seeds and uses the global generators, so two environments would change each other's
+    episodes.
     """
 
     draws_globally = True
@@ -63,7 +59,7 @@ class GemEnv:
         small = self._generators.start(seed)
         with self._generators.swapped_in(), quiet():
             if self._kind.startswith("gem:rg:"):
-                # It counts resets, and changes to other questions after some hundreds.
+                # A new one, because an environment changes its questions after some hundred resets.
                 self._env = self._make()
             text, info = self._env.reset(seed=small)
         return _shown(text, info), dict(info)

@@ -59,11 +59,7 @@ def entry_point(kind: str, spec: Any, package: str) -> Callable[..., Any]:  # no
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Keep another package's prints, warnings and logging set-up away from the user's terminal.
-
-    In a thread beside the main one these are prints alone: filters of warnings and handlers belong
-    to the process, whose other threads may change them meanwhile.
-    """
+    """Hide the output of another package: prints and, in the main thread, warnings and logging."""
     with contextlib.redirect_stdout(cast("TextIO", _Muted())):
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -104,7 +100,7 @@ def check_name(kind: str, package: str, name: str, names: Iterable[str]) -> None
 def check_arguments(
     kind: str, args: Mapping[str, Any], made_by: Callable[..., Any], own: Iterable[str] = ()
 ) -> None:
-    """Refuse arguments that neither an environment's class nor its adapter (`own`) has.
+    """Refuse arguments that neither the environment's class nor its adapter (`own`) takes.
 
     Several packages ignore unknown arguments, so a misspelt one would have no effect.
     """
@@ -135,7 +131,7 @@ def check_integer(name: str, value: object, low: int) -> int:
 
 
 def try_out(kind: str, make: Callable[[], EnvT], seed: int) -> Callable[[], EnvT]:
-    """Return a factory after beginning an episode, so that errors come before the run."""
+    """Begin one episode, so that errors come before the run, and return a factory."""
     try:
         env = make()
         try:
@@ -166,13 +162,11 @@ def global_generators_kept() -> Generator[None]:
 
 
 class PrivateGenerators:
-    """Global generators of one environment, swapped in while it runs.
+    """Random generators of one environment, which replace the global ones while it runs.
 
-    Only one environment of the process runs at a time. A class that uses them says so by
-    `draws_globally = True`, so that a gym does not count the wait for others as a part of a call.
-
-    Args:
-        seed: Seed of the draws before the first reset, and of the episodes without a seed; any int.
+    Only one such environment of the process runs at a time. Its class sets `draws_globally = True`,
+    so that a gym does not count the wait for others as part of a call. `seed`, any int, decides the
+    draws before the first reset and of episodes without a seed.
     """
 
     def __init__(self, seed: int) -> None:
@@ -180,10 +174,9 @@ class PrivateGenerators:
         self.start(self._episodes.randrange(_SEEDS))
 
     def start(self, seed: int | None) -> int:
-        """Seed the generators for an episode; None takes the environment's next seed.
+        """Seed the generators for an episode and return the seed in [0, 2**32), the range of numpy.
 
-        Returns:
-            The seed in the range that numpy's global generator takes, [0, 2**32).
+        None takes the next seed of the environment.
         """
         small = self._episodes.randrange(_SEEDS) if seed is None else seed % _SEEDS
         # RandomState, because the global generator takes its state.

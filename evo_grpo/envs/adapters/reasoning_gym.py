@@ -24,10 +24,7 @@ MAX_OUTPUT_TOKENS = 64
 
 
 def build(name: str, env: EnvConfig, seed: int) -> Task:
-    """Build the task of a configuration.
-
-    `env.args` are the sizes of `reasoning_gym_task`, and settings of the dataset.
-    """
+    """Build a task; `env.args` are sizes of `reasoning_gym_task` and settings of the dataset."""
     sizes = {f"{split}_size" for split in SPLITS}
     own = {key: value for key, value in env.args.items() if key in sizes}
     settings = {key: value for key, value in env.args.items() if key not in sizes}
@@ -45,17 +42,17 @@ def reasoning_gym_task(
 ) -> Task:
     """Build a task with the columns question, answer and metadata.
 
-    Every question occurs once, in one split. A task with few different questions (a sum of two
-    digits has about two hundred) gives smaller splits in the same proportions.
+    Every question occurs once, in one split. A task with few different questions, such as sums of
+    two digits, gives smaller splits in the same proportions.
 
     Args:
         seed: Seed of the questions and of their division into splits.
         dataset: Name in reasoning-gym, e.g. "chain_sum".
-        args: Settings of that dataset, e.g. {"min_terms": 2}. For "composite", `datasets` is a list
-            of mappings with name, weight and config.
+        args: Settings of that dataset. For "composite", `datasets` is a list of mappings with name,
+            weight and config.
         train_size: Questions to learn from, >= 1.
         validation_size: Questions for selection, >= 1.
-        test_size: Questions judged at the end, >= 1.
+        test_size: Questions of the final evaluation, >= 1.
     """
     shares = {"train": train_size, "validation": validation_size, "test": test_size}
     for split, share in shares.items():

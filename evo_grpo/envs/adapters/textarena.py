@@ -48,11 +48,7 @@ _ROLE = re.compile(r"\[(?:GAME|Player(?: \d+)?)\]")
 
 
 def random_opponent(seen: str, draw: np.random.Generator) -> str:
-    """Choose one of the moves that the game listed last, or one from anywhere in its text.
-
-    Returns:
-        A move such as "[4]", or "" if the text has none.
-    """
+    """Return one of the moves listed last, such as "[4]", else any move in the text, else ""."""
     lists = [_MOVE.findall(line) for line in _LISTED.findall(seen)]
     moves = next((found for found in reversed(lists) if found), None)
     if moves is None:
@@ -68,16 +64,12 @@ def check(name: str, env: EnvConfig, seed: int) -> None:
 def build(
     name: str, env: EnvConfig, seed: int, load: Loader = load_function
 ) -> Callable[[], TextArenaEnv]:
-    """Return a factory of one of TextArena's games.
+    """Return a factory of the TextArena game with the ID `name`.
 
-    Args:
-        name: TextArena's ID.
-        env: Of its `args`, `players` is the number of sides (default: 2, else 1, else the fewest
-            that the game allows), `player` the side of the agent (default 0, which usually begins),
-            and `opponent` "random" or the "module:function" of an `Opponent`. All others are
-            settings of the game's class.
-        seed: Seed of the episodes that are begun without a seed.
-        load: Turns the name of an opponent into the function.
+    Of `env.args`, `players` is the number of sides (default: 2, else 1, else the fewest that the
+    game allows), `player` the side of the agent (default 0, which usually begins), and `opponent`
+    is "random" or the "module:function" of an `Opponent`, which `load` imports. All others are
+    settings of the game's class.
     """
     kind, args = env.kind, env.args
     make_game = _find(kind, name, args)
@@ -183,7 +175,7 @@ class TextArenaEnv:
         """Do nothing: the game holds no resources."""
 
     def _others(self) -> tuple[str, bool]:
-        """Make the opponents' moves; return the agent's new messages, and whether it has a turn."""
+        """Make the opponents' moves; return the new messages, and whether the agent has a turn."""
         for _ in range(MAX_OPPONENT_MOVES):
             if self._done:
                 return "", True
@@ -213,7 +205,7 @@ class TextArenaEnv:
         return side, text
 
     def _counted(self, players: int | None) -> int:
-        """Return the number of sides, found by trial, since games do not report it."""
+        """Return the number of sides, found by trial because games do not report it."""
         counts = [2, 1, *range(3, MOST_PLAYERS + 1)] if players is None else [players]
         refused: Exception | None = None
         for count in counts:

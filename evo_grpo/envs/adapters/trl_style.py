@@ -47,11 +47,9 @@ For each call, write a JSON object with its name and arguments between <tool_cal
 def build(name: str, env: EnvConfig, seed: int) -> Callable[[], TrlStyleEnv]:
     """Return a factory of a TRL-style environment.
 
-    Args:
-        name: "module:Class", or a function that returns an object of such a class.
-        env: Of its `args`, `max_turns` is the greatest number of completions of an episode (default
-            8); all others go to the class. `reset` gets one row of `train` per episode.
-        seed: Seed of the episodes that are begun without a seed.
+    `name` is "module:Class", or a function that returns an object of such a class. Of `env.args`,
+    `max_turns` limits the completions of an episode (default 8); all others go to the class.
+    `reset` gets one row of `train` per episode.
     """
     kind = env.kind
     rows = _rows(env)
@@ -78,13 +76,13 @@ def check(name: str, env: EnvConfig, seed: int) -> None:
 class TrlStyleEnv:
     """Episodes of tool calls; a completion without a call is the answer and ends the episode.
 
-    As in TRL, one object is reset for each episode, and the answer to a call that fails is its
-    error. `get_reward` is called once, at the end. Draws of the object from the global generators
-    follow from the episode's seed.
+    As in TRL, one object is reset for each episode, and a call that fails is answered with its
+    error. `get_reward` is called once, at the end. The episode's seed also decides what the object
+    draws from the global generators.
 
     Args:
         make: Returns the object.
-        rows: Arguments of its `reset`, a row per episode, chosen by the episode's seed.
+        rows: Arguments of `reset`, a row per episode, chosen by the episode's seed.
         kind: Name in messages.
         max_turns: Completions after which the episode is truncated and scored.
         seed: Seed of the episodes that are begun without a seed.
@@ -112,7 +110,7 @@ class TrlStyleEnv:
         self._described = _describe(kind, self._tools)
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        """Begin an episode with the row that follows from the seed."""
+        """Begin an episode with the row that the seed chooses."""
         small = self._generators.start(seed)
         self._turns = 0
         row = dict(self._rows[small % len(self._rows)]) if self._rows else {}
@@ -135,7 +133,7 @@ class TrlStyleEnv:
         return text, reward, not calls, truncated, {"calls": len(calls)}
 
     def close(self) -> None:
-        """Nothing to free: `close` of a TRL-style object is a tool like any other method."""
+        """Do nothing: `close` of a TRL-style object is a tool like any other method."""
 
     def _called(self, written: str) -> str:
         try:
@@ -160,7 +158,6 @@ def _rows(env: EnvConfig) -> Sequence[DatasetRow]:
 
 
 def _arguments(args: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Return `max_turns` and the arguments of the class."""
     max_turns = check_integer("max_turns", args.get("max_turns", MAX_TURNS), 1)
     return max_turns, {key: value for key, value in args.items() if key != "max_turns"}
 
@@ -206,7 +203,6 @@ def _describe(kind: str, tools: Mapping[str, Callable[..., Any]]) -> str:
 
 
 def _text(content: object) -> str:
-    """Return the text of a prompt or observation: a string, messages, or blocks of content."""
     if not isinstance(content, str | list) or not content:
         return ""
     if isinstance(content, list) and is_conversation(content):

@@ -1,9 +1,8 @@
 """Tasksets of the package verifiers (its v1 API), played as text without model server or sandbox.
 
-verifiers calls a model; here `step` supplies the completions. The unchanged `Env.run` of verifiers
-runs with an agent whose turns `step` answers, so tasksets with games of several turns work like
-those with one question. Only `Agents`, `Agent` and `Interaction`, which call a model server, are
-replaced here.
+The unchanged `Env.run` of verifiers runs with an agent whose completions come from `step`, so games
+of several turns work like single questions. Only `Agents`, `Agent` and `Interaction`, which call a
+model server, are replaced.
 """
 
 from __future__ import annotations
@@ -44,14 +43,11 @@ TASKS = 1000
 
 
 def build(name: str, env: EnvConfig, seed: int) -> Callable[[], VerifiersEnv]:
-    """Return a factory of environments that play a taskset's tasks.
+    """Return a factory of environments that play the tasks of a taskset.
 
-    Args:
-        name: The taskset's ID: one that verifiers brings, or a module that is installed or
-            in the current directory.
-        env: Of its `args`, `tasks` is the number of tasks that are read (default 1000); all others
-            are settings of the taskset.
-        seed: Seed of the episodes that are begun without a seed.
+    `name` is the ID of a taskset that verifiers brings, or a module that is installed or in the
+    current directory. Of `env.args`, `tasks` is the number of tasks that are read (default 1000);
+    all others are settings of the taskset.
     """
     kind, args = env.kind, env.args
     _module(kind, name)  # refuses the standard library
@@ -145,7 +141,7 @@ class VerifiersEnv:
 
 
 class _TaskEpisode:
-    """One episode: `until_asked`, an answer, and again, until there is no question."""
+    """One episode: alternates `until_asked` and an answer until there is no further question."""
 
     def __init__(self, source: Any, task: Any, role: str) -> None:  # noqa: ANN401 -- an extra
         self._record = _vf().Episode(task=_about(task))
@@ -165,7 +161,6 @@ class _TaskEpisode:
         return self._driven(self._next())
 
     def close(self) -> None:
-        """Cancel the rest of the episode; further calls do nothing."""
         if self._loop.is_closed():
             return
         self._episode.cancel()

@@ -23,9 +23,7 @@ def exact(completion: str, answer: str) -> float:
 def digits(completion: str, answer: str) -> float:
     """Return the share of the answer's digits that occur in the completion, in any order.
 
-    A shaping reward, as `env.reward: [evo_grpo.envs.builtin.sums:exact,
-    evo_grpo.envs.builtin.sums:digits]`: it guides towards the answer, and can be exploited, since
-    digits in a wrong order earn as much as the answer.
+    A shaping reward beside `exact`, which can be exploited by digits in a wrong order.
     """
     left = list(completion)
     found = 0
@@ -59,7 +57,7 @@ def sums_task(
         high: Greatest summand, in [low, 99].
         train_size: Rows to learn from; None takes all that the other splits leave.
         validation_size: Rows for selection; None takes 5% of the pairs, at least one.
-        test_size: Rows of the final evaluation; None takes 5% of the pairs, at least one.
+        test_size: As `validation_size`, for the final evaluation.
     """
     if not 0 <= low <= high <= 99:
         raise ConfigError(

@@ -39,9 +39,8 @@ FEWEST_TO_DIVIDE = 10
 class DatasetEnv:
     r"""Your own rows and rewards: a prompt, a completion, a reward.
 
-    It is the task `dataset` of a configuration, with rows and functions in place of their names. It
-    has neither a tokenizer nor a seed: the agents that train on it have both. The number of prompts
-    per step is their `prompts_per_step`.
+    It is the task `dataset` of a configuration, with rows and functions in place of their names.
+    The agents that train on it supply the tokenizer, the seed and `prompts_per_step`.
 
     Args:
         train: Rows to learn from: a list of mappings, a pandas frame, a datasets.Dataset, or the
@@ -111,7 +110,7 @@ class DatasetEnv:
         return f"DatasetEnv({self.name!r}: {counts}; {rewards})"
 
     def task(self, seed: int) -> Task:
-        """Return the task; which rows are held out follows from the seed."""
+        """Return the task; the seed decides which rows are held out."""
         own, template = self.settings, configured_template(self.settings)
         task = dataset_task(
             seed, self._rows, template, self._rewards, name=self.name, thinking=own.thinking
@@ -157,23 +156,13 @@ def dataset_task(  # noqa: PLR0913 -- all but the first four have defaults
     thinking: object = None,
     gigabytes: float = MAX_GIGABYTES,
 ) -> Task:
-    """Read the splits, hold out missing ones, and check the columns.
+    """Read the splits, hold out missing ones by a seeded shuffle, and check the columns.
 
-    A missing validation or test split takes a tenth of the prompts of train, by a seeded shuffle.
-    No prompt is in two splits.
-
-    Args:
-        seed: Seed of the shuffle.
-        sources: Split -> a source of `tables.read_rows`, or None; train is required.
-        template: A raw template or messages; None takes the column "prompt" or else "question" as
-            the user's message.
-        rewards: The reward functions.
-        name: The task's name.
-        max_output_tokens: See `Task`.
-        validation_from_few: Whether a missing validation split uses the train rows if there are too
-            few prompts to hold any out.
-        thinking: The tags of thinking, with which the parameter of that name is no column.
-        gigabytes: See `tables.read_rows`.
+    A missing validation or test split takes a tenth of the prompts of train; no prompt is in two
+    splits. With `validation_from_few`, a validation split uses the train rows if there are too few
+    prompts to hold any out. `sources` has a source of `tables.read_rows` by split, or None; train
+    is required. None as `template` takes the column "prompt" or else "question" as the user's
+    message. With tags of `thinking`, the parameter of that name is no column.
     """
     sources = by_splits(sources)
     rows: dict[Split, Sequence[DatasetRow]] = {
@@ -221,10 +210,7 @@ def _try_templates(rewards: Sequence[RewardFunction], row: DatasetRow, place: st
 
 
 def default_template(row: DatasetRow) -> Messages:
-    """Return the template for a dataset without one.
-
-    The column "prompt", "question" or "messages" is the message of the user, or the conversation.
-    """
+    """Return a template of the column "prompt", "question" or "messages", whichever is there."""
     for column in ("prompt", "question", MESSAGES):
         if column in row:
             role = MESSAGES if holds_messages(row[column]) else "user"
@@ -262,10 +248,9 @@ def divide(
 ) -> dict[str, list[DatasetRow]]:
     """Divide rows among splits by a seeded shuffle; rows with the same key stay together.
 
-    With the text of the prompt as the key, no prompt is in two splits. If all keys differ and the
-    shares add up to the number of rows, every split gets exactly its share. Otherwise shares are
-    proportions, >= 0, and a split with a share above 0 gets at least one key. Splits take the
-    shuffled keys in the order of the shares.
+    If all keys differ and the shares add up to the number of rows, every split gets exactly its
+    share. Otherwise shares are proportions, >= 0, and a split with a share above 0 gets at least
+    one key. Splits take the shuffled keys in the order of the shares.
     """
     together: dict[str, list[DatasetRow]] = {}
     for row in rows:

@@ -1,8 +1,7 @@
 """Rows of a dataset of the Hugging Face Hub, by the package `datasets`.
 
-The package finds the files of a dataset, downloads them once into its cache, and turns them into
-rows. It runs no code of the dataset. Before it is called, one request with a time limit finds the
-commit of the revision, because the package waits for minutes for a Hub that does not answer.
+The package runs no code of the dataset. One request with a time limit finds the commit of the
+revision first, because the package waits for minutes for a Hub that does not answer.
 """
 
 from __future__ import annotations
@@ -32,11 +31,7 @@ _ROWS: dict[str, list[dict[str, Any]]] = {}
 
 
 def hub_dataset(source: object) -> HubDataset | None:
-    """Return the dataset of the Hub that a source names, None if it names a file or is no name.
-
-    A name such as owner/name is one of the Hub unless it is a path that exists, or ends like a file
-    (owner/name.csv).
-    """
+    """Return the dataset of the Hub that a source names; None for a file or an existing path."""
     if isinstance(source, HubDataset):
         return source
     if not isinstance(source, str) or not _ID.fullmatch(source):
@@ -51,7 +46,7 @@ def hub_dataset(source: object) -> HubDataset | None:
 
 
 def read_hub(dataset: HubDataset, name: str, gigabytes: float) -> list[dict[str, Any]]:
-    """Read a split of a dataset, that of `name`, such as "env.train", where it names none."""
+    """Read the split that a dataset names, or else the split in `name`, such as "env.train"."""
     wanted = _with_split(dataset, name)
     key = wanted.model_dump_json()
     if key in _ROWS:
@@ -64,7 +59,7 @@ def read_hub(dataset: HubDataset, name: str, gigabytes: float) -> list[dict[str,
 
 
 def pinned(env: EnvConfig) -> dict[str, HubDataset]:
-    """Return the datasets of the Hub in `env`, by the setting, with the commits they have now."""
+    """Return the datasets of the Hub in `env`, by setting, with their present commits."""
     found: dict[str, HubDataset] = {}
     for name in _SPLITS:
         dataset = hub_dataset(getattr(env, name))

@@ -1,7 +1,6 @@
 """Rows of a dataset: a datasets.Dataset, dicts, a pandas frame, or a file.
 
-Files may be of strangers, and are read up to a limit: a small one may hold far more than lies on
-the disk.
+Files may come from strangers: a small compressed file may need much memory, so reading is limited.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 @final
 class Row(dict[str, Any]):
-    """Columns and values of a row, with its place.
+    """Columns and values of a row, with its place for messages.
 
     Attributes:
-        place: Where it was read, for messages: "train (rows.jsonl), line 3"; rows of a file of text
-            have the line in which they begin, others their number from 0.
+        place: For instance "train (rows.jsonl), line 3". Rows of a text file have the line in which
+            they begin, others their number from 0.
     """
 
     __slots__ = ("_number", "_source")
@@ -59,7 +58,7 @@ class Row(dict[str, Any]):
 
     @property
     def place(self) -> str:
-        """See the class."""
+        """The place where the row was read."""
         return f"{self._source} {self._number}"
 
     def having(self, values: Mapping[str, Any]) -> Row:
@@ -71,24 +70,22 @@ class Row(dict[str, Any]):
 
 
 def place_of(row: Mapping[str, Any], otherwise: str) -> str:
-    """Return the place of a row in the person's file, or `otherwise` for one that has none."""
+    """Return the place of a row in the user's file, or `otherwise` for a row without one."""
     return row.place if isinstance(row, Row) else otherwise
 
 
 def read_rows(source: object, name: str = "dataset", gigabytes: float = MAX_GIGABYTES) -> list[Row]:
-    """Read a dataset into one `Row` per row.
+    """Read a dataset into one `Row` per row, in order; there is at least one.
+
+    Values of CSV files are strings ("019" keeps its zero). A missing value of a frame is None.
 
     Args:
         source: A path ending in .csv, .tsv, .jsonl, .json or .parquet, a `datasets.Dataset`, a
-            pandas frame, a sequence of mappings, or `Given`, which holds one of them; or a dataset
-            of the Hub.
+            pandas frame, a sequence of mappings, a `Given` that holds one of these, or a dataset of
+            the Hub.
         name: Name in messages, e.g. "train".
         gigabytes: The most memory that a file or a dataset of the Hub may take, as in
             `env.max_data_gb`.
-
-    Returns:
-        The rows in order, at least one. Values of CSV files are strings ("019" keeps its zero); a
-        missing value of a frame is None.
     """
     if isinstance(source, Given):
         source = source.value
@@ -127,10 +124,9 @@ def require_columns(
     *,
     filled: Collection[str] = (),
 ) -> None:
-    """Check that every row has the columns that a template or a reward function needs.
+    """Check that rows have the columns in `needs`, which maps each to the part that needs it.
 
-    `needs` has the part that needs a column, such as "the prompt template", `filled` the columns
-    in which no value may be None.
+    No value of the columns in `filled` may be None.
     """
     for number, row in enumerate(rows):
         for column, who in needs.items():
@@ -149,7 +145,7 @@ def require_columns(
 
 
 def _checked(rows: Sequence[Any], source: str, numbers: Sequence[int] | None = None) -> list[Row]:
-    """Return rows with their places: `source` and a number in the file, counted from 0 for None."""
+    """Return rows with their places: `source` and a number in the file; None counts from 0."""
     checked: list[Row] = []
     for number, row in zip(numbers or range(len(rows)), rows, strict=True):
         if not isinstance(row, Mapping):
@@ -206,7 +202,7 @@ def _read_file(path: Path, name: str, gigabytes: float) -> list[Row]:
 
 @final
 class BoundedFile:
-    """A regular file, and the memory that what was read of it takes, by an estimate."""
+    """A regular file, and an estimate of the memory that its contents take."""
 
     def __init__(self, path: Path, name: str, gigabytes: float = MAX_GIGABYTES) -> None:
         self.path, self.name = path, name
@@ -218,7 +214,7 @@ class BoundedFile:
             )
 
     def spend(self, count: int) -> None:
-        """Count bytes of memory; refuse more than the limit."""
+        """Count bytes of memory; refuse to exceed the limit."""
         self.left -= count
         if self.left < 0:
             raise DataError(
@@ -228,7 +224,7 @@ class BoundedFile:
             )
 
     def open(self, newline: str | None = None) -> TextIO:
-        """Open it as UTF-8 text, of which no more than the limit can be read."""
+        """Open the file as UTF-8 text; reading more than the limit is an error."""
         # utf-8-sig: spreadsheets begin a file with a byte-order mark, which would become part of
         # a column's name.
         raw = io.BufferedReader(_Counted(self))
@@ -271,7 +267,7 @@ def _read_csv(file: BoundedFile) -> _Read:
     delimiter = "\t" if file.path.suffix.lower() == ".tsv" else ","
     rows: list[Any] = []
     lines: list[int] = []
-    # The limit of fields, of the whole process, is 131,072 characters; the file has its own.
+    # The process limits a field to 131,072 characters; the file has another limit.
     csv.field_size_limit(max(csv.field_size_limit(), file.left))
     with file.open(newline="") as text:
         reader = csv.DictReader(text, delimiter=delimiter, restkey=None, restval=None)
@@ -299,10 +295,7 @@ def _read_csv(file: BoundedFile) -> _Read:
 
 
 def _check_header(columns: Sequence[str], where: str) -> None:
-    """Refuse columns of a CSV that share a name, or have none.
-
-    The first column may have none: pandas writes the index of a frame so.
-    """
+    """Refuse columns of a CSV that share a name or have none, except for the index of pandas."""
     unnamed = [number for number, column in enumerate(columns, start=1) if not column]
     if unnamed not in ([], [1]) or len(columns) == len(unnamed) == 1:
         raise DataError(
@@ -314,7 +307,6 @@ def _check_header(columns: Sequence[str], where: str) -> None:
 
 
 def _check_once(columns: Iterable[str], where: str) -> None:
-    """Refuse columns that share a name."""
     seen: set[str] = set()
     for column in columns:
         if column in seen:
@@ -369,7 +361,7 @@ def _parsed(file: BoundedFile, text: str, where: str) -> object:
 
 
 def _is_suspect(text: str) -> bool:
-    """Return whether JSON may hold values that a row cannot, so that they have to be checked."""
+    """Return whether JSON may hold values that a row cannot hold, so that they must be checked."""
     deep = text.count("[") + text.count("{") > MOST_LEVELS
     return deep or _HALF.search(text) is not None
 

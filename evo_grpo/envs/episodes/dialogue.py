@@ -31,11 +31,8 @@ def opening(system_prompt: str | None = None) -> list[Mapping[str, str]]:
 class Dialogue:
     """Turns the texts of an environment into the token ids between two completions.
 
-    Args:
-        tokenizer: The base model's transformers tokenizer.
-        messages: Messages for the chat template, or a raw text, with {observation} in it; None is a
-            user message with the observation.
-        keywords: Keyword arguments of the chat template.
+    `messages` is for the chat template, with `keywords`, or a raw text; both contain {observation}.
+    None is a user message with the observation.
     """
 
     def __init__(
@@ -75,10 +72,7 @@ class Dialogue:
     def reply(self, observation: str, closed: int | None) -> list[int]:
         """Return the ids between two completions: the end of a turn, the observation, a new turn.
 
-        Args:
-            observation: The environment's message.
-            closed: The end token that the policy sampled last, or None if a limit cut the
-                completion. If the template ends a turn with that token, it is not repeated.
+        `closed` is the end token that ended the completion, None if a limit cut it.
         """
         text = observation if self.raw else self._between(observation)
         ids = [

@@ -37,7 +37,7 @@ _SEEDS = 2**31
 
 
 class MultiTurnGym:
-    """An environment of many turns, whose episodes follow from seeds and earn a cumulative reward.
+    """An environment of many turns whose episodes follow from seeds and earn a cumulative reward.
 
     Between episodes it keeps only the environments, which it resets, and the number of consecutive
     seeds whose episodes were all dropped.
@@ -46,8 +46,8 @@ class MultiTurnGym:
         env_factory: Returns a new environment at each call: a `MultiTurnEnv`, or a
             `TokenObservationWrapper` around one.
         tokenizer: The tokenizer of the base model; None takes the wrapper's.
-        max_turns: Completions after which an episode is over, at most the wrapper's; None takes
-            the wrapper's.
+        max_turns: Completions after which an episode ends, at most the wrapper's; None takes the
+            wrapper's.
         batch_size: P, episode seeds per step; each agent plays a group of episodes of each.
         seed: Seed of the order of episode seeds.
         max_output_tokens: Tokens of one completion; None takes the wrapper's.
@@ -55,8 +55,8 @@ class MultiTurnGym:
         apply_chat_template: As for `TokenObservationWrapper`, around a bare environment.
         conversation_template: As for `TokenObservationWrapper`, around a bare environment.
         chat_template_kwargs: As for `TokenObservationWrapper`, around a bare environment.
-        max_environments: Greatest number of environments at once, which then play the episodes of a
-            step in several waves; None for one per episode.
+        max_environments: Most environments at once; the episodes of a step are then played in
+            several waves. None is one environment per episode.
         evaluation_size: Default number of episode seeds of a split.
         name: Name in messages and records; None takes the environment's class.
         reward_timeout: Seconds that a reset or a step may take; None is no limit.
@@ -131,7 +131,7 @@ class MultiTurnGym:
 
     @property
     def side_by_side(self) -> bool:
-        """Whether several plays may go on at once, in threads: each episode has an environment."""
+        """Whether several plays may run at once, in threads, as each episode has an environment."""
         return self._renews
 
     @property
@@ -155,20 +155,20 @@ class MultiTurnGym:
         return self._seeds("train", step * size, size)
 
     def prompts(self, split: Split, size: int | None = None) -> list[int]:
-        """Return `size` fixed seeds of a split, or `evaluation_size`; no two splits share seeds.
+        """Return `size` or `evaluation_size` fixed seeds of a split; no two splits share seeds.
 
         A smaller subset begins a larger one.
         """
         return self._seeds(split, 0, self._evaluation_size if size is None else size)
 
     def limit_context(self, max_context_length: int) -> None:
-        """Limit episodes to the model's context; see `Environment.limit_context`."""
+        """Limit episodes to the model's context."""
         self._context = min(max_context_length, self._max_model_len or max_context_length)
         for episode in self._idle:
             episode.limit_context(self._context)
 
     def begin(self, starts: Sequence[Sequence[int]], group_sizes: Sequence[int]) -> EpisodePlay:
-        """Begin a group of episodes of each seed for every agent; see `Environment`."""
+        """Begin a group of episodes of each seed for every agent."""
         return EpisodePlay(self, starts, group_sizes)
 
     def take(self) -> TokenObservationWrapper:
@@ -184,7 +184,7 @@ class MultiTurnGym:
             return episode
 
     def give_back(self, episode: TokenObservationWrapper) -> None:
-        """Keep an environment for the next episode, or close it if it raised in this one."""
+        """Keep an environment for the next episode, or close it if it failed in this one."""
         with self._shared:
             self._lent.pop(id(episode.env), None)
             # The state of an environment that raised is unknown.
@@ -196,8 +196,8 @@ class MultiTurnGym:
     def count_failures(self, episodes: Sequence[Trajectory], seeds: int) -> None:
         """Count the consecutive seeds in which all episodes of one play failed.
 
-        A step in which all episodes fail does not end the run, but a broken environment does: after
-        `MAX_FAILED_SEEDS` such seeds or more it raises RunFailedError.
+        Raises:
+            RunFailedError: There are `MAX_FAILED_SEEDS` or more: the environment is broken.
         """
         reasons = Counter(t.error for t in episodes)
         with self._shared:
@@ -213,7 +213,7 @@ class MultiTurnGym:
             )
 
     def close(self) -> None:
-        """Free the environments that are kept for the next episodes."""
+        """Close the environments that are kept for the next episodes."""
         for episode in self._idle:
             episode.close()
         self._idle = []
@@ -264,7 +264,7 @@ class MultiTurnGym:
 
 
 class _Running(NamedTuple):
-    """An episode that is being played: its agent, its number in the agent's draws, its seed."""
+    """A running episode: its agent, its number in the agent's draws, its seed."""
 
     agent: int
     key: int
@@ -273,11 +273,10 @@ class _Running(NamedTuple):
 
 
 def _metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the metrics of one agent's episodes of a step, dropped ones among them.
+    """Return the metrics of one agent's episodes of a step.
 
-    Returns:
-        dropped (episodes) and, if all were dropped, empty_steps (1); else also turns (mean) and cut
-        (share that ended by `max_turns` or the context).
+    They are dropped (episodes) and, if all were dropped, empty_steps (1); else also turns (mean)
+    and cut (share that ended by `max_turns` or the context).
     """
     kept = [t for t in episodes if not t.error]
     if not kept:
@@ -293,7 +292,7 @@ def _metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
 class EpisodePlay:
     """N agents play a group of episodes of each of their seeds; see `Play`.
 
-    An episode in which the environment raises is dropped: its reward is NaN, an abstention.
+    An episode in which the environment raises an error is dropped: its reward is NaN.
     """
 
     def __init__(
@@ -319,7 +318,7 @@ class EpisodePlay:
         self._begin_waves()
 
     def ask(self) -> Ask | None:
-        """See `Play.ask`; an agent without a running episode has no prompts."""
+        """Return the prompts of the running episodes; an agent without one has no prompts."""
         live = self._live()
         if not any(live):
             return None
@@ -331,7 +330,7 @@ class EpisodePlay:
         )
 
     def tell(self, groups: Sequence[Sequence[CompletionGroup]]) -> None:
-        """Step the environments; see `Play.tell`."""
+        """Step the environments with the completions."""
         with self._gym.stepping:
             watching(self._gym.reward_timeout, lambda watch: self._step(watch, groups))
         self._turn += 1
@@ -340,7 +339,7 @@ class EpisodePlay:
             self._begin_waves()
 
     def experiences(self) -> list[Experience]:
-        """See `Play`."""
+        """Return the episodes and rewards of each agent."""
         episodes = [episode for mine in self._done for episode in mine]
         self._gym.count_failures(episodes, self._seeds)
         return [

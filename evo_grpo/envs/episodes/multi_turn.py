@@ -30,7 +30,7 @@ LONGEST_MESSAGE = 1_000_000
 class Observation(dict[str, Any]):
     """An argument of `agent.get_action`: `input_ids`, `attention_mask` and `text`.
 
-    The agent passes its end tokens to the episode; see `TokenObservationWrapper.answered_by`.
+    The agent passes its end tokens to the episode by `TokenObservationWrapper.answered_by`.
     """
 
     def __init__(self, values: Mapping[str, Any], episode: TokenObservationWrapper) -> None:
@@ -75,14 +75,14 @@ class TokenObservationWrapper:
         env: The environment.
         tokenizer: The base model's transformers tokenizer.
         max_turns: Completions after which an episode ends, >= 1.
-        pad_id: Token that `step` drops from the end of completions, which may be an end token; None
-            takes the padding token of the agent that answered.
-        max_model_len: Tokens of an episode, None for the model's own context. An episode ends
-            when the environment's message leaves no room for `max_output_tokens`.
+        pad_id: Token that `step` drops from the end of completions; None takes the padding token of
+            the agent.
+        max_model_len: Tokens of an episode; None is the model's context. An episode ends when the
+            environment's message leaves no room for `max_output_tokens`.
         max_output_tokens: Tokens of one completion; None keeps room for one token.
         apply_chat_template: False joins the texts as they are.
-        conversation_template: Opening messages or raw text with {observation} in it, for instance
-            to put a system message in front. None is one user message.
+        conversation_template: Opening messages or raw text with {observation} in it; None is one
+            user message.
         chat_template_kwargs: Keyword arguments of the chat template.
         end_ids: Further tokens that end a completion, besides the tokenizer's. `get_action` adds
             those of its model when it gets the observation.
@@ -93,8 +93,8 @@ class TokenObservationWrapper:
     Attributes:
         token_ids: The ids of the episode so far.
         mask: One per id: True if the policy sampled it.
-        logprobs: One per sampled id; None once a turn has unknown log-probs, such as after `step`
-            with ids only.
+        logprobs: One per sampled id; None once a turn has unknown log-probs, as after `step` with
+            ids.
         total_reward: Cumulative reward.
         turns: Completions so far.
         end: Empty while the episode runs, else terminated, truncated, max_turns, context or error.
@@ -140,11 +140,7 @@ class TokenObservationWrapper:
         self.end = "closed"
 
     def limit_context(self, max_context_length: int) -> None:
-        """Set `max_model_len` to the context of a model, or to a lower constructor argument.
-
-        Raises:
-            ConfigError: One completion would fill it.
-        """
+        """Set `max_model_len` to a model's context, or raise ConfigError if that is too short."""
         room = self.max_output_tokens or 1
         if max_context_length <= room:
             raise ConfigError(
@@ -154,21 +150,18 @@ class TokenObservationWrapper:
         self.max_model_len = min(max_context_length, self._own_limit or max_context_length)
 
     def answered_by(self, ends: Ends, pad_id: int) -> None:
-        """Set where the completions of the agent that answers end, and what pads them."""
+        """Set the end tokens and the padding token of the agent that answers."""
         self.end_ids |= ends.ids
         self._ends = ends
         if self.pad_id is None:
             self.pad_id = pad_id
 
     def reset(self, seed: int | None = None) -> tuple[Observation, dict[str, Any]]:
-        """Begin an episode.
-
-        Args:
-            seed: Seed of the episode; None leaves it to the environment.
+        """Begin an episode; None as `seed` leaves the seed to the environment.
 
         Returns:
-            The observation, for `agent.get_action`: `input_ids` (1, T) int64 and `attention_mask`
-            (1, T) int64 as numpy arrays, and `text`; and the environment's info.
+            The observation for `agent.get_action`, and the environment's info. `input_ids` and
+            `attention_mask` are numpy arrays (1, T) of int64.
 
         Raises:
             PromptTooLongError: The first prompt leaves no room for a completion.
@@ -200,7 +193,7 @@ class TokenObservationWrapper:
 
         Returns:
             Observation (empty when the episode is over), reward, terminated, truncated (by the
-            environment, by max_turns, or since the context is full: see `end`), info.
+            environment, by max_turns or by the context: see `end`), info.
 
         Raises:
             ShapeError: The ids do not begin with the observation's, or add none.
@@ -228,17 +221,11 @@ class TokenObservationWrapper:
         return {} if self.end else self.observation, reward, terminated, truncated, info
 
     def take_turn(self, completion: Completion) -> tuple[float, dict[str, Any]]:
-        """Hand a sampled completion to the environment.
-
-        Args:
-            completion: Continues the prompt.
-
-        Returns:
-            The turn's reward, and info.
+        """Hand a sampled completion to the environment; return the turn's reward, and info.
 
         Raises:
             ConfigError: The episode is over.
-            Exception: Anything that the environment raises; `drop` then records it.
+            Exception: Any error of the environment; `drop` then records it.
         """
         if self.end:
             raise ConfigError(
@@ -339,7 +326,7 @@ class TokenObservationWrapper:
         return limit is not None and length + (self.max_output_tokens or 1) > limit
 
     def _completed(self, ids: list[int]) -> list[int]:
-        """Remove the padding after a completion; the first end token belongs to it."""
+        """Remove the padding after a completion, but keep the first end token."""
         end = next((place for place, token in enumerate(ids, 1) if token in self.end_ids), None)
         if end is not None:
             return ids[:end]
@@ -356,10 +343,7 @@ def check_reset(name: str, returned: object) -> tuple[str, dict[str, Any]]:
 
 
 def check_step(name: str, returned: object) -> tuple[object, float, bool, bool, dict[str, Any]]:
-    """Check the result of `step`: (text, reward, terminated, truncated, info).
-
-    The text is not checked: at the end of an episode it is not used.
-    """
+    """Check the result of `step`: (text, reward, terminated, truncated, info), without the text."""
     place = f"{name}.step"
     text, reward, terminated, truncated, info = _parts(
         place, returned, ("text", "reward", "terminated", "truncated", "info")

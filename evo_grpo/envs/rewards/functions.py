@@ -150,13 +150,13 @@ def as_rewards(
 
     Args:
         reward_fn: A function, a `RewardFunction`, or a sequence of them; at least one.
-        weights: One per function, or some by name. Functions without one keep their own, which is
+        weights: One per function, or some by name. The other functions keep their weight, which is
             1 for a plain function.
-        style: `env.reward_style` of those that are functions of the user.
+        style: `env.reward_style` of the user's functions.
 
     Raises:
-        ConfigError: There is no function, the number of weights differs from theirs, a name is not
-            that of a function, or all weights are 0.
+        ConfigError: There is no function, the number of weights is wrong, a name is unknown, or all
+            weights are 0.
     """
     one = isinstance(reward_fn, RewardFunction) or callable(reward_fn)
     many = cast("object", [reward_fn] if one else reward_fn)  # callers may pass anything
@@ -197,9 +197,9 @@ def as_rewards(
 
 
 def required_columns(rewards: Sequence[RewardFunction], thinking: object) -> dict[str, str]:
-    """Return the columns that reward functions need, each with the name of one for messages.
+    """Return the columns that reward functions need, with the name of a function for each.
 
-    The parameter `thinking` is no column if there are tags of thinking, `thinking`.
+    With tags of thinking, the parameter `thinking` is no column.
     """
     needs = {name: who for one in rewards for name, who in one.required_columns().items()}
     if thinking is not None:
@@ -208,7 +208,7 @@ def required_columns(rewards: Sequence[RewardFunction], thinking: object) -> dic
 
 
 def unknown_reward(name: str, names: Sequence[str]) -> str:
-    """Return a message about a reward function that does not exist among `names`."""
+    """Return a message about a reward function that is not among `names`."""
     if not names:
         return f"expected an environment with named reward functions, got {name!r} for one without"
     known = listed(names)
@@ -216,7 +216,7 @@ def unknown_reward(name: str, names: Sequence[str]) -> str:
 
 
 def _foreign(parameter: str) -> str:
-    """Return what a parameter of other trainers is here, in parentheses, or ""."""
+    """Return the name here of a parameter of other trainers, in parentheses, or ""."""
     return f" ({FOREIGN[parameter]}: see {PAGE})" if parameter in FOREIGN else ""
 
 
@@ -226,9 +226,9 @@ def _name_of(fn: object) -> str:
 
 
 def place_in_code(error: BaseException) -> str:
-    """Return file, line and function of the user's code in which an exception was raised.
+    """Return file, line and function of the user's code that raised an exception, or "".
 
-    It is the innermost call that is neither of this package nor of an installed one; "" if none is.
+    It is the innermost call outside this package and all installed ones.
     """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith((*_NOT_YOURS, "<frozen"))]
@@ -243,7 +243,7 @@ def place_in_code(error: BaseException) -> str:
 
 def hint(error: BaseException) -> str:
     """Return what to change in a function that was written for another trainer, or ""."""
-    # Neither str nor isinstance, which call what a user's object may define.
+    # Neither str nor isinstance: both may call methods that a user's object defines.
     args: tuple[object, ...] = vars(BaseException)["args"].__get__(error)
     first = args[0] if args else ""
     told = first if type(first) is str else ""

@@ -41,9 +41,9 @@ LEAST_PROBABILITY = 0.5
 class Judge(Scorer):
     """Scores completions with the model that `settings` name; see `JudgeReward`.
 
-    A question is asked once: equal questions of a run, in any of its processes, also of a run that
-    was resumed, get the same answer. A failure of the API is not an answer and is not kept. Several
-    threads may ask at once; together they send `concurrency` requests at a time.
+    Each question is asked once: equal questions get the same answer in all processes of a run, also
+    after a resume. A failure of the API is not kept as an answer. Several threads may ask at once;
+    together they send `concurrency` requests at a time.
 
     Raises:
         ConfigError: A template is malformed.
@@ -67,7 +67,7 @@ class Judge(Scorer):
         self._claim = f"asked by {uuid4().hex}"
 
     def prepare(self, device: str) -> None:
-        """Check that the environment has the key; see `Scorer.prepare`."""
+        """Check that the environment variable with the API key is set."""
         del device
         self._client.check_key()
 
@@ -76,17 +76,17 @@ class Judge(Scorer):
         self._answers.record_in(folder, name, counts=counts)
 
     def share(self, board: Board, *, known: bool) -> None:
-        """Ask no question that another process asks; see `Scorer.share`."""
+        """Leave out questions that another process asks; see `Scorer.share`."""
         self._board = board
         if known:
             board.write({key: _told(answer) for key, answer in self._answers.known().items()})
 
     def unrecorded(self) -> Mapping[str, Answer]:
-        """Return the answers to this process that no file has."""
+        """Return the answers of this process that are in no file."""
         return self._answers.unrecorded()
 
     def record(self, answers: Mapping[str, Any]) -> None:
-        """Write the answers to another process, that has no file, into the file of this one."""
+        """Write the answers of another process, which has no file, into this process's file."""
         if answers:
             self._answers.write(answers)
             self._answers.sync()
@@ -106,9 +106,8 @@ class Judge(Scorer):
     def questions(self, rows: Sequence[Mapping[str, Any]], tokens: int) -> str:
         """Return a sentence on what questions will take, before they are asked.
 
-        Args:
-            rows: The columns of the row of each completion, its `prompt` included.
-            tokens: Most tokens of a completion.
+        `rows` are the columns of each completion's row, with its `prompt`; `tokens` limits
+        completions.
         """
         settings = self.settings
         characters = sum(
@@ -131,7 +130,7 @@ class Judge(Scorer):
     def __call__(
         self, *, completions: Sequence[str], prompts: Sequence[str], **columns: Sequence[Any]
     ) -> list[float | RewardError]:
-        """Ask the judge about completions, except for what it has answered; see `Scorer`.
+        """Score completions, asking only the questions that have no answer yet.
 
         Raises:
             RewardError: The API refuses the key, or does not know the URL or the model.
@@ -146,7 +145,7 @@ class Judge(Scorer):
         ]
 
     def _settle(self, questions: Mapping[str, Body]) -> Mapping[str, Unanswered]:
-        """Ask what has no answer; wait for what another thread is asking; return what failed."""
+        """Get the answers to all questions, from any thread; return the questions that failed."""
         failed: dict[str, Unanswered] = {}
         while True:
             with self._change:
@@ -169,7 +168,7 @@ class Judge(Scorer):
                     self._change.notify_all()
 
     def _ask(self, questions: Mapping[str, Body]) -> Mapping[str, Unanswered]:
-        """Ask what no other process asks; wait for what one does; return what failed."""
+        """Ask the questions that no other process asks, await the others; return failures."""
         board = self._board
         if board is None:
             return self._client.ask(questions, self._keep)
@@ -181,7 +180,7 @@ class Judge(Scorer):
                 failed = self._client.ask(mine, self._keep)
         finally:  # also after an error: the others wait
             why = {key: failed.get(key, Unanswered("it was not asked")).why for key in mine}
-            # An answer is told again: the disk may have refused it before it was told.
+            # Share each answer again: an error of the disk may have kept it from being shared.
             board.write(
                 {
                     key: _told(self._answers[key])
@@ -202,14 +201,14 @@ class Judge(Scorer):
         return failed
 
     def _claimed(self, board: Board, key: str) -> bool:
-        """Return whether this process is to ask a question: no other one asks or has asked it."""
+        """Return whether this process is to ask a question: no other process asks or asked it."""
         there = board.swap(key, "", self._claim)
         if there.startswith("{") and "why" in json.loads(there):  # it failed, some time ago
             there = board.swap(key, there, self._claim)
         return there == self._claim
 
     def _heard(self, key: str, told: Mapping[str, Any]) -> dict[str, Unanswered]:
-        """Keep what another process tells of a question; return its failure, if it is one."""
+        """Keep another process's answer to a question; return its failure, if it failed."""
         if "why" in told:
             return {key: Unanswered(told["why"])}
         with self._change:
@@ -217,7 +216,7 @@ class Judge(Scorer):
         return {}
 
     def _keep(self, key: str, reply: Mapping[str, Any]) -> None:
-        """Keep the answer in a reply, also if it has no score: it has been paid for."""
+        """Keep the answer in a reply, even without a score, because it has been paid for."""
         score, text = read_score(self.settings, reply)
         text = redacted(text, self._client.key())
         usage = reply.get("usage")
@@ -266,7 +265,6 @@ class Judge(Scorer):
         return {name: value for name, value in body.items() if value is not None}
 
     def _key(self, body: Mapping[str, Any]) -> str:
-        """Return the digest of a question, and of all that decides about its score."""
         settings = self.settings
         how = (settings.tag, settings.range) if settings.score == "tag" else settings.answers
         asked = json.dumps([settings.url, body, settings.score, how], sort_keys=True)
@@ -274,21 +272,13 @@ class Judge(Scorer):
 
 
 def _told(answer: Answer) -> str:
-    """Return what other processes need to know of an answer; the text is for messages alone."""
+    """Return the part of an answer that other processes need; its text serves messages alone."""
     text = answer.text if answer.score is None else ""
     return json.dumps({"score": answer.score, "text": text})
 
 
 def read_score(settings: JudgeReward, reply: Mapping[str, Any]) -> tuple[float | None, str]:
-    """Read the score in a reply of the API.
-
-    Args:
-        settings: Those of the judge.
-        reply: The JSON of the reply, of any form.
-
-    Returns:
-        The score from 0 to 1, or None if there is none that can be used; and the answer's text.
-    """
+    """Return the score in [0, 1] of a reply, None if there is none, and the text of the answer."""
     choice = _first(reply.get("choices"))
     message = choice.get("message")
     content = cast("Mapping[str, object]", message).get("content") if _maps(message) else None
@@ -338,7 +328,6 @@ def _maps(value: object) -> bool:
 
 
 def _first(values: object) -> Mapping[str, object]:
-    """Return the first mapping of a list, or an empty one."""
     items = cast("list[object]", values) if isinstance(values, list) else []
     return cast("Mapping[str, object]", items[0]) if items and _maps(items[0]) else {}
 

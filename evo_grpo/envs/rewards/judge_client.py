@@ -47,7 +47,7 @@ class Unanswered:
 
 
 class _Trouble(Exception):
-    """A request that failed: why, whether another attempt may help, seconds that it has to wait."""
+    """A failed request: the reason, whether a retry may help, and the seconds to wait before it."""
 
     def __init__(self, why: str, *, again: bool = True, wait: float = 0.0) -> None:
         super().__init__(why)
@@ -66,11 +66,10 @@ class Client:
         self._places = threading.Semaphore(settings.concurrency)
 
     def check_key(self) -> None:
-        """Check that the environment has a key that can be sent, if the settings name one.
+        """Check that the API key is set and can be sent, if the settings name one.
 
         Raises:
-            ConfigError: It has none, or one with characters that no key has; or a proxy or
-                certificates that cannot be used.
+            ConfigError: The key, a proxy or a certificate is missing or invalid.
         """
         self.key()
         # Imported here: only a judge needs it, and it takes a tenth of a second.
@@ -78,7 +77,7 @@ class Client:
 
         try:
             httpx2.AsyncClient()
-        # Its errors are those of URLs, of files, of ssl, and of a package for SOCKS.
+        # A URL, a file or ssl may be wrong, or the package for SOCKS missing.
         except (ValueError, OSError, ImportError, httpx2.InvalidURL) as error:
             # A proxy may hold a password, so its address is not shown.
             raise ConfigError(
@@ -88,7 +87,7 @@ class Client:
             ) from None
 
     def key(self) -> str | None:
-        """Return the key, None where the settings name none; see `check_key`."""
+        """Return the API key; None if the settings name none."""
         name = self.settings.key_variable
         if name is None:
             return None
@@ -115,8 +114,8 @@ class Client:
             keep: Called with a request and the JSON of its reply as soon as it comes.
 
         Returns:
-            The requests that got no reply after all retries. If one stays without a reply and no
-            other got one in the meantime, the rest is not sent.
+            The requests without a reply after all retries. Once a request has failed and no other
+            got a reply in the meantime, the rest is not sent.
 
         Raises:
             RewardError: The API refuses the key, or does not know the URL or the model.
@@ -153,7 +152,6 @@ class _Asking:
         self._replies = 0
 
     async def all(self, bodies: Mapping[str, Body]) -> dict[str, Unanswered]:
-        """Send all requests; see `Client.ask`."""
         # Imported here: only a judge needs it, and it takes a tenth of a second.
         import httpx2
 
@@ -207,7 +205,7 @@ class _Asking:
 
     @asynccontextmanager
     async def _place(self) -> AsyncGenerator[None]:
-        """Hold one of the places of all threads, which an event loop must not wait for in sleep."""
+        """Hold one of the places that all threads share, without blocking the event loop."""
         while not self._places.acquire(blocking=False):
             if self.stopped.is_set():
                 raise _Trouble("it was not asked")
@@ -220,7 +218,7 @@ class _Asking:
 
     async def _reply(self, client: httpx2.AsyncClient, key: str, body: Body) -> Mapping[str, Any]:
         """Send a request until there is a reply, with pauses in between."""
-        # Other requests wait for other times, and the same ones when the run is repeated.
+        # Requests wait for different times, which are the same when the run is repeated.
         spread = 0.75 + int(key[:8], 16) / 2**33
         attempt = 0
         while True:
@@ -235,7 +233,6 @@ class _Asking:
             attempt += 1
 
     async def _pause(self, seconds: float) -> None:
-        """Wait, but not for longer than the batch goes on."""
         end = time.monotonic() + seconds
         while not self.stopped.is_set() and (left := end - time.monotonic()) > 0:
             await asyncio.sleep(min(left, 0.2))
@@ -271,7 +268,7 @@ class _Asking:
         return found
 
     def _refusal(self, status: int, data: bytes, headers: Mapping[str, str]) -> _Trouble:
-        """Return the trouble of a status; raise for one that every request would get."""
+        """Return the trouble of a status; raise an error that every request would get."""
         url, name = self.settings.url, self.settings.key_variable
         if status in _REFUSED:
             # What the server says may hold the key.
@@ -319,7 +316,7 @@ class Answer:
 
     Attributes:
         score: From 0 to 1; None if the answer has no score that can be used.
-        text: Its text, cut to its end.
+        text: The end of its text.
         input: Tokens that the judge read.
         output: Tokens that it wrote.
     """
@@ -334,8 +331,7 @@ class Answer:
 class Answers:
     """Answers by the digest of their question.
 
-    Each answer is appended to the file as it comes, in one write, so that a process that is killed
-    loses none.
+    Each answer is appended to the file at once, in one write, so that a killed process loses none.
 
     Attributes:
         count: Number of answers to this process and, if it counts them, to the run before.
@@ -362,12 +358,12 @@ class Answers:
     def record_in(self, folder: Path, name: str, *, counts: bool = True) -> None:
         """Read the answers in all files of a folder, and append new ones to one of them.
 
-        The folder, and a file that other ranks do not use, are created with the first answer. A
-        line that a kill has cut off is removed then; a damaged one is warned of, and asked again.
-        With `counts`, the answers of all processes to this judge count.
+        The folder and this rank's file are created with the first answer. A line that a kill cut
+        off is then removed; a damaged line causes a warning and its question is asked again. With
+        `counts`, the answers of all processes to this judge count.
         """
         judge = name.rpartition("rank-")[0]
-        # What an earlier run of this process has cost is in its own folder, or in the files below.
+        # The cost of an earlier run is recorded in its folder, or in the files below.
         self.count = self.input = self.output = 0
         damaged = 0
         with reading(folder):
@@ -385,26 +381,18 @@ class Answers:
         self._path = folder / (name + _SUFFIX)
 
     def add(self, key: str, answer: Answer) -> Answer:
-        """Keep an answer, in the file too, and return it with its text cut.
-
-        Raises:
-            RunFailedError: The file cannot be written.
-        """
+        """Keep an answer, in the file too, and return it; raise RunFailedError if that fails."""
         answer = Answer(answer.score, answer.text[-TEXT_CHARACTERS:], answer.input, answer.output)
         self.keep(key, answer, counts=True)
         self.write({key: answer})
         return answer
 
     def unrecorded(self) -> Mapping[str, Answer]:
-        """Return the answers that no file has, because this process sees no folder."""
+        """Return the answers that are in no file, because this process sees no folder."""
         return self._unrecorded
 
     def write(self, answers: Mapping[str, Answer]) -> None:
-        """Write answers into the file, also those of a process that sees no folder.
-
-        Raises:
-            RunFailedError: The file cannot be written.
-        """
+        """Write answers of any process into the file; raise RunFailedError if that fails."""
         if self._path is None:
             self._unrecorded |= answers
             return
@@ -419,7 +407,7 @@ class Answers:
                 sync(self._path.parent)
 
     def keep(self, key: str, answer: Answer, *, counts: bool) -> None:
-        """Keep an answer in memory, of another process or an earlier one; see `record_in`."""
+        """Keep an answer of another process, or an earlier one, in memory."""
         if counts:
             self.count += 1
             self.input += answer.input
@@ -447,7 +435,7 @@ class ReadAnswers(NamedTuple):
 
 
 def answer_files(folder: Path) -> list[Path]:
-    """Return the files of answers in a folder, which need not exist."""
+    """Return the files of answers in a folder, which may be missing."""
     return sorted(folder.glob(f"*{_SUFFIX}"))
 
 
@@ -459,7 +447,6 @@ def read_answers(file: Path) -> ReadAnswers:
 
 
 def _answer(line: bytes) -> tuple[str, Answer] | None:
-    """Return the question and the answer of a line, None if it is damaged."""
     try:
         data = unseal(line)
         key, text = _typed(data, "question", str), _typed(data, "text", str)

@@ -1,8 +1,7 @@
 """Reward functions in a separate process, which is killed when a call hangs.
 
-A call that hangs where no signal reaches it, exits or crashes becomes an error of the run that
-names the call, and a fork does no harm. The process receives the functions, then batches, and sends
-the number of each call before it makes the call.
+A call that hangs, exits or crashes becomes an error of the run that names the call. The process
+receives the functions, then batches, and sends the number of each call before it makes the call.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ _START = (
 class RewardProcess:
     """Scores batches in a process, which the first batch starts.
 
-    Raises:
-        ConfigError: The process cannot import a function by its name.
+    Raises ConfigError if the process cannot import a function by its name.
     """
 
     def __init__(self, rewards: Sequence[RewardFunction], calls: RewardCalls) -> None:
@@ -56,7 +54,7 @@ class RewardProcess:
         self._running: tuple[subprocess.Popen[bytes], Connection[Any, Any]] | None = None
 
     def score(self, batch: CompletionBatch) -> Scored:
-        """Score completions; see `scoring.score_batch`."""
+        """Score completions."""
         calls = calls_of(self._rewards, batch)
         try:
             connection = self._connected()
@@ -80,7 +78,7 @@ class RewardProcess:
         return process.wait()
 
     def __del__(self) -> None:
-        """Kill the process together with its environment."""
+        """Kill the process when this object is freed."""
         with suppress(Exception):
             self.close()
 
@@ -103,7 +101,7 @@ class RewardProcess:
         return ours
 
     def _reply(self, connection: Connection[Any, Any], calls: Sequence[Call]) -> Any:  # noqa: ANN401 -- Scored, or an error
-        """Return the rewards, or an error of the process; raise for a call that is late."""
+        """Return the rewards or the error that the process sends; raise for a call that is late."""
         limit = self._calls.reward_timeout
         call: Call | None = None
         while _polled(connection, None if limit is None or call is None else limit + GRACE_SECONDS):
@@ -136,7 +134,7 @@ class RewardProcess:
 
 
 def _polled(connection: Connection[Any, Any], seconds: float | None) -> bool:
-    """Wait for a message, None for without end; return whether there is one."""
+    """Wait up to `seconds` (None: without limit) and return whether there is a message."""
     end = None if seconds is None else time.monotonic() + seconds
     while True:
         check_not_stopped()
@@ -147,11 +145,9 @@ def _polled(connection: Connection[Any, Any], seconds: float | None) -> bool:
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Score batches until the connection is closed; runs in the process of the reward functions.
+    """Score batches until the connection is closed, in the process of the reward functions.
 
-    Args:
-        descriptor: File descriptor of the connection.
-        parent: Process id of the run; this process ends when the run does.
+    `descriptor` is the connection's file descriptor, `parent` the process id of the run.
     """
     own = os.getpid()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
@@ -183,7 +179,6 @@ def _end_with(parent: int) -> None:
 
 
 def _check_importable(reward: RewardFunction) -> None:
-    """Refuse a function that another process cannot import by its name."""
     try:
         data = pickle.dumps(reward)
         known = b"__main__" not in data

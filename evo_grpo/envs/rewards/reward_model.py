@@ -45,7 +45,7 @@ class RewardModel(Scorer):
         self._serving = Lock()
 
     def prepare(self, device: str) -> None:
-        """Load the classifier to a device; see `Scorer.prepare`."""
+        """Load the classifier to a device."""
         if self._classifier is not None:
             return
         # Imported here: it loads torch, and `evo-grpo check` must answer at once.
@@ -63,7 +63,7 @@ class RewardModel(Scorer):
     def __call__(
         self, *, completions: Sequence[str], prompts: Sequence[str], **columns: Sequence[Any]
     ) -> list[float | RewardError]:
-        """Score completions in batches of `batch_size`; see `Scorer`."""
+        """Score completions in batches of `batch_size`."""
         with self._serving:
             rows = list(template_rows(completions, prompts, columns))
             return self._scores(rows)

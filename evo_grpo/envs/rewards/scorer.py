@@ -1,4 +1,4 @@
-"""The base class of rewards that a model computes: a reward model, a judge."""
+"""The base class of rewards that a model computes, such as a reward model or a judge."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from evo_grpo.errors import RewardError
 
 
 class UnusableRewardError(RewardError):
-    """A reward is NaN, infinite or too large; unlike a wrong type, it may be a single mistake."""
+    """A reward is NaN, infinite or too large; it may be a single mistake, unlike a wrong type."""
 
 
 class Board(Protocol):
     """Small texts by name that the processes of a run share."""
 
     def swap(self, name: str, old: str, new: str) -> str:
-        """Write a text where `old` stands, "" where none does; return the text that is there."""
+        """Replace the text of a name if it is `old` ("" for none); return the text afterwards."""
         ...
 
     def write(self, texts: Mapping[str, str]) -> None:
@@ -25,15 +25,15 @@ class Board(Protocol):
         ...
 
     def read(self, names: Sequence[str]) -> Sequence[str]:
-        """Return the texts of names, each of which has one."""
+        """Return the texts of names; each name must have one."""
         ...
 
 
 class Scorer(ABC):
     """A reward function of this package, which scores completions with a model.
 
-    It is called once per batch, in the process of the run: `env.reward_timeout` and `env.isolate`,
-    which guard against code of the user, do not apply to it. Several threads may call it at once.
+    It is called once per batch, in the process of the run, and several threads may call it at once.
+    `env.reward_timeout` and `env.isolate` apply to code of the user alone.
 
     Attributes:
         templates: The `prompts.Template`s of what the model is asked.
@@ -54,10 +54,7 @@ class Scorer(ABC):
 
     @abstractmethod
     def prepare(self, device: str) -> None:
-        """Load and check what scoring needs, before the first batch; repeated calls do nothing.
-
-        Args:
-            device: Device of the run, such as "cpu" or "cuda:0".
+        """Load and check what scoring needs on the run's device; repeated calls do nothing.
 
         Raises:
             ConfigError: Something is missing.
@@ -67,22 +64,16 @@ class Scorer(ABC):
     def __call__(
         self, *, completions: Sequence[str], prompts: Sequence[str], **columns: Sequence[Any]
     ) -> list[float | RewardError]:
-        """Score completions.
+        """Return B rewards of B completions; an error in place of one that cannot be used.
 
-        Args:
-            completions: B completions.
-            prompts: The B texts that the agents were given.
-            **columns: B values of each column of the rows.
-
-        Returns:
-            B rewards; in place of a reward that cannot be used, the error that says why.
+        `prompts` are the B texts that the agents were given; each of `columns` has B values.
         """
 
 
 def template_rows(
     completions: Sequence[str], prompts: Sequence[str], columns: Mapping[str, Sequence[Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield what the templates of a scorer may name, for each of B completions."""
+    """Yield the values that a scorer's templates may name, for each of B completions."""
     for number, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
         row = {name: values[number] for name, values in columns.items()}
         yield {**row, "completion": completion, "prompt": prompt}

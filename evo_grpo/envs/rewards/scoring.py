@@ -33,7 +33,7 @@ SHOWN = 60
 
 @dataclass(frozen=True)
 class CompletionBatch:
-    """B completions with their rows, prompts and the places of the rows in the person's file.
+    """B completions with their rows, prompts and the places of the rows in the user's file.
 
     `samples` is for functions that are called as TRL calls them.
     """
@@ -45,7 +45,7 @@ class CompletionBatch:
     samples: Samples | None = None
 
     def title(self, function: str, position: int | None = None) -> str:
-        """Return the title of a call for one completion, or with None for all completions."""
+        """Return the title of a call for the completion at `position`; None for all completions."""
         place = self.all_places() if position is None else self._place(position)
         return f"reward function {function!r}, {place}"
 
@@ -89,18 +89,14 @@ def score_batch(
     how: RewardCalls,
     mark: Callable[[int], None] | None = None,
 ) -> Scored:
-    """Score completions.
+    """Score completions with every reward function.
 
-    Args:
-        rewards: K functions.
-        batch: B completions.
-        how: The time-out of a call, and whether an exception or a result that is no number counts
-            as a failure instead of ending the run.
-        mark: Called with the number of each call before the call; `calls_of` numbers them.
+    `how` has the time-out of a call, and whether errors and results that are no numbers are set
+    aside as failures. `mark` gets the number of each call, as in `calls_of`, before the call.
 
     Raises:
-        RewardError: A function returned a wrong number of rewards; or, unless errors are set
-            aside, it raised or returned no number.
+        RewardError: A function returned a wrong number of rewards; or, unless errors are set aside,
+            it raised or returned no number.
         RewardAbortError: See `run_calls`.
     """
     out = np.full((len(batch.completions), len(rewards)), np.nan)
@@ -126,7 +122,7 @@ def score_batch(
 def with_scorers(
     rewards: Sequence[RewardFunction], scored: Scored, batch: CompletionBatch, how: RewardCalls
 ) -> Scored:
-    """Return the rewards of all K functions, from those of the functions that are no `Scorer`."""
+    """Add the rewards of the functions that are a `Scorer` to those of all others."""
     out = np.full((len(batch.completions), len(rewards)), np.nan)
     failures, known = list(scored.failures), iter(scored.rewards.T)
     for column, reward in enumerate(rewards):
@@ -161,14 +157,10 @@ def _fill(
 
 
 def reward_of_each(names: Sequence[str], rewards: Floats) -> dict[str, float]:
-    """Return the mean reward of each function, without weights.
+    """Return `reward/<name>` -> mean reward of each function, without weights.
 
-    Args:
-        names: K names. For fewer than two the result is empty: the metric `reward` is the mean.
-        rewards: (B, K) float64, NaN if a function abstained or the group was set aside.
-
-    Returns:
-        `reward/<name>` -> mean; a function that always abstained is left out.
+    `rewards` is (B, K), NaN where a function abstained. A function that always abstained is left
+    out. With fewer than two functions the result is empty, since the metric `reward` is the mean.
     """
     if len(names) < 2:
         return {}
@@ -201,15 +193,7 @@ class SetAside:
         self._warned = False
 
     def record(self, groups: Sequence[bool], reason: str) -> None:
-        """Add the groups of one play.
-
-        Args:
-            groups: Whether each group was set aside.
-            reason: The error in one of them, for messages.
-
-        Raises:
-            RewardError: More of the latest groups were set aside than the share allows.
-        """
+        """Add the groups of one play; raise RewardError with `reason` if too many are set aside."""
         self._latest.extend(groups)
         count = sum(self._latest)
         if not any(groups):
@@ -300,7 +284,6 @@ def as_list(name: str, value: object, batch: CompletionBatch) -> list[Any]:
 
 
 def _plain(value: object) -> object:
-    """Return an array, a tensor or their numbers as Python's lists and numbers."""
     tolist = getattr(value, "tolist", None)
     return tolist() if callable(tolist) else value
 

@@ -21,7 +21,7 @@ _NO_COLUMNS = ("prompt", "completion", "completion_ids")
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The part of TRL's `trainer_state` that there is here.
+    """The supported part of TRL's `trainer_state`.
 
     Attributes:
         global_step: Training prompts before those of the call, divided by the prompts of a step; 0
@@ -48,19 +48,19 @@ class Samples:
 
 @dataclass
 class Log:
-    """What reward functions log with `log_metric`: the values of each name."""
+    """The values that reward functions log with `log_metric`, by name."""
 
     values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def log_metric(self, name: str, value: float) -> None:
-        """Note a value."""
+        """Add a value of a metric."""
         self.values[str(name)].append(float(value))
 
     def log_extra(self, column: str, values: Sequence[object]) -> None:
         """Do nothing: `completions/` has the columns of the rows and the values of rewards."""
 
     def means(self) -> dict[str, float]:
-        """Return the mean of the values of each name, without those beyond 1e15, as of rewards."""
+        """Return the mean of the values of each name, without those beyond 1e15."""
         usable = {name: [n for n in own if abs(n) <= LARGEST] for name, own in self.values.items()}
         return {name: math.fsum(own) / len(own) for name, own in usable.items() if own}
 
@@ -72,11 +72,7 @@ def arguments(
     samples: Samples | None,
     log: Log,
 ) -> dict[str, Any]:
-    """Return the keyword arguments of a call, as TRL 1.16 makes it.
-
-    Completions of conversations are lists with one message of the assistant, and their prompts the
-    messages; those of plain prompts are texts.
-    """
+    """Return the keyword arguments of a call, as TRL 1.16 makes it: texts, or lists of messages."""
     known = samples or Samples([()] * len(completions), [None] * len(completions))
     chats = known.messages
     columns = dict.fromkeys(column for row in rows for column in row if column not in _NO_COLUMNS)

@@ -1,10 +1,9 @@
-"""Calls reward functions, with a time limit, and watches what they leave behind.
+"""Calls reward functions with a time limit, and restores global modes that they changed.
 
-No thread can end another one, so where a call runs depends on the thread that asks for it. In the
-main thread it runs there, because `signal.alarm`, as math_verify uses it, and the connections of
-sqlite3 need that, and a signal interrupts it. In any other thread, which no signal reaches, it runs
-in a helper thread, which is abandoned if the call is late. Calls that exit, fork or block all
-threads are left to `env.isolate: process`.
+No thread can end another one. A call from the main thread runs there, because `signal.alarm` (as in
+math_verify) and sqlite3 connections need that, and a signal interrupts it. A call from any other
+thread runs in a helper thread, which is abandoned if the call is late. Calls that exit, fork or
+block all threads need `env.isolate: process`.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Call(NamedTuple):
-    """A call of user code: a function that returns its title for messages, the function, keywords.
-
-    The title is built only for a message.
-    """
+    """A call of user code: a function that builds its title, the function, and its keywords."""
 
     title: Callable[[], str]
     fn: Callable[..., Any]
@@ -65,11 +61,7 @@ class Watch:
         self.abandoned = False
 
     def run(self, call: Call, allowance: float = 0.0) -> Any:  # noqa: ANN401 -- what the call returns
-        """Make a call.
-
-        Args:
-            call: The call.
-            allowance: Seconds beyond the limit. If it is above 0, use `check` afterwards.
+        """Make a call. After one with an `allowance`, seconds beyond the limit, call `check`.
 
         Raises:
             RewardAbortError: The call took longer, or left one of `MODES` changed.
@@ -85,7 +77,7 @@ class Watch:
             raise self.too_long(call) from None
         finally:
             self._running = None
-            # After each call, to name the right one; a call that was given up has no say any more.
+            # After each call, to name the call that changed a mode; an abandoned call is ignored.
             changed = "" if self.abandoned else restore(self._modes)
         if changed:
             raise RewardAbortError(f"{call.title()}: it left {changed}")
@@ -94,7 +86,7 @@ class Watch:
         return result
 
     def check(self, call: Call) -> None:
-        """Raise the error of a call that caught its own interruption."""
+        """Raise the error of a late call that caught `TimedOut`."""
         if self._interrupted is call:
             raise self.too_long(call)
 
@@ -107,7 +99,7 @@ class Watch:
         )
 
     def late_call(self, done: Future[Any]) -> Call | None:
-        """Wait until all is done; return a call that is late as soon as there is one."""
+        """Wait until all is done, or until a call is late, and return that call."""
         limit = self.limit or 0.0
         while not wait([done], min(limit, 1.0) / 4).done:
             call = self._running
@@ -116,7 +108,7 @@ class Watch:
         return None
 
     def interrupt_late_calls(self, done: Future[Any]) -> None:
-        """Interrupt a call of the main thread that is late; end the process if it continues."""
+        """Interrupt a late call of the main thread; end the process if the call continues."""
         while (call := self.late_call(done)) is not None:
             self._interrupted = call
             signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
@@ -131,11 +123,7 @@ class Watch:
 
 
 def watching(limit: float | None, work: Callable[[Watch], ResultT]) -> ResultT:
-    """Do work whose calls, made by `Watch.run`, may take `limit` seconds each; None is no limit.
-
-    Raises:
-        RewardAbortError: See `Watch.run`.
-    """
+    """Do work whose calls, made by `Watch.run`, may take `limit` seconds each; None is no limit."""
     watch = Watch(limit)
     if limit is None:
         return work(watch)
@@ -172,7 +160,7 @@ MODES = (
         Mode(name, "torch", methodcaller("is_autocast_enabled", on), "set_autocast_enabled", (on,))
         for name, on in (("autocast on the CPU", "cpu"), ("autocast on CUDA", "cuda"))
     ),
-    # A sixth of the time of get_default_device.
+    # This takes a sixth of the time of get_default_device.
     Mode("default device", "torch", lambda torch: torch.empty(0).device, "set_default_device"),
     *(
         Mode(name.replace("_", " "), "torch", methodcaller(f"get_{name}"), f"set_{name}")
@@ -186,7 +174,7 @@ random generators."""
 
 @beside_no_load()
 def current_modes() -> list[object]:
-    """Return the value of each mode; that of the working folder alone if torch is not loaded."""
+    """Return the value of each mode; only that of the working folder if torch is not loaded."""
     return _values()
 
 
@@ -203,11 +191,7 @@ def _value(mode: Mode) -> object:
 
 
 def restore(before: list[object]) -> str:
-    """Set every mode to the value that `current_modes` returned before.
-
-    Returns:
-        The modes that had changed, with a remedy; "" if none had.
-    """
+    """Restore the modes that have changed; return their names with a remedy, "" for none."""
     if _values() == before:  # nearly always, so without waiting for a load in another thread
         return ""
     changed: list[str] = []
@@ -224,10 +208,7 @@ def restore(before: list[object]) -> str:
 
 
 def check_not_stopped() -> None:
-    """Raise RewardAbortError in a thread of `in_a_thread` whose result nobody waits for any more.
-
-    Tested before each call of user code, and by whatever waits.
-    """
+    """Raise RewardAbortError in a thread of `in_a_thread` whose result is no longer awaited."""
     if (stop := _stop.get()) is not None and stop.is_set():
         raise RewardAbortError("rewards: what asked for them has ended")
 
@@ -235,10 +216,7 @@ def check_not_stopped() -> None:
 def in_a_thread(
     name: str, work: Callable[[], ResultT], stop: threading.Event | None = None
 ) -> Future[ResultT]:
-    """Start work in a thread with this name, which does not delay the end of the process.
-
-    `stop` ends it before its next call of user code; see `check_not_stopped`.
-    """
+    """Start work in a named daemon thread; `stop` ends it before its next call of user code."""
     result: Future[ResultT] = Future()
 
     def helper() -> None:
@@ -270,18 +248,13 @@ def run_calls(
 ) -> list[Any]:
     """Make calls in turn, and await the results of the async ones together.
 
-    Works inside a running event loop, as in a notebook: the async calls then run in a loop in
-    another thread.
+    Works inside a running event loop, as in a notebook: async calls then run in another thread.
 
     Args:
         calls: The calls.
         timeout: Seconds that each may take; None is no limit.
         mark: Called with the number of each call before the call.
-        keep_errors: Return the error of a call that raises in place of its result, instead of
-            raising the first one.
-
-    Returns:
-        The result of each call.
+        keep_errors: Whether the error of a call is its result; otherwise the first one is raised.
     """
     return watching(timeout, lambda watch: _all(watch, calls, keep_errors, mark))
 

@@ -1,4 +1,4 @@
-"""Weights of reward functions by their names: what an agent learns from, and what fitness is."""
+"""Weights of reward functions by name, for training and for fitness."""
 
 from __future__ import annotations
 
@@ -39,13 +39,7 @@ def check_rewards(
 ) -> None:
     """Check the names of reward functions in ranges, `evolve.fitness` and `population.stop`.
 
-    Args:
-        weights: The weight of each reward function of the environment, by its name; empty if it
-            does not name them.
-        space: Ranges of the hyperparameters that may mutate.
-        reward: `evolve.fitness.reward`.
-        objectives: `evolve.fitness.objectives`.
-        stop: `population.stop.rewards`.
+    `weights` has the weight of each reward function of the environment; it may be empty.
     """
     found: list[Problem] = []
     for name in searched(space.names()):
@@ -91,7 +85,7 @@ def check_rewards(
 def _same(
     weights: Mapping[str, float], reward: FitnessReward, objectives: Sequence[ObjectiveConfig]
 ) -> Iterator[Problem]:
-    """Yield an objective that orders agents as the objective `fitness` does."""
+    """Yield a problem for each objective that orders agents as the objective `fitness` does."""
     counted = weights if reward is None else weights_in(reward)
     parts = [name for name, weight in counted.items() if weight]
     if FITNESS not in {one.name for one in objectives} or len(parts) != 1:
@@ -106,12 +100,12 @@ def _same(
 
 
 def reward_names(env: Environment[Any]) -> tuple[str, ...]:
-    """Return the names of an environment's reward functions; none if it does not name them."""
+    """Return the names of an environment's reward functions, if it names them."""
     return tuple(getattr(env, "reward_names", ()))
 
 
 def judge_cost(env: Environment[Any]) -> float:
-    """Return what the judges of an environment have cost in this process; 0 without a judge."""
+    """Return the cost of an environment's judges in this process; 0 without a judge."""
     spent = getattr(env, "spent_on_rewards", dict[str, float])()
     return spent.get("cost", 0.0)
 
@@ -165,9 +159,9 @@ def fitness_rewards(
 ) -> tuple[Floats, Floats]:
     """Return the columns of rewards that count in fitness, and their weights.
 
-    Takes rewards (B, K) and `evolve.fitness.reward`; returns (B, k) rewards and (k,) weights, which
-    are all rewards with the weights of the environment if `reward` is None. A function without a
-    weight is left out, so that a row in which only it has a reward counts as one without a reward.
+    Takes rewards (B, K) and `evolve.fitness.reward`; returns (B, k) rewards and (k,) weights. None
+    stands for all rewards with the weights of the environment. Functions without a weight are left
+    out, so that a row with no other reward counts as unrewarded.
     """
     import numpy as np  # slow to load for `evo-grpo check`, which only checks names
 

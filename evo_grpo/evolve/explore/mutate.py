@@ -44,7 +44,7 @@ class Mutations(Group):
 
     @model_validator(mode="after")
     def _some_weight(self) -> Self:
-        # The default of `choice` is no weight that anybody gave: most searches have no choices.
+        # Ignore the default of `choice`: most searches have no choices.
         choice = self.choice if "choice" in self.model_fields_set else 0
         if self.no_mutation + self.rl_hp + choice == 0:
             text = "expected no_mutation or rl_hp above 0, got 0 for both; no_mutation: 1 with "
@@ -54,13 +54,13 @@ class Mutations(Group):
     def explore(
         self, candidate: Candidate, hp_config: "HyperparameterConfig", rng: "np.random.Generator"
     ) -> tuple[Hparams, Changes]:
-        """Move one hyperparameter with the probability that the weights give; see `Explorer`.
+        """Move one hyperparameter with the probability that the weights give.
 
-        `rl_hp` counts where a hyperparameter has a range, `choice` where one has choices.
-        Nothing is drawn for the elite unless `mutate_elite` is set, nor for survivors if
-        `copies_only` is set. A pair-valued clip_coef moves at one end, by its distance from 1. The
-        range of clip_coef is that of the distance; the ranges of clip_low and clip_high are those
-        of the ratio bounds. A batch_size of None (all rows) counts as the maximum of its range.
+        `rl_hp` counts where a hyperparameter has a range, `choice` where one has choices. Nothing
+        is drawn for the elite unless `mutate_elite` is set, nor for survivors if `copies_only` is
+        set. A pair-valued clip_coef moves at one end, by its distance from 1. The range of
+        clip_coef is that of the distance; the ranges of clip_low and clip_high are those of the
+        ratio bounds. A batch_size of None (all rows) counts as the maximum of its range.
         """
         hparams = candidate.hparams
         if not hp_config or not self._may_mutate(candidate):
@@ -98,10 +98,7 @@ class Mutations(Group):
     def _spread(
         self, candidate: Candidate, hp_config: "HyperparameterConfig"
     ) -> tuple[Hparams, Changes]:
-        """Move every hyperparameter of an agent of a population that began alike.
-
-        Those whose weight is 0 stay, and so does an end of a clip range that would pass the other.
-        """
+        """Move every hyperparameter with a weight above 0, for a population that began alike."""
         hparams, changes = candidate.hparams, dict[str, tuple[Value, Value]]()
         for (name, parameter), share in zip(
             parts(hparams, hp_config), candidate.shares, strict=False

@@ -23,6 +23,6 @@ class NoExploration(Group):
     def explore(
         self, candidate: Candidate, hp_config: "HyperparameterConfig", rng: "np.random.Generator"
     ) -> tuple[Hparams, Changes]:
-        """Return the candidate's own hyperparameters; see `Explorer`. Nothing is drawn."""
+        """Return the candidate's own hyperparameters; nothing is drawn."""
         del hp_config, rng
         return candidate.hparams, {}

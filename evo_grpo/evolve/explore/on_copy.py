@@ -32,7 +32,7 @@ class LowerLROnCopy(Group):
     def explore(
         self, candidate: Candidate, hp_config: "HyperparameterConfig", rng: "np.random.Generator"
     ) -> tuple[Hparams, Changes]:
-        """Lower the lr of a copy; see `Explorer`. Nothing is drawn."""
+        """Lower the lr of a copy; nothing is drawn."""
         del rng
         if not candidate.copied:
             return candidate.hparams, {}

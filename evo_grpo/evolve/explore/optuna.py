@@ -74,7 +74,7 @@ class OptunaExploration(Group):
     def explore(
         self, candidate: Candidate, hp_config: HyperparameterConfig, rng: "np.random.Generator"
     ) -> tuple[Hparams, Changes]:
-        """Propose the hyperparameters of a copy; see `Explorer`. Nothing is drawn for survivors.
+        """Propose the hyperparameters of a copy; nothing is drawn for survivors.
 
         A proposed clip pair with low >= high is dropped, and the copy keeps its parent's.
 
@@ -94,12 +94,7 @@ class OptunaExploration(Group):
         return put_all(hparams, values, space, hp_config.names())
 
     def check(self, first: Hparams, hp_config: HyperparameterConfig) -> None:
-        """Check that the sampler can propose, on an invented run.
-
-        Raises:
-            ConfigError: The sampler refuses its arguments, or cannot propose in these ranges.
-            EngineUnavailable: The sampler needs a package that is not installed.
-        """
+        """Let the sampler propose for an invented run, to find the errors of `explore` early."""
         rng = generator(0, "check")
         drawn = [sample_hparams(first, hp_config, rng) for _ in range(_TRIALS)]
         trials = [Trial(hparams, float(number), 0) for number, hparams in enumerate(drawn)]
@@ -153,11 +148,7 @@ class OptunaExploration(Group):
 
 @cache
 def _samplers() -> tuple[str, ...]:
-    """Return the samplers of the installed Optuna.
-
-    They are read from its source if possible: importing Optuna takes longer than all other checks
-    of a configuration.
-    """
+    """Return Optuna's samplers, from its source if possible, because importing it is slow."""
     found = find_spec("optuna")
     folders = [] if found is None else found.submodule_search_locations or []
     for file in (Path(folder) / "samplers" / "__init__.py" for folder in folders):
@@ -186,13 +177,11 @@ def _relative(trials: Sequence[Trial]) -> list[tuple[Hparams, float]]:
 
 
 def _measure(name: str, parameter: RLParameter) -> RLParameter:
-    """Return the range of a proposal, which may be that of a distance from 1."""
     distance = distance_range(name, parameter)
     return parameter if distance is None else distance
 
 
 def _value(name: str, parameter: RLParameter, proposed: Value) -> Value:
-    """Return the value of a hyperparameter from a proposal."""
     if isinstance(proposed, str) or parameter.choices is not None:
         return proposed
     if distance_range(name, parameter) is not None:

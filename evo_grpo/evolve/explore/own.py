@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 @final
 class CheckedExplorer:
-    """A user-defined exploration, whose results are checked before agents train with them.
-
-    Args:
-        explorer: Any object with a method `explore`.
-    """
+    """Checks what a user-defined `explorer` returns before agents train with it."""
 
     def __init__(self, explorer: Explorer) -> None:
         self.explorer = explorer
@@ -35,7 +31,7 @@ class CheckedExplorer:
     def explore(
         self, candidate: Candidate, hp_config: HyperparameterConfig, rng: np.random.Generator
     ) -> tuple[Hparams, Changes]:
-        """Vary an agent; see `Explorer`."""
+        """Vary an agent, and check the result."""
         try:
             found: object = self.explorer.explore(candidate, hp_config, rng)
         except Exception as error:  # the class is the user's code and may raise anything

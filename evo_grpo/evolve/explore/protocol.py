@@ -21,12 +21,9 @@ Changes = dict[str, tuple[Value, Value]]
 
 @dataclass(frozen=True)
 class Trial:
-    """The hyperparameters of one agent in one finished round, and its fitness after the round.
+    """The hyperparameters of one agent in one finished round (0-based), and its fitness after it.
 
-    Attributes:
-        hparams: Its hyperparameters.
-        fitness: Its mean evaluation reward of that round; NaN for a failed agent.
-        round: The round (0-based).
+    The fitness is the mean evaluation reward; NaN for a failed agent.
     """
 
     hparams: Hparams
@@ -47,7 +44,7 @@ class Candidate:
         twin: Whether another agent of the next round keeps the same hyperparameters, so that this
             one is free to try others; always true for a copy.
         shares: Numbers in (0, 1], one for each hyperparameter that may change, spread evenly over
-            the twins of one agent (a Latin hypercube); empty for an agent that is none.
+            the twins of one agent (a Latin hypercube); empty for an agent without twins.
     """
 
     hparams: Hparams
@@ -65,15 +62,11 @@ class Explorer(Protocol):
     def explore(
         self, candidate: Candidate, hp_config: HyperparameterConfig, rng: np.random.Generator
     ) -> tuple[Hparams, Changes]:
-        """Return the hyperparameters of an agent in the next round, and their changes.
+        """Return an agent's new hyperparameters, and their changes as `{name: (old, new)}`.
 
         Args:
             candidate: The agent.
             hp_config: Hyperparameters that may change, with their ranges.
             rng: Stream of all draws: equal streams give equal values.
-
-        Returns:
-            The new hyperparameters and `{name: (old, new)}`; the candidate's hyperparameters and
-            `{}` if nothing changed.
         """
         ...

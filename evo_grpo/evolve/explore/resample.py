@@ -37,10 +37,9 @@ class Resample(Group):
     def explore(
         self, candidate: Candidate, hp_config: "HyperparameterConfig", rng: "np.random.Generator"
     ) -> tuple[Hparams, Changes]:
-        """Draw or move each hyperparameter of a copy; see `Explorer`.
+        """Draw or move each hyperparameter of a copy; nothing is drawn for survivors.
 
-        Nothing is drawn for survivors. If a drawn end of a clip pair would give low >= high, the
-        end moves by a factor instead.
+        If a drawn end of a clip pair would give low >= high, the end moves by a factor instead.
         """
         hparams = candidate.hparams
         changes: Changes = {}

@@ -83,10 +83,7 @@ class ScheduleExploration(Group):
     def explore(
         self, candidate: Candidate, hp_config: "HyperparameterConfig", rng: "np.random.Generator"
     ) -> tuple[Hparams, Changes]:
-        """Set the values of the round that the agent plays next; see `Explorer`.
-
-        Nothing is drawn. Values without a range are not set.
-        """
+        """Set those values of the agent's next round that have a range; nothing is drawn."""
         del rng
         hparams = candidate.hparams
         space = dict(parts(hparams, hp_config))
@@ -98,12 +95,7 @@ class ScheduleExploration(Group):
         return {name: value for entry in entries for name, value in entry.items() if name != ROUND}
 
     def problems(self, first: Hparams, hp_config: "HyperparameterConfig") -> Iterator[Problem]:
-        """Yield values that no agent of a run can take, with their paths below the strategy.
-
-        Args:
-            first: The hyperparameters of the first agent.
-            hp_config: The hyperparameters that may change, with their ranges.
-        """
+        """Yield values that no agent of a run can take, with their paths below the strategy."""
         hparams = first
         for index, entry in enumerate(self.rounds):
             values = {name: value for name, value in entry.items() if name != ROUND}

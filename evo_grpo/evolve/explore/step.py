@@ -52,11 +52,7 @@ def put_all(
     space: Mapping[str, RLParameter],
     names: Iterable[str],
 ) -> tuple[Hparams, Changes]:
-    """Set several values at once; return the new hyperparameters and the changes.
-
-    `space` has the ranges as `parts` yields them: values without one are not set. `names` are those
-    of the hyperparameters that may mutate.
-    """
+    """Set the values that have a range in `space`; return the new hyperparameters and changes."""
     old = {name: value_of(hparams, name, space[name]) for name in values if name in space}
     changes = {n: (before, values[n]) for n, before in old.items() if values[n] != before}
     return with_values(hparams, {n: new for n, (_, new) in changes.items()}, names), changes
@@ -76,13 +72,10 @@ def lower_lr(
 def step(
     hparams: Hparams, name: str, parameter: RLParameter, draw: float
 ) -> tuple[Hparams, Changes]:
-    """Move one hyperparameter, or one end of the clip range, by a factor.
+    """Move one hyperparameter, or one end of the clip range, by a factor; return the changes too.
 
     For an end, `parameter` is the range of the bound itself. Ends and decay rates move by their
     distance from 1. `draw` is a uniform number in [0, 1).
-
-    Returns:
-        The new hyperparameters and the changes.
     """
     if name in CLIP_ENDS:
         return _step_clip_end(hparams, name, parameter, draw)
@@ -95,13 +88,12 @@ def between(
 ) -> Value:
     """Return a value between those that were tried next to the present one, below and above it.
 
-    The value lies between the middles of the two gaps beside the present value; where no agent has
-    tried a value on a side, the gap reaches to the end of the range. Distances are those of
-    `evolve.start.value_at`: by the logarithm, where the range begins above 0. So values move far
-    while few are known, and less the more have been tried.
+    It lies between the middles of the two gaps beside the present value, at `share` in (0, 1]. On a
+    side without a tried value, the gap reaches to the end of the range. Distances are logarithmic
+    if the range begins above 0, as in `evolve.start.value_at`. So values move far while few are
+    known.
 
-    `tried` are hyperparameters that agents have trained with; `share` in (0, 1] says where to go
-    between the two middles.
+    `tried` are hyperparameters that agents have trained with.
     """
 
     def place(one: Hparams) -> float:

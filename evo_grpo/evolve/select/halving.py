@@ -31,10 +31,7 @@ class HalvingSelection(Group):
     def plan(
         self, histories: Sequence[Sequence[Score]], places: int, rng: "np.random.Generator"
     ) -> tuple[Offspring, ...]:
-        """Plan the next round; see `Selector`. Nothing is drawn.
-
-        Failed agents leave first, from the highest position down.
-        """
+        """Plan the next round without draws; failed agents leave first, from the last position."""
         del rng
         elite = rank(histories)[0]
         return tuple(Offspring(p, p, elite=p == elite) for p in best(histories, places))

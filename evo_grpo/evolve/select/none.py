@@ -25,9 +25,6 @@ class NoSelection(Group):
     def plan(
         self, histories: Sequence[Sequence[Score]], places: int, rng: "np.random.Generator"
     ) -> tuple[Offspring, ...]:
-        """Plan the next round; see `Selector`. Nothing is drawn.
-
-        Failed agents leave first, from the highest position down.
-        """
+        """Plan the next round without draws; failed agents leave first, from the last position."""
         del rng
         return tuple(Offspring(position, position) for position in best(histories, places))

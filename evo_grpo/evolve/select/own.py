@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 @final
 class CheckedSelector:
-    """A user-defined selection, whose plans are checked before an adapter is overwritten.
-
-    Args:
-        selector: Any object with a method `plan`.
-    """
+    """Checks the plans of a user-defined `selector` before an adapter is overwritten."""
 
     def __init__(self, selector: Selector) -> None:
         self.selector = selector
@@ -33,7 +29,7 @@ class CheckedSelector:
     def plan(
         self, histories: Sequence[Sequence[Score]], places: int, rng: np.random.Generator
     ) -> tuple[Offspring, ...]:
-        """Plan the next round; see `Selector`."""
+        """Plan the next round, and check the plan."""
         try:
             plan: object = self.selector.plan(histories, places, rng)
         except RunFailedError:
@@ -47,7 +43,6 @@ class CheckedSelector:
 
 
 def _checked(name: str, plan: object, size: int, places: int) -> tuple[Offspring, ...]:
-    """Return a checked plan as a tuple of `Offspring`."""
     entries = list(cast("Iterable[object]", plan)) if isinstance(plan, Iterable) else [plan]
     wrong = [entry for entry in entries if not isinstance(entry, Offspring)]
     if wrong or not isinstance(plan, Iterable):

@@ -39,7 +39,7 @@ class ParetoSelection(Group):
     def plan(
         self, histories: Sequence[Sequence[Score]], places: int, rng: "np.random.Generator"
     ) -> tuple[Offspring, ...]:
-        """Plan the next round by the means, without a test; see `Selector` and `at`."""
+        """Plan the next round by means, without a test; `at` returns a selector with tests."""
         return self.at(None).plan(histories, places, rng)
 
     def at(self, level: float | None) -> "ParetoSelector":
@@ -62,11 +62,7 @@ class ParetoSelector:
     def plan(
         self, histories: Sequence[Sequence[Score]], places: int, rng: "np.random.Generator"
     ) -> tuple[Offspring, ...]:
-        """Plan the next round; see `Selector`.
-
-        Failed agents are overwritten by copies from the front. With one goal, the front are the
-        agents that no other is ahead of.
-        """
+        """Plan the next round; copies from the front overwrite failed agents."""
         from evo_grpo.evolve.goals import dominates, ranked  # loads numpy, which settings do not
 
         usable = set(rank(histories))
@@ -101,20 +97,20 @@ class ParetoSelector:
         return {positions[index] for index in fronts(list(known.values()), self.level)[0]}
 
     def _drawn(self, among: Sequence[Position], rng: "np.random.Generator") -> Position:
-        """Return the first of `size` agents drawn from `among`, which are in the order."""
+        """Return the best of `size` agents drawn from `among`, which are ordered best first."""
         size = min(self.size, len(among))
         return among[int(rng.choice(len(among), size=size, replace=False).min())]
 
 
 def _score(history: Sequence[Score]) -> Score:
-    """Return the score of an agent; several, which only a single goal has, are averaged."""
+    """Return the score of an agent; several scores, possible with a single goal, are averaged."""
     if len(history) == 1:
         return history[0]
     return replace(history[-1], mean=math.fsum(one.mean for one in history) / len(history))
 
 
 def _ends(front: Mapping[Position, Score]) -> set[Position]:
-    """Return the best agent of a front in each goal; of equal ones that at the lowest position."""
+    """Return the best agent of a front in each goal; of equal ones the lowest position."""
     goals = range(min(len(score.goals) for score in front.values()))
     return {
         min(front, key=lambda position: (-front[position].goals[goal].mean, position))

@@ -31,12 +31,12 @@ class Offspring:
 class Selector(Protocol):
     """Plans the next round from the fitness of this one.
 
-    A class may say more of itself: `copies = False` if it copies no agent, `selects = False` if all
-    stay, `by_lot = True` if it draws; a field `size` is the number of agents of a tournament.
+    A class may also declare `copies = False` if it copies no agent, `selects = False` if all stay,
+    `by_lot = True` if it draws; a field `size` is the number of agents of a tournament.
 
     A plan refers to agents by their positions in this round, 0 to len(histories) - 1. Parents must
-    survive at their positions, so the copies of a plan can be made in any order and without a
-    temporary copy. An agent whose position no offspring takes leaves the population.
+    survive at their positions, so that copies can be made in any order. An agent whose position no
+    offspring takes leaves the population.
     """
 
     def plan(

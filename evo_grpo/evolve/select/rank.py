@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 def rank(histories: Sequence[Sequence[Score]]) -> list[Position]:
     """Return the positions of the agents that have not failed by mean score, best first.
 
-    Ties are ordered by position. An agent without a score, or with a score that is not finite,
-    counts as failed.
+    Ties are ordered by position. An agent without a finite score counts as failed.
     """
     means: dict[Position, float] = {}
     for position, history in enumerate(histories):
@@ -35,10 +34,7 @@ def rank(histories: Sequence[Sequence[Score]]) -> list[Position]:
 
 
 def best(histories: Sequence[Sequence[Score]], places: int) -> list[Position]:
-    """Return the positions of the `places` best agents, in ascending order.
-
-    Failed agents rank after all others, by position.
-    """
+    """Return the positions of the `places` best agents, failed ones last, in ascending order."""
     ranked = rank(histories)
     failed = sorted({Position(position) for position in range(len(histories))} - set(ranked))
     return sorted([*ranked, *failed][:places])

@@ -36,7 +36,7 @@ class TournamentSelection(Group):
     def plan(
         self, histories: Sequence[Sequence[Score]], places: int, rng: "np.random.Generator"
     ) -> tuple[Offspring, ...]:
-        """Plan the next round; see `Selector`."""
+        """Plan the next round."""
         ranking = rank(histories)
         elite = ranking[0] if self.elitism else None
         size = min(self.size, len(ranking))

@@ -33,7 +33,7 @@ class TruncationSelection(Group):
     def plan(
         self, histories: Sequence[Sequence[Score]], places: int, rng: "np.random.Generator"
     ) -> tuple[Offspring, ...]:
-        """Plan the next round; see `Selector`."""
+        """Plan the next round."""
         ranking = rank(histories)
         count = max(1, int(self.share * len(histories)))
         failed = len(histories) - len(ranking)

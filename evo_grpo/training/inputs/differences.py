@@ -50,13 +50,9 @@ ROUNDING = (
 
 
 class Change(NamedTuple):
-    """A difference between recorded and present inputs.
+    """A difference between recorded and present inputs; None stands for a missing value.
 
-    Attributes:
-        kind: The attribute of `Inputs` that has it.
-        name: Name of the setting, file, package or part.
-        before: Its recorded value; None if there was none.
-        after: Its present value; None if there is none.
+    `kind` is the attribute of `Inputs` that differs, `name` the setting, file, package or part.
     """
 
     kind: str
@@ -74,8 +70,7 @@ class Changed:
         now: The inputs from now on, with all changes so far.
         config: The settings from now on.
         extended: Whether the caller asked for a number of rounds other than in population.yaml.
-        notes: A sentence for each change that may make the following rounds differ from those of an
-            uninterrupted run.
+        notes: A sentence for each change that may affect the results of the following rounds.
     """
 
     before: Inputs
@@ -88,12 +83,9 @@ class Changed:
 def record_inputs(
     folder: RunDir, config: RunConfig, objects: Mapping[str, str] | None = None
 ) -> None:
-    """Record the inputs of a run if its folder has no record yet.
+    """Record the inputs of a run, with its Python objects, if its folder has no record yet.
 
-    `objects` are the parts of the Python objects that the run was given.
-
-    Raises:
-        CheckpointError: The record is missing although rounds were played.
+    Raises CheckpointError if the record is missing although rounds were played.
     """
     if os.path.lexists(folder.path / INPUTS):
         return
@@ -116,19 +108,19 @@ def compare_inputs(
 ) -> Changed:
     """Compare the recorded inputs of a run with those it would continue with.
 
-    The settings are those of population.yaml, with the caller's `rounds` as population.rounds;
-    population.rounds cannot change in any other way. Files, and parts of Python objects, named in
-    `allow` may have changed. Nothing is written, except the record of a run that has none yet.
+    The settings are those of population.yaml, where only `rounds` replaces population.rounds.
+    Files, and parts of Python objects, named in `allow` may have changed. Nothing is written,
+    except the record of a run that has none yet.
 
     Raises:
         ConfigError: Other inputs have changed; the message names all of them. Files may change
             before the first round is finished.
         CheckpointError: The record is missing or damaged.
-        RunDirError: A version of evo-grpo began the run that decided otherwise.
+        RunDirError: The version of evo-grpo that began the run decided by other rules.
     """
     record_inputs(folder, config, objects)
     then, played = read_inputs_of(folder.path), folder.rounds()
-    # It would go on otherwise than it was begun.
+    # The run would continue by other rules than it began with.
     if gone := [name for name in map(".".join, REMOVED) if name in then.settings]:
         raise RunDirError(
             f"{folder.path}: expected a run that this version began, got one of an earlier "
@@ -179,9 +171,9 @@ def check_inputs(
     allow: Iterable[str] = (),
     objects: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuse to train beside a run with inputs other than the recorded ones.
+    """Refuse to train beside a run with inputs other than the recorded ones; write nothing.
 
-    The folder is only read. Changes that a resume permits are permitted too, and are not recorded.
+    Changes that a resume permits are permitted too.
 
     Raises:
         ConfigError: Other inputs have changed; the message names all of them.
@@ -201,7 +193,7 @@ def record_changes(folder: RunDir, changed: Changed) -> None:
 
 
 def begun_extension(folder: RunDir) -> int | None:
-    """Return the number of rounds that a run was extended to, None if it has played one since."""
+    """Return the number of rounds that a run was extended to; None if it has played one since."""
     if not os.path.lexists(folder.path / INPUTS):
         return None
     changes = read_inputs_of(folder.path).changes_of_rounds(len(folder.rounds()))
@@ -211,8 +203,7 @@ def begun_extension(folder: RunDir) -> int | None:
 def changed_settings(then: Inputs, now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return the settings that differ from the record: name, recorded value, present value.
 
-    A setting that the recording version of evo-grpo did not have counts as unchanged if it has this
-    version's default.
+    A setting that is missing in the record counts as unchanged if it has its default.
     """
     return list(changed(_filled_in(then.settings) or then.settings, now))
 
@@ -237,10 +228,7 @@ def may_change(name: str) -> bool:
 def _differences(
     then: Inputs, config: RunConfig, objects: Mapping[str, str] | None
 ) -> tuple[Inputs, list[Change]]:
-    """Return the present inputs of a run, and how they differ from the recorded ones.
-
-    `objects` are the parts of the Python objects that are given now; None compares none.
-    """
+    """Return the present inputs and their changes; without `objects`, those are not compared."""
     parts = then.objects if objects is None else objects
     # The places stay those of the start of the run.
     now = replace(inputs_of(config), id=then.id, places=then.places, objects=parts)
@@ -266,10 +254,7 @@ def _is_harmless(one: Change, then: Inputs, now: Inputs) -> bool:
 def _refuse(
     folder: Path, then: Inputs, wrong: Sequence[Change], allow: Iterable[str], command: str | None
 ) -> None:
-    """Refuse changes by name, but for files and parts of Python objects named in `allow`.
-
-    The remedy repeats `command`; None stands for a call in Python.
-    """
+    """Refuse changes by name, except those in `allow`; the remedy repeats `command`."""
     allowed, known = set(allow), {*then.files, *then.objects}
     if unknown := sorted(allowed - known):
         names = ", ".join(sorted(known)) or "none, for this run reads no file of yours"

@@ -1,4 +1,4 @@
-"""Finds the present inputs of a run, reads those that its folder records, and compares ranks.
+"""Finds a run's present inputs, reads the recorded ones, and compares those of all ranks.
 
 Ranks with different inputs would train a mixed run without an error, or wait for each other
 forever.
@@ -165,7 +165,6 @@ def _check_numbers_of_rounds(inputs: Inputs) -> None:
 
 
 def _files(config: RunConfig) -> Iterator[tuple[str, Path | None]]:
-    """Yield each file of the user that a run reads, with the setting that names it."""
     env = config.env
     for name in DATA:
         given = _data(config, name)
@@ -244,8 +243,8 @@ def check_same_run(
 ) -> None:
     """Refuse ranks that were started with different inputs; all ranks call this first.
 
-    The ranks compare the name of the function that each was started with (`call`), its arguments
-    (`given`), and the settings with their files. `config` is None if only the first rank has them.
+    The ranks compare the function that was called (`call`), its arguments (`given`), and the
+    settings with their files. `config` is None if only the first rank has them.
 
     Raises:
         ConfigError: Raised on all ranks; it names a rank and what differs.
@@ -256,7 +255,7 @@ def check_same_run(
 
 
 def check_same_files(team: Team, config: RunConfig) -> None:
-    """Refuse ranks whose data or code differs from that of the first; see `check_same_run`."""
+    """Refuse ranks whose data or code differs from that of the first."""
     if team.size > 1:
         _check_ranks(team.gather(_compared_files(inputs_of(config))))
 
@@ -274,7 +273,6 @@ def _compared(config: RunConfig) -> Mapping[str, Any]:
 
 
 def _compared_files(now: Inputs) -> Mapping[str, Any]:
-    """Return the digests of the files that a run reads, and the version, by name in errors."""
     found = {f"the file of {name}": digest or "missing" for name, digest in now.files.items()}
     return {**found, "the version of evo-grpo": now.software["evo-grpo"]}
 

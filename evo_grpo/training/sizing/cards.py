@@ -19,12 +19,12 @@ class Card(NamedTuple):
     """A row of the table of cards.
 
     Attributes:
-        gib: GiB that CUDA reports, rounded down; where error correction takes a part, without it.
+        gib: GiB that CUDA reports, rounded down, without the share of error correction.
         tflops: TFLOP/s of a large product in half precision, with sums in float32.
         read: Bytes that are read in a second, in 10^12.
         copy: Bytes that a copy reads and writes in a second, in 10^12.
-        measured: When and with what these rates were measured; empty if they are `REACHED` of the
-            data sheet's.
+        measured: When and with what these rates were measured; empty if they are derived from the
+            data sheet by `REACHED`.
     """
 
     gib: float
@@ -76,19 +76,14 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gb|gib|g)?")
 
 
 class Gpu(NamedTuple):
-    """A GPU.
-
-    Attributes:
-        name: Its name as the user or the driver wrote it.
-        bytes: Its memory.
-    """
+    """A GPU: its name as the user or the driver wrote it, and its bytes of memory."""
 
     name: str
     bytes: int
 
     @property
     def card(self) -> Card | None:
-        """Its row of the table; None if it has none."""
+        """The GPU's row of the table; None if it has none."""
         words = set(_plain(self.name).split("-"))
         known = [name for name in CARDS if words.issuperset(name.split("-"))]
         if not known or words & _OTHERS or any(re.fullmatch(r"\d+q", word) for word in words):
@@ -97,15 +92,14 @@ class Gpu(NamedTuple):
 
     @property
     def older(self) -> bool:
-        """Whether its half precision is float16; see `model.loading.pick_dtype`."""
+        """Whether half precision on this GPU is float16; see `model.loading.pick_dtype`."""
         return _plain(self.name).startswith(OLDER)
 
 
 def parse_gpu(text: str) -> Gpu:
-    """Return the card that a text names: `24GB` (10^9 bytes each), `24GiB` (2^30) or `a100-80gb`.
+    """Return the card `24GB` (10^9 bytes each), `24GiB` (2^30) or `a100-80gb`.
 
-    Raises:
-        ConfigError: The text is neither a size nor a known name.
+    Raises ConfigError if the text is neither a size nor a known name.
     """
     known = _plain(text)
     if known in CARDS:
@@ -121,16 +115,12 @@ def parse_gpu(text: str) -> Gpu:
 
 
 def _plain(text: str) -> str:
-    """Return the name of a card as `CARDS` writes it."""
     plain = re.sub(r"[\s_]+", "-", text.strip().lower())
     return re.sub(r"^(nvidia-|geforce-|tesla-)+", "", plain)
 
 
 def cuda_devices() -> list[Gpu | None]:
-    """Return the CUDA devices that this process may use, as nvidia-smi lists them.
-
-    None stands for a device whose memory is unknown. Devices without nvidia-smi are not seen.
-    """
+    """Return this process's CUDA devices as nvidia-smi lists them; None if memory is unknown."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -163,10 +153,7 @@ def torch_build(version: Any) -> str:  # noqa: ANN401 -- the module torch.versio
 
 
 def unseen_gpus(build: str) -> str | None:
-    """Return a clause with the remedy if this machine has GPUs, which torch does not see.
-
-    Call it where torch sees no GPU; `build` is that of `torch_build`.
-    """
+    """Return a clause with the remedy if this machine has GPUs that torch does not see."""
     visible = cuda_devices()
     if not visible:
         return None

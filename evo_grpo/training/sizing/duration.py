@@ -1,8 +1,7 @@
 """Predicts the time of a run on a GPU: by launches, bytes and FLOPs, at the rates of a card.
 
-A kernel takes a launch, and the larger of its FLOPs and its bytes at these rates. The constants and
-what they were compared with stand in docs/performance.md, "On a GPU"; experiments/bench/gpu.py
-compares a prediction with what a card takes.
+A kernel takes a launch, and the larger of its FLOPs and its bytes at these rates.
+docs/performance.md, "On a GPU", has the sources of the constants.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ class Counted:
 
     Attributes:
         shape: Sizes of the base.
-        card: What the card reaches.
-        agents: Agents whose adapters are there.
+        card: The rates of the card.
+        agents: Number of agents with an adapter on the card.
         rank: Their largest rank, on all linear layers.
     """
 
@@ -67,7 +66,7 @@ class Counted:
         return launches * LAUNCH + max(flops / (self.card.tflops * 1e12), moved)
 
     def step(self, rows: int, columns: int) -> float:
-        """Return the seconds of a decode step of so many rows, over columns of the cache."""
+        """Return the seconds of a decode step of so many rows, over `columns` of the cache."""
         s, read = self.shape, self.card.read
 
         def product(inputs: int, outputs: int, ranks: int) -> float:
@@ -87,7 +86,7 @@ class Counted:
         return s.layers * layer + head + 2 * other(words) + 3 * LAUNCH
 
     def rollout(self, rows: int, prompts: int, prompt: int, output: int) -> float:
-        """Return the seconds in which so many prompts get rows of so many tokens, all at once."""
+        """Return the seconds to sample `rows` completions of `output` tokens at once."""
         steps = (output - 1) * self.step(rows, prompt + output // 2)
         flops = sum(2.0 * inputs * outputs for inputs, outputs, _ in self.linears)
         tokens = prompts * prompt
@@ -129,7 +128,7 @@ class Counted:
 
 
 class Duration(NamedTuple):
-    """The seconds of a run by phase, without rewards: completions are as long as they may be.
+    """The seconds of a run by phase, without rewards, with completions of the greatest length.
 
     Attributes:
         generate: Of all steps.
@@ -158,11 +157,11 @@ def duration_of(
     rows: int,
     evaluated: Sequence[float],
 ) -> Duration | None:
-    """Return the time of a run that fits; None for a card, base or engine that is not counted.
+    """Return the time of a run that fits; None for a card, base or engine of unknown speed.
 
     Args:
         config: The settings of the run.
-        fit: Where it computes, and its memory there.
+        fit: Its device, and its memory there.
         prompt: Tokens of a prompt; 0 if unknown.
         turns: Completions of an episode.
         rows: Rows of all agents in a step.
@@ -219,7 +218,7 @@ def _learning(
 ) -> float:
     """Return the seconds of one forward and backward of all rows, in `least` micro-batches or more.
 
-    `work` has the rows, those of a prompt, the tokens of a prompt, and those of a completion.
+    `work` has all rows, rows per prompt, tokens of a prompt, and tokens of a completion.
     """
     rows, group, prompt, output = work
     tokens = ceil(rows / group) * prompt + rows * output

@@ -1,7 +1,7 @@
 """Fetches the small files of a hub model: its config.json and what a chat template needs.
 
-The hub's client retries a failed request for almost a minute. A check must answer sooner, so the
-requests run in a thread, and the caller stops waiting after `SECONDS`.
+The hub's client retries a failed request for almost a minute. Requests run in a thread, so that a
+check can stop waiting after `SECONDS`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,13 @@ SECONDS = 8.0
 
 
 def fetch_small_files(name: str) -> str | None:
-    """Fetch the small files of a model into the hub's cache; weights are not fetched.
+    """Fetch a model's small files into the hub's cache; return why the hub did not answer, or None.
 
-    Files in the cache are compared with the hub's by their tags, and fetched again if they differ.
-    Nothing is fetched for a model that is no hub id, or if HF_HUB_OFFLINE is set.
-
-    Returns:
-        None, or why the hub could not be asked.
+    Cached files are fetched again if the hub has others. Nothing is fetched for a model that is no
+    hub id, or if HF_HUB_OFFLINE is set.
 
     Raises:
-        ModelError: The hub has no such model, does not give access to it, or the model has no
-            config.json.
+        ModelError: The hub has no such model or gives no access to it, or it has no config.json.
         EngineUnavailable: See `sources.resolve`.
     """
     source = resolve(name)

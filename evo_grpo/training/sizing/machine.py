@@ -1,4 +1,4 @@
-"""What a machine gives a run: its memory, the batches that fit, and changes that would fit."""
+"""Finds the memory of a machine, the batches that fit in it, and settings that would fit."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Setup(NamedTuple):
     total: int = 0
 
     def plan(self, config: RunConfig, **limits: int) -> MemoryPlan | None:
-        """Return the memory of a run, with some limits of its batches changed; None if unknown."""
+        """Return the memory of a run, with some batch limits changed; None if unknown."""
         work = work_of(config, self.size, self.output, self.device, self.processes)
         if work is None:
             return None
@@ -92,7 +92,7 @@ class Setup(NamedTuple):
         )
 
     def shortage(self, plan: MemoryPlan) -> str:
-        """Return a clause that says how much a run takes, how much there is, and of what."""
+        """Return a clause with the memory that a run takes and the memory that there is."""
         part = plan.largest
         return (
             f"the run takes about {format_bytes(plan.peak)} of memory and {self.place} has "
@@ -102,10 +102,9 @@ class Setup(NamedTuple):
 
 
 def choose_limits(config: RunConfig, setup: Setup) -> dict[str, int]:
-    """Return numbers for the limits in `LIMITS` that are null: the most that fit, by name.
+    """Return the greatest value that fits, or the least one, for each null limit in `LIMITS`.
 
-    If even the least number does not fit, that number is chosen. None are on a CPU without
-    `engine.memory`, where null stays, and for a model of unknown size.
+    The result is empty on a CPU without `engine.memory`, and for a model of unknown size.
     """
     rows, tokens = LIMITS
     engine, on_cpu, found = config.engine, setup.device == "cpu", dict[str, int]()
@@ -129,10 +128,7 @@ def choose_limits(config: RunConfig, setup: Setup) -> dict[str, int]:
 def _largest(
     config: RunConfig, setup: Setup, known: Mapping[str, int], name: str, least: int, most: int
 ) -> int:
-    """Return the largest value of a limit, among the steps, that fits beside the known ones.
-
-    Of several that need the same it is the smallest: the larger ones are never reached.
-    """
+    """Return the largest value of a limit that fits beside the known ones and can be reached."""
     needed: dict[int, int] = {}
     for value in (least, *(step for step in _STEPS if least < step <= most)):
         plan = setup.plan(config, **{**known, name: value})
@@ -147,7 +143,7 @@ class Fit(NamedTuple):
     """Whether a run fits where it computes.
 
     Attributes:
-        setup: Where that is.
+        setup: Where the run computes.
         plan: The memory of the run there.
         chosen: Dotted name of each limit that is null -> the number that a run will record.
         changes: Dotted name -> value, of settings that differ from those given.
@@ -181,7 +177,7 @@ class Fit(NamedTuple):
 
 
 def fit_of(config: RunConfig, setup: Setup) -> Fit | None:
-    """Return whether a run fits where it computes, or else with which changes; None if unknown."""
+    """Return whether a run fits where it computes, with a proposal if not; None if unknown."""
     chosen = choose_limits(config, setup)
     plan = setup.plan(config, **chosen)
     if plan is None:
@@ -237,7 +233,6 @@ def _proposals(config: RunConfig, setup: Setup) -> Iterator[dict[str, object]]:
 
 
 def _tried(config: RunConfig, setup: Setup, changes: Mapping[str, object]) -> Fit | None:
-    """Return a run with changes; None if it does not fit with some room."""
     try:
         found = changed(config, changes)
     except EvoGrpoError:  # the settings contradict the change
@@ -251,11 +246,7 @@ def _tried(config: RunConfig, setup: Setup, changes: Mapping[str, object]) -> Fi
 
 
 def changed(config: RunConfig, changes: Mapping[str, object]) -> RunConfig:
-    """Return the settings with dotted names changed.
-
-    Raises:
-        ConfigError: The settings contradict each other.
-    """
+    """Return settings with dotted names changed; raise ConfigError for a contradiction."""
     for name, value in changes.items():
         config = _changed(config, name.split("."), value)
     return config
@@ -292,11 +283,8 @@ def setup_here(
 ) -> Setup | None:
     """Return where a run would compute, without torch; None if the memory there is unknown.
 
-    Args:
-        config: The settings of the run.
-        base: The size of the base.
-        longest: Tokens of the longest completion.
-        gpu: The card to plan for; None for the devices of this machine.
+    `longest` is the number of tokens of the longest completion. `gpu` is the card to plan for; None
+    plans for this machine.
     """
     seen = [] if gpu is not None else cuda_devices()
     known = [one for one in seen if one is not None]
@@ -323,7 +311,7 @@ def setup_here(
 
 
 def within(config: RunConfig, place: str, capacity: int | None) -> tuple[str, int | None]:
-    """Return the name and the bytes of a memory, of which `engine.memory` may allow a part."""
+    """Return the name and the bytes of a memory, or of the part that `engine.memory` allows."""
     budget = config.engine.memory_bytes
     return (
         (place, capacity) if budget is None else ("engine.memory", min(budget, capacity or budget))

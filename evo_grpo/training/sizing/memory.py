@@ -4,11 +4,10 @@
 
 The memory of the agents is exact: 16 bytes per parameter of an adapter (weight, gradient and the
 two moments of AdamW, in float32), 4 more for a reference, 12 for the archive, and 4 for an adapter
-from which all agents start, which is then their reference. With `engine.offload_adapters`, the
-agents of two parts count: 12 bytes of those of the next part are there, and stacking the weights of
-the present one takes 4 more for a moment. Sampling and learning count the tensors
-that exist at once. experiments/bench/plan.py compares the prediction with measured peaks; they
-agree within 7%, of memory in use: glibc keeps freed memory in gaps, up to 15% more on a CPU.
+from which all agents start. With `engine.offload_adapters`, 12 bytes of the next part's agents
+count too, and 4 for stacking the weights of the present part. Sampling and learning count the
+tensors that exist at once. Measured peaks (experiments/bench/plan.py) agree within 7% of memory in
+use; glibc keeps up to 15% more on a CPU.
 """
 
 from __future__ import annotations
@@ -96,12 +95,7 @@ def work_of(
 ) -> Work | None:
     """Return the most that each process of a run computes at once; None if unknown.
 
-    Args:
-        config: The settings of the run.
-        size: The size of the base model.
-        output: Tokens of the longest completion.
-        device: Device of the base.
-        processes: Number of processes.
+    `output` is the number of tokens of the longest completion.
     """
     lora = config.largest_lora
     parameters = lora_parameters(size, lora)
@@ -146,10 +140,9 @@ def work_of(
 
 
 def reward_models(config: RunConfig, device: Device) -> list[Part]:
-    """Return the weights of each reward model, 0 bytes for one of unknown size.
+    """Return the weights of each reward model, 0 bytes if unknown.
 
-    Raises:
-        ModelError: A reward model does not exist, or its files are damaged.
+    Raises ModelError if a reward model does not exist or its files are damaged.
     """
     auto = "bfloat16" if device == "cuda" else "float32"
     return [
@@ -181,8 +174,7 @@ def total(parts: tuple[Part, ...]) -> int:
 def base_bytes(size: ModelSize, dtype: str, quantization: str | None = None) -> int | None:
     """Return the bytes of a base's weights; None if its layers are unknown.
 
-    `dtype` is the dtype of the weights that are not quantised. int8 has one scale per output, nf4
-    one per 64 weights.
+    `dtype` is that of weights that are not quantised.
     """
     if size.parameters is None:
         return None
@@ -209,8 +201,7 @@ def predict(
 ) -> MemoryPlan | None:
     """Return the memory of a run; None if the model's layers are unknown.
 
-    `capacity` is the memory of the device in bytes, of which an engine may take a share; None if
-    unknown. `others` are held beside the base throughout the run.
+    `capacity` is the memory of the device in bytes. `others` are held throughout the run.
     """
     base = base_bytes(size, dtype, engine.quantization)
     weights = base_bytes(size, dtype)
@@ -283,7 +274,6 @@ def _held(
 
 
 def _resident(work: Work) -> int:
-    """Return the agents that are on the device at once."""
     return work.agents if work.resident is None else work.resident
 
 
@@ -316,10 +306,7 @@ class LearnBatch:
 
 
 def learn_batch(work: Work, budget: int, most_rows: int | None) -> LearnBatch:
-    """Return the largest micro-batch of at most `budget` padded tokens and `most_rows` rows.
-
-    The budget counts a shared prompt once, also for modules, which compute whole rows.
-    """
+    """Return the largest micro-batch of at most `budget` padded tokens and `most_rows` rows."""
     prompt, output = work.prompt_tokens, work.output_tokens
     rows = max(1, min(work.rows, most_rows or work.rows, budget // max(1, output)))
     while rows > 1 and _padded(rows, work) > budget:
@@ -337,10 +324,7 @@ def _padded(rows: int, work: Work) -> int:
 
 
 def saved_bytes(shape: Shape, work: Work, batch: LearnBatch, each: int, device: Device) -> int:
-    """Return the bytes that one layer keeps for its backward pass.
-
-    Every linear layer has an adapter. `each` is the size of a number in the base's dtype.
-    """
+    """Return the bytes that one layer keeps for its backward pass, with `each` bytes per number."""
     hidden, queries, kv, inner = shape.hidden, shape.query_width, shape.kv_width, shape.inner
     tokens = batch.tokens
     if work.kernels:

@@ -1,6 +1,6 @@
 """Reads the size of a base model from its config.json or GGUF header, without torch or weights.
 
-Only families with `biases` are known. For any other architecture the layer sizes are unknown.
+Layer sizes are known only for the architectures in `biases`.
 """
 
 from __future__ import annotations
@@ -50,11 +50,7 @@ class ModelSize(NamedTuple):
 
 
 def read_model_size(name: str) -> ModelSize:
-    """Read the size of a model without loading it.
-
-    Raises:
-        ModelError: The model does not exist, or its files are damaged.
-    """
+    """Read the size of a model without loading it; raise ModelError if it is missing or damaged."""
     source = resolve(name)
     if source.gguf_file is not None:
         return _from_gguf(name, Path(source.path) / source.gguf_file)
@@ -68,12 +64,9 @@ def read_model_size(name: str) -> ModelSize:
 
 
 def classifier_parameters(name: str) -> int | None:
-    """Return the number of parameters of a sequence classifier, or None if it is unknown.
+    """Return the number of parameters of a sequence classifier; None if it is unknown.
 
-    Without weights in the folder or the hub's cache, it is derived from the config.json.
-
-    Raises:
-        ModelError: The model does not exist, or its files are damaged.
+    It comes from the weights, else from the config.json. A missing model is a ModelError.
     """
     source = resolve(name)
     file = config_file(source)
@@ -90,10 +83,9 @@ def classifier_parameters(name: str) -> int | None:
 
 
 def lora_parameters(size: ModelSize, lora: LoraSettings) -> int | None:
-    """Return the number of parameters of one adapter, or None if the layers are unknown.
+    """Return the number of parameters of one adapter; None if the layers are unknown.
 
-    Raises:
-        ConfigError: target_modules match no layer of the model, or a pattern does not terminate.
+    Raises ConfigError if target_modules match no layer, or a pattern does not terminate.
     """
     if not size.linears:
         return None
@@ -104,7 +96,7 @@ def lora_parameters(size: ModelSize, lora: LoraSettings) -> int | None:
 
 
 def adapted_layers(size: ModelSize, lora: LoraSettings) -> dict[str, tuple[int, int]]:
-    """Return the layers with an adapter, and their inputs and outputs; see `lora_parameters`."""
+    """Return the layers with an adapter, and their inputs and outputs."""
     if not size.linears:
         return {}
     excluded = lora.exclude_modules
@@ -128,15 +120,11 @@ def check_adapters_fit(
 ) -> None:
     """Check adapters that may be searched against the layers of the model, if these are known.
 
-    Args:
-        model: The settings of the model.
-        largest: The largest adapter that an agent may have.
-        space: The hyperparameters that are searched.
-        size: The model.
+    `largest` is the largest adapter that an agent may have.
 
     Raises:
-        ConfigError: A set of layers names one that the model lacks, or a rank is above the width
-            of a layer.
+        ConfigError: A set of layers names one that the model lacks, or a rank is above the width of
+            a layer.
     """
     lora = model.lora
     for name, targets in lora.target_sets.items() if size.linears else ():
@@ -154,7 +142,7 @@ def check_adapters_fit(
 
 
 def rank_in(layer: str, lora: LoraSettings) -> int:
-    """Return the rank of a layer as PEFT does, by the first pattern that matches its end."""
+    """Return the rank of a layer, by the first pattern that matches its end, as in PEFT."""
     ranks = (r for key, r in lora.rank_pattern.items() if re.match(ending(key), layer))
     return next(ranks, lora.r)
 

@@ -1,4 +1,4 @@
-"""Reads how long the prompts of a task are, with a model's tokenizer.json and no transformers."""
+"""Reads the lengths of a task's prompts with a model's tokenizer.json, without transformers."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class PromptLengths(NamedTuple):
         most: The longest.
         read: Number of rows that were read.
         rows: Number of rows in all.
-        different: Number of different prompts of each split, where all rows were read; of several
-            templates, by the one with the fewest.
-        too_long: Number of rows read, of each split, with a prompt that leaves no room for a
+        different: Number of different prompts of each split, if all rows were read; the least of
+            several templates.
+        too_long: Rows of each split, among those read, whose prompt leaves no room for a
             completion; see `env.too_long`.
     """
 
@@ -56,12 +56,7 @@ class PromptLengths(NamedTuple):
 
 
 class FirstPrompt(NamedTuple):
-    """The prompt of the first train row, as the model gets it.
-
-    Attributes:
-        text: Its text, special tokens included.
-        tokens: Its length.
-    """
+    """The prompt of the first train row with its special tokens, and its length in tokens."""
 
     text: str
     tokens: int
@@ -76,21 +71,14 @@ def read_prompts(
 ) -> tuple[PromptLengths | None, FirstPrompt | None, list[str]]:
     """Return the lengths of the prompts of a task, the first one, and warnings about the template.
 
-    Args:
-        task: The task.
-        model: Name of the base model.
-        context: Most tokens of prompt and completion together, None if unknown.
-        vocabulary: Number of embeddings of the model, None if unknown.
-        answer: Tokens that `env.too_long: truncate_left` leaves for a completion.
-
-    Returns:
-        No lengths and no prompt of a task that makes its rows, whose prompts are short; to make
-        them takes longer than all the rest. Lengths of 0, of no row, if the model has no
-        tokenizer.json here.
+    Lengths and prompt are None for a task that generates its rows, which would take long. Lengths
+    are 0 without a tokenizer.json. `context` is the most tokens of prompt and completion,
+    `vocabulary` the number of embeddings; None is unknown. `answer` is the number of tokens that
+    `env.too_long: truncate_left` leaves for a completion.
 
     Raises:
         PromptTooLongError: A prompt leaves no room for a completion, by its row.
-        ModelError: The tokenizer is damaged, or has tokens that the model has not.
+        ModelError: The tokenizer is damaged, or has tokens that the model does not have.
         ConfigError: The chat template refuses the messages.
     """
     tokenizer: Any = FileTokenizer(model)
@@ -155,7 +143,6 @@ def _fitting(
 
 
 def _sample(rows: Sequence[DatasetRow], total: int) -> Sequence[DatasetRow]:
-    """Return the rows of a split, or its share of the sample, evenly spread."""
     if total <= MOST_READ:
         return rows
     count = max(1, len(rows) * MOST_READ // total)
@@ -165,9 +152,6 @@ def _sample(rows: Sequence[DatasetRow], total: int) -> Sequence[DatasetRow]:
 @final
 class FileTokenizer:
     """The methods of a transformers tokenizer that prompts are rendered with.
-
-    Args:
-        model: Name of the model.
 
     Attributes:
         backend: The tokenizer of the package tokenizers, None if there is no tokenizer.json.
@@ -190,7 +174,7 @@ class FileTokenizer:
     def __call__(
         self, texts: str | list[str], *, add_special_tokens: bool = True, verbose: bool = True
     ) -> dict[str, Any]:
-        """Return the ids of a text, or of each of several."""
+        """Return the ids of a text, or of each of several texts."""
         del verbose
         many = [texts] if isinstance(texts, str) else texts
         encoded = self.backend.encode_batch_fast(many, add_special_tokens=add_special_tokens)
@@ -210,7 +194,7 @@ class FileTokenizer:
     def apply_chat_template(
         self, messages: list[dict[str, Any]], *, tokenize: bool, **keywords: Any
     ) -> str:
-        """Return the text of messages; a template that needs too much is a ValueError."""
+        """Return the text of messages; raise ValueError for a template that needs too much."""
         del tokenize
         try:
             with _bounded_memory(), _bounded_time():
@@ -226,10 +210,7 @@ class FileTokenizer:
 
 @contextmanager
 def _bounded_memory() -> Generator[None]:
-    """Raise MemoryError where the block takes more than `MOST_MEMORY`; no thread may start in it.
-
-    Only Linux says how much the process has and holds it to a limit.
-    """
+    """Raise MemoryError if the block takes more than `MOST_MEMORY` (on Linux); use no threads."""
     if sys.platform != "linux":
         yield
         return
@@ -248,7 +229,7 @@ def _bounded_memory() -> Generator[None]:
 
 @contextmanager
 def _bounded_time() -> Generator[None]:
-    """Raise ValueError where the block takes `MOST_SECONDS`; only the main thread gets signals."""
+    """Raise ValueError if the block takes `MOST_SECONDS`; only the main thread gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -267,12 +248,11 @@ def _bounded_time() -> Generator[None]:
 
 @cache
 def _statm() -> int:
-    """Return a descriptor of this process's sizes; to open it for each prompt is slow."""
+    """Return an open descriptor of this process's memory; to open it for each prompt is slow."""
     return os.open("/proc/self/statm", os.O_RDONLY)
 
 
 def _file(model: str, name: str) -> Path | None:
-    """Return a file of a model, or None if it is not on this machine."""
     source = resolve(model)
     found = None if source.gguf_file is not None else config_file(source, name)
     return found if found is not None and found.is_file() else None
