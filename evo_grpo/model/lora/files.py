@@ -45,8 +45,7 @@ def write_tensors(
 ) -> None:
     """Write tensors on the CPU as a safetensors file, with the bytes of `safetensors.torch`.
 
-    By way of numpy, the file is written from where the tensors are, and other threads go on; the
-    bytes of a whole file would be made first, while they wait. numpy has no bfloat16.
+    numpy, which has no bfloat16, writes without a copy and without blocking other threads.
     """
     if any(tensor.dtype == torch.bfloat16 for tensor in tensors.values()):
         save_file(dict(tensors), file, metadata)
@@ -80,10 +79,7 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
 def check_adapter_state(
     state: dict[str, Tensor], current: Mapping[str, Tensor], folder: Path, base: str
 ) -> None:
-    """Compare the tensors of a file with those of a slot.
-
-    The first key or shape that differs raises CheckpointError, with the likely reason.
-    """
+    """Raise CheckpointError for the first key or shape of a file that differs from a slot's."""
     missing, extra = sorted(set(current) - set(state)), sorted(set(state) - set(current))
     if missing or extra:
         raise CheckpointError(
