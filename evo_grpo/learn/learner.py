@@ -3,10 +3,10 @@
 A micro-batch has rows of all agents and takes one forward and one backward. Each agent has its own
 AdamW.
 
-Old log-probs. A step's first minibatch sees the unchanged policy, so its old log-probs are its
-own, detached: no second forward, and a ratio of exactly 1 even with LoRA dropout. Later epochs
-reuse them. Only minibatches after the first need a separate pass, made before the first update.
-A row keeps its dropout masks for the whole call: a ratio compares two policies, not two masks.
+Old log-probs. A step's first minibatch sees the unchanged policy, so its old log-probs are its own,
+detached: no second forward, and a ratio of exactly 1 even with LoRA dropout. Later epochs reuse
+them. Only later minibatches need a separate pass, before the first update. A row keeps its dropout
+masks for the whole call: a ratio compares two policies, not two masks.
 
 The loss of a base in float16 is scaled (see `loss_scale`). If a gradient still overflows, the step
 is computed again with a lower scale for that agent.
@@ -53,11 +53,9 @@ class _Call:
     """One learn call.
 
     Attributes:
-        agents: The N agents.
         totals: Denominators per minibatch of each agent.
         seed: Stream of dropout.
         exact_sampler: Whether the sampler's log-probs need no correction.
-        losses: Settings of the loss of each agent.
         sums: Metrics of all agents, on the device.
         metrics: Metrics of each agent, on the host.
     """
@@ -82,9 +80,8 @@ class _Call:
 class Learner:
     """Trains any set of agents at once over one base.
 
-    All agents share the shaping of advantages in `algorithm`; their hyperparameters, among which
-    the loss may be, come with each call. `updates` takes the optimizer steps; None uses each
-    agent's own optimizer.
+    All agents share the shaping of advantages in `algorithm`. `updates` takes the optimizer steps;
+    None uses each agent's own optimizer.
     """
 
     def __init__(
@@ -124,11 +121,11 @@ class Learner:
 
         Returns:
             Per agent: loss, kl (absent if none was computed), clip_fraction, clip_low, clip_high,
-            ratio_max, entropy, grad_norm, sampler_gap (mean nats per token by which the sampler's
-            log-probs differ from the learner's; absent if no row has them), updates (optimizer
-            steps taken), rows (as given), skipped_rows (rows without a gradient: filtered, without
-            a generated token, or of advantage 0 where no term of the loss acts without one), failed
-            (1 if a gradient was not finite and its step was not taken).
+                ratio_max, entropy, grad_norm, sampler_gap (mean nats per token by which the
+                sampler's log-probs differ from the learner's; absent if no row has them), updates
+                (optimizer steps taken), rows (as given), skipped_rows (rows without a gradient:
+                filtered, without a generated token, or of advantage 0 if no loss term acts without
+                one), failed (1 if a gradient was not finite and its step was not taken).
         """
         self.base.check_row(max((len(r.token_ids) for b in batches for r in b.rows), default=0))
         given = [len(b.rows) for b in batches]
@@ -169,11 +166,7 @@ class Learner:
         return finish(call.sums, call.metrics)
 
     def limit_output(self, longest: int) -> None:
-        """Set the largest number of tokens of a completion, which dr_grpo divides by.
-
-        Raises:
-            ConfigError: `overlong_buffer` is larger.
-        """
+        """Set the longest completion, by which dr_grpo divides, and check `overlong_buffer`."""
         buffer = self.algorithm.overlong_buffer
         if buffer is not None and buffer > longest:
             raise ConfigError(
@@ -297,12 +290,9 @@ class Learner:
     ) -> None:
         """Call `attempt`, with smaller micro-batches each time the device runs out of memory.
 
-        If a kernel cannot be compiled or launched, it is called again without kernels.
-        `start_anew` removes the partial results of a failed attempt.
-
-        Raises:
-            RunFailedError: A micro-batch of one row is too large, or several processes compute
-                together.
+        If a kernel fails to compile or launch, `attempt` is called again without kernels.
+        `start_anew` removes partial results. RunFailedError is raised for a too large row, or on
+        several processes.
         """
         while True:
             try:
@@ -374,7 +364,6 @@ class Learner:
 
     @staticmethod
     def _losses(call: _Call, batch: MicroBatch) -> list[LossConfig]:
-        """Return the settings of the loss of each row."""
         return [call.losses[position] for position in batch.owners]
 
     def _advantages(
@@ -390,7 +379,7 @@ class Learner:
 
         `beta` is the weight of KL shaping, a float or (B, 1), 0 for rows without it. KL shaping
         compares the present policy with the reference, in later epochs too: the ratio in the loss
-        turns samples of the old policy into those of the present one.
+        corrects for samples of the old policy.
         """
         advantages = batch.advantages.to(logprobs.dtype)
         clip_range = self.algorithm.adv_clip_range
@@ -476,14 +465,11 @@ def _has_gradient(row: Row, hparams: Hparams) -> bool:
 
 
 def _parted(beta: float | Tensor, shapes: Sequence[bool]) -> tuple[float | Tensor, float | Tensor]:
-    """Return the weights of KL shaping and of the KL penalty; a row has one of the two.
+    """Split beta into the weights of KL shaping and of the KL penalty; each row has one of the two.
 
-    Args:
-        beta: The weight of each row, (B, 1), or the float 0.0 if no row has one.
-        shapes: Whether each of the B rows has KL shaping.
-
-    Returns:
-        Two tensors (B, 1), 0 in the rows of the other; the float 0.0 in place of a tensor of zeros.
+    `beta` is (B, 1), or the float 0.0 if no row has a weight; `shapes` says which of the B rows
+    have KL shaping. Returns two tensors (B, 1), 0 in rows that use the other, or the float 0.0 for
+    a zero tensor.
     """
     if not isinstance(beta, Tensor) or not any(shapes):
         return 0.0, beta

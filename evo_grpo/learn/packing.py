@@ -1,8 +1,8 @@
 """Divides rows into minibatches, and these into micro-batches under a token budget.
 
-Micro-batches of rows of similar length need less padding. Micro-batches of rows of one prompt
-compute its tokens once (see `evo_grpo.model.forward.prefix`). Which order saves more depends on the
-lengths of prompts and completions, so both are tried and the one with fewer tokens is used.
+Rows of similar length need less padding; rows of one prompt compute its tokens once (see
+`evo_grpo.model.forward.prefix`). Which order saves more depends on the lengths of prompts and
+completions, so both are tried and the one with fewer tokens is used.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ class _SizedRow:
 
     Attributes:
         position: Position of its agent in the learn call.
-        row: The row.
-        length: Tokens of the row.
         prefix_length: Tokens before the first generated one.
         prefix: The position and those tokens: equal for rows that can share them.
     """
@@ -117,12 +115,11 @@ class _Bucket:
 def pack(
     rows: Sequence[tuple[int, Row]], token_budget: int, max_rows: int | None = None
 ) -> list[list[tuple[int, Row]]]:
-    """Split (position of its agent, row) pairs into micro-batches.
+    """Split (position of its agent, row) pairs into micro-batches, each sorted by agent.
 
-    Micro-batches have little padding and, if possible, equally many rows of each agent, which then
-    run as plain batched matmuls; of many agents, each has a part of them. Rows of a micro-batch are
-    sorted by agent. The budget counts padded tokens per micro-batch, a shared
-    prefix once. A row above the budget gets a micro-batch of its own.
+    They have little padding and, if possible, equally many rows of each agent, which then run as
+    plain batched matmuls; with many agents, each micro-batch has some of them. The budget counts
+    padded tokens, a shared prefix once. A row above the budget gets a micro-batch of its own.
     """
     sized = [_SizedRow.of(position, row) for position, row in rows]
     if not sized:
@@ -157,7 +154,7 @@ def _packed(sized: Sequence[_SizedRow], token_budget: int, max_rows: int | None)
         split = _fill(single_rows, token_budget, max_rows)
         candidates.append(split if len(split) <= MAX_SPLIT_SHARE * len(whole) else whole)
     first = min(candidates, key=_tokens)
-    # Of equally many tokens and micro-batches, those whose largest one is smaller.
+    # Ties in tokens and micro-batches: prefer the smaller largest micro-batch.
     equal = (found for found in candidates if len(found) == len(first))
     return min(equal, key=lambda found: (_tokens(found), max(one.tokens() for one in found)))
 
@@ -167,7 +164,7 @@ def _tokens(buckets: Sequence[_Bucket]) -> int:
 
 
 def _by_agents(rows: Sequence[_SizedRow], parts: int) -> list[list[_SizedRow]]:
-    """Deal the agents into at most so many parts of equally many agents; return their rows."""
+    """Deal the agents into at most `parts` parts of equally many agents; return their rows."""
     positions = sorted({row.position for row in rows})
     size = -(-len(positions) // parts)
     part_of = {position: number // size for number, position in enumerate(positions)}
@@ -202,7 +199,7 @@ def _by_prefix(rows: Sequence[_SizedRow]) -> list[_Tier]:
 
 
 def _fill(tiers: Sequence[_Tier], token_budget: int, max_rows: int | None) -> list[_Bucket]:
-    """Cut tiers into buckets where that leaves the fewest tokens, counting `BUCKET_SHARE` for each.
+    """Cut tiers into buckets with the fewest tokens, counting `BUCKET_SHARE` for each bucket.
 
     A tier above the budget is split between blocks, a block above the budget between rows.
     """
@@ -224,7 +221,7 @@ def _cut(
 ) -> Iterator[Sequence[_Tier]]:
     """Yield the runs of neighbouring tiers that are buckets; one above the budget is alone."""
     each = token_budget * BUCKET_SHARE
-    # All pairs of ends are tried: of many tiers, some neighbours stay together.
+    # All pairs of ends are tried; neighbours of many tiers are joined to limit their number.
     size = -(-len(tiers) // MOST_CUTS)
     tiers = [[b for tier in tiers[i : i + size] for b in tier] for i in range(0, len(tiers), size)]
     whole = [_Bucket.of(row for block in tier for row in block) for tier in tiers]
@@ -249,12 +246,7 @@ def _cut(
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Denominators per minibatch of one agent; rows without a gradient count too.
-
-    Attributes:
-        rows: Number of rows of each minibatch.
-        tokens: Number of generated tokens of each minibatch, at least 1.
-    """
+    """Rows and generated tokens (>= 1) per minibatch of one agent, gradient or not."""
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -282,7 +274,7 @@ def assign_minibatches(
 ) -> None:
     """Assign rows to minibatches of `batch_size` in random order; clear their log-probs.
 
-    Without a `batch_size` there are `minibatches`, of equally many rows.
+    Without a `batch_size` there are `minibatches` of equal size.
     """
     size = hparams.batch_size or -(-len(rows) // minibatches)
     for number, row in enumerate(rows):

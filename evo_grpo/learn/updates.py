@@ -4,8 +4,8 @@ The gradient of a mean over n tokens has a magnitude of 1 / n, and float16 has n
 and 6e-8. So each agent's loss is multiplied by a power of two before the backward, and the float32
 gradients of its adapter are divided by it afterwards (Micikevicius et al. 2018, arXiv:1710.03740).
 
-A scale depends only on the rows of its step. It has no state, so a resumed run takes the same steps
-as one that was not interrupted, and no agent's scale depends on another agent.
+A scale depends only on the rows of its step, not on earlier steps or other agents, so a resumed run
+takes the same steps as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Updates(Protocol):
     def share(self, bucket: Bucket, *, last: bool) -> tuple[Bucket, bool]:
         """Return this process's rows of a micro-batch, at least one, and whether they count.
 
-        `last` says whether this is the last micro-batch of its step.
+        `last` marks the last micro-batch of a step.
         """
         ...
 
@@ -57,8 +57,7 @@ class Updates(Protocol):
     ) -> None:
         """Clip and step each agent separately; a gradient that is not finite is not applied.
 
-        `present` are the positions of agents with a gradient. grad_norm, updates and failed are
-        added to `metrics`.
+        `present` agents have a gradient. `metrics` gets grad_norm, updates and failed.
         """
         ...
 
@@ -175,15 +174,9 @@ def first_scale(
 ) -> int:
     """Return the exponent of the scale that gives a typical token a gradient of 2^`TYPICAL`.
 
-    Args:
-        agent: The agent.
-        rows: Its rows of the step, at least one.
-        totals: Rows and tokens of the step, including those without a gradient.
-        config: Settings of the loss.
-        clip_range: Bound of the advantages, or None.
-
-    Returns:
-        The exponent; 0 if an advantage is not finite.
+    `rows` are the agent's rows of the step, at least one; `totals` are the rows and tokens of the
+    step, with those without a gradient; `clip_range` bounds the advantages, or is None. The
+    exponent is 0 if an advantage is not finite.
     """
     lengths = torch.tensor([row.generated for row in rows])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]

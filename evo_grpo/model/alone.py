@@ -1,8 +1,8 @@
 """Lets a thread load a model while no other one loads, trains or generates in this process.
 
-transformers changes what a process shares while it loads: torch's default dtype, the initialisation
-of weights, classes that it patches. Two threads that load leave the patches in place, and one that
-computes beside a load gets tensors of another dtype.
+While it loads, transformers changes global state: torch's default dtype, the initialisation of
+weights, patched classes. Two concurrent loads leave the patches in place, and a thread that
+computes during a load gets tensors of another dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _computing = Counter[int]()
 
 @contextmanager
 def loading() -> Generator[None]:
-    """Load alone: wait for other loads and for what computes, and let what comes wait."""
+    """Load alone: wait until other loads and computations end, and make new ones wait."""
     me = threading.get_ident()
     with _turn:
         with _change:

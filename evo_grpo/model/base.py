@@ -64,10 +64,8 @@ class Passes(Protocol):
 class SharedBase:
     """A frozen causal language model, separated into trunk and head, and its tokenizer.
 
-    Args:
-        model: A transformers causal language model; it is frozen in place.
-        tokenizer: The tokenizer of the model, or None to work with token ids only.
-        name: Name of the model in messages and checkpoints.
+    The transformers model is frozen in place. Without a tokenizer, only token ids can be used.
+    `name` is the name of the model in messages and checkpoints.
     """
 
     def __init__(
@@ -157,21 +155,18 @@ class SharedBase:
         on_host: bool = False,
         **extra: Any,
     ) -> SharedBase:
-        """Load a base by name.
+        """Load and freeze a base by name.
 
         Args:
             name: Name of an embedded model, `smollm2`, a folder, a .gguf file or a hub id.
             device: A torch device string, or "auto" for CUDA if available, else the CPU.
-            dtype: "auto" is float32 on the CPU, and bfloat16 on CUDA or float16 below compute
-                capability 8.0; or "float32", "bfloat16", "float16", or the torch.dtype.
-                `torch_dtype`, the older spelling, does the same.
+            dtype: "float32", "bfloat16", "float16", a torch.dtype or "auto": float32 on the CPU,
+                and bfloat16 on CUDA or float16 below compute capability 8.0. `torch_dtype` is the
+                older spelling.
             tokenizer: Use this one instead of the model's own.
             quantization: Keep the linear layers in 8 or 4 bits; see `model.quantized`.
             on_host: Keep the model in CPU memory for now, in the dtype for the device.
             **extra: Keywords for the model's `from_pretrained`.
-
-        Returns:
-            The frozen base.
         """
         source = resolve(name)
         where = pick_device(device)
@@ -190,10 +185,10 @@ class SharedBase:
         return base
 
     def hold_context(self, longest: int | None) -> None:
-        """Fix the greatest length of rows if the rotary frequencies depend on it.
+        """Fix the greatest length of rows if rotary frequencies depend on it; see `model.rotary`.
 
-        See `model.rotary`. `longest` is the requested number of tokens of prompt and completion;
-        None takes the greatest length with the model's frequencies for short rows.
+        `longest` is the requested number of tokens of prompt and completion; None takes the
+        greatest length with the frequencies for short rows.
         """
         if self.switch is None:
             return
@@ -283,8 +278,7 @@ class SharedBase:
     def compile(self, mode: str) -> None:
         """Compile the layers without adapters (norms, rotary embeddings) with torch.compile.
 
-        The linear layers are not compiled: their forward depends on the layout of rows, so each
-        layout would need a new compilation.
+        Linear layers would be compiled again for each layout of rows.
         """
         _try_compiler(mode, self.device)
         for module in self.trunk.modules():
@@ -305,8 +299,7 @@ class SharedBase:
     def weights(self) -> dict[str, Tensor]:
         """Return the frozen weights by their names in `from_pretrained`, without adapters.
 
-        If an engine divides the weights among processes, all processes must call this method, and
-        get copies.
+        If an engine divides the weights among processes, all must call this method, and get copies.
         """
         if self.gathered is None:
             raise ModelError(
@@ -327,8 +320,7 @@ class SharedBase:
     def save(self, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
         """Write the base as a model folder: config.json, model.safetensors and the tokenizer.
 
-        `weights` is the result of `weights()`, if that was called before. A quantised base raises
-        ModelError: the original model is the better copy.
+        `weights` is an earlier result of `weights()`. A quantised base raises ModelError.
         """
         if self.quantization is not None:
             raise ModelError(
@@ -363,10 +355,9 @@ class SharedBase:
         return self.run(input_ids=input_ids, use_cache=False, **kwargs)
 
     def run(self, cache: Cache | None = None, **inputs: Any) -> Tensor:
-        """Run the trunk once and return final hidden states (B, T, H).
+        """Run the trunk, as every forward pass does; return final hidden states (B, T, H).
 
-        All forward passes use this method, since those of a base that is divided among processes
-        are counted. `cache` holds the earlier columns, and takes up those of `inputs`.
+        `cache` holds the earlier columns, and `inputs` are appended to it.
         """
         if cache is not None:
             inputs |= {self._cache_keyword: cache, "use_cache": True}
@@ -402,8 +393,7 @@ class SharedBase:
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies (M,) of targets (M,) from hidden states (M, H).
 
-        See `linear_logprobs`. A head that does more than multiply by its weight, such as one with
-        a hook, is called as a module.
+        See `linear_logprobs`. A head that does more than multiply is called as a module.
         """
         if not is_plain_linear(self.head):
             return module_logprobs(self.logits, hidden, targets, temperature, self.vocabulary)
@@ -479,7 +469,7 @@ def _linear_features(trunk: nn.Module) -> int:
 
 
 def _try_compiler(mode: str, device: torch.device) -> None:
-    """Compile something small: modules would fail at their first call, in the middle of a round."""
+    """Compile a small function, so that a failure shows now, not in the middle of a round."""
     try:
         torch.compile(lambda x: x + 1, mode=mode)(torch.zeros(1, device=device))
     except RuntimeError as error:

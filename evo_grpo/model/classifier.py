@@ -19,11 +19,9 @@ _UNLIMITED = 10**9
 
 @dataclass(frozen=True)
 class Encoded:
-    """Texts as token ids.
+    """The `rows` of B texts or pairs of texts: `input_ids` and perhaps `token_type_ids`.
 
-    Attributes:
-        rows: For each of B texts, or pairs of texts, its `input_ids` and perhaps `token_type_ids`.
-        cut: Number of texts that were longer than the classifier reads, and lost their end.
+    `cut` counts the texts that were truncated at the end, to the classifier's longest input.
     """
 
     rows: Sequence[Mapping[str, Sequence[int]]]
@@ -32,13 +30,10 @@ class Encoded:
 
 @final
 class Classifier:
-    """Scores texts with one output of a classifier; `load` creates one.
+    """Scores texts with one output of a classifier of transformers; `load` creates one.
 
-    Args:
-        model: A `...ForSequenceClassification` of transformers.
-        tokenizer: Its tokenizer.
-        label: The output, by its label in the model's config; None for a model with one output.
-        max_tokens: Longest input in tokens; None takes the positions of the model.
+    The output is chosen by its `label` in the model's config; None is for a model with one output.
+    `max_tokens` is the longest input; None takes the positions of the model.
     """
 
     def __init__(
@@ -119,12 +114,10 @@ class Classifier:
     def scores(
         self, encoded: Encoded, *, batch_size: int, probability: bool = False
     ) -> list[float]:
-        """Return B scores: outputs of the classifier, or their probabilities.
+        """Return the scores of B texts: outputs of the classifier, or their probabilities.
 
-        Args:
-            encoded: B texts.
-            batch_size: Texts of one forward pass, >= 1; texts of similar length go together.
-            probability: Take the softmax over the labels, or the sigmoid of a single output.
+        Probabilities are the softmax over the labels, or the sigmoid of a single output. A forward
+        pass has `batch_size` >= 1 texts of similar length.
         """
         order = sorted(
             range(len(encoded.rows)), key=lambda row: len(encoded.rows[row]["input_ids"])
@@ -143,8 +136,7 @@ class Classifier:
     def _logits(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> Tensor:
         """Return (B, labels) outputs of texts, padded on the right.
 
-        Decoders are read at the last token that is not the padding token of their config. If that
-        has none, an id that no text has takes its place, so that this is the last token.
+        Decoders read the last token that is not padding; without a padding id, an unused id serves.
         """
         config = self.model.config.get_text_config()
         padding = config.pad_token_id

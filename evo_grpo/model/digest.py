@@ -15,12 +15,11 @@ _KEY = "base_digest"
 
 
 def base_digest(base: SharedBase) -> str:
-    """Return a digest of a base's weights: their names, shapes, and a sample of their numbers.
+    """Return a digest of a base's weights, computed once: names, shapes, and sampled numbers.
 
-    The numbers are rounded to bfloat16 first, so that a base has the same digest loaded as float32
-    and as bfloat16. float16 and quantisation give other numbers; their digests are of another kind,
-    named before the colon, and digests of different kinds cannot be compared. The digest is
-    computed once per base.
+    The numbers are rounded to bfloat16, so that a base has the same digest loaded as float32 and as
+    bfloat16. float16 and quantisation change the numbers; their digests are of another kind, named
+    before the colon, and digests of different kinds cannot be compared.
     """
     if _KEY not in base.derived:
         digest = hashlib.sha256()

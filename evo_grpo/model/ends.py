@@ -1,8 +1,8 @@
 """Where completions end: end tokens, and the strings and tokens of `algorithm.stop`.
 
-A stop string ends a completion with the first token after which the text of the completion has it.
-The text ends before the string; the tokens that spell it belong to the completion. Strings are
-looked for in text, because one string has many spellings in tokens.
+A completion ends with the first token that makes its text contain a stop string. Its text ends
+before the string; the tokens that spell it belong to the completion. Strings are searched in the
+text, because one string has many spellings in tokens.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ its middle may differ: a space in front is dropped, a character lacks its first 
 
 @final
 class Ends:
-    """Where the completions of a base end.
-
-    Args:
-        base: The base.
-        algorithm: Has `stop` and `min_output_tokens`.
+    """Where the completions of a base end, by `stop` and `min_output_tokens` of `algorithm`.
 
     Attributes:
         ids: All tokens that end a completion.
@@ -102,9 +98,9 @@ class Ends:
         return self._place(row, self._decoded([row])[0]) >= 0
 
     def cut(self, row: tuple[int, ...]) -> tuple[int, ...]:
-        """Return a row up to the token that completes its first stop string; all without one.
+        """Return a row up to the token that completes its first stop string; all of it without one.
 
-        For engines that see the first bytes of a character only with the last one.
+        For engines that see a character only after its last byte.
         """
         while self.strings and len(row) > self._least + 1:
             if self._place(row[:-1], self._decoded([row[:-1]])[0]) < 0:
@@ -113,7 +109,7 @@ class Ends:
         return row
 
     def _place(self, row: Sequence[int], text: str) -> int:
-        """Return where the first stop string of a row's text begins; -1 if there is none.
+        """Return where the first stop string of a row's text begins, or -1.
 
         A string that is complete before a completion may end does not count.
         """

@@ -31,8 +31,7 @@ def tokenizer_files(
 ) -> dict[str, bytes]:
     """Return the files of a base's tokenizer, including the chat template, by name.
 
-    A revision of None takes the newest. `pad_token` is the padding token of the run, for a
-    tokenizer without one.
+    A revision of None takes the newest. `pad_token` is the run's, for a tokenizer without one.
     """
     tokenizer = load_tokenizer(source, revision)
     if tokenizer.pad_token is None and pad_token:
@@ -44,10 +43,9 @@ def tokenizer_files(
 
 
 def write_base(source: Source, dtype: str, digest: str | None, folder: Path) -> None:
-    """Write a base as a model folder of transformers, without its tokenizer.
+    """Write a base, dequantised if it is a GGUF file, as a model folder without its tokenizer.
 
-    The weights of a GGUF file are dequantised. `digest` is that of the base with which the adapter
-    was trained; other weights raise CheckpointError.
+    Weights of another digest, if it is given, raise CheckpointError.
     """
     model, _ = from_pretrained(source, DTYPES[dtype], {}, with_tokenizer=False)
     _check_base(model, source, digest)
@@ -88,8 +86,8 @@ def write_merged(
     """Merge an adapter into its base, in float32, and write a model folder of transformers.
 
     `adapter` has the two files of a PEFT folder, by name; `dtype` is that of the stored weights;
-    `digest` is that of the base with which the adapter was trained, and other weights raise
-    CheckpointError. A merged model with other log-probs than base and adapter raises ModelError.
+    `digest` is as for `write_base`. A merged model with other log-probs than base and adapter
+    raises ModelError.
     """
     from peft import PeftModel
 

@@ -113,7 +113,7 @@ def read_config(name: str, file: Path) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int | float:
-    """Return an integer; a float for a longer one: no limit of tokens is written as 10^30."""
+    """Return an integer, as a float if it is long: some files write no limit of tokens as 10^30."""
     return int(digits) if len(digits) <= MOST_DIGITS else float(digits)
 
 

@@ -1,7 +1,6 @@
 """Reads the header of a GGUF file: scalar values and the shapes of tensors, without weights.
 
-`gguf.GGUFReader` makes a numpy array of every token and merge of the vocabulary, which takes 9 s
-for 152,000 tokens; this module skips arrays and takes 0.03 s.
+Skipping arrays, it takes 0.03 s for 152,000 tokens; `gguf.GGUFReader` takes 9 s.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """Return the torch dtype for a name or dtype.
 
-    "auto" is float32 but on CUDA: bfloat16, or float16 on cards that emulate bfloat16.
+    "auto" is float32, but on CUDA bfloat16, or float16 on cards that emulate bfloat16.
     """
     if dtype == "auto" and device.type == "cuda":
         return _half_of(device)
@@ -56,8 +56,7 @@ def merge_dtype_keywords(
 ) -> tuple[str | torch.dtype, dict[str, Any]]:
     """Return the dtype given as `dtype` or `torch_dtype`, and the remaining keywords.
 
-    transformers accepts the old name torch_dtype, and ignores it if dtype is given too; here
-    different values of the two raise an error.
+    Different values of the two raise an error; transformers would ignore torch_dtype.
     """
     rest = dict(extra)
     older = rest.pop("torch_dtype", None)
@@ -102,9 +101,9 @@ def from_pretrained(
 ) -> tuple[Any, Any]:
     """Load a model for a task, and optionally its tokenizer (else None).
 
-    `dtype` is that of the weights, unless `extra`, the keywords for the model's `from_pretrained`,
-    has another one. Python code of the model or its tokenizer runs only if `extra` has
-    `trust_remote_code=True`; there is no prompt.
+    `extra` are keywords for the model's `from_pretrained`, among which a dtype overrides `dtype`.
+    Python code of the model or its tokenizer runs only if `extra` has `trust_remote_code=True`;
+    there is no prompt.
     """
     # Imported here: transformers takes seconds, and `evo-grpo check` must answer at once.
     import transformers
@@ -163,10 +162,9 @@ def load_tokenizer(
 
 @contextmanager
 def one_sentence(source: Source, what: str = "") -> Generator[None]:
-    """Raise ModelError in place of what transformers raises for the files of a model.
+    """Raise ModelError in place of any exception that transformers raises for a model's files.
 
-    These are exceptions of any kind, since the files may come from strangers. `what` names a part
-    of the model, such as ": its tokenizer".
+    `what` names a part of the model, such as ": its tokenizer".
     """
     try:
         yield

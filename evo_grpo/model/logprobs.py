@@ -4,15 +4,14 @@
 
 Blocks are cut along rows and vocabulary, so that on a CPU one stays in the cache while it is
 normalized; the maximum and the sums are carried from block to block (Milakov and Gimelshein 2018,
-arXiv:1805.02867). The head W is frozen, so its backward needs the slopes in h alone. With
-p = softmax(z) and its entropy H:
+arXiv:1805.02867). The head W is frozen, so its backward needs the slopes in h alone. With p =
+softmax(z) and its entropy H:
 
     d lp / d z = onehot(y) - p        d H / d z = -p (log p + H)
 
-Both are linear in the gradient that the loss sends back, one number per token, and so the products
-with W are computed in the forward, from logits that are there: nothing is computed again. A token's
-own part is kept apart, since 1 - p[y] would be the difference of close numbers. The slope of H is
-computed only where a backward may ask for it.
+Both are linear in the incoming gradient, one number per token, so the products with W are computed
+in the forward, from the logits at hand. A token's own part is kept apart, since 1 - p[y] would be
+the difference of close numbers. The slope of H is computed only where a backward may need it.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ LEAST_LOGIT = -1e30
 
 
 class _Head(NamedTuple):
-    """A head: weight (V, H), bias (V,) or None, and the tanh cap of its logits, 0 for none.
+    """A head: weight (V, H), bias (V,) or None, the tanh cap of its logits, 0 for none.
 
-    `kernels` says whether those of `llama.cuda` are to compute.
+    `kernels` says whether kernels of `llama.cuda` compute.
     """
 
     weight: Tensor
@@ -68,7 +67,7 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs (M,) fp32 and entropies (M,) fp32; keep the slopes of `count` of them.
 
-        `needs_input_grad` does not tell whether there will be a backward: it is true in `no_grad`.
+        `needs_input_grad` does not tell whether a backward follows: it is true in `no_grad`.
         """
         ctx.set_materialize_grads(False)
         # The loss scale of float16 comes with the gradient, too late for what is rounded here.
@@ -144,10 +143,9 @@ def _of_whole_rows(
 def _by_kernel(
     hidden: Tensor, weight: Tensor, targets: Tensor, inverse: Tensor, count: int
 ) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
-    """Return what `_of_whole_rows` does: logits are written once and read twice, in half precision.
+    """Return what `_of_whole_rows` does, in half precision; logits are written once and read twice.
 
-    The slopes of other tokens than the target are relative to the likeliest of them, so that
-    float16 holds those of unlikely ones.
+    Slopes are relative to the likeliest other token, so that float16 holds unlikely ones.
     """
     logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight)
     above = torch.empty_like(logits) if count > 1 else logits
@@ -263,12 +261,12 @@ def linear_logprobs(  # noqa: PLR0913 -- what a head does to its logits
         bias: (V,) or None.
         scale: The model's own multiplier of its logits (Granite, Cohere), 1 for most.
         softcap: The model's own tanh cap of its logits (Gemma), 0 for none.
-        of_entropies: Whether the entropies are differentiable too, which costs another product
-            with the head.
-        kernels: Whether those of `llama.cuda` compute, where there is neither bias nor cap.
+        of_entropies: Make the entropies differentiable too, which costs another product with the
+            head.
+        kernels: Use kernels of `llama.cuda` if there is neither bias nor cap.
 
     Returns:
-        (M,) fp32 log-probs in nats and (M,) fp32 entropies in nats, of the whole vocabulary at the
+        (M,) fp32 log-probs and (M,) fp32 entropies in nats, of the whole vocabulary at the
         temperature; differentiable in `hidden`.
     """
     scaled = hidden if scale == 1.0 else hidden * scale
@@ -305,10 +303,9 @@ def module_logprobs(
     temperature: Tensor,
     vocabulary: int,
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `linear_logprobs` does with a head of any kind, one block of rows at a time.
+    """Compute `linear_logprobs` for a head of any kind, one block of rows at a time.
 
-    `logits` takes hidden states (M, H) to logits (M, V) fp32, with V the vocabulary. The backward
-    computes the logits again.
+    `logits` maps hidden states (M, H) to logits (M, vocabulary) fp32, again in the backward.
     """
 
     def block(states: Tensor, wanted: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:

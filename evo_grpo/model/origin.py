@@ -1,8 +1,8 @@
 """Checks whether a module runs unmodified code of torch and transformers.
 
 A forward set on the instance, a hook, a replaced function or a patched class can change the results
-of a module, possibly only at late positions, where a probe with a few tokens does not notice it.
-These checks therefore look at the origin of the code.
+of a module, possibly only at late positions, which a probe of a few tokens does not reach. So the
+origin of the code is checked.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def foreign_functions(namespace: Mapping[str, Any]) -> Iterator[str]:
 
 
 def tampered(module: nn.Module) -> str | None:
-    """Return what changes the forward of an instance (a forward of its own, or a hook), or None.
+    """Return what changes the forward of an instance (its own forward, or a hook), or None.
 
     Submodules are not checked.
     """

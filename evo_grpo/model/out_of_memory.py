@@ -35,8 +35,8 @@ def halved(
 
     `setting` is the path of the setting, `value` the bound, and `needed` the part of it that was
     used. Half of the smaller one is rounded down to a multiple of `unit`. RunFailedError is raised
-    if the bound cannot be halved, or if the work cannot be repeated (`repeats` is False), such as
-    work that several processes do together.
+    if the bound cannot be halved, or if the work cannot be repeated (`repeats` is False), as when
+    several processes share it.
     """
     said = str(error).splitlines()[0][:200]
     if not repeats:
@@ -77,9 +77,6 @@ def naming_failed_device() -> Generator[None]:
 
 
 def free_cached() -> None:
-    """Release torch's cached memory; call this outside of the `except` block.
-
-    Within it, the frames of the error keep the tensors of the attempt alive.
-    """
+    """Release torch's cached memory, outside of `except` blocks: errors keep tensors alive."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,9 +1,8 @@
 """Checks of a model's behaviour on a few tokens, made when it is loaded.
 
 The population forward, the loss and the decode loop assume that a hidden state depends only on the
-tokens of its row up to its position, and that the model draws no random numbers. A model that
-violates this would silently sample and train on wrong numbers, so these assumptions are checked on
-two rows of a few tokens.
+tokens of its row up to its position, and that the model draws no random numbers. Other models would
+silently sample and train on wrong numbers, so two rows of a few tokens check this.
 """
 
 from __future__ import annotations
@@ -91,11 +90,11 @@ def own_generator(device: torch.device) -> Generator[None]:
 def watch_linear_inputs(
     model: nn.Module, trunk: nn.Module, run: Callable[[Tensor], Tensor], ids: Tensor
 ) -> tuple[Tensor, dict[str, str]]:
-    """Run rows through a trunk and determine the layout of the inputs of its linear layers.
+    """Return hidden states (2, T, H) of rows, and the input layout of each linear layer by name.
 
-    `run` maps ids (2, T) of two different rows to hidden states (2, T, H). Returned are these, and
-    the layout by the name of the layer: "rows" for (B, ..., F); "flat" for (B * n, ..., F), rows
-    one after another; "unseen" if no token reached the layer; else a description of the input.
+    `run` maps ids (2, T) of two different rows to hidden states. A layout is "rows" for (B, ...,
+    F); "flat" for (B * n, ..., F), rows one after another; "unseen" if no token reached the layer;
+    else a description of the input.
     """
     inside = {id(module) for module in trunk.modules()}
     watched = {
@@ -128,10 +127,9 @@ def by_rows(x: Tensor, rows: int) -> Tensor:
 def _inputs(
     modules: Mapping[str, nn.Module], run: Callable[[Tensor], Tensor], ids: Tensor
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """Return the hidden states of rows, and the inputs of modules.
+    """Return hidden states of rows, and inputs of modules, those by rows without memory.
 
-    Those by rows are without memory, and a number stands for a call of another kind: some classes
-    named Linear return a tuple (a router) or multiply in groups.
+    A number stands for a call of another kind, as of routers, which return a tuple.
     """
     seen: dict[str, list[Tensor]] = {name: [] for name in modules}
 
@@ -166,7 +164,7 @@ def _kind(shapes: list[tuple[int, ...]], ids: Tensor) -> str:
 def columns_of_probe(model: Any, context: int) -> int:  # noqa: ANN401 -- of any transformers architecture
     """Return the tokens of rows on which `check_forward` tests a model; a context of 0 has no end.
 
-    They are more where the modules around the trunk do not run unmodified code of transformers.
+    Rows are longer if modules around the trunk run other code than that of transformers.
     """
     head = model.get_output_embeddings()
     known = class_from_libraries(type(model)) and tampered(model) is None and is_plain_linear(head)
@@ -184,9 +182,9 @@ def check_causal(
 ) -> None:
     """Refuse a model whose hidden states depend on later tokens or on other rows.
 
-    `run` maps ids (B, T) to `hidden` (B, T, H), and beginnings of the first row to `firsts`
-    (1, ..., H). In half precision a small dependence cannot be distinguished from rounding, so that
-    both are computed in float32 too; a model that does not run in it, or does not fit, passes.
+    `run` maps ids (B, T) to `hidden` (B, T, H), and beginnings of the first row to `firsts` (1,
+    ..., H). Half precision is checked in float32 too, since rounding hides a small dependence; a
+    model that does not run in it, or does not fit, passes.
     """
 
     def compare(hidden: Tensor, firsts: Sequence[Tensor]) -> float:
@@ -214,12 +212,12 @@ def check_forward(
     logits: Callable[[Tensor], Tensor],
     ids: Tensor,
 ) -> dict[str, str]:
-    """Check the assumptions about a model on two different rows of ids (2, T).
+    """Check the assumptions about a model on two different rows of ids (2, T); return the layouts.
 
-    `run` maps ids to the trunk's hidden states (B, T, H), and `logits` these to logits. Returned
-    are the layouts of the inputs of linear layers. A model that does not run on token ids only,
-    draws random numbers, mixes rows, depends on later tokens, or has a head of an unknown kind
-    raises ModelError.
+    `run` maps ids to the trunk's hidden states (B, T, H), and `logits` these to logits. Layouts are
+    those of `watch_linear_inputs`. A model that does not run on token ids only, draws random
+    numbers, mixes rows, depends on later tokens, or has a head of an unknown kind raises
+    ModelError.
     """
     what = f"model {name!r} ({type(model).__name__})"
     alone = ids[:1, :-1]

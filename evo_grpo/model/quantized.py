@@ -2,9 +2,8 @@
 
 The int8 product of bitsandbytes rounds activations too, and treats columns with outliers
 separately, which it searches among all rows of a batch (LLM.int8, arXiv:2208.07339): an agent's
-result would depend on the rows of other agents. Here the weight of a layer is dequantised to the
-compute dtype for one product. Rows stay independent, and sampling and training compute the same
-function.
+result would depend on the rows of other agents. Here a layer's weight is dequantised to the compute
+dtype for one product. Rows stay independent, and sampling and training agree.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ def quantization_keywords(
 ) -> dict[str, Any]:
     """Return the keywords with which `from_pretrained` quantises while it loads.
 
-    int8 has one scale per output feature, nf4 one per 64 weights; `dtype` is the compute dtype, and
-    the dtype of weights that are not quantised. EngineUnavailable is raised if bitsandbytes is not
-    installed, ModelError if it does not run on the device, or for a GGUF file.
+    int8 has one scale per output feature, nf4 one per 64 weights; `dtype` is for computing, and for
+    weights that are not quantised. EngineUnavailable is raised if bitsandbytes is not installed,
+    ModelError if it does not run on the device, or for a GGUF file.
     """
     if source.gguf_file is not None:
         raise ModelError(
@@ -70,10 +69,9 @@ def quantization_keywords(
 
 
 def use_plain_products(model: nn.Module, kind: Quantization, name: str) -> None:
-    """Let a model's quantised layers multiply by their weights in the compute dtype.
+    """Make a model's quantised layers multiply by their weights in the compute dtype.
 
-    Raises ModelError if a layer's width is no multiple of 64 with nf4: bitsandbytes 0.50 packs such
-    rows wrongly on the CPU, with errors as large as the weights.
+    nf4 needs widths in multiples of 64, else ModelError: bitsandbytes 0.50 packs others wrongly.
     """
     for layer, module in model.named_modules():
         if is_quantized(module):

@@ -14,8 +14,7 @@ from evo_grpo.model.rotary import keep_frequencies
 def unchanged_if_refused(model: object) -> Generator[None]:
     """After an exception, restore a model's `requires_grad`, training mode and rotary embeddings.
 
-    Adapters are not removed; the code that adds them does that. The device is not restored, since a
-    copy might not fit there any more. Objects that are not modules are ignored.
+    Adapters and the device are not restored. Objects that are not modules are ignored.
     """
     if not isinstance(model, nn.Module):
         yield

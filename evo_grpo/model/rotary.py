@@ -1,10 +1,10 @@
 """Fixed frequencies for rotary embeddings that depend on the longest row of a batch.
 
-With `longrope` (Phi-3, Phi-4-mini) and `dynamic` NTK scaling, transformers chooses the frequencies
-of a whole batch by its largest position, including padding. A long row of one agent would change
-the log-probs of another, and a completion that grows beyond the switch would be sampled and trained
-with different frequencies. Therefore the frequencies are chosen once: those for rows up to the
-switch, or, if rows may be longer, the long ones for all rows, as in vLLM.
+With `longrope` (Phi-3, Phi-4-mini) and `dynamic` NTK scaling, transformers chooses a batch's
+frequencies by its largest position, including padding. A long row of one agent would change the
+log-probs of another, and a completion that grows beyond the switch would be sampled and trained
+with different frequencies. So they are chosen once: those for rows up to the switch, or, if rows
+may be longer, the long ones for all rows, as in vLLM.
 """
 
 from __future__ import annotations

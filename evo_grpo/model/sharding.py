@@ -34,10 +34,7 @@ _PATIENCE = timedelta(minutes=10)
 
 @final
 class ShardedLayers:
-    """The decoder layers of a base without adapters, each divided among the processes.
-
-    All processes must construct it. `device` is the device of the base.
-    """
+    """The decoder layers of a base without adapters, each divided among all processes."""
 
     def __init__(self, base: SharedBase, device: torch.device) -> None:
         layers = decoder_layers(base)
@@ -75,10 +72,7 @@ class ShardedLayers:
         self._join(self.layers[self._first_adapted() :][::-1])
 
     def _first_adapted(self) -> int:
-        """Return the number of the first layer with adapters, where a backward ends.
-
-        It is the same in all processes, since their adapters have the same modules.
-        """
+        """Return the number of the first layer with adapters, where a backward ends."""
         if self._first is None:
             adapted = (any(isinstance(m, LoraLayer) for m in one.modules()) for one in self.layers)
             self._first = next((number for number, found in enumerate(adapted) if found), 0)

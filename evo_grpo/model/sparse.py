@@ -2,9 +2,8 @@
 
 DeepSeek-V3.2 and related models (GLM, A.X, Hunyuan, dots, DeepSeek-V4, MiniMax-M3) score all
 earlier tokens and attend to the best ones. In transformers, the selection differs between a prefix
-and the whole row, so that log-probs recorded in sampling and those of training differ by nats. In
-rows that are not longer than the number of selected tokens, all tokens are selected and the two
-agree.
+and the whole row, so that log-probs of sampling and training differ by nats. In rows no longer than
+the number of selected tokens, the two agree.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ def remedy(longest: int) -> str:
 
 
 def _taken(module: Any) -> int | None:  # noqa: ANN401 -- a layer of any model
-    """Return how many tokens a layer selects, or None if it does not select."""
     # In DeepSeek-V4, an entry stands for several tokens.
     one_by_one = _count(module, "index_topk")
     if one_by_one is not None:

@@ -1,9 +1,9 @@
 """A context in which a model of half precision computes in float32, layer by layer.
 
-Comparisons of two computations are impossible in bfloat16: rounding changes a hidden state by some
-per cent, as much as an error such as wrong positions of padded rows. In float32, rounding is a
-millionth. The model is not copied: the weights of a layer are converted when it is entered, and
-restored when it is left, so that one more layer has to fit into memory.
+In bfloat16, rounding changes a hidden state by some per cent, as much as an error such as wrong
+positions of padded rows, so two computations cannot be compared; in float32 it is a millionth. The
+model is not copied: a layer's weights are converted when it is entered, and restored when it is
+left, so that one more layer has to fit into memory.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ HALF = (torch.bfloat16, torch.float16)
 
 @contextmanager
 def in_float32(trunk: nn.Module) -> Generator[None]:
-    """Make a model compute in float32 within a `with` block.
+    """Make a model compute in float32 within a `with` block, then restore the same tensors.
 
-    Embeddings look up in their own dtype, since a table may be larger than any layer; only their
-    output is converted. Afterwards the weights are the same tensors in the same memory.
+    Only the output of embeddings is converted, since a table may be larger than any layer.
     """
     kept: list[list[tuple[Tensor, Tensor]]] = []
     hooks: list[Any] = []
@@ -68,9 +67,8 @@ def in_float32(trunk: nn.Module) -> Generator[None]:
 def _units(trunk: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
     """Yield modules, each with whether its submodules are included.
 
-    The layers of the outermost lists include their submodules, since some layers read the weights
-    of a submodule without calling it. Modules around these layers convert only their own weights
-    while they run.
+    Those of the outermost lists do, since some layers read a submodule's weights without calling
+    it. Modules around these layers convert only their own weights while they run.
     """
     for module in trunk.children():
         if isinstance(module, nn.ModuleList):

@@ -1,8 +1,8 @@
 """Evaluates every agent on shared prompts, with shared draws, in one generation call.
 
-Racing evaluates only those agents again that the first look cannot separate (`undecided`). It
-follows Maron and Moore (1997) and Birattari et al. (2002), with the paired test of
-`evolve.compare`: since all agents answer the same prompts, few agents need a second look.
+Racing evaluates again only agents that the first look cannot separate (`undecided`), as Maron and
+Moore (1997) and Birattari et al. (2002) do, with the paired test of `evolve.compare`: since all
+agents answer the same prompts, few agents need a second look.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Evaluation:
         experience: Its completions or episodes; for an agent of another rank, without their tokens.
         rewards: (B,) weighted rewards, NaN where every reward function abstained or the episode was
             dropped; all NaN if a log-prob of the policy is not finite.
-        units: Per start, the number of its prompt: equal prompts have the same one.
+        units: Per start, the number of its prompt; equal prompts have the same number.
         tokens: Tokens sampled.
         looks: Number of merged evaluations.
     """
@@ -66,13 +66,10 @@ def evaluating(  # noqa: PLR0913 -- what is measured, and how, one argument each
     """Evaluate many policies on the same P starts with the same draws, each under its prompt.
 
     Starts are prompts, or seeds of episodes; a slot of None is the base model without an adapter.
-    All policies sample with `temperature`, whatever the agents train with, and without top-k or
-    top-p; 0 is greedy. `stream` is the path of the random stream that all policies share.
-    `reward` are the rewards that fitness counts, as in `evolve.fitness.reward`, and `further` the
-    objectives that are measured beside it.
-
-    Returns:
-        One evaluation per entry of `slots`, of `samples` completions or episodes per start.
+    All policies draw `samples` completions or episodes per start with `temperature` (0 is greedy),
+    whatever the agents train with, and without top-k or top-p. `stream` is the path of the shared
+    random stream. `reward` are the rewards that fitness counts, as in `evolve.fitness.reward`, and
+    `further` the other objectives to measure. Returns one evaluation per entry of `slots`.
     """
     sampler = PopulationSampler.compared(
         cohort, slots, samples=samples, temperature=temperature, stream=stream
@@ -105,7 +102,7 @@ def measured(
     objective: ObjectiveConfig,
     units: Sequence[int],
 ) -> Objective:
-    """Return an objective as the completions or episodes of one policy on P prompts reach it."""
+    """Return the score of an objective for one policy's completions or episodes on P prompts."""
     if objective.name == TOKENS:
         counts = [math.nan if t.error else t.sampled for t in experience.trajectories]
         values = np.array(counts, dtype=np.float64)
@@ -120,8 +117,7 @@ def by_function(
 ) -> tuple[RewardScore, ...]:
     """Return the score of each reward function by itself; none if the environment names none.
 
-    Takes K names, rewards (P * G, K) without weights, and the number of the prompt of each of P
-    rows; see `summarise`.
+    Takes K names, unweighted rewards (P * G, K), and the prompt number of each of P rows.
     """
     scores = (summarise(column, units) for column in rewards.T)
     return tuple(
@@ -173,8 +169,7 @@ def without_texts(result: Evaluation) -> Evaluation:
 def undecided(results: Mapping[Slot, Evaluation], keep: int) -> list[Slot]:
     """Return the agents at the border, and those that a paired test cannot separate from them.
 
-    The border lies between the last of the `keep` agents that the next round has room for and the
-    agent ranked after it.
+    The border lies between the agent at place `keep`, the last of the next round, and the next.
     """
     scores = {slot: r.score for slot, r in results.items() if np.isfinite(r.score.mean)}
     ranked = sorted(scores, key=lambda slot: (-scores[slot].mean, slot))
@@ -190,8 +185,7 @@ def _level(first: Score, second: Score) -> bool:
 def merged(first: Evaluation, more: Evaluation) -> Evaluation:
     """Merge two evaluations on the same prompts into one over the samples of both.
 
-    The experience of the first is kept, because it explains failures, and so are its rewards per
-    prompt: no agent was chosen for that look, so they are those that claims rest on.
+    Experience and rewards per prompt are the first's: no agent was selected for that look.
     """
     tables = [e.rewards.reshape(len(e.units), -1) for e in (first, more)]
     rewards = np.concatenate(tables, axis=1).reshape(-1)
@@ -211,9 +205,8 @@ def merged(first: Evaluation, more: Evaluation) -> Evaluation:
 def pass_at(rewards: np.ndarray, units: Sequence[int], k: int, correct: float) -> Score:
     """Return pass@k: the probability that one of k completions of a prompt is correct.
 
-    It is the unbiased estimator of Chen et al. (2021, arXiv:2107.03374): of n completions of a
-    prompt, c of them correct, it counts the sets of k that contain a correct one,
-    1 - C(n - c, k) / C(n, k). Completions without a reward are not counted.
+    It is the unbiased estimator of Chen et al. (2021, arXiv:2107.03374) for c correct among n
+    completions of a prompt: 1 - C(n - c, k) / C(n, k). Completions without a reward do not count.
 
     Args:
         rewards: (P * G,) in prompt order, NaN where all reward functions abstained.
@@ -255,10 +248,9 @@ def why_unranked(name: str, results: Sequence[Evaluation]) -> str:
 
 
 def weighted(rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return the weighted sum of reward functions.
+    """Return the weighted sum (B,) float64 of reward functions; NaN where all of them abstained.
 
-    Takes rewards (B, K), NaN where a function abstained, and weights (K,); returns (B,) float64,
-    NaN where all functions abstained.
+    Takes rewards (B, K), NaN where a function abstained, and weights (K,).
     """
     total = np.nansum(rewards * weights, axis=1)
     total[np.isnan(rewards).all(axis=1)] = np.nan
@@ -266,10 +258,7 @@ def weighted(rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def equal_starts(starts: Sequence[object]) -> tuple[int, ...]:
-    """Number the prompts, or seeds of episodes: equal ones get the same number, from 0 in order.
-
-    Starts that cannot be hashed, of an environment of the user's own, are all different.
-    """
+    """Number prompts or seeds from 0; equal ones get the same number, if they can be hashed."""
     seen: dict[object, int] = {}
     return tuple(seen.setdefault(_key(start), len(seen)) for start in starts)
 
@@ -285,10 +274,10 @@ def _key(start: object) -> object:
 
 
 def units_of(env: Environment[StartT], starts: Sequence[StartT]) -> tuple[int, ...]:
-    """Return `equal_starts`, but for a task of one prompt, where each answer is a unit.
+    """Return `equal_starts`; for a task of a single prompt, number each answer instead.
 
-    A score over equal prompts is about how agents answer other prompts too, of which one says
-    little. If training has no other prompt either, it is about the answers to this one.
+    A score over equal prompts is an estimate for other prompts, for which one prompt is little
+    evidence. If training has no other prompt either, the score is about the answers to this one.
     """
     units = equal_starts(starts)
     if max(units) == 0 and not any(equal_starts([starts[0], *env.prompts("train")])):
@@ -299,17 +288,14 @@ def units_of(env: Environment[StartT], starts: Sequence[StartT]) -> tuple[int, .
 def summarise(rewards: np.ndarray, units: Sequence[int]) -> Score:
     """Return the mean over the different prompts and the standard error of that mean.
 
-    Answers to one prompt are not independent, whether they are samples of one row or the dataset
-    has the prompt in several rows. So they are averaged first, and each different prompt counts
-    once. With a single prompt the error is computed over its answers. With a single answer it is
-    NaN.
+    Answers to one prompt are not independent, whether they are samples of one row or of several
+    equal rows. So they are averaged first, and each different prompt counts once. With a single
+    prompt the error is computed over its answers; with a single answer it is NaN.
 
     Args:
         rewards: (P * G,) in the order of P rows, NaN where all reward functions abstained.
-        units: Number of the prompt of each row, from 0 to U - 1; see `units_of`.
-
-    Returns:
-        A score whose `per_prompt` has U entries.
+        units: Number of the prompt of each row, from 0 to U - 1; see `units_of`. `per_prompt` of
+            the score has U entries.
     """
     answers: list[list[float]] = [[] for _ in range(max(units) + 1)]
     for unit, row in zip(units, rewards.reshape(len(units), -1).tolist(), strict=True):

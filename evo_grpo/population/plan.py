@@ -1,7 +1,6 @@
 """Computes the plan that all ranks carry out after a round, from the reports of the ranks.
 
-All functions are pure, so plans are tested without a model. `next_look` returns the agents that are
-evaluated again; `next_round` creates the record of the round and the agents of the next one.
+All functions are pure. `next_look` returns the agents to evaluate again; `next_round` the plan.
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ class AgentReport:
     Attributes:
         score: Its fitness, None if its update or its evaluation was not finite.
         checkpoint: Path of its checkpoint, None if none is written.
-        steps: GRPO steps that its slot has taken so far.
-        dead_steps: Latest steps in a row in which all its groups had equal rewards.
-        rank_error: Relative error of the cut of its rank before the round; None without one.
+        steps: See `AgentState`, also for the fields below.
     """
 
     score: Score | None
@@ -63,9 +60,9 @@ class RankReport:
 
     Attributes:
         reduced: Engine settings that were lowered to save memory, with their present values.
-        fresh: The fresh evaluations of the archive and of the best agent that it has made.
+        fresh: Its fresh evaluations of the archive and of the best agent.
         judge_cost: What its judges have cost from the start of the run.
-        decodes_by: What computed its completions, see `RolloutEngine`.
+        decodes_by: See `RolloutEngine`.
     """
 
     agents: Mapping[Slot, AgentReport]
@@ -81,7 +78,6 @@ class Look:
     """The decision to evaluate some agents before the round is planned.
 
     Attributes:
-        slots: The agents.
         number: Number of the look; 0 is the first look, at all agents.
         prompts: Validation prompts; with 0 the rewards of training stand for an evaluation.
         fresh: Whether the archive and the best agent are measured for their comparison alone.
@@ -102,7 +98,7 @@ class Look:
 def agents_of(reports: Sequence[RankReport], slots: Sequence[Slot]) -> dict[Slot, AgentReport]:
     """Return the reports of all agents, by slot, in the order of the slots.
 
-    If several ranks report an agent, the report of the first one is used, which has the files.
+    If several ranks report an agent, the first report is used; it has the files.
     """
     found = {slot: one for report in reversed(reports) for slot, one in report.agents.items()}
     return {slot: found[slot] for slot in slots}
@@ -113,8 +109,7 @@ def next_look(
 ) -> Look | None:
     """Return the agents that are evaluated again; None if the round can be planned.
 
-    Further looks may cost a share `evolve.fitness.racing` of the completions of the first look.
-    Without decisions, nobody is looked at again.
+    Further looks may cost a share `evolve.fitness.racing` of the completions of the first.
     """
     if look.fresh or not settings.decides(round):
         return None
@@ -130,10 +125,9 @@ def next_look(
 def look_at_archive(
     agents: Mapping[Slot, AgentReport], archive: Slot | None, settings: RoundSettings, round: int
 ) -> Look | None:
-    """Return the fresh look at the archive and the best agent; None where there is nothing to do.
+    """Return the look that measures the archive and the best agent afresh; None if not needed.
 
-    What is restored, and what enters the archive, is decided by draws that selected neither, on
-    other prompts where the validation split has them.
+    Its draws selected neither of them; prompts are new if the validation split has more.
     """
     ends = round + 1 >= settings.population.rounds
     if (
@@ -181,13 +175,12 @@ class PlanInputs:
     Attributes:
         past: Records of the known rounds before this one.
         archive: The best agent before this round, None without an archive.
-        fresh: Fresh scores of the archive and of the best agent of the round, by slot; empty where
-            they were not measured.
+        fresh: Fresh scores of the archive and of the best agent of the round, by slot, if measured.
         judge_cost: What judges have cost from the start of the run.
         next_id: A member id that no member of the run has had.
         task: Name of the environment, for errors.
-        check: Raises for hyperparameters with which no agent can train; an exploration of the user
-            may return such values.
+        check: Raises for hyperparameters with which no agent can train, which a user's exploration
+            may return.
     """
 
     settings: RoundSettings
@@ -217,8 +210,8 @@ def next_round(
     """Return the plan of a round, which contains its record.
 
     `agents` are the reports of all agents by position, and `standings` the same agents, whose
-    histories end with the score of the round. `seconds` of it have passed, and `starts` training
-    prompts or episode seeds were used up to its end. With `limited`, a limit ends the training.
+    histories end with the score of the round. `seconds` is its duration so far, and `starts` counts
+    the training prompts or episode seeds used up to its end. With `limited`, a limit ends training.
     """
     settings, reports = inputs.settings, list(agents.values())
     scores = [report.score for report in reports]
@@ -276,8 +269,7 @@ def _next_generation(
 ) -> tuple[Generation, tuple[Decision, ...]]:
     """Return the agents of the round after `round`, which is not the last.
 
-    All draws come from the random stream of the round. Where nothing is decided after the round,
-    all agents stay that have a fitness.
+    Draws use the round's random stream. Without decisions, all agents with a fitness stay.
     """
     settings, past, space = inputs.settings, inputs.past, inputs.hp_config
     standings = _collapsed(inputs, reports, standings, last=False)
@@ -318,10 +310,9 @@ def _next_generation(
 def _plan_beyond(
     inputs: PlanInputs, reports: Sequence[AgentReport], standings: Sequence[Standing], round: int
 ) -> tuple[NextAgents | None, str]:
-    """Return the agents with which an extension of the run goes on after its last round.
+    """Return the agents with which an extension of the run continues after its last round.
 
-    Where they cannot be planned, as by an exploration of the user that has nothing more to try,
-    return why: the run has ended, and its last round shall not be lost.
+    If planning fails, return the reason instead, so that the last round is not lost.
     """
     try:
         generation, decisions = _next_generation(inputs, reports, standings, round)
@@ -371,10 +362,7 @@ def _rules_that_hold(
 
 
 def least_reduced(reports: Sequence[RankReport]) -> dict[str, int]:
-    """Return the engine settings that were lowered on some rank, each with its lowest value.
-
-    The names are in alphabetical order.
-    """
+    """Return the lowest value of each engine setting that a rank has lowered, sorted by name."""
     names = sorted({name for report in reports for name in report.reduced})
     return {
         name: min(report.reduced[name] for report in reports if name in report.reduced)
@@ -393,9 +381,9 @@ def _archived(
 ) -> tuple[tuple[int, int] | None, tuple[Score, Score] | None]:
     """Return the agent that the archive holds after a round, and the two fresh scores.
 
-    After a decision or at the end, the best agent enters the archive if there is none, or if it is
-    not behind it on fresh draws. An agent is named by its member, and the round after which it had
-    these weights.
+    After a decision or at the end, the best agent enters the archive if it is empty, or if the
+    agent is not worse on fresh draws. An agent is named by its member and the round after which it
+    had these weights.
     """
     settings = inputs.settings
     if not settings.evolve.keeps_archive:
@@ -424,9 +412,8 @@ def _with_training(
 ) -> list[Standing]:
     """Return standings whose latest scores have the rewards of training as further evidence.
 
-    They are those of the steps since the last decision. Where agents do not train as fitness
-    measures, or one has not played all of these steps or has one without a reward, the standings
-    are returned as they are.
+    These are the rewards of the steps since the last decision. The standings stay unchanged if
+    agents do not train as fitness measures, or if an agent lacks a reward for one of these steps.
     """
     if settings.evolve.fitness.in_between:
         return list(standings)
@@ -479,8 +466,7 @@ def timed(
 ) -> RoundRecord:
     """Return a record with its times; agents share the wall time in proportion to their tokens.
 
-    `started` is in seconds since 1970 (UTC). The end follows from the elapsed `seconds`, since the
-    wall clock may have been set back.
+    `started` is in seconds since 1970 (UTC); the end is computed from the elapsed `seconds`.
     """
     total = max(1, sum(agent.tokens for agent in record.agents))
     agents = tuple(replace(a, wall_seconds=seconds * a.tokens / total) for a in record.agents)

@@ -1,7 +1,7 @@
-"""Plays the rollouts of a step; replaces groups that teach nothing by groups of the next prompts.
+"""Plays the rollouts of a step; with dynamic sampling, replaces groups of equal rewards.
 
-The second is the dynamic sampling of DAPO (arXiv:2503.14476). All agents take their prompts from
-one sequence, so that they meet the same ones: an agent whose groups are dead reads on in it, until
+The dynamic sampling is that of DAPO (arXiv:2503.14476). All agents take their prompts from one
+sequence. An agent with groups of equal rewards, dead groups, takes further prompts from it until
 its places are filled or its tokens are spent.
 """
 
@@ -43,9 +43,9 @@ class Rollout:
     """The rollout of one agent in a step.
 
     Attributes:
-        sampled: Everything that it sampled, with the rewards of the environment.
-        shaped: The same with the rewards that it learns from, which may have a further column.
-        learned: The groups that it learns from: those of `shaped`, unless some were replaced.
+        sampled: All that was sampled, with the rewards of the environment.
+        shaped: The same with the rewards to learn from, which may have a further column.
+        learned: The groups to learn from: those of `shaped`, unless some were replaced.
         weights: (K,) weights of the rewards in `shaped` and `learned`.
         starts: Number of starts of the common sequence that it has used.
     """
@@ -70,7 +70,6 @@ def play_step(
     """Sample and score a step of several agents in one generation call per turn.
 
     With `dynamic_sampling_tokens`, further calls replace groups whose rewards are all equal.
-
     `starts` has the first P_i of one list for each agent; the list begins at start `first` of the
     environment's sequence. `watch` receives the seconds of generate and reward.
     """
@@ -105,10 +104,7 @@ def play_step(
 
 
 def starts_from(env: Environment[StartT], first: int, count: int) -> list[StartT]:
-    """Return the training starts `first` to `first + count - 1` of an environment.
-
-    All batches are slices of one sequence: batch `k` of size `n` begins at start `k * n`.
-    """
+    """Return training starts `first` to `first + count - 1` of the sequence of an environment."""
     size = math.gcd(first, count)
     steps = range(first // size, (first + count) // size)
     return [start for step in steps for start in env.batch(step, size)]
@@ -118,11 +114,8 @@ def starts_from(env: Environment[StartT], first: int, count: int) -> list[StartT
 class _Filling:
     """The places of an agent's batch, some of which have a dead group.
 
-    Attributes:
-        begun: The rollout of the first prompts.
-        size: G, completions of a group.
-        longest: Most tokens of a completion or episode.
-        tokens: Tokens that may still be sampled.
+    `begun` is the rollout of the first prompts; `size` is G; `longest` is the most tokens of a
+    completion or episode; `tokens` is the number that may still be sampled.
     """
 
     begun: Rollout
@@ -181,8 +174,7 @@ class _Filling:
 def joined(parts: Sequence[Experience]) -> Experience:
     """Return the experiences of one agent, at least one, as one experience.
 
-    Metrics are summed, or are means over completions, as the vocabulary says for the steps of a
-    round.
+    Metrics are summed or averaged over completions, as the vocabulary defines for a round's steps.
     """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part.metrics):
@@ -219,7 +211,7 @@ def _played(
     stream: Sequence[str | int],
     watch: Stopwatch,
 ) -> Turns[list[Experience]]:
-    """Play from starts to rewards; the time in which it waits for environments is reward."""
+    """Play from starts to rewards; the wait for environments counts as reward time."""
     sampler = PopulationSampler.in_training(cohort, slots, stream=("sample", *stream))
     with watch.phase("reward"):
         own = [
@@ -239,10 +231,10 @@ def _played(
 def _rollout(
     cohort: Cohort, experience: Experience, weights: Floats, longest: int, starts: int
 ) -> Rollout:
-    """Return a rollout with the rewards of the environment and, if it is on, the overlong penalty.
+    """Return a rollout with the environment's rewards and, if enabled, the overlong penalty.
 
-    All its groups are learned from. `weights` (K,), and `longest`, the most tokens of a completion,
-    are those of the agent.
+    All groups are learned from. `weights` (K,) and `longest`, the most completion tokens, are the
+    agent's.
     """
     algorithm = cohort.settings.algorithm
     if algorithm.overlong_buffer is None:

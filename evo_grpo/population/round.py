@@ -1,7 +1,7 @@
 """Plays one round: agents train, are evaluated, saved, selected, copied and mutated.
 
 Read `play_round` from top to bottom; each stage is one call. Ranks exchange one message per look:
-every rank sends its report, and the first rank asks for a further look at some agents, or plans and
+every rank sends its report; the first rank requests a further look at some agents, or plans and
 records the round; then all ranks carry out the plan. A pause and dynamic sampling exchange more.
 """
 
@@ -50,10 +50,7 @@ from evo_grpo.types import KEPT_SCORES, Member, Score, Slot
 
 
 class Steerer:
-    """Carries out a person's requests between two rounds; this base class receives no requests.
-
-    Both methods are called on the first rank only.
-    """
+    """Carries out requests between two rounds, on the first rank; this base class has none."""
 
     def steer(self, plan: RoundPlan, *, next_id: int) -> RoundPlan:
         """Carry out the requests in the plan of a round that is not recorded yet; return the plan.
@@ -70,10 +67,9 @@ class Steerer:
 
 @dataclass(frozen=True)
 class Round:
-    """The state of a round while it is played.
+    """The state of round `number` (0-based) while it is played.
 
     Attributes:
-        number: Number of the round (0-based).
         limit: Ends training early; None for no limit.
         past: Records of the known rounds before this one.
         began: Start of the round, in seconds since 1970 (UTC).
@@ -110,11 +106,9 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
     past: Sequence[RoundRecord] = (),
     steering: Steerer | None = None,
 ) -> RoundRecord:
-    """Train, evaluate, save, plan, record and apply; see `Round` for the arguments.
+    """Play a round and return its record; see `Round` for the arguments.
 
-    Returns:
-        The record of the round. The cohort then holds the next generation, whose slots are
-        `next_slots(record)`.
+    The cohort then holds the next generation, whose slots are `next_slots(record)`.
     """
     histories = {slot: tuple(cohort.agents[slot].history) for slot in slots}
     this = Round(
@@ -152,11 +146,9 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
 def evaluate_more(
     this: Round, look: Look, tallies: Mapping[Slot, Tally], results: Mapping[Slot, Evaluation]
 ) -> dict[Slot, Evaluation]:
-    """Evaluate the agents of a look that are on this rank.
+    """Evaluate the agents of a look that are on this rank; return their evaluations.
 
-    Returns:
-        The evaluation of each agent, merged with its earlier one in `results` if that is on the
-        same prompts.
+    Each is merged with the earlier one in `results` if both used the same prompts.
     """
     fitness, stream = this.settings.evolve.fitness, look.stream(this.number)
     if not look.prompts:
@@ -178,9 +170,9 @@ def evaluate_more(
 
 
 def measure_archive(this: Round, look: Look) -> dict[Slot, Evaluation]:
-    """Measure the archive and the best agent, as far as they are on this rank, on fresh draws.
+    """Measure the archive and the best agent, if they are on this rank, on fresh draws.
 
-    They are the prompts after those that fitness uses, or the last ones of a split that has fewer.
+    The prompts follow those that fitness uses; a split that has fewer gives its last ones.
     """
     fitness = this.settings.evolve.fitness
     with this.watch.phase("evaluate"):
@@ -192,7 +184,7 @@ def measure_archive(this: Round, look: Look) -> dict[Slot, Evaluation]:
 
 
 def save(this: Round, look: Look) -> dict[Slot, str | None]:
-    """Copy the agents of a look on this rank, for the writer, which writes them later."""
+    """Pass copies of a look's agents on this rank to the writer, which writes them later."""
     with this.watch.phase("checkpoint"):
         return {
             slot: this.writer.checkpoint(this.cohort, this.number, slot)
@@ -370,10 +362,10 @@ def apply(
 ) -> None:
     """Replace the agents of a cohort, of which `slots` played, by the next generation.
 
-    Parents are copied over children, including their AdamW moments if `inherit_optimizer` is true.
-    Each agent gets its hyperparameters and its member; a survivor keeps its latest `KEPT_SCORES`
-    scores. A slot that is both copied and overwritten, which only a request can cause, is copied
-    first. The agents that leave are removed, and their memory is freed.
+    Parents are copied over children, including their AdamW moments with `inherit_optimizer`. Each
+    agent gets its hyperparameters and its member; a survivor keeps its latest `KEPT_SCORES` scores.
+    A slot that is both copied and overwritten, which only a request can cause, is copied first.
+    Agents that leave are removed, which frees their memory.
     """
     for parent, slot in copies_in_order(generation, lambda one: cohort.agents[one].rank):
         cohort.copy(parent, slot, inherit_optimizer=inherit_optimizer)
@@ -421,8 +413,7 @@ def recorded_parents(
 ) -> tuple[Slot, ...]:
     """Return the recorded source slot of the weights of each agent of the next round.
 
-    A survivor's source is its own slot. `previous` are the members that played the round; `archive`
-    is the slot of the best agent so far, if the run keeps one.
+    A survivor keeps its slot. `previous` played the round; `archive` is the archive's slot, if any.
     """
     slots: dict[int | None, Slot] = {member.id: member.agent for member in previous}
     return tuple(

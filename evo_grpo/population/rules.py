@@ -22,9 +22,9 @@ class RoundSettings:
         evolve: Settings of evolution and fitness; `selector` and `explorer` below replace its
             `selection` and `exploration`.
         prompts_per_step: P, the number of prompts or episode seeds, the same for every agent.
-        rows_per_step: Completions that all agents together sample in a step. Each agent takes as
-            many prompts as fill its equal share; when agents leave, the others share their
-            completions. None gives every agent `prompts_per_step` prompts, whatever its group size.
+        rows_per_step: Completions that all agents together sample in a step, in equal shares: each
+            agent takes as many prompts as fill its share, which grows when agents leave. None gives
+            every agent `prompts_per_step` prompts, whatever its group size.
     """
 
     population: PopulationConfig
@@ -61,10 +61,7 @@ class RoundSettings:
         return fitness.prompts if ends or self.decides(round) else fitness.in_between
 
     def room(self, round: int, agents: int) -> int:
-        """Return how many of `agents` agents a round has places for.
-
-        If a round has fewer places than agents, agents leave.
-        """
+        """Return how many of `agents` agents have a place in a round; the others leave."""
         places = self.places
         return min(places[min(round, len(places) - 1)], agents)
 
@@ -75,11 +72,11 @@ class RoundSettings:
         return self.rows_per_step / agents
 
     def minibatches(self, agents: int) -> int:
-        """Return the optimizer steps over the rows of a step, where so many agents play.
+        """Return the optimizer steps over the rows of a step with so many agents.
 
-        When agents leave, the others learn from more rows. The optimizer steps and the rows behind
-        each of them grow alike, by the square root: the lr that was chosen with few rows stays
-        right, and more rows do more than make gradients smoother.
+        When agents leave, the others learn from more rows. The number of optimizer steps and the
+        rows of each grow equally, by the square root: the lr chosen for few rows stays suitable,
+        and more rows do more than smooth gradients.
         """
         if self.rows_per_step is None:
             return 1

@@ -33,8 +33,7 @@ class Tally:
         tokens: Tokens sampled.
         completions: Completions sampled, one per turn of an episode.
         samples: Trajectories of the first start of the latest step, with their rewards.
-        rewards: The value of each reward function for each of them, without its weight; None where
-            it abstained.
+        rewards: Unweighted value of each reward function for each of them; None for an abstention.
     """
 
     metrics: list[Mapping[str, float]] = field(default_factory=list[Mapping[str, float]])
@@ -76,10 +75,9 @@ class Tally:
 
 
 def measured_in_training(tally: Tally) -> Evaluation:
-    """Return the mean reward of a round's training as an evaluation that has sampled nothing.
+    """Return the mean reward of a round's training as an evaluation without samples.
 
-    Its score counts steps in place of prompts, as `Score.steps` too, and has no rewards of single
-    prompts.
+    Its score counts steps (`Score.steps`) instead of prompts, and has no rewards per prompt.
     """
     rewards = np.array([one for one in tally.step_rewards if one is not None], dtype=np.float64)
     count = len(rewards)
@@ -116,10 +114,9 @@ def reward_metrics(
     abstained or the episode was dropped, and the weight of each reward function (K,).
 
     Returns:
-        reward (mean), zero_variance (share of groups with equal rewards, whose advantages are
-        therefore 0; see `zero_variance_groups`; groups that were set aside are not counted),
-        completion_length (mean tokens sampled), ended (share of completions that sampled the end
-        token), and the metrics of the environment.
+        reward (mean), zero_variance (share of groups found by `zero_variance_groups`, without those
+        that were set aside), completion_length (mean tokens sampled), ended (share of completions
+        that sampled the end token), and the metrics of the environment.
     """
     table = totals.reshape(-1, group_size)
     known = np.isfinite(table)
@@ -176,8 +173,7 @@ def warn_without_signal(sentence: str) -> None:
 def without_signal(tallies: Sequence[Tally]) -> str:
     """Return a warning if all groups of all agents had equal rewards, else an empty string.
 
-    The string is also empty if every reward function abstained or every episode was dropped; other
-    warnings report those.
+    If every reward function abstained or every episode was dropped, another warning says so.
     """
     steps = [m for tally in tallies for m in tally.metrics if not m.get("empty_steps")]
     means = [m["reward"] for m in steps if math.isfinite(m.get("reward", math.nan))]

@@ -33,21 +33,18 @@ class Limit(Protocol):
         ...
 
     def ends_after(self, scores: Sequence[Score | None]) -> bool:
-        """Return whether a round is the last one, from its scores.
+        """Return whether a round with these scores is the last; the limit learns that it is over.
 
-        Called on the first rank when the round is planned, and on each rank when its plan is
-        carried out; so the limit also learns that the round is over.
+        Called on the first rank to plan the round, and on each rank to carry out its plan.
         """
         ...
 
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """The files of the checkpoints of a rank.
+    """The checkpoint files of a rank: `written`, the SHA-256 of each by path in the run folder.
 
-    Attributes:
-        written: SHA-256 of each file on disk, by its path in the run folder.
-        unwritten: The agents whose files the first rank has to write, by checkpoint path.
+    `unwritten` has the agents that the first rank has to write, by checkpoint path.
     """
 
     written: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -57,9 +54,8 @@ class CheckpointFiles:
 class RunWriter:
     """Writes rounds; this base class writes nothing, for rounds that stay in memory.
 
-    `evo_grpo.training.writer.FolderWriter` writes into a run folder, whose log the trackers read.
-
-    A writer is a context manager; on exit it waits until everything is written.
+    `evo_grpo.training.writer.FolderWriter` writes into a run folder, whose log the trackers read. A
+    writer is a context manager; on exit it waits until everything is written.
     """
 
     def __enter__(self) -> Self:
@@ -71,8 +67,7 @@ class RunWriter:
     def step(self, round: int, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the metrics of a step, one row per agent, so that readers see them immediately.
 
-        Steps are 0-based in their round; step 0 discards earlier rows of the round. The caller must
-        not change the rows afterwards.
+        Step 0 discards earlier rows of the round. The rows must not change afterwards.
         """
 
     def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> str | None:
@@ -119,14 +114,9 @@ def train(  # noqa: PLR0913 -- a round meets all parts of a run
     limit: Limit | None,
     past: Sequence[RoundRecord],
 ) -> tuple[dict[Slot, Tally], int]:
-    """Take the steps of a round with the agents of this rank.
+    """Take the steps of a round with this rank's agents; return their tallies and the starts used.
 
-    If other ranks have agents, the steps are reported after all ranks have finished; see
-    `report_steps`.
-
-    Returns:
-        The tally of each agent of this rank, and the number of starts used up to the end of the
-        round.
+    With several ranks, steps are reported after all of them have finished.
     """
     counts = settings.prompts_of([cohort.agents[slot].hparams.group_size for slot in slots])
     # All steps take their starts from one sequence without gaps.
@@ -205,18 +195,15 @@ def training(  # noqa: PLR0913 -- a step meets all parts of a run
     first: int = 0,
     minibatches: int = 1,
 ) -> Turns[int]:
-    """Take one GRPO step with every agent: generate, score, learn.
+    """Take one GRPO step with every agent; return the number of starts used, from `first`.
 
     A step makes one generation call per turn, one scoring, and one fused forward and backward.
-    `prompts` are the P starts of all agents: prompts, or seeds of episodes; the first of them is
-    start `first` of the environment's sequence. Agent i takes the first P_i in [1, P] of them,
-    given by `prompts_per_agent`, or all if that is None, and with `dynamic_sampling_tokens` later
-    ones. Agents without a `batch_size` learn from their rows in so many `minibatches`. `tallies`,
-    in the order of `slots`, receive metrics, token counts and sample completions. `watch` receives
-    the seconds of generate, reward and learn; the time of environments counts as reward.
-
-    Returns:
-        The number of starts of the sequence, from `first`, that the agents have used.
+    `prompts` are the P starts of all agents: prompts, or seeds of episodes; they begin at start
+    `first` of the environment's sequence. Agent i takes the first P_i in [1, P] of them, given by
+    `prompts_per_agent`, or all if that is None, and with `dynamic_sampling_tokens` later ones.
+    Agents without a `batch_size` learn from their rows in so many `minibatches`. `tallies`, in the
+    order of `slots`, receive metrics, token counts and sample completions. `watch` receives the
+    seconds of generate, reward and learn; the time of environments counts as reward.
     """
     counts = prompts_per_agent or [len(prompts)] * len(slots)
     starts = [prompts[:count] for count in counts]

@@ -1,8 +1,8 @@
 """Parts of the population take turns: while one waits for its rewards, others compute.
 
-What a part does is a generator, which yields the work that needs no device, such as a call of the
-reward functions, and goes on with the result. Parts go on in a fixed cycle, however long each
-takes, so they compute the same in the same order as if each waited for its own rewards.
+A part is a generator. It yields work that needs no device, such as a call of the reward functions,
+and continues with the result. Parts continue in a fixed cycle, whatever their durations, so their
+computations have the same results and order as without turns.
 """
 
 from __future__ import annotations
@@ -34,11 +34,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HostWork:
-    """Work that needs no device.
+    """Work that needs no device: `do` does it, in any thread.
 
-    Attributes:
-        do: Does it, in any thread.
-        waiting: Opens a context for the time that the part waits for it.
+    `waiting` opens a context for the time that the part waits.
     """
 
     do: Callable[[], Any]
@@ -53,7 +51,7 @@ def began(
     begin: Callable[[], Play],
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Turns[Play]:
-    """Begin a play; where its environments are reset, as those of games, this is work too."""
+    """Begin a play; where this resets environments, for instance games, the reset is `HostWork`."""
     if hasattr(env, "max_turns"):
         return (yield HostWork(begin, waiting))
     with waiting():
@@ -65,7 +63,7 @@ def played(
     sample: Callable[[Ask], list[list[CompletionGroup]]],
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Turns[list[Experience]]:
-    """Play a play that has begun; `waiting` opens a context for the time of its environments."""
+    """Run a play that has begun; `waiting` opens a context while its environments work."""
 
     def told(groups: list[list[CompletionGroup]]) -> tuple[Ask | None, list[Experience]]:
         play.tell(groups)
@@ -79,13 +77,9 @@ def played(
 
 
 def take_turns(parts: Sequence[Turns[T]], *, overlap: bool) -> list[T]:
-    """Run parts to their ends, one after the other, or with `overlap` in turns.
+    """Run parts, one after the other or with `overlap` in turns; return what each returns.
 
-    In turns, the work of each is done in a thread of its own. An error of a part, or of its work,
-    ends all of them.
-
-    Returns:
-        What each part returns.
+    In turns, the work of each runs in its own thread. An error of one ends all.
     """
     if not overlap or len(parts) == 1:
         return [to_the_end(part) for part in parts]
@@ -116,12 +110,7 @@ def take_turns(parts: Sequence[Turns[T]], *, overlap: bool) -> list[T]:
 
 @final
 class Overlap:
-    """Whether parts of a population take turns; see `engine.overlap`.
-
-    Args:
-        setting: The setting.
-        parts: Number of parts in all processes.
-    """
+    """Whether the `parts` of a population in all processes take turns; see `engine.overlap`."""
 
     def __init__(self, setting: bool | Literal["auto"], parts: int) -> None:
         self._setting = setting
@@ -144,19 +133,14 @@ class Overlap:
                 f"has {why} or leave engine.overlap out"
             )
         if isinstance(env, MultiTurnGym):
-            # However many parts this process has, and whatever `auto` decides: equal batches.
+            # Batches stay equal, whatever the number of parts here and the decision of `auto`.
             env.plays = self._parts if self._setting and able else 1
         return able and (self._setting is True or self._decided is True)
 
     def settle(self, seconds: Mapping[str, float], env: Environment[Any]) -> str:
-        """Decide `auto`, once, by the seconds of a round in which all parts waited for rewards.
+        """Decide `auto`, once, by the seconds per phase of a round without overlap.
 
-        Args:
-            seconds: Phase -> seconds of the round.
-            env: Its environment; nothing is decided by one that parts cannot share.
-
-        Returns:
-            A sentence about the decision; empty where there is none to make.
+        Returns a sentence about the decision, "" if none is made.
         """
         undecided = self._setting == "auto" and self._decided is None and self._parts > 1
         if not (undecided and self._able(env)):
@@ -171,13 +155,13 @@ class Overlap:
         )
 
     def _able(self, env: Environment[Any]) -> bool:
-        """Return whether a play of each part may go on at once."""
+        """Return whether a play of each part may run at the same time."""
         most = env.max_environments if isinstance(env, MultiTurnGym) else None
         return bool(getattr(env, "side_by_side", False)) and (most is None or most >= self._parts)
 
 
 def to_the_end(part: Turns[T]) -> T:
-    """Run one part to its end, and its work in this thread; return what the part returns."""
+    """Run one part and its work in this thread; return the part's result."""
     result = None
     while True:
         try:
@@ -189,7 +173,7 @@ def to_the_end(part: Turns[T]) -> T:
 
 
 def alone(turns: Callable[P, Turns[T]]) -> Callable[P, T]:
-    """Return the function that runs such a part to its end."""
+    """Wrap the generator function of a part into a function that runs the part to its end."""
 
     @wraps(turns)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:

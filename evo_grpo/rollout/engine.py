@@ -23,11 +23,10 @@ class RolloutRequest:
         adapter: Adapter name, or None for the base model alone.
         prompts: P prompts.
         samples: G completions per prompt, >= 1.
-        sampling: Temperature, filters and length limits.
         seed: Random stream of this agent in this round and step. The draws of a row depend only on
             (seed, prompt position, completion, token step).
-        keys: One number per prompt, used in the draws instead of its position, so that the draws
-            of an episode stay the same when other episodes end; None means 0, 1, ....
+        keys: One number per prompt, used in the draws instead of its position, so that the draws of
+            an episode stay the same when other episodes end; None means 0, 1, ....
     """
 
     agent: int
@@ -39,7 +38,7 @@ class RolloutRequest:
     keys: Sequence[int] | None = None
 
     def check(self, context: int, vocabulary: int) -> None:
-        """Check that a model of so many embeddings can sample in a context of `context` tokens.
+        """Check that a model of `vocabulary` embeddings can sample in `context` tokens.
 
         Raises:
             ShapeError: A prompt without tokens, no sample or no token.
@@ -90,9 +89,8 @@ class RolloutEngine:
     `log_softmax(logits / temperature)[token]`, in nats, computed in float32 under the weights that
     sampled the token; greedy decoding (temperature 0) counts as temperature 1. Repetition penalty,
     min_output_tokens, top_k, top_p and min_p change which tokens are drawn, but not the recorded
-    log-prob. With one of them in force it is therefore not the probability of the draw, but the
-    log-prob of the policy that the loss differentiates. An engine that cannot report this number
-    reports None, and the learner computes it from the policy. The log-probs are NaN for an agent
+    log-prob: it is that of the policy that the loss differentiates, not of the draw. An engine that
+    cannot report it reports None, and the learner computes it. The log-probs are NaN for an agent
     whose weights are not finite.
 
     Attributes:
@@ -100,8 +98,8 @@ class RolloutEngine:
             weights, within the rounding of its dtype and without LoRA dropout. False for an engine
             with other kernels, another precision or a copy of the weights: the learner then
             corrects for the difference; see `LossConfig.sampler_correction`.
-        decodes_by: What has computed rollouts; each round records and clears it. Of the native
-            engine "kernels", the joined "layers" or the base's "modules"; of the other "vllm".
+        decodes_by: What has computed rollouts: "kernels", the joined "layers" or the base's
+            "modules" of the native engine, or "vllm". Each round records and clears it.
     """
 
     exact: bool
@@ -109,27 +107,12 @@ class RolloutEngine:
 
     @classmethod
     def check(cls, engine: EngineConfig) -> None:
-        """Check that the engine can be used, before a model is loaded or a file is written.
-
-        Args:
-            engine: The settings that select it.
-
-        Raises:
-            EngineUnavailable: A package that it needs is not installed.
-        """
+        """Raise EngineUnavailable if a package that the engine needs is not installed."""
 
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
-        """Sample the completions of every request in one call.
+        """Sample the completions of every request in one call; errors as of `RolloutRequest.check`.
 
-        Args:
-            requests: One per agent; a request without prompts gives no groups.
-
-        Returns:
-            Per request, in order, one group of `samples` completions per prompt in prompt order.
-
-        Raises:
-            ShapeError: A request has a prompt without tokens, or asks for no sample or no token.
-            PromptTooLongError: A prompt leaves no room for a completion.
+        Returns, per request, one group of `samples` completions per prompt, both in order.
         """
         raise NotImplementedError
 
@@ -157,7 +140,7 @@ model, and EngineUnavailable if a package that it needs is not installed.
 
 
 def engine_class(engine: EngineConfig) -> type[RolloutEngine]:
-    """Return the class of the selected engine, which is imported now: some load large packages.
+    """Import and return the class of the selected engine; some engines load large packages.
 
     `ENGINES` in `evo_grpo/settings/engine.py` is the table of engines.
     """
@@ -171,9 +154,5 @@ def make_engine(slots: AdapterSlots, settings: AgentSettings) -> RolloutEngine:
 
 
 def check_engine(engine: EngineConfig) -> None:
-    """Check that the selected engine can be used, before a model is loaded or a file is written.
-
-    Raises:
-        EngineUnavailable: The engine is not installed.
-    """
+    """Check that the selected engine can be used; see `RolloutEngine.check`."""
     engine_class(engine).check(engine)

@@ -1,8 +1,8 @@
 """A warning for options of a model's generation_config that rollouts do not apply.
 
-Agents sample from the policy that their loss differentiates, and only the settings shape the draws.
-Most options of a generation_config have no counterpart in that loss: a suppressed token, for
-instance, still has a probability under the policy, so the ratio would compare other distributions.
+Only the settings shape the draws, because agents sample from the policy that their loss
+differentiates. Most options have no counterpart in that loss: a suppressed token still has a
+probability under the policy, so the ratio would compare other distributions.
 """
 
 from __future__ import annotations
@@ -48,10 +48,7 @@ _SAMPLES: Mapping[str, object] = {
 def warn_of_processors(base: SharedBase, algorithm: AlgorithmConfig, mutates: bool = False) -> None:
     """Warn once of all options of the model's generation_config that rollouts do not apply.
 
-    Args:
-        base: The base model.
-        algorithm: The sampling settings that rollouts do apply.
-        mutates: Whether the repetition penalty is a hyperparameter that mutates.
+    `mutates` says whether the repetition penalty is a hyperparameter that mutates.
     """
     config: Any = getattr(base.model, "generation_config", None)
 

@@ -26,12 +26,12 @@ class Sampling:
 
     Attributes:
         temperature: Divides the logits, > 0; or 0 for greedy decoding, which takes the likeliest
-            token after penalty and forbidden tokens, of equal ones the first.
+            token after penalty and forbidden tokens, the first of equal ones.
         top_p: Nucleus mass kept, in (0, 1]; 1 keeps all.
         top_k: Tokens kept; 0 keeps all.
         min_p: Least probability relative to the likeliest token, in [0, 1).
-        repetition_penalty: Divides positive and multiplies negative logits of tokens seen in
-            prompt and completion (Keskar et al. 2019, arXiv:1909.05858); 1 does nothing.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens seen in prompt
+            and completion (Keskar et al. 2019, arXiv:1909.05858); 1 does nothing.
         max_output_tokens: Longest completion, the end token included, >= 1.
         min_output_tokens: The end token cannot be sampled before this many tokens.
     """
@@ -62,22 +62,18 @@ class Sampling:
 
 @dataclass(frozen=True)
 class RowSampling:
-    """The sampling settings of each row, as tensors.
-
-    A setting that no row uses is None, so that it costs nothing.
+    """The sampling settings of each row, as tensors; None for a setting that no row uses.
 
     Attributes:
         temperature: (B, 1) fp32; 1 for greedy rows.
         greedy: (B,) bool, the rows that take the likeliest token; None if no row does.
-        top_p: (B, 1) fp32 or None.
+        top_p: (B, 1) fp32 or None, as `min_p` and `penalty`.
         top_k: (B, 1) int64 or None (rows that keep all hold V).
-        min_p: (B, 1) fp32 or None.
-        penalty: (B, 1) fp32 or None.
         limit: (B,) int64 longest completion per row.
         minimum: (B,) int64 or None.
         draws: Whether any row draws its tokens.
         least: Least of `minimum`, known to the host; 0 without one.
-        shortest: A number of tokens that no `limit` is below, known to the host.
+        shortest: A lower bound of all `limit`, known to the host.
         alike: Whether all rows have the same minimum.
     """
 
@@ -165,15 +161,14 @@ def sample_tokens(
         logits: (B, V) fp32; overwritten.
         draws: (B,) float64 in [0, 1).
         rows: Settings per row.
-        seen: (B, V) bool, tokens of prompt and completion so far; needed when a row has a
-            repetition penalty.
+        seen: (B, V) bool, tokens of prompt and completion so far; needed for a repetition penalty.
         forbidden: (B, V) bool, or (1, V) for all rows: tokens that may not be drawn (the end tokens
             before min_output_tokens).
 
     Returns:
-        (B,) int64 tokens and (B,) fp32 log-probs in nats under softmax(logits / temperature),
-        before penalty and filters: the distribution the loss differentiates. Those of greedy rows
-        are at temperature 1.
+        (B,) int64 tokens and (B,) fp32 log-probs in nats under softmax(logits / temperature), at
+        temperature 1 for greedy rows, before penalty and filters: the distribution that the loss
+        differentiates.
     """
     scaled = logits.div_(rows.temperature)
     logprobs = torch.log_softmax(scaled, dim=-1)
@@ -197,7 +192,7 @@ def sample_tokens(
 
 
 def _drawn(probs: Tensor, draws: Tensor) -> Tensor:
-    """Return the tokens (B, 1) at the draws (B,) in weights (B, V) of any sum."""
+    """Return the tokens (B, 1) at the draws (B,) in weights (B, V), which may have any sum."""
     vocabulary = probs.shape[-1]
     if vocabulary < _LARGE:
         return _place(probs, draws.to(probs.dtype))[0]
@@ -215,9 +210,9 @@ def _drawn(probs: Tensor, draws: Tensor) -> Tensor:
 
 
 def _place(weights: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the place (B, 1) of draws (B,) in [0, 1) among weights (B, n), of any sum.
+    """Return the places (B, 1) of draws (B,) in [0, 1) among weights (B, n) of any sum.
 
-    Also returns where in the share of that place the draw lies, as (B,) in [0, 1).
+    Also returns the position of the draw within the share of its place, (B,) in [0, 1).
     """
     cumulative = weights.cumsum(dim=-1)
     total = cumulative[:, -1:]
@@ -268,11 +263,9 @@ def key_tensor(keys: Sequence[int], device: torch.device) -> Tensor:
 
 
 def uniform(keys: Tensor, first: int, steps: int) -> Tensor:
-    """Return the draws of rows with keys (B,) for `steps` tokens, starting at token `first`.
+    """Return draws (steps, B) float64 in [0, 1) of rows with keys (B,), from token `first` on.
 
-    Returns:
-        (steps, B) float64 in [0, 1), multiples of 2**-53. A draw depends only on its row's key and
-        its position.
+    They are multiples of 2**-53; each depends only on its row's key and its position.
     """
     moves = [_signed((step + 1) * _GAMMA % (1 << 64)) for step in range(first, first + steps)]
     z = keys + torch.tensor(moves, dtype=torch.int64, device=keys.device)[:, None]

@@ -85,9 +85,9 @@ def group_advantages(
     the division, as Dr. GRPO (arXiv:2503.20783) argues; "batch" divides by the spread of the batch.
 
     Args:
-        rewards: (B,) or, one column per reward function, (B, K); rows of a group are neighbours.
-            A list, numpy array or torch tensor (any device; computed on the host). NaN, or None in
-            a list, abstains.
+        rewards: (B,) or, one column per reward function, (B, K); rows of a group are neighbours. A
+            list, numpy array or torch tensor (any device; computed on the host). NaN, or None in a
+            list, abstains.
         group_size: One size that divides B, or the sizes of all groups in order, which sum to B.
         scale: Divide by the standard deviation of the "group", of the "batch", or "none".
         weights: (K,) weight of each reward function, default 1 for each; only with (B, K) rewards.
@@ -98,15 +98,13 @@ def group_advantages(
         (B,) advantages, of the type of `rewards`: list of float, numpy array or torch tensor, in
         the float dtype of the rewards (integers become float64 in numpy, the default dtype in
         torch). A row where every function abstains gets 0 and stays out of mean and standard
-        deviation. Exactly 0 too, with every scale, is each row of a group that
-        `zero_variance_groups` finds: with a single valid row, or with rewards that are equal but
-        for rounding.
+        deviation. With every scale, the groups that `zero_variance_groups` finds get exactly 0.
 
     Raises:
         ShapeError: The shapes of rewards, weights and group_size do not fit.
         ConfigError: scale, eps or ddof is out of range.
-        RewardError: A reward is infinite or beyond 1e15, alone or by its weight: what is computed
-            from it would leave float32. Or half precision cannot hold its advantage.
+        RewardError: A reward is infinite or beyond 1e15, alone or by its weight, so that results
+            would leave float32; or half precision cannot hold its advantage.
     """
     _check_settings(scale, eps, ddof)
     values, restore = to_numpy(rewards)
@@ -123,20 +121,11 @@ def zero_variance_groups(
 
     Equal means a spread (maximum - minimum) of at most 1e-8 + c e m: e is the machine epsilon of
     the rewards' dtype, m the largest sum over k of |w_k R_k| of a row of the group, and c is 8, or
-    2 (K + 1) for more than three reward functions. That bounds what rounding does to the sum of
-    K weighted rewards. `group_advantages` gives these groups exactly 0.
+    2 (K + 1) for more than three reward functions. That bounds the rounding of a sum of K weighted
+    rewards.
 
-    Args:
-        rewards: (B,) or (B, K), as for `group_advantages`.
-        group_size: As for `group_advantages`.
-        weights: (K,), as for `group_advantages`.
-
-    Returns:
-        (number of groups,) numpy bool; True too where at most one row is valid.
-
-    Raises:
-        ShapeError: The shapes do not fit.
-        RewardError: A reward is infinite or beyond 1e15, alone or by its weight.
+    Arguments and errors are those of `group_advantages`. Returns (number of groups,) numpy bool,
+    also True where at most one row is valid.
     """
     values, _ = to_numpy(rewards)
     sizes = group_sizes(group_size, len(values))
@@ -158,7 +147,7 @@ def zero_variance_fraction(
 
 @dataclass(frozen=True)
 class _Rounding:
-    """How far apart the totals of equal rewards may lie; see `zero_variance_groups`.
+    """The tolerance between the totals of equal rewards; see `zero_variance_groups`.
 
     Rewards are (B,) without weights, or (B, K) with weights (K,).
     """
@@ -174,7 +163,7 @@ class _Rounding:
         return ZERO_SPREAD + self._relative * magnitudes
 
     def largest(self) -> float:
-        """Return at least the largest tolerance of finite rewards, in one pass."""
+        """Return an upper bound of the tolerances of finite rewards, in one pass."""
         magnitude = max(float(self.rewards.max()), -float(self.rewards.min()))
         if math.isnan(magnitude):  # some functions abstain
             magnitude = float(np.nanmax(np.abs(self.rewards)))
@@ -221,7 +210,7 @@ def _normalize(
 def _equal_groups(
     values: Floats, size: int, eps: float | None, ddof: int, rounding: _Rounding
 ) -> Floats | None:
-    """Do groups of one size in few passes; None when a reward is NaN or infinite."""
+    """Normalize groups of one size in few passes; None when a reward is NaN or infinite."""
     rows = values.reshape(-1, size)
     with np.errstate(invalid="ignore", over="ignore"):
         # Relative to the group's first reward: a group of equal rewards is then exactly zero, which
@@ -252,7 +241,7 @@ def _equal_groups(
 def _any_groups(
     values: Floats, sizes: Sizes, eps: float | None, ddof: int, rounding: _Rounding
 ) -> Floats:
-    """Do groups of any sizes, with abstentions, by segmented reductions."""
+    """Normalize groups of any sizes, with abstentions, by segmented reductions."""
     lengths = group_lengths(sizes, len(values))
     starts = np.cumsum(lengths) - lengths
     valid = ~np.isnan(values)
@@ -271,7 +260,7 @@ def _any_groups(
 
 
 def _inverse_spread(squares: Floats, freedom: int | Floats, eps: float) -> Floats:
-    """Return 1 / (std + eps) per group; 0 where there is no spread or too few rows to have one."""
+    """Return 1 / (std + eps) per group; 0 without a spread or with too few rows."""
     with np.errstate(divide="ignore", invalid="ignore"):
         spread = np.sqrt(squares / freedom)
         inverse = 1 / (spread + eps)

@@ -60,10 +60,9 @@ VESPO_LOWEST_LOG_WEIGHT = math.log(1e-8)
 
 @dataclass(frozen=True)
 class LossValues:
-    """The hyperparameters that act in the loss of a batch.
+    """The hyperparameters that act in the loss of a batch, by their names (see `Hparams.get`).
 
-    Each field has the name of a hyperparameter (see `Hparams.get`). It is a float for all rows, or
-    (B, 1) without gradient: each row has the value of its agent.
+    Each is a float for all rows, or (B, 1) without gradient, the value of each row's agent.
 
     Attributes:
         beta: Weight of the KL term, >= 0.
@@ -85,16 +84,10 @@ class LossValues:
 
     @classmethod
     def of_agents(cls, agents: Sequence[Hparams], positions: Tensor, dtype: torch.dtype) -> Self:
-        """Return the values of each row.
+        """Return the values of each row, (B, 1) of `dtype` on the device of `positions`.
 
-        Args:
-            agents: Hyperparameters of N agents.
-            positions: (B,) int64, the agent of each row, in [0, N).
-            dtype: Float dtype of the values.
-
-        Returns:
-            (B, 1) on the device of `positions`; the float 0.0 for a hyperparameter that is 0 for
-            all agents, so that its term is not computed.
+        `positions` (B,) int64 is the agent of each row, in [0, N). A hyperparameter that is 0 for
+        all N agents is the float 0.0, so that its term is not computed.
         """
         names = [field.name for field in fields(cls)]
         columns = [[agent.get(name) for agent in agents] for name in names]
@@ -141,8 +134,7 @@ class SurrogateInputs:
         log_ratio: (B, T) per token, 0 where masked.
         ratio: (B, T) new / old policy at the level in force, 1 where masked.
         advantages: (B, 1) or (B, T), detached.
-        clip_low: Absolute ratio bound, float or (B, 1).
-        clip_high: Absolute ratio bound, float or (B, 1).
+        clip_low: Absolute ratio bound, float or (B, 1); `clip_high` likewise.
         sampler_log_weight: (B, 1) log of each row's sampler correction, or None.
     """
 
@@ -233,11 +225,11 @@ def _clamp(values: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Totals:
-    """The denominators of one optimizer step.
+    """The denominators of one optimizer step, numbers or (B, 1).
 
     Attributes:
-        rows: Rows of the optimizer step, number or (B, 1), >= 1.
-        tokens: Valid tokens of the optimizer step, number or (B, 1), >= 1.
+        rows: Rows of the optimizer step, >= 1.
+        tokens: Valid tokens of the optimizer step, >= 1.
         row_tokens: (B, 1) valid tokens of each row, >= 1.
         max_completion_length: Tokens a completion may have, or None.
     """
@@ -322,9 +314,9 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch
 
     The loss of a token is surrogate + beta * KL - entropy_coef * H, where H is the entropy of the
     policy over the whole vocabulary after the token's prefix, at the temperature of the log-probs.
-    Prefixes are taken as sampled: no gradient passes through them. `token_weights` averages the
-    bonus like the rest of the loss, as verl's `entropy_coeff` with `loss_agg_mode` does. TRL's
-    `entropy_coef` always weighs the mean over tokens, which is that of dapo, bnpo, cispo and vespo.
+    No gradient passes through the sampled prefixes. `token_weights` averages the bonus like the
+    rest of the loss, as verl's `entropy_coeff` with `loss_agg_mode` does; TRL's `entropy_coef`
+    always weighs the mean over tokens, which is that of dapo, bnpo, cispo and vespo.
 
     Args:
         logprobs: (B, T) floats, nats, with gradient.
@@ -339,8 +331,8 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch
         sampler_logprobs: (B, T) nats as the engine reported them.
 
     Returns:
-        The terms. Rows do not depend on each other, in value or in gradient, and valid tokens do
-        not depend on masked ones.
+        The terms. Rows do not depend on each other, nor valid tokens on masked ones, in value or
+        gradient.
 
     Raises:
         ConfigError: A beta is not 0 and ref_logprobs is None, or entropies are missing.
@@ -420,11 +412,10 @@ def token_weights(
 ) -> Tensor:
     """Return the weights that average token losses: loss = sum of where(mask, weights * loss, 0).
 
-    `num_rows` is the number of rows of the optimizer step, including rows without a valid token,
-    and `num_tokens` the number of its valid tokens. Both are numbers or (B, 1); for rows of several
-    agents, each row has the totals of its agent. TRL's bnpo takes the tokens of a micro-batch.
-    Weights are (B, T), 0 where masked and in rows without a valid token; their dtype is float64 for
-    a float64 mask, else float32. dr_grpo without a max_completion_length raises ConfigError.
+    `num_rows` counts the rows of the optimizer step, also those without a valid token, and
+    `num_tokens` its valid tokens. Both are numbers, or (B, 1) with the totals of each row's agent.
+    Weights are (B, T), 0 where masked; their dtype is float64 for a float64 mask, else float32.
+    dr_grpo without a max_completion_length raises ConfigError.
     """
     kind = dtype or (torch.float64 if mask.dtype == torch.float64 else torch.float32)
     valid = mask != 0

@@ -10,9 +10,9 @@ from evo_grpo.settings.algorithm import LRSchedule
 def lr_factor(schedule: LRSchedule, step: int, warmup: float | None = None) -> float:
     """Return the factor in (0, 1] on an agent's lr in a GRPO step (0-based).
 
-    `warmup` is the agent's own share of steps that warm up, in [0, 1); None is the schedule's. The
-    cosine is that of Loshchilov and Hutter 2016, arXiv:1608.03983. Beyond the end the factor
-    stays at its last value.
+    `warmup` is the share of steps that warm up, in [0, 1); None is the schedule's. The cosine is
+    that of Loshchilov and Hutter 2016, arXiv:1608.03983. After the end the factor keeps its last
+    value.
     """
     share = schedule.warmup_proportion if warmup is None else warmup
     warm = math.ceil(share * schedule.steps)

@@ -19,17 +19,11 @@ def token_terms_of(
     given: Mapping[str, Tensor | None],
     values: LossValues,
 ) -> TokenTerms:
-    """Compute `token_terms` of rows that may have different losses.
+    """Compute `token_terms` of rows that may have different losses; rows stay independent.
 
-    Args:
-        configs: The settings of each of the B rows.
-        logprobs: (B, T) floats, nats, with gradient.
-        given: The other arguments of `token_terms`, by name: tensors whose first dimension is B, or
-            None.
-        values: Hyperparameters of the rows.
-
-    Returns:
-        The terms, which do not depend on the losses of other rows.
+    `configs` has the settings of each of the B rows, and `given` the other arguments of
+    `token_terms` by name: None, or tensors with B rows. `logprobs` are (B, T) floats, nats, with
+    gradient.
     """
     kinds = list(dict.fromkeys(configs))
     if len(kinds) == 1:

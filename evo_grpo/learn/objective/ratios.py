@@ -17,7 +17,7 @@ LOG_RATIO_CLAMP = 80.0
 def policy_ratio(
     log_ratio: Tensor, valid: Tensor, level: RatioLevel, *, per_token: bool = False
 ) -> Tensor:
-    """Return new / old policy, per token or per sequence.
+    """Return new / old policy (B, T), in [exp(-80), exp(80)], 1 where masked.
 
     Args:
         log_ratio: (B, T) nats per token, 0 where masked.
@@ -25,12 +25,9 @@ def policy_ratio(
         level: "token", or "sequence" for the exponential of the row's mean log-ratio (GSPO,
             arXiv:2507.18071, eq. 7).
         per_token: Let the gradient through a sequence's ratio reach each token's own log-prob alone
-            (GSPO-token, eq. 14 there). What differs between the tokens of a row, a shaped
-            advantage or a KL, is then credited to the token that it belongs to; with one
-            advantage for the row, the sum is GSPO's own gradient.
-
-    Returns:
-        (B, T), in [exp(-80), exp(80)], 1 where masked.
+            (GSPO-token, eq. 14 there). A shaped advantage or a KL, which differs between tokens, is
+            then credited to its own token; with one advantage for the row, the sum is GSPO's own
+            gradient.
     """
     if level == "sequence":
         count = valid.sum(-1, keepdim=True).clamp(min=1)
@@ -51,12 +48,10 @@ def kl_term(
 ) -> Tensor | None:
     """Estimate KL(policy || reference) per token by k3 (Schulman, "Approximating KL Divergence").
 
-    That is exp(ref - lp) - (ref - lp) - 1; with the signs swapped it is no estimator of this KL.
-    Log-probs are (B, T) nats; those of the reference may be NaN where beta is 0 or a token is
-    masked. Of beta, a number or (B, 1), only whether it is 0 matters here. A ratio (B, T) new / old
-    policy corrects the estimate for off-policy samples.
-
-    Returns (B, T), 0 where masked or where beta is 0; None when there is no KL term at all.
+    k3 is exp(ref - lp) - (ref - lp) - 1; with the signs swapped it is no estimator of this KL.
+    Log-probs are (B, T) nats; those of the reference may be NaN where beta, a number or (B, 1), is
+    0 or a token is masked. A ratio (B, T) new / old policy corrects for off-policy samples. Returns
+    (B, T) without beta's weight, 0 where masked or beta is 0; None without a KL term.
     """
     if ref_logprobs is None:
         wanted = bool((beta != 0).any()) if isinstance(beta, Tensor) else beta != 0
@@ -77,11 +72,10 @@ def kl_term(
 
 @dataclass(frozen=True)
 class SamplerWeight:
-    """Correction for a sampler whose numbers differ from the trainer's.
+    """Correction for a sampler whose numbers differ from the trainer's, detached.
 
-    Attributes:
-        factor: (B, T) or (B, 1), >= 0, detached; 0 where dropped.
-        log_row: (B, 1) log of the row's whole correction; -inf where dropped.
+    `factor` (B, T) or (B, 1), >= 0, is 0 where dropped. `log_row` (B, 1) is the log of the row's
+    whole correction, -inf where dropped.
     """
 
     factor: Tensor
@@ -94,8 +88,8 @@ def sampler_weight(
     """Weigh rows by trainer / sampler: truncated importance sampling, or rejection above the cap.
 
     The truncated form is that of "Your efficient RL framework secretly brings you off-policy RL
-    training" (Yao et al. 2025); per sequence the token log-ratios are summed, not averaged. All
-    log-probs are (B, T) nats. None when the correction is "none".
+    training" (Yao et al. 2025); per sequence the token log-ratios are summed, not averaged.
+    Log-probs are (B, T) nats. None when the correction is "none".
     """
     if config.sampler_correction == "none":
         return None
@@ -116,9 +110,8 @@ def within_trust(
     """Return the off-policy mask: True for advantages >= 0 and for rows near their sampler.
 
     A low-reward row sampled by a distant policy says little about the current one (DeepSeek-V3.2,
-    arXiv:2512.02556). `logprobs` of the policy and `sampled_by` of the policy that sampled the row
-    are (B, T) nats. `advantages` and the result are (B, 1) or (B, T). `threshold` is in nats per
-    token.
+    arXiv:2512.02556). `logprobs`, and `sampled_by` of the policy that sampled the row, are (B, T)
+    nats; `advantages` and the result (B, 1) or (B, T); `threshold` is in nats per token.
     """
     gap = torch.where(mask, sampled_by - logprobs.detach(), 0).sum(-1, keepdim=True)
     gap = gap / mask.sum(-1, keepdim=True).clamp(min=1)

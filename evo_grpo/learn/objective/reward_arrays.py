@@ -28,8 +28,7 @@ Sizes: TypeAlias = "int | npt.NDArray[np.intp]"
 def combined(values: Floats, weights: Floats | None) -> Floats:
     """Sum the weighted reward functions of (B, K) rewards; NaN where all of them abstain.
 
-    A reward that is infinite or beyond `LARGEST`, or weighs so much that a sum is, raises
-    RewardError.
+    A reward, weighted or not, that is infinite or beyond `LARGEST` raises RewardError.
     """
     refuse_unusable(values)  # before a weight of 0 turns it into NaN, an abstention
     if weights is None:
@@ -197,10 +196,7 @@ def refuse_unusable(values: Floats) -> None:
 
 
 def refuse_heavy(magnitudes: Floats, weights: Floats) -> None:
-    """Raise at the first row whose weighted rewards are beyond `LARGEST`, with its largest term.
-
-    Magnitudes (B, K) and weights (K,) are >= 0.
-    """
+    """Raise at the first row whose magnitudes (B, K) times weights (K,) exceed `LARGEST`."""
     heavy = magnitudes @ weights > LARGEST
     if heavy.any():
         row = int(heavy.argmax())

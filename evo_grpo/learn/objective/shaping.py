@@ -27,26 +27,26 @@ def token_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Spread one agent's advantages over tokens and shape them, in this order.
 
-    filter_zero drops rows with |A| <= filter_eps; whiten makes the valid tokens of the kept rows
-    (A - mean) / sqrt(var + 1e-8), var over n; KL shaping adds beta (baseline_t - kl_t), whose
-    policy gradient is that of -beta times the sum of the tokens' KL(policy || reference), prefixes
-    as sampled; clip_range clamps.
+    filter_zero drops rows with |A| <= filter_eps; whiten makes the valid tokens of the kept rows (A
+    - mean) / sqrt(var + 1e-8), var over n; KL shaping adds beta (baseline_t - kl_t), whose policy
+    gradient is that of -beta times the sum of the tokens' KL(policy || reference), prefixes as
+    sampled; clip_range clamps.
 
     As an advantage the KL has to be the signed k1, log policy - log reference: the expected score
     times k1 is the gradient of KL(policy || reference). The score times k3, which is never
-    negative, is not: it pushes the policy away from the reference. The baseline is the mean of the
-    row's earlier tokens, 0 for the first. A baseline that depends on the token itself or on what
-    follows it, such as the mean over the whole row, biases the gradient.
+    negative, pushes the policy away from the reference. The baseline is the mean of the row's
+    earlier tokens, 0 for the first. A baseline that depends on the token itself or later ones, such
+    as the mean over the whole row, biases the gradient.
 
     Args:
         advantages: (B,) floats.
         mask: (B, T) bool or 0/1.
-        kl: (B, T) nats, log policy - log reference of each token, of either sign; detached here.
-            It shapes in place of a KL penalty in the loss; None leaves that out.
+        kl: (B, T) nats, log policy - log reference, detached here, instead of a KL penalty in the
+            loss; None omits KL shaping.
         beta: Weight of the KL shaping, a float or (B, 1), >= 0; a row of 0 is not shaped.
         whiten: Whiten over valid tokens: long rows weigh more.
-        clip_range: Clamp to [-clip_range, clip_range], > 0; None leaves them.
-        filter_zero: Drop rows that carry no signal.
+        clip_range: Clamp to [-clip_range, clip_range], > 0; None does not.
+        filter_zero: Drop rows without signal.
         filter_eps: Threshold of `filter_zero`, >= 0.
 
     Returns:
@@ -87,16 +87,10 @@ METRIC = "overlong_penalty"
 
 
 def overlong_penalties(lengths: Sequence[int], longest: int, buffer: int) -> Floats:
-    """Return the soft overlong punishment of DAPO (arXiv:2503.14476, equation 13).
+    """Return the soft overlong punishment of DAPO (arXiv:2503.14476, equation 13), (B,) float64.
 
-    Args:
-        lengths: B lengths of completions, in tokens.
-        longest: Most tokens of a completion.
-        buffer: Tokens before `longest` over which the penalty grows, 1 to `longest`.
-
-    Returns:
-        (B,) float64: 0 up to `longest - buffer` tokens, then falling linearly to -1 at `longest`
-        tokens and beyond.
+    It is 0 for `lengths` (B) up to `longest - buffer` tokens, then falls linearly to -1 at
+    `longest` tokens and beyond; `buffer` is 1 to `longest`.
     """
     beyond = np.asarray(lengths, dtype=np.float64) - (longest - buffer)
     return np.clip(-beyond / buffer, -1.0, 0.0)
@@ -105,8 +99,8 @@ def overlong_penalties(lengths: Sequence[int], longest: int, buffer: int) -> Flo
 def with_overlong_penalty(experience: Experience, penalties: Floats, weight: float) -> Experience:
     """Return an experience with penalties (B,) as a further column of its rewards, of a weight.
 
-    A row in which every reward function abstained keeps having no reward. The metric
-    `overlong_penalty` is the weighted mean of the others.
+    Rows without any reward stay so. The metric `overlong_penalty` is the weighted mean of the
+    others.
     """
     known = ~np.isnan(experience.rewards).all(axis=1)
     column = np.where(known, penalties, np.nan)[:, None]

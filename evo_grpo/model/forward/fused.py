@@ -1,10 +1,10 @@
 """The population forward: each row of a batch goes through its own agent's adapter.
 
 PEFT owns the adapters, but it cannot train a batch that mixes them (`adapter_names` raises in
-training mode). So this module replaces the forward of PEFT's LoRA layers inside a context manager,
-and puts it back. Rows are sorted by agent. With the agents' A and B stacked to (N, R, in) and
-(N, R, out), one pair of batched matmuls adds every agent's update, whatever the number of its rows
-(see `evo_grpo.model.forward.stacks`):
+training mode). So this module replaces the forward of PEFT's LoRA layers inside a context manager.
+Rows are sorted by agent. With the agents' A and B stacked to (N, R, in) and (N, R, out), one pair
+of batched matmuls adds every agent's update, for any numbers of rows (see
+`evo_grpo.model.forward.stacks`):
 
     y = x W^T + s_n (x A_n^T) B_n^T        for the rows of agent n
 
@@ -37,8 +37,7 @@ INPUT_KIND = "evo_grpo_inputs"
 class FusedForward:
     """State that the patched layers read: the current layout, and the stacks.
 
-    With `frozen`, during a rollout, there is no gradient and weights do not change, so each stack
-    is built once and results are added in place. Otherwise stacks are built per call, for autograd.
+    Each stack is built once in `frozen` rollouts, without gradients, and per call otherwise.
     """
 
     def __init__(
@@ -89,10 +88,9 @@ class FusedForward:
         return stack
 
     def add(self, x: Tensor, result: Tensor, stack: Stack) -> Tensor:
-        """Add every agent's update to its own rows; returns (B, ..., out).
+        """Add every agent's update for x (B, ..., in) to its own rows of `result` (B, ..., out).
 
-        x (B, ..., in) are inputs with rows as in the layout; `result` (B, ..., out) is the output
-        of the base layer, which is overwritten when frozen.
+        The result, the output of the base layer, is overwritten when frozen.
         """
         chunks = self._chunked(x)
         a, b = chunks.per_chunk(stack.a), chunks.per_chunk(stack.b)
@@ -115,8 +113,7 @@ class FusedForward:
 def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
     """Return the model's LoRA layers by module name.
 
-    A layer that the population forward does not support (an embedding, a convolution, DoRA) raises
-    ModelError.
+    A layer without support (an embedding, a convolution, DoRA) raises ModelError.
     """
     layers = {
         name: m
@@ -152,9 +149,9 @@ def population_forward(
 ) -> Generator[FusedForward]:
     """Route each row through its own agent's adapter within a `with` block.
 
-    The context must span the backward pass too when gradient checkpointing is on, since that
-    recomputes the forward. The layout of the `FusedForward` that it yields may be changed as rows
-    leave. `dropout` holds a seed for each row of a learn pass; None switches it off.
+    Gradient checkpointing recomputes the forward, so the context must then span the backward too.
+    The layout of the yielded `FusedForward` may change as rows leave. `dropout` holds a seed for
+    each row of a learn pass; None switches it off.
     """
     fused = FusedForward(layers, layout, frozen=frozen, dropout=dropout)
     try:
@@ -199,8 +196,7 @@ def _drop_out(
 ) -> Tensor:
     """Apply each adapter's dropout rate to its rows; kept values are scaled by 1 / (1 - rate).
 
-    The mask of a row depends only on its seed and the layer, not on other rows, the padding or the
-    micro-batch. A recomputed forward draws the same mask.
+    The mask of a row depends only on its seed and the layer, so a recomputed mask is equal.
     """
     parts: list[Tensor] = []
     split = x.split(layout.counts)

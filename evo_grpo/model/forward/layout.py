@@ -1,4 +1,4 @@
-"""Which adapter the rows of a batch belong to."""
+"""The layout of a batch: the adapter of each row."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ from evo_grpo.errors import ShapeError
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Which adapter the rows of a batch belong to.
+    """The rows of a batch sorted by agent: `counts[i]` >= 0 rows of `adapters[i]`, not all 0.
 
-    Rows are sorted by agent: `counts[i]` rows of `adapters[i]`.
-
-    Attributes:
-        adapters: PEFT adapter names, one per agent; None is the base without an adapter.
-        counts: Rows per agent, >= 0, not all 0.
+    An adapter is PEFT's name, or None for the base without an adapter.
     """
 
     adapters: tuple[str | None, ...]
@@ -48,7 +44,7 @@ class RowLayout:
         return sum(self.counts)
 
     def counts_of(self, adapters: Sequence[str | None]) -> tuple[int, ...]:
-        """Return rows per adapter of a longer list, in the same order; 0 for those without any."""
+        """Return the rows of each adapter of a longer list in the same order; 0 without rows."""
         left = list(zip(self.adapters, self.counts, strict=True))
         counts = [left.pop(0)[1] if left and left[0][0] == name else 0 for name in adapters]
         if left:

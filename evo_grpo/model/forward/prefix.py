@@ -1,8 +1,8 @@
 """Rows that share a prefix, which is computed once.
 
-The G completions of a prompt are G rows with the same prefix. With causal attention, the hidden
-states of the prefix are equal in all rows, so they are computed once: the queries of all rows
-attend to its keys and values, and its gradient is the sum over the rows.
+The G completions of a prompt are G rows with the same prefix, whose hidden states are equal under
+causal attention. The queries of all rows attend to its keys and values, and its gradient is the sum
+over the rows.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def find_shared_prefixes(
 ) -> SharedPrefix | None:
     """Split rows at their first generated token; None if shared prefixes save too little.
 
-    Positions (B,) are those of each row's agent, ascending; ids (B, T) are padded, T >= 2; masks
-    (B, T) are True at generated tokens, never in the first column.
+    Positions (B,) of agents ascend; ids (B, T) are padded, T >= 2; masks (B, T) are True at
+    generated tokens, never in the first column.
     """
     rows, width = ids.shape
     # A row without a generated token has an empty rest, since none of its tokens is predicted.

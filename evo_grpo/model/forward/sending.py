@@ -1,4 +1,4 @@
-"""Arrays of the host as tensors of a device, and tensors as copies on the host, in one copy."""
+"""Copies arrays to a device, or tensors to the host, with one transfer for many."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 def send(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Return int64 tensors of the shapes of integer or boolean arrays, fp32 ones of float32 arrays.
+    """Return int64 tensors of integer or boolean arrays, fp32 ones of float32 arrays, by one copy.
 
-    One copy serves all of them, since each has its costs. On CUDA the host does not wait for it.
+    On CUDA the host does not wait for it.
     """
     floats = [array.dtype == np.float32 for array in arrays]
     bits = [a.view(np.int32) if is_float else a for a, is_float in zip(arrays, floats, strict=True)]
@@ -32,7 +32,7 @@ def send(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tenso
 def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies of tensors on the CPU, which share one buffer for each device and dtype.
 
-    The host waits once for each buffer, not for each of the hundreds of tensors of an adapter.
+    The host waits once per buffer instead of once per tensor.
     """
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, tensor in enumerate(tensors):

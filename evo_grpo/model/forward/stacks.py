@@ -1,7 +1,7 @@
 """The stacked adapters of a layer, and rows in equal chunks, for one matmul of all agents.
 
 A chunk holds rows of one agent. If the counts have a common divisor, a reshape cuts the rows, and
-the A and B of an agent are repeated for each of its chunks. Otherwise each agent is padded to whole
+an agent's A and B are repeated for each of its chunks. Otherwise each agent is padded to whole
 chunks with its own rows, so that no value, not even a NaN, reaches another agent.
 """
 
@@ -19,11 +19,9 @@ from torch import Tensor, nn
 
 @dataclass
 class Stack:
-    """The stacked adapters of one layer, in the compute dtype.
+    """The stacked adapters of one layer, a (N, R, in) and b (N, R, out), in the compute dtype.
 
-    Attributes:
-        a: (N, R, in).
-        b: (N, R, out), which carries the scaling.
+    The b carries the scaling.
     """
 
     a: Tensor
@@ -38,10 +36,9 @@ class Stack:
 def build_stack(
     layer: LoraLayer, adapters: Sequence[str | None], dtype: torch.dtype | None
 ) -> Stack:
-    """Stack adapters of one layer; differentiable, so that each adapter gets its gradient.
+    """Stack adapters of one layer, differentiably, padded with zeros to the largest rank.
 
-    At least one adapter is not None; None becomes zeros, for the base without an adapter. Smaller
-    ranks are padded with zeros to the largest. With dtype None, the adapters keep their dtype.
+    None, the base, becomes zeros; not all are None. With dtype None, adapters keep their dtype.
     """
     known = layer.lora_A
     # A slot may lack a module that another slot adapts: it adds nothing there.
@@ -158,8 +155,8 @@ class Chunks:
 def make_chunks(counts: tuple[int, ...], columns: int, rank: int, device: torch.device) -> Chunks:
     """Choose the cheapest chunks for the rows of each agent, of `columns` tokens.
 
-    Small chunks repeat A and B often, and large chunks need padding. Both cost memory traffic,
-    measured in rows of activations; the A and B of one chunk count as `rank` rows.
+    Small chunks repeat A and B; large ones need padding. Both cost memory traffic, measured in rows
+    of activations; the A and B of one chunk count as `rank` rows.
     """
     if len(set(counts)) == 1:
         return Chunks(len(counts), counts[0])

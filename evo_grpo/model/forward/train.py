@@ -25,9 +25,9 @@ class TrainForward(Protocol):
     def rows(
         self, layout: RowLayout, dropout: Sequence[int] | None = None
     ) -> AbstractContextManager[None]:
-        """Set the layout of the next rows, and optionally a seed for the LoRA dropout of each.
+        """Set the layout of the next rows, in a context that must span their backward.
 
-        The context must span the backward of the rows.
+        `dropout` has a seed for the LoRA dropout of each row.
         """
         ...
 
@@ -69,10 +69,7 @@ class ModuleForward:
 
     @contextmanager
     def _checkpointing(self) -> Generator[None]:
-        """Turn on gradient checkpointing for the layers only.
-
-        train() would also enable the base's dropout.
-        """
+        """Turn on gradient checkpointing for the layers only; train() would also enable dropout."""
         modules = self.slots.base.trunk.modules() if self.recompute else ()
         layers = [m for m in modules if isinstance(m, GradientCheckpointingLayer)]
         # The layers' own switches: the model's method leaves one more hook on the embeddings at
@@ -93,10 +90,9 @@ class ModuleForward:
 def _recomputed(layer: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401 -- what the layer takes and returns
     """Run a layer's own forward under a checkpoint.
 
-    A layer checkpoints only while its `training` is set. Many layers read the same attribute for
-    their own dropout (OPT, XGLM, Falcon, the decoders of the Bart family), whose masks would come
-    from the global generator and differ from the rollout. It is therefore cleared while the layer
-    computes.
+    A layer checkpoints only while its `training` is set. Many layers use the same attribute for
+    their dropout (OPT, XGLM, Falcon, the decoders of the Bart family), whose global draws would
+    differ from the rollout. It is therefore cleared while the layer computes.
     """
 
     def in_evaluation(*args: Any) -> Any:  # noqa: ANN401 -- as above
@@ -117,10 +113,9 @@ def open_forward(
     recompute: bool = False,
     plain: bool = False,
 ) -> TrainForward:
-    """Return the forward of one optimizer step: the joined Llama layers, or modules.
+    """Return the forward of one optimizer step: the joined Llama layers, or modules if `plain`.
 
-    `adapters` are those of the step; only None may occur several times. `recompute` is gradient
-    checkpointing; `plain` always uses the modules.
+    Of the step's `adapters` only None may repeat. `recompute` is gradient checkpointing.
     """
     dropout = any(slots.lora_config(name).lora_dropout for name in adapters if name is not None)
     if not plain and not dropout and takes_fast_path(slots.base, slots.layers):

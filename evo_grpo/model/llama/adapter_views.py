@@ -1,15 +1,15 @@
 """The adapters of a learn step, stacked as leaves of autograd.
 
-Weights do not change within an optimizer step, so A and B of all agents can be leaves that every
-micro-batch adds its gradient to: the number of autograd nodes does not depend on the number of
+Weights do not change within an optimizer step, so every micro-batch adds its gradient to the same
+leaves, the A and B of all agents: the number of autograd nodes does not depend on the number of
 agents. If all trained slots have the same shapes, their parameters become views of these leaves, so
-nothing is copied before or after a step, and an agent needs memory only for its adapter, its
-gradient and its moments. Slots of different shapes are copied and padded instead.
+nothing is copied, and an agent needs memory only for its adapter, its gradient and its moments.
+Slots of different shapes are copied and padded instead.
 
-q, k and v side by side have an A of all parts along the rank, and their B are blocks on a diagonal.
-As one tensor they need one product, most of it with zeros; apart they need one each. On a GPU a
-launch costs more than zeros do. On a CPU, products of a small rank are slow for their size, so
-zeros cost little there, and half of the time at rank 32.
+For q, k and v side by side, A has all parts along the rank, and the B are blocks on a diagonal. As
+one tensor they need one product, most of it with zeros; apart they need one each. On a GPU a launch
+costs more than zeros do. On a CPU, small products are slow for their size: zeros cost little at
+small ranks, and half of the time at rank 32.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ _START = 1 << 20
 
 
 class Block(NamedTuple):
-    """A product with B: these rows of the joined rank add to these columns of the joined output.
-
-    b is (N, rows, columns).
-    """
+    """A product with b (N, rows, columns), from rows of the joined rank to output columns."""
 
     rows: slice
     columns: slice
@@ -45,7 +42,7 @@ class Block(NamedTuple):
 
 
 def goes_apart(ranks: Sequence[int], device: torch.device) -> bool:
-    """Return whether parts of these ranks may be multiplied apart."""
+    """Return whether parts of these ranks may be multiplied separately."""
     return device.type == "cpu" and min(ranks) >= _LEAST_RANK
 
 
@@ -73,7 +70,7 @@ class JoinedStack:
 
     @classmethod
     def of(cls, stacks: Sequence[Stack | None], sizes: Sequence[int]) -> JoinedStack | None:
-        """Join the stacks of parallel layers of these output features; None is not adapted."""
+        """Join the stacks of parallel layers of `sizes` output features; None has no adapters."""
         parts: list[Block] = []
         row = column = 0
         for stack, size in zip(stacks, sizes, strict=True):
@@ -92,7 +89,7 @@ class JoinedStack:
         return made if apart else cls(a, made._one, column)
 
     def blocks(self, tokens: int) -> tuple[Block, ...]:
-        """Return what is faster for so many tokens in all."""
+        """Return the blocks, apart or as one, whichever is faster for `tokens` tokens in all."""
         apart = sum(b[0].numel() for _, _, b in self.parts)
         saved = tokens * (self.a.shape[1] * self.width - apart)
         return self.parts if saved >= (len(self.parts) - 1) * _START else self._one
@@ -116,8 +113,8 @@ KEPT_DEVICE_ELEMENTS = 1 << 21
 class Part:
     """One adapted linear layer, by its module name, and its place in the joined layer.
 
-    It takes `rank` rows of the joined rank, starting at `row`, where `rank` is the largest of all
-    slots, and `size` output features, starting at `column`.
+    It takes `rank` rows of the joined rank from `row` on, `rank` being the largest of all slots,
+    and `size` output features from `column` on.
     """
 
     name: str
@@ -149,9 +146,8 @@ class JoinedAdapters:
         a: (N, R, in) leaf, the A of all parts along the rank.
         b: (N, size, rank) leaf of each part.
         scale: (N, R) LoRA scaling of each row.
-        parts: The parts.
         width: Output features of all parts.
-        kept: Cache of what is made of A, B and the scale during a step; None keeps nothing.
+        kept: Cache for a step of tensors made from A, B and the scale; None keeps nothing.
     """
 
     a: Tensor
@@ -182,7 +178,7 @@ class JoinedAdapters:
         return (Block(slice(None), slice(None), self._once("b", dtype, join)),)
 
     def _once(self, name: str, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
-        """Return a tensor that is made once in a step if it is small."""
+        """Return a tensor, which is made only once in a step if it is small."""
         if self.kept is None:
             return make()
         if (name, dtype) not in self.kept:
@@ -203,8 +199,7 @@ def _up(b: Tensor, dtype: torch.dtype) -> Tensor:
 class AdapterViews:
     """The adapters of all joined layers, and the parameters that are views of them.
 
-    It has N adapter names, where None stands for zeros. The keys of `joined` are the names of the
-    joined modules; a value is None if no part is adapted.
+    An adapter None stands for zeros. `joined` is by module; None if no part is adapted.
     """
 
     def __init__(

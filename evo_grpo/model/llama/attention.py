@@ -1,11 +1,10 @@
 """Attention of the learn pass, chosen by length and device, with grouped query heads.
 
 For short rows on a CPU, two batched matmuls and a softmax are faster than torch's blocked kernel.
-`ShortAttention` also saves the memory passes between them: one function computes the outputs of the
-heads from the joined q, k, v. Keys and values are written to the buffers of the matmuls, after
-those of a shared prefix, and gradients are written to the joined tensor. The scores are kept for
-the backward and grow with the square of the length, so long rows and other devices use torch's
-kernel.
+`ShortAttention` also saves memory passes: it computes the outputs of the heads from the joined q,
+k, v, writes keys and values to the buffers of the matmuls, after those of a shared prefix, and
+gradients to the joined tensor. It keeps the scores for the backward, which grow with the square of
+the length, so long rows and other devices use torch's kernel.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def attend_prompts(
 ) -> Tensor:
     """Return the outputs (NP, Tp, heads * D) of prompts that are padded on the right.
 
-    q is (NP, heads, Tp, D), k and v (NP, kv_heads, Tp, D); `masks` keeps those of windows.
+    q is (NP, heads, Tp, D), k and v (NP, kv_heads, Tp, D); `masks` caches those of windows.
     """
     columns, size = q.shape[2:]
     mask = None
@@ -139,11 +138,10 @@ def causal(columns: int, like: Tensor, window: int | None = None) -> Tensor:
 def after_prefix(
     lengths: Tensor, prefix: int, rest: int, dtype: torch.dtype, window: int | None = None
 ) -> Tensor:
-    """Return the mask of tokens after a prefix: the whole prefix, and earlier tokens.
+    """Return the mask of tokens after a prefix: the whole prefix, and earlier tokens; 0 or -inf.
 
-    From the real lengths (B,) of the rows' prefixes, or (1,) for one length of all, with Tp =
-    `prefix` columns and C = `rest`: (C, Tp + C) for one length, else (B, C, Tp + C); 0 or -inf.
-    With a window, only tokens in it.
+    `lengths` (B,), or (1,) for one length of all, are the rows' prefixes without padding. With Tp =
+    `prefix` and C = `rest` the mask is (B, C, Tp + C), or (C, Tp + C). A window restricts it.
     """
     device = lengths.device
     own = torch.ones(rest, rest, dtype=torch.bool, device=device).tril_()

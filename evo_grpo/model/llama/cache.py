@@ -1,8 +1,8 @@
 """Keys and values of decoded rows, and the attention of one new token per row.
 
-`GrowingCache` attends to as many columns as are used: on a CPU, time goes with the columns.
-`FixedCache` reads and writes the same memory at each step and holds its place in a tensor, so that
-a step needs nothing from the host and a CUDA graph can hold it.
+`GrowingCache` attends only to used columns: on a CPU, time grows with the columns. `FixedCache`
+reads and writes the same memory at each step and holds its position in a tensor, so that a step
+needs nothing from the host and a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Refill:
     """Rows that join those of a cache.
 
     Attributes:
-        stay_to: (K,) positions then of the rows of the cache.
+        stay_to: (K,) new positions of the rows of the cache.
         join_to: (M,) positions of the rows that join.
         source: (M,) row of the prompt in the other cache, for each row that joins.
         lengths: (M,) lengths of their prompts.
@@ -39,12 +39,10 @@ class Refill:
     def masks(self, mask: Tensor, joining: int, room: int) -> tuple[Tensor, slice, slice, int]:
         """Return how columns move, given those that each row attends to, (K, 1, 1, used) bool.
 
-        The rows lose the first columns, to which none of them attends. The prompts that join, in
-        a block of `joining` columns, end where these rows end.
-
-        Returns:
-            The mask (K + M, 1, 1, room), True at columns that are not used yet; the columns before
-            that stay; the columns where they are then; and the number of columns used then.
+        The rows lose their first columns, to which none of them attends. The joining prompts, a
+        block of `joining` columns, end where these rows end. Returns the mask (K + M, 1, 1, room),
+        True at columns that are not used yet; the columns that stay; their new columns; and the
+        number of columns then used.
         """
         used = mask.shape[-1]
         first = int(mask.any(0).flatten().int().argmax())  # waits for the device
@@ -104,10 +102,7 @@ class KeyValues(Protocol):
         ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v (B, kv, D) of the new tokens, and return the heads' outputs (B, heads * D).
-
-        The queries are (B, heads, D).
-        """
+        """Store k and v (B, kv, D) of the new tokens; return outputs (B, heads * D) of q."""
         ...
 
 
@@ -115,7 +110,7 @@ class KeyValues(Protocol):
 class GrowingCache:
     """Attends to the columns that are used, by two batched matmuls; see `KeyValues`.
 
-    Keys are kept transposed, and scale and mask are part of the first matmul.
+    Keys are stored transposed; the first matmul applies scale and mask.
     """
 
     width = None
@@ -222,7 +217,7 @@ class GrowingCache:
 class FixedCache:
     """Attends to a width that changes seldom, by one fused kernel; see `KeyValues`.
 
-    The width doubles: at most half of the columns that are read are not used yet.
+    The width doubles, so at most half of the columns that are read are unused.
     """
 
     def __init__(self, scale: float, windows: tuple[int | None, ...] = ()) -> None:
@@ -277,10 +272,7 @@ class FixedCache:
     def refill(self, arrived: FixedCache | None, moves: Refill) -> int:
         """Remove the columns that no row attends to, and add the prompts of another cache.
 
-        `arrived` is None if no row joins; otherwise it is used up.
-
-        Returns:
-            The number of columns that are used then.
+        `arrived` is used up; it is None if no row joins. Returns the number of columns then in use.
         """
         room, used = self._bias.shape[-1], int(self.column) + 1
         before = self._bias[..., :used] == 0
@@ -338,8 +330,7 @@ def cache_for(
 ) -> KeyValues:
     """Return the cache that is faster on a device, for scores multiplied by `scale`.
 
-    `windows` has the number of tokens that each layer's tokens attend to, None for all; it is empty
-    for all in all layers.
+    `windows` is each layer's reach in tokens, None for all; empty if no layer has a window.
     """
     return (GrowingCache if device.type == "cpu" else FixedCache)(scale, windows)
 
@@ -352,9 +343,9 @@ def _places(mask: Tensor, columns: int) -> Tensor:
 def _in_windows(
     windows: tuple[int | None, ...], bias: Tensor, places: Tensor, now: Tensor, most: int
 ) -> dict[int | None, Tensor]:
-    """Return the mask of each window, without the columns that a token at `now` does not reach.
+    """Return the mask of each window, without the columns out of reach of a token at `now`.
 
-    `bias` (..., width) is that of layers without one; rows have at most `most` columns.
+    `bias` (..., width) is that of layers without a window; rows have at most `most` columns.
     """
     return {
         window: bias

@@ -1,13 +1,12 @@
 """The choice between the joined layers of the Llama family and a base's own modules.
 
 The joined layers use a model's weights and compute the same as the `families` of transformers. A
-model of such a type may compute something else: it may have another norm or activation, another
-`scaling`, a hook, a patched attention, or code from a hub folder. Before each generation and each
-learn pass, since a hook may be registered at any time, the classes of its modules, their hooks and
-the origin of their code are inspected. The numbers are compared once for the values that the
-modules have: one row goes through the modules, and each layer is compared with the joined layer on
-the same input, since a difference in one layer may vanish in the sum of all. The row is long, since
-a difference may appear at late positions only; small models use a longer one.
+model of such a type may differ in a norm, an activation, `scaling`, a hook, a patched attention, or
+code from a hub folder. Before each generation and learn pass, the classes of its modules, their
+hooks and the origin of their code are inspected. The numbers are compared once for the values that
+the modules have: one row goes through the modules, and each joined layer gets the same input as its
+module, since a difference in one layer may vanish in the sum of all. The row is long, and longer
+for small models, since a difference may appear at late positions only.
 """
 
 from __future__ import annotations
@@ -87,8 +86,7 @@ _ALONE = RowLayout((None,), (1,))
 def takes_fast_path(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> bool:
     """Return whether the joined layers compute what a base's own modules compute.
 
-    If not, the reason is logged once. A hook on the whole model, which the population forward does
-    not call, raises ModelError.
+    If not, the reason is logged once. A hook on the whole model raises ModelError.
     """
     _refuse_hook_on_the_whole(base)
     if not base.specialized or not is_llama_family(base):
@@ -126,10 +124,7 @@ def find_departures(base: SharedBase) -> tuple[str, ...]:
 
 
 def _refuse_hook_on_the_whole(base: SharedBase) -> None:
-    """Raise ModelError for a hook or forward on the whole model that was added after loading.
-
-    `check_forward` has checked earlier ones.
-    """
+    """Raise ModelError for a hook or forward set on the whole model after `check_forward`."""
     now = tampered(base.model)
     before: str | None = base.derived.setdefault(_WHOLE, now)
     if now is not None and before is None:
@@ -142,10 +137,7 @@ def _refuse_hook_on_the_whole(base: SharedBase) -> None:
 
 
 def _inspect(base: SharedBase) -> tuple[list[str], list[object]]:
-    """Return how a base of the family differs in code, and the values that its modules use.
-
-    This takes two milliseconds.
-    """
+    """Return how a base of the family differs in code, and its modules' values, in 2 ms."""
     trunk, config = base.trunk, base.model.config
     description = describe(config)
     assert description is not None, "the base is of no family"
@@ -250,10 +242,9 @@ class _Difference(Exception):
 
 
 def find_difference(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> str | None:
-    """Return how a model differs from the joined layers, or None if they agree.
+    """Return how a model differs from the joined layers, without adapters, or None if they agree.
 
-    Call this for a base without departures (see `find_departures`). The comparison bypasses the
-    adapters. A device without memory for one row raises its own error.
+    Call this for a base without departures; a device without memory for a row raises an error.
     """
     size = sum(p.numel() for layer in layers_of(base) for p in layer.parameters())
     columns = max(_LEAST, min(_MOST, _PRODUCTS // max(1, size)))

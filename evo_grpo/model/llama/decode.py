@@ -1,9 +1,9 @@
 """Decoding for the Llama family: the same weights with a third of the operations.
 
-Savings, measured on small models, where overhead dominates: joined linear layers (see
-`evo_grpo.model.llama.weights`), whose residual is added by the matmul itself; a cache made for one
-query per row (see `evo_grpo.model.llama.cache`); rotary tables looked up once per step. Numbers
-agree with the modules' own forward to rounding.
+On small models overhead dominates. It is saved by joined linear layers (see
+`evo_grpo.model.llama.weights`), whose matmul itself adds the residual; a cache for one query per
+row (see `evo_grpo.model.llama.cache`); and rotary tables looked up once per step. Numbers agree
+with the modules' own forward to rounding.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class _Linear:
 class _Norm:
     """A norm of the model in few operations, as overhead dominates when few rows are decoded.
 
-    On a CPU four: x / hypot(|x|, sqrt(H eps)) * (sqrt(H) w) is x / sqrt(mean(x^2) + eps) * w. On
-    other devices torch has one, which rounds once, after the weight.
+    On a CPU four: x / hypot(|x|, sqrt(H eps)) * (sqrt(H) w) is x / sqrt(mean(x^2) + eps) * w. Other
+    devices use torch's own, which rounds once, after the weight.
     """
 
     def __init__(self, norm: Norm) -> None:
@@ -73,9 +73,9 @@ class _Norm:
 
 
 class _HeadNorms:
-    """The norms of q and k, of both side by side (..., heads + kv_heads, D).
+    """The norms of q and k side by side (..., heads + kv_heads, D).
 
-    As one on a CPU, where each head has its own.
+    On a CPU one operation serves both, where each head has its own norm.
     """
 
     def __init__(self, norms: tuple[Norm, ...], described: Description) -> None:
@@ -104,10 +104,7 @@ class _HeadNorms:
 
 
 class _Layer:
-    """What a layer computes beside its linear layers; None stands for nothing.
-
-    `turn` is the place of its rotary table, -1 without one.
-    """
+    """The other parts of a layer, None if missing; `turn` is its rotary table, -1 for none."""
 
     def __init__(self, layer: JoinedLayer, described: Description, number: int) -> None:
         self.before, self.after, self.then, self.last = (
@@ -239,7 +236,7 @@ class LlamaDecoder:
         return self._last_norm(x)
 
     def _rest(self, linears: list[_Linear], layer: _Layer, x: Tensor, mixed: Tensor) -> Tensor:
-        """Output projection, residual, MLP, residual, with their norms; overwrites x."""
+        """Apply output projection, residual, MLP and residual, with their norms; overwrites x."""
         x = self._added(linears[1], mixed, x, layer.after)
         inner = self._linear(linears[2], x if layer.then is None else layer.then(x))
         gate, up = inner.chunk(2, dim=-1)
@@ -254,7 +251,7 @@ class LlamaDecoder:
         return x.add_(y, alpha=factor) if norm is None else norm.add(x, y)
 
     def _linear(self, linear: _Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Joined base layers plus every agent's adapter on its own rows; overwrites residual."""
+        """Apply joined layers plus each agent's adapter on its rows; overwrites the residual."""
         if residual is None:
             y = nn.functional.linear(x, linear.weight, linear.bias)
         else:

@@ -1,9 +1,9 @@
 """What the decoder layers of a model type compute, described for the fast path.
 
-A `Family` says in a line what the layers of a type of transformers do beyond those of Llama: where
-they have norms, what is multiplied, which layers have rotary positions or a window. With the
-configuration of a model it becomes a `Description`, from which decoding, the learn pass and the
-checks choose their operations once, so that a model pays for no feature that it lacks.
+A `Family` says how a model type of transformers differs from Llama: where it has norms, what is
+multiplied, which layers have rotary positions or a window. With a model's configuration it becomes
+a `Description`, from which decoding, the learn pass and the checks choose their operations once, so
+that a model pays for no feature that it lacks.
 """
 
 from __future__ import annotations
@@ -131,8 +131,7 @@ class LayerKind:
     """What differs between the layers of one model.
 
     Attributes:
-        table: Its table of rotary positions: `ALL_LAYERS`, or a type of layers; None if it has no
-            rotary positions.
+        table: Its rotary table: `ALL_LAYERS`, or a type of layers; None without rotary positions.
         window: Number of tokens that a token attends to, itself included; None for all before it.
     """
 
@@ -145,15 +144,10 @@ class Description:
     """The decoder layers of one model.
 
     Attributes:
-        family: That of its model type.
-        heads: Query heads.
-        kv_heads: Heads of keys and values.
-        head_dim: Features of a head.
         scale: Factor of the attention scores.
         activation: Activation of the MLP's gate.
         embedding_multiplier: Factor of the embeddings, outside of their module.
         residual_multiplier: Factor of what each half of a layer adds.
-        layers: The kind of each layer.
     """
 
     family: Family

@@ -1,9 +1,8 @@
 """The operations of a decoder layer as autograd functions with few passes over memory.
 
-On small models and on CPUs the passes over activations cost more than the matmuls. Each function
-here computes what the model's own modules compute, keeps less for the backward, and writes its
-gradient in place where autograd would add several tensors. The base is frozen, so no function has a
-gradient for its weights.
+On small models and CPUs these passes cost more than the matmuls. Each function computes what the
+model's own modules compute, keeps less for the backward, and writes its gradient in place where
+autograd would add several tensors. The base is frozen, so its weights get no gradient.
 """
 
 from __future__ import annotations
@@ -23,12 +22,9 @@ Context: TypeAlias = Any
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive tokens that form rows of equal length.
+    """Consecutive tokens, from `start` on, that form B rows of equal length T.
 
     Attributes:
-        start: First token.
-        rows: B.
-        columns: T.
         chunks: Assignment of the rows to the agents.
         cos: (T, D) or (B, 1, T, D), the rotary table of the tokens' positions.
         sin: The same with the first half negated; None without rotary positions, where cos is 1.
@@ -111,10 +107,9 @@ class HeadNorms(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class NormGroup:
-    """Consecutive features that are normalized in rows of one size.
+    """Consecutive features, from `start` on, that are normalized in rows of one size.
 
     Attributes:
-        start: First feature.
         weight: (rows, features), the factors.
         eps: Least mean square.
         rounds_once: See `rms_norm`.
@@ -241,8 +236,8 @@ class LoraLinear(torch.autograd.Function):
         """Apply the frozen layer and every agent's adapter: x (M, in) to (M, out).
 
         The residual is (M, out), the frozen weight (out, in) and bias (out,). `a` (N, R, in) and
-        `b`, a (N, size, rank) tensor for each part, also belong to `adapters`; they are separate
-        arguments because autograd only differentiates with respect to arguments.
+        `b`, (N, size, rank) for each part, also belong to `adapters`; autograd needs them as
+        arguments.
         """
         y = linear(x, residual, weight, bias)
         down, blocks = adapters.down(a, x.dtype), adapters.blocks(b, x.dtype)
@@ -305,7 +300,7 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return the normalized x (..., H), and 1 / sqrt(mean(x^2) + eps) (..., 1) in fp32.
 
-    In half precision it is rounded before the weight and after it, or `rounds_once` at the end.
+    Half precision is rounded before and after the weight, or `rounds_once` only at the end.
     """
     wide = x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
@@ -320,10 +315,7 @@ def rms_norm(
 def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, *, out: Tensor | None = None
 ) -> Tensor:
-    """Return dx = (g - x mean(g x) inverse^2) inverse of `rms_norm`, with g = dy w.
-
-    `out` may be dy itself.
-    """
+    """Return dx = (g - x mean(g x) inverse^2) inverse of `rms_norm`, g = dy w; `out` may be dy."""
     wide = x.float()
     in_place = out is not None and out.dtype == torch.float32
     grad = torch.mul(dy, weight, out=out) if in_place else (dy * weight).float()

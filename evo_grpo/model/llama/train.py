@@ -1,8 +1,8 @@
 """The learn pass of the Llama family: the results of the modules in fewer passes.
 
-A and B of all agents are stacked leaves of autograd (see
-`evo_grpo.model.llama.adapter_views`), to which every micro-batch adds its gradient;
-`LlamaForward.collect_gradients` then gives each agent its slice.
+Every micro-batch adds its gradient to stacked leaves, the A and B of all agents (see
+`evo_grpo.model.llama.adapter_views`); `LlamaForward.collect_gradients` then gives each agent its
+slice.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ from evo_grpo.model.lora.slots import AdapterSlots
 class LlamaForward:
     """One optimizer step, or one pass without gradient, over the joined layers.
 
-    The adapters are in the order of the rows. None stands for the base without an adapter, and an
-    adapter that several agents share is stacked once. With `recompute`, only the input of each
-    layer is kept; the rest is computed again in the backward.
+    Adapters are in the order of the rows: None is the base alone, and a shared adapter is stacked
+    once. With `recompute`, only the input of each layer is kept for the backward.
     """
 
     def __init__(
@@ -195,8 +194,8 @@ def run_layer(
     """Run a decoder layer on hidden states (M, H).
 
     `attention` maps q, k and v side by side to the outputs of the heads. `product` takes a joined
-    linear layer, its input and an optional summand of its output. `norm` takes a norm of the layer
-    and its input; `heads` is as `normalized_heads`.
+    linear layer, its input and an optional summand of its output. `norm` takes a norm and its
+    input; `heads` is like `normalized_heads`.
     """
     before, after, then, last = layer.norms
     glu = swi_glu if description.activation == "silu" else ge_glu

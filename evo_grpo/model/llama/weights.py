@@ -1,7 +1,6 @@
 """The layers of the Llama family with joined linear layers, for fast decoding and learning.
 
-q, k and v are one matmul, and so are gate and up. The weights are not copied: the modules'
-parameters become views of the joined buffers.
+q, k and v are one matmul, and so are gate and up; parameters become views of joined buffers.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from evo_grpo.model.quantized import is_quantized
 def is_llama_family(base: SharedBase) -> bool:
     """Return whether a model's type is one of `families`, with weights that are not quantised.
 
-    `takes_fast_path` in `evo_grpo.model.llama.choice` checks whether it also computes the same.
+    `choice.takes_fast_path` checks whether it also computes the same.
     """
     if describe(base.model.config) is None:
         return False
@@ -68,7 +67,6 @@ class Norm:
     """A norm of the model: x / sqrt(mean(x^2) + eps) times its factor.
 
     Attributes:
-        module: The model's own module.
         one_plus: Whether the factor is 1 + weight.
         rounds_once: Whether it rounds to half precision after the factor, not before it too.
     """
@@ -102,10 +100,8 @@ class JoinedLayer:
     Attributes:
         norms: Those before the attention, after it, before the MLP and after it; None for none.
         head_norms: Those of q and k; empty for none.
-        qkv: q, k and v.
-        out: The output of the attention.
+        out: The output of the attention; `down` that of the MLP.
         gate_up: The gate and the input of the MLP.
-        down: The output of the MLP.
     """
 
     norms: tuple[Norm | None, ...]
@@ -128,10 +124,9 @@ class JoinedLayer:
         *,
         in_place: bool,
     ) -> JoinedLayer:
-        """Join the linear layers of a decoder layer.
+        """Join the linear layers of a decoder layer; `names` are their module names by id.
 
-        `names` are those of linear layers by their id, as the population forward has them. In
-        place, the parameters become views of the joined weights; else these are copies.
+        With `in_place`, the parameters become views of the joined weights; else these are copies.
         """
         q, k, v, o, gate, up, down = linears_of(layer)
         norms = norms_of(layer, family)
@@ -183,11 +178,7 @@ class LlamaWeights:
 
     @classmethod
     def of(cls, base: SharedBase, adapted: Mapping[str, LoraLayer]) -> LlamaWeights:
-        """Return the joined weights of a base, made once.
-
-        A slot of another configuration can wrap further layers, and weights can be replaced or
-        moved; then they are joined again.
-        """
+        """Return the joined weights of a base; join them again only after a change."""
         known = base.derived.get("llama")
         if not isinstance(known, cls) or not known._serves(adapted):
             known = None
@@ -217,10 +208,9 @@ class LlamaWeights:
         return x if factor == 1.0 else x * factor
 
     def rotary(self, length: int, like: Tensor, table: str | None = ALL_LAYERS) -> RotaryTable:
-        """Return a table of rotary positions by the model's own embedding.
+        """Return cos and sin (length, head_dim) by the model's own rotary embedding.
 
-        It is cos and sin (length, head_dim), where the first half of sin is negated, for rotating
-        by swapping halves. For layers without rotary positions, cos is 1 and sin None.
+        The first half of sin is negated. Without rotary positions, cos is 1 and sin None.
         """
         if table is None:
             return like.new_ones(length, self.head_dim), None

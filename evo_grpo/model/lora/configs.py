@@ -1,11 +1,9 @@
 """LoRA configurations: read, check, compare and merge them; no slot is touched.
 
-The population forward serves plain LoRA on linear layers. PEFT's own forward applies all other
-settings too, so an ignored setting would make the trained adapter differ from the saved one. All
-other settings are therefore refused.
-
-The adapted modules of two configurations are compared by their full names, since a regular
-expression, a list and "all-linear" may select the same modules.
+The population forward serves plain LoRA on linear layers, but PEFT's own forward applies all
+settings, so the trained adapter would differ from the saved one. All other settings are therefore
+refused. Adapted modules are compared by their full names, since a regular expression, a list and
+"all-linear" may select the same modules.
 """
 
 from __future__ import annotations
@@ -95,8 +93,7 @@ _Alpha = int | Annotated[float, Field(allow_inf_nan=False)]
 class _Fields:
     """The fields of adapter_config.json that affect an adapter's output or are compared.
 
-    Refused settings (`_LEFT_OUT`) are read without conversion. Fields that only serve to create an
-    adapter, such as loftq_config, are not read.
+    Refused settings (`_LEFT_OUT`) are read without conversion, those of initialisation not at all.
     """
 
     peft_type: str
@@ -173,7 +170,7 @@ def read_config(folder: Path) -> LoraConfig:
 def check_lora_config(config: LoraConfig, remedy: str = "") -> None:
     """Raise ConfigError for a setting that the population forward does not support.
 
-    `remedy` is that of the message for an adapter that exists, whose settings are what they are.
+    `remedy` replaces that of the message for an existing adapter, whose settings cannot change.
     """
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
@@ -275,11 +272,7 @@ def _linear(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def own_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return a model's modules by name, without those that PEFT puts inside of a layer.
-
-    As in `named_modules`, a module in two places has its first name. The walk leaves out the
-    insides of wrapped layers: they have modules of every adapter.
-    """
+    """Return modules by their first name, without those that PEFT puts inside of a layer."""
     found: dict[str, nn.Module] = {}
     seen: set[nn.Module] = set()
     waiting = [("", model)]
@@ -302,8 +295,7 @@ def merged_config(
 ) -> tuple[LoraConfig, list[str]]:
     """Return the larger rank, the union of the modules, and our value of everything else.
 
-    `wanted` and `live` are the full names of the modules that theirs and ours adapt. The second
-    value returned has a line for each field in which the checkpoint's value is ignored.
+    Also returns a line for each ignored value. `wanted` and `live` are the modules' full names.
     """
     merged = copy.deepcopy(ours)
     merged.r = max(theirs.r, ours.r)

@@ -97,10 +97,7 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
 def check_adapter_state(
     state: dict[str, Tensor], current: Mapping[str, Tensor], folder: Path, base: str
 ) -> None:
-    """Compare the tensors of a file with those of a slot.
-
-    The first key or shape that differs raises CheckpointError, with the likely reason.
-    """
+    """Raise CheckpointError for the first key or shape of a file that differs from a slot's."""
     missing, extra = sorted(set(current) - set(state)), sorted(set(state) - set(current))
     if missing or extra:
         raise CheckpointError(

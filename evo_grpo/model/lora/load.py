@@ -1,12 +1,11 @@
 """Adapters from elsewhere: of a PEFT folder into a slot, and of a PeftModel given as the model.
 
-LoRA configurations that differ from that of the slot are refused or merged. The merged one has the
-larger rank and the union of the modules; rank_pattern must be equal, and in all other fields the
-value of the slot is kept, with a warning. Smaller matrices are
-copied to the top-left corner of those of a new slot. For ranks and modules that the checkpoint
-lacks, A is random and B is zero: this adds nothing but has a gradient. If both were zero, both
-gradients would stay zero. The scale of an adapter depends on lora_alpha and rank; a merge that
-changes it warns.
+LoRA configurations that differ from the slot's are refused or merged. The merged one has the larger
+rank and the union of the modules; rank_pattern must be equal, and all other fields keep the slot's
+value, with a warning. Smaller matrices are copied to the top-left corner of those of a new slot.
+For ranks and modules that the checkpoint lacks, A is random and B is zero: this adds nothing but
+has a gradient, unlike two zeros. The scale depends on lora_alpha and rank; a merge that changes it
+warns.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ class AdapterPlan:
         config: New configuration of the slot, None to keep its own.
         shapes: Shapes of the slot's parameters afterwards by PEFT's file keys, in their order.
         own: Shapes of the adapter's tensors as read.
-        notes: Warnings for the user.
     """
 
     slots: AdapterSlots
@@ -85,10 +83,7 @@ def plan_adapter(
     merge: bool = False,
     becomes: LoraConfig | None = None,
 ) -> AdapterPlan:
-    """Read a PEFT folder and check that it fits a slot, without changing the slot.
-
-    See `plan_copy`. Missing or damaged files raise CheckpointError.
-    """
+    """Plan to load a PEFT folder; see `plan_copy`. Damaged files raise CheckpointError."""
     state = read_adapter(folder)
     adapter = AdapterCopy(state, read_config(folder))
     return plan_copy(slots, name, adapter, folder, merge=merge, becomes=becomes)
@@ -105,8 +100,8 @@ def plan_copy(
 ) -> AdapterPlan:
     """Check that an adapter of a PEFT folder fits a slot, without changing the slot.
 
-    The slot gets the configuration `becomes` first; None keeps its own. With `merge`, different
-    configurations are merged, not refused. Another base raises CheckpointError; a merged
+    The slot gets the configuration `becomes` first; None keeps its own. `merge` merges different
+    configurations, which are refused otherwise. Another base raises CheckpointError; a merged
     configuration that cannot be trained raises ConfigError.
     """
     state, theirs, present = adapter.state, adapter.config, slots.lora_config(name)
@@ -160,10 +155,9 @@ def plan_copy(
 
 
 def copy_slot(slots: AdapterSlots, source: str, target: str) -> None:
-    """Copy weights and configuration of a slot over another slot.
+    """Copy weights and configuration of a slot over another, which is rebuilt if they differ.
 
-    The agents of a population differ in rank or modules after one of them has loaded a checkpoint
-    with `merge_lora_configs`. A rebuilt target has new parameters.
+    Agents differ in rank or modules after loading a checkpoint with `merge_lora_configs`.
     """
     fit_slot(slots, target, slots.lora_config(source))
     slots.copy(source, target)
@@ -178,8 +172,7 @@ def fit_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> None:
 def mix_slots(slots: AdapterSlots, sources: Sequence[str], target: str) -> None:
     """Write the means of the A and of the B matrices of other slots, of equal shapes, to a slot.
 
-    This is not the mean of the products B A, but close to it if the sources are close to each
-    other, as related agents are; and it has the same rank.
+    For related agents, this is close to the mean of the products B A, with the same rank.
     """
     copy_slot(slots, sources[0], target)
     states = [slots.state(name) for name in sources]
@@ -247,14 +240,12 @@ def _fresh_state(
 
 
 def take_over(network: Any) -> tuple[Any, AdapterCopy | None]:  # noqa: ANN401 -- of any transformers architecture
-    """Separate a model from its adapter; a PeftModel is unloaded in place.
+    """Separate a model from its adapter; return it, and a copy of the active adapter or None.
 
-    It is unloaded in place, since a copy would need the memory of a second base. The caller's
-    PeftModel, which wraps the same base, computes with the agents' adapters afterwards.
-
-    Returns the model without adapters, and a copy of the PeftModel's active adapter, None for a
-    plain model. Adapters of an agent, merged adapters, and other kinds than plain LoRA raise
-    ConfigError, and leave the model unchanged.
+    A PeftModel is unloaded in place, since a copy would need the memory of a second base. The
+    caller's PeftModel, which wraps the same base, computes with the agents' adapters afterwards.
+    Adapters of an agent, merged adapters, and other kinds than plain LoRA raise ConfigError, and
+    leave the model unchanged.
     """
     layers = [m for m in network.modules() if isinstance(m, BaseTunerLayer)]
     if not layers:

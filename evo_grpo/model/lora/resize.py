@@ -41,9 +41,8 @@ class Resized:
     """The result of a change of rank, alpha or layers.
 
     Attributes:
-        error: Relative error of what was cut, in the Frobenius norm over all layers; None if the
-            function stayed.
-        factors: Factor on each tensor that is the old one, by PEFT's file keys; it may have grown.
+        error: Relative error of the cut, in the Frobenius norm over all layers; None without one.
+        factors: Factor on each tensor kept from before, perhaps grown, by PEFT's file keys.
     """
 
     error: float | None
@@ -53,15 +52,11 @@ class Resized:
 def with_rank(
     config: LoraConfig, run: LoraConfig, r: int | None, alpha: float | None
 ) -> LoraConfig:
-    """Return a configuration with another rank and alpha; None keeps the rank.
+    """Return a configuration with rank `r` and `alpha`; None keeps the rank.
 
-    Args:
-        config: The configuration.
-        run: The configuration of the run. Without `alpha`, the alpha follows from it: in proportion
-            to the rank, so that the scale alpha / r is the same for all ranks. With rslora it is
-            that of the run, so that the scale is alpha / sqrt(r).
-        r: The rank.
-        alpha: The alpha.
+    Without `alpha`, it follows from the configuration `run` of the run: in proportion to the rank,
+    so that the scale alpha / r is the same for all ranks. With rslora it is that of the run, so
+    that the scale is alpha / sqrt(r).
     """
     made = copy.deepcopy(config)
     made.r = made.r if r is None else r
@@ -72,11 +67,7 @@ def with_rank(
 
 
 def resize_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> Resized | None:
-    """Give a slot another rank, alpha or other layers; it then has new parameters.
-
-    Returns:
-        What became of its tensors; None if nothing changed.
-    """
+    """Change the rank, alpha or layers of a slot, with new parameters; None if nothing changed."""
     if not differences(config, slots.lora_config(name)):
         return None
     before, old = slots.state(name), layer_scales(slots, name)
@@ -116,12 +107,9 @@ def resize_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> Resized |
 
 
 def grown(a: Tensor, b: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
-    """Return A with further rows of `fresh`, and B with as many columns of zeros.
+    """Return A (R, in) grown by rows of `fresh` (R', in), and B (out, R) by as many zero columns.
 
-    Args:
-        a: A (R, in).
-        b: B (out, R).
-        fresh: An initial A (R', in), R' >= R.
+    `fresh` is an initial A with R' >= R.
     """
     missing = len(fresh) - len(a)
     if not missing:
@@ -132,13 +120,9 @@ def grown(a: Tensor, b: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
 def cut(a: Tensor, b: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the nearest product of a smaller rank, and the singular values of B A, sorted.
 
-    A rank beyond that of the product gets an initial row of A and a zero column of B: both zero
-    would never learn.
-
-    Args:
-        a: A (R, in).
-        b: B (out, R).
-        fresh: An initial A (R', in), R' <= R, in the dtype of the result.
+    A is (R, in), B (out, R), and `fresh` an initial A (R', in), R' <= R, in the dtype of the
+    result. A rank beyond that of the product gets an initial row of A and a zero column of B: two
+    zeros would never learn.
     """
     # The R singular values of the product are those of a small matrix (R, R).
     left, upper = torch.linalg.qr(b.double())
@@ -169,7 +153,6 @@ def layer_scales(slots: AdapterSlots, name: str) -> dict[str, float]:
 
 
 def _energy(a: Tensor, b: Tensor) -> float:
-    """Return the squared Frobenius norm of B A."""
     a, b = a.double(), b.double()
     return float(((b.T @ b) * (a @ a.T)).sum())
 
@@ -177,10 +160,10 @@ def _energy(a: Tensor, b: Tensor) -> float:
 def mix_products(slots: AdapterSlots, sources: Sequence[str], target: str) -> None:
     """Write the mean of the products s B A of two or more slots to another slot.
 
-    That of the means of A and of B (`mix_slots`) depends on how the products are factored. The
-    target gets the configuration of the source with the largest rank, and the modules of all. The
-    mean, whose rank is the sum of all, is cut to that rank. A source without a module adds zero
-    there. The decompositions run on the CPU in float64.
+    The mean of A and of B (`mix_slots`) depends on how the products are factored. The target gets
+    the configuration of the source with the largest rank, and the modules of all. The mean, whose
+    rank is the sum of all, is cut to that rank. A source without a module adds zero there. The
+    decompositions run on the CPU in float64.
     """
     widest = max(sources, key=lambda name: slots.lora_config(name).r)
     states = [slots.state(name) for name in sources]
@@ -206,11 +189,9 @@ def mix_products(slots: AdapterSlots, sources: Sequence[str], target: str) -> No
 
 
 def _paced(a: Tensor, b: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return A about as large as another one, and B in inverse proportion; the product stays.
+    """Scale A to about the size of `like`, and B inversely, so that the product stays.
 
-    A step of AdamW has a size of its own, so an A that shrinks, as when a decomposition divides the
-    singular values evenly, changes how fast the product learns. The factor is a power of two, which
-    rounds nothing.
+    The size of A sets the product's pace under AdamW. The factor is a power of two, so exact.
     """
     size, wanted = float(a.norm()), float(like.norm())
     if not (size > 0 and wanted > 0 and math.isfinite(size / wanted)):

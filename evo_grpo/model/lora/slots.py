@@ -1,7 +1,6 @@
 """LoRA slots through PEFT: add, copy, activate, remove, rebuild, read and overwrite.
 
-PEFT owns the modules, so saved adapters are ordinary PEFT folders. A slot is an adapter name in one
-PeftModel; copying a slot copies its tensors where they are: on the device, or in host memory.
+A slot is an adapter name in one PeftModel, so saved adapters are ordinary PEFT folders.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class AdapterSlots:
     """Named LoRA adapters over one base. The first slot wraps the base's model in place.
 
     `config` holds the LoRA settings of new slots. `seed` seeds the initial A, which is the same for
-    all slots of one configuration, so that agents differ only by training. `target_sets` are
-    `target_modules` by name, of which each slot may have one.
+    all slots of one configuration, so that agents differ only by training. `target_sets` are named
+    `target_modules`, one of which each slot may have.
     """
 
     def __init__(
@@ -87,8 +86,7 @@ class AdapterSlots:
     def add(self, name: str, config: LoraConfig | None = None, *, trainable: bool = True) -> None:
         """Add a slot with B = 0, which does not change the model, under a new name without dots.
 
-        `config` replaces the default settings of slots, for instance the rank. A frozen reference
-        is not trainable.
+        `config` replaces the default settings. A frozen reference is not trainable.
         """
         if name in self._params or not name or "." in name:
             raise ConfigError(
@@ -105,7 +103,7 @@ class AdapterSlots:
         self._begin(name)
 
     def _begin(self, name: str) -> None:
-        """Let a slot begin with the parameters that it has now."""
+        """Register a slot with its present parameters."""
         self.mark_changed(name)
         self.derived.clear()
         for parameter in self._params[name].values():
@@ -162,8 +160,7 @@ class AdapterSlots:
     def _add_like(self, name: str, like: str, settings: LoraConfig) -> None:
         """Add a slot with the modules of another slot, layer by layer, to PEFT's lists.
 
-        PEFT's `add_adapter` walks over the whole model and all adapters, several times for each
-        new one: 64 agents would take 25 times as long as 8.
+        With PEFT's `add_adapter`, 64 agents would take 25 times as long as 8.
         """
         kind = self._kind_of(settings)
         assert kind is not None
@@ -189,7 +186,7 @@ class AdapterSlots:
     def _set_rank(self, name: str, settings: LoraConfig) -> None:
         """Give a slot new matrices of another rank and alpha, layer by layer, as PEFT draws them.
 
-        Removing the slot and adding it again would walk over the whole model several times.
+        Removing and adding the slot would walk over the whole model several times.
         """
         config = copy.deepcopy(self.lora_config(name))
         config.r, config.lora_alpha, config.inference_mode = settings.r, settings.lora_alpha, False
@@ -275,10 +272,7 @@ class AdapterSlots:
         self.mark_changed(target)
 
     def activate(self, name: str) -> None:
-        """Make a slot PEFT's active adapter, which the population forward ignores.
-
-        All slots stay trainable.
-        """
+        """Make a slot PEFT's active adapter, which the population forward ignores."""
         self.peft.set_adapter(self._known(name))
         self.restore_trainable()
 
@@ -371,10 +365,10 @@ class _Kind:
     """The slots of one configuration, rank and alpha aside.
 
     Attributes:
-        config: The configuration that the first of them was made with.
-        written: That configuration as PEFT has written it, with the names of `all-linear`.
-        state: The initial tensors of that one by PEFT's file keys, on the CPU.
-        slots: Those that are there.
+        config: The configuration of its first slot.
+        written: The same as PEFT has written it, with the names of `all-linear`.
+        state: The initial tensors of that slot by PEFT's file keys, on the CPU.
+        slots: The existing slots.
     """
 
     config: LoraConfig
@@ -383,7 +377,7 @@ class _Kind:
     slots: list[str] = field(default_factory=list[str])
 
     def makes(self, settings: LoraConfig) -> bool:
-        """Return whether a slot of these settings is one of these."""
+        """Return whether slots of these settings belong to this kind."""
         # The ranks of a pattern do not follow that of the others.
         patterns = settings.rank_pattern or settings.alpha_pattern
         same = settings if patterns else _of_one_rank(settings, self.config)
@@ -391,7 +385,6 @@ class _Kind:
 
 
 def _of_one_rank(settings: LoraConfig, other: LoraConfig) -> LoraConfig:
-    """Return settings with the rank and alpha of others."""
     if _same_rank(settings, other):
         return settings
     made = copy.deepcopy(settings)
@@ -406,8 +399,7 @@ def _same_rank(settings: LoraConfig, other: LoraConfig) -> bool:
 def _add_adapter(model: Any, config: LoraConfig, name: str) -> PeftModel:  # noqa: ANN401 -- of any architecture
     """Add an adapter to a model, which is wrapped in place, or leave the model as it was.
 
-    Raises ConfigError if target_modules match nothing or the output head, and ModelError if they
-    match a layer that is not linear.
+    ConfigError: target_modules match nothing or the head. ModelError: a layer is not linear.
     """
     wrapped = isinstance(model, PeftModel)
     inner: Any = model.get_base_model() if wrapped else model
@@ -445,10 +437,7 @@ def _add_adapter(model: Any, config: LoraConfig, name: str) -> PeftModel:  # noq
 
 
 def _take_off(model: Any, name: str, known: set[str]) -> None:  # noqa: ANN401 -- as above
-    """Remove an adapter that was added incompletely; layers without other adapters are unwrapped.
-
-    `known` has the names of the attributes that the transformers model had before.
-    """
+    """Remove an incomplete adapter, and all attributes of the model but those in `known`."""
     for path, layer in list(model.named_modules()):
         if not isinstance(layer, BaseTunerLayer):
             continue

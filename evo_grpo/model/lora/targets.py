@@ -1,9 +1,9 @@
 """The layers of a base that can carry adapters: those of "all-linear", and sets of them by name.
 
-The rows of a batch belong to different agents, so a layer must receive them in a known order (see
-`probing.watch_linear_inputs`). Also, PEFT must be able to load what it saves: transformers 5 keeps
-the experts of a mixture in one parameter, so PEFT rewrites their former names (`gate_proj` in a
-Qwen3-MoE, `w1` in a Mixtral) into `target_parameters`, which the population forward does not
+A layer must receive the rows of a batch in a known order, since they belong to different agents
+(see `probing.watch_linear_inputs`). Also, PEFT must be able to load what it saves: transformers 5
+keeps the experts of a mixture in one parameter, so PEFT rewrites their former names (`gate_proj` in
+a Qwen3-MoE, `w1` in a Mixtral) into `target_parameters`, which the population forward does not
 support.
 """
 
@@ -34,9 +34,9 @@ _SETTLED = "all_linear"
 def settle_targets(base: SharedBase, config: LoraConfig) -> LoraConfig:
     """Return a copy of a configuration whose modules the population forward supports.
 
-    "all-linear" is replaced by the supported linear layers if some are not supported, with one
-    warning per base; other names are kept. ConfigError is raised if PEFT takes names for those of
-    experts, or has no default for the model; ModelError if no linear layer is supported.
+    "all-linear" becomes the supported linear layers if some are not, with one warning per base;
+    other names are kept. ConfigError is raised if PEFT takes names for those of experts, or has no
+    default for the model; ModelError if no linear layer is supported.
     """
     config = _with_default(base, config)
     if not isinstance(config.target_modules, str) or config.target_modules.lower() != ALL:
@@ -103,12 +103,12 @@ def check_targets(base: SharedBase, adapted: Collection[str]) -> None:
 
 
 def _unserved(base: SharedBase) -> dict[str, str]:
-    """Return layers whose inputs do not have the rows in a known order, with these inputs."""
+    """Return the layers that do not receive rows in a known order, with their inputs."""
     return {n: kind for n, kind in base.linear_inputs.items() if kind not in ("rows", "flat")}
 
 
 def _peft_takes(base: SharedBase, config: LoraConfig, name: str) -> bool:
-    """Return whether PEFT adapts a layer: the output of a Mamba is read past the module."""
+    """Return whether PEFT adapts a layer; not for a Mamba's output, read past the module."""
     check = getattr(tuners_utils, "_check_lora_target_modules_mamba", None)
     try:
         if check is not None:
@@ -143,7 +143,7 @@ def _check_conversion(base: SharedBase, config: LoraConfig) -> None:
 
 
 def _experts(modules: Collection[str], *, converted: bool) -> list[str]:
-    """Return the name of experts without adapters in messages."""
+    """Return the name for messages of experts without adapters."""
     if not modules and not converted:
         return []
     names = ", ".join(name for name in _leaves(modules) if name != "experts")
@@ -155,7 +155,7 @@ def _leaves(names: Collection[str]) -> list[str]:
 
 
 def expert_modules(base: SharedBase) -> frozenset[str]:
-    """Return the names of modules that hold the weights of experts themselves, by their class."""
+    """Return the names of modules that hold experts' weights themselves, found by their class."""
     inside = {id(module) for module in base.trunk.modules()}
     return frozenset(
         name
@@ -170,13 +170,7 @@ def expert_modules(base: SharedBase) -> frozenset[str]:
 
 @final
 class TargetSets:
-    """Sets of layers of a base.
-
-    Args:
-        base: The base.
-        config: Settings of new adapters.
-        declared: `target_modules` by the name of each set.
-    """
+    """Named sets of layers of a base; `declared` has the `target_modules` of each."""
 
     def __init__(
         self, base: SharedBase, config: LoraConfig, declared: Mapping[str, str | Sequence[str]]
@@ -204,11 +198,7 @@ class TargetSets:
     ) -> LoraConfig:
         """Return a configuration with the layers of a set.
 
-        Args:
-            config: The configuration.
-            name: The set.
-            present: Full names of the layers that it adapts; None if unknown. Where these are the
-                layers of the set, the configuration stays, since it may name them otherwise.
+        It is returned unchanged if `present`, the full names of its layers, are already those.
         """
         if present is not None and self.modules(name) == frozenset(present):
             return config

@@ -32,10 +32,7 @@ _AFRESH = "load it without load_optimizer to start AdamW afresh"
 
 
 def copy_moments(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Copy AdamW's moments of one slot to the CPU, by file key.
-
-    `names` are PEFT's file keys of the slot's parameters, in their order.
-    """
+    """Copy AdamW's moments of one slot to the CPU, by PEFT's file keys in `names`."""
     named = list(names)
     state = optimizer.state_dict()["state"]
     moments = {
@@ -48,10 +45,9 @@ def copy_moments(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> dict
 
 
 def read_moments(folder: Path, plan: AdapterPlan) -> dict[int, dict[str, torch.Tensor]]:
-    """Read AdamW's moments by parameter position in a planned slot.
+    """Read AdamW's moments by parameter position in a planned slot, padded to its shapes.
 
-    Moments are padded to the shapes of their parameters. A parameter that the checkpoint's
-    configuration does not have gets no moments.
+    A parameter that the checkpoint's configuration does not have gets no moments.
     """
     file = folder / OPTIMIZER
     try:
@@ -92,9 +88,8 @@ _OWN = (ATTRIBUTES, OPTIMIZER, CONFIG, WEIGHTS, "actor", "reference", "base")
 class _Attributes:
     """The content of attributes.json.
 
-    `files` has the SHA-256 of every other file of the checkpoint except those of a saved base, by
-    its path in the folder. `reference` is "own", "start" (the adapter that the agents started from)
-    or "base".
+    `files`: the SHA-256 of every other file except those of a saved base, by path in the folder.
+    `reference`: "own", "start" (the adapter that the agents started from) or "base".
     """
 
     format: int
@@ -122,10 +117,7 @@ _SCHEMA = TypeAdapter(_Attributes)
 
 
 def refuse_foreign_files(folder: Path) -> None:
-    """Refuse a checkpoint or a PEFT folder if a file in it is a link, a pipe or a device.
-
-    Other entries of the folder are ignored. The folder itself may be a link.
-    """
+    """Refuse a folder with a link, a pipe or a device as a file; the folder may be a link."""
     try:
         for name in _OWN:
             refuse_links(folder / name, MAX_JSON_BYTES)
@@ -136,8 +128,7 @@ def refuse_foreign_files(folder: Path) -> None:
 def peft_folder(folder: Path) -> Path | None:
     """Return the adapter folder of a PEFT folder, itself or its actor/; None for a checkpoint.
 
-    A folder with other parts of a checkpoint is not a PEFT folder, but a checkpoint without its
-    attributes.
+    A folder with other parts of a checkpoint counts as a checkpoint without its attributes.
     """
     refuse_foreign_files(folder)
     parts = (ATTRIBUTES, "attributes.pt", OPTIMIZER)

@@ -41,16 +41,14 @@ def load_agent(
     overwrite_reference_adapter: bool = False,
     merge_lora_configs: bool = False,
 ) -> dict[str, Any]:
-    """Load an agent into a slot: weights, hyperparameters and optionally AdamW's moments.
+    """Load an agent into a slot; return its attributes, empty for a PEFT folder.
 
     All files are read and checked before the slot changes; no other slot changes. The folder was
     written by `save_agent`, or is a plain PEFT folder (itself or its actor/), whose weights become
-    the actor and the reference. `load_optimizer` loads the moments. `overwrite_reference_adapter`
-    uses the checkpoint's actor as the reference even if the checkpoint contains a reference.
-    `merge_lora_configs` accepts a LoRA configuration that differs from the slot's.
-
-    Returns:
-        The attributes as written; an empty mapping for a PEFT folder.
+    the actor and the reference. `load_optimizer` loads AdamW's moments.
+    `overwrite_reference_adapter` uses the checkpoint's actor as the reference even if the
+    checkpoint contains a reference. `merge_lora_configs` accepts a LoRA configuration that differs
+    from the slot's.
     """
     folder = Path(path)
     state = cohort.check_slot(slot)
@@ -59,7 +57,7 @@ def load_agent(
     attributes = read_attributes(folder) if plain is None else {}
     notes = _check_base(attributes, folder, cohort.base) if plain is None else []
     read = read_state(attributes, folder) if plain is None else None
-    # What an adapter has of its own are hyperparameters of the agent, which the checkpoint brings.
+    # The adapter's own rank, alpha and layers are hyperparameters, which the checkpoint contains.
     actor = plan_adapter(
         cohort.slots,
         state.adapter,
@@ -98,23 +96,23 @@ def load_agent(
     if read is not None:
         _, state.history = read
         state.counters = attributes
-        # Its draws go on from where they were, in place of being repeated.
+        # Continue the random streams instead of repeating draws.
         cohort.calls = max(cohort.calls, attributes.get("calls", 0))
     return attributes
 
 
 def _becomes(cohort: Cohort, state: AgentState, hparams: Hparams, actor: Path) -> LoraConfig:
-    """Return the configuration that an agent's adapter gets with a checkpoint's hyperparameters."""
+    """Return the configuration of the adapter after the hyperparameters of a checkpoint."""
     config = adapter_config(cohort.slots, hparams, state.adapter)
     searched = f"{LORA}target_modules" in cohort.hp_config.names()
     if searched and hparams.lora_target_modules is None:
-        # A mean may have layers that are no set with a name.
+        # The layers of a mean may be no named set.
         return with_targets(config, read_config(actor).target_modules or ())
     return config
 
 
 def _with_its_own(cohort: Cohort, slot: int) -> Hparams:
-    """Return an agent's hyperparameters, where they have a rank, alpha or layers those it has."""
+    """Return an agent's hyperparameters with the present rank, alpha and layers of its adapter."""
     state = cohort.agents[slot]
     config, hparams = cohort.slots.lora_config(state.adapter), state.hparams
     if hparams.lora_r is not None:
@@ -130,9 +128,9 @@ def _with_its_own(cohort: Cohort, slot: int) -> Hparams:
 def _about_reference(
     cohort: Cohort, folder: Path, attributes: Mapping[str, Any], *, own: bool
 ) -> list[str]:
-    """Return a note if an agent without a reference slot has another reference than a checkpoint.
+    """Return a note if an agent without a reference slot has another reference than the checkpoint.
 
-    `own` says whether the checkpoint has an adapter of its own for it.
+    `own` says whether the checkpoint contains a reference adapter.
     """
     starts = cohort.references.start
     if own and starts:
@@ -161,11 +159,7 @@ def _check_turns(cohort: Cohort, actor: AdapterPlan) -> None:
 
 
 def _check_base(attributes: Mapping[str, Any], folder: Path, base: SharedBase) -> list[str]:
-    """Compare a checkpoint's base with the loaded one; return the warnings.
-
-    The digests of the weights are compared, since a folder may have been moved. If the digests are
-    not comparable, the names are compared.
-    """
+    """Compare a checkpoint's base with the loaded one by digest, or by name; return warnings."""
     if attributes["vocabulary"] != base.vocabulary:
         raise CheckpointError(
             f"checkpoint {folder}: made for base {attributes['base']!r} with a vocabulary of "
@@ -190,7 +184,6 @@ def _check_base(attributes: Mapping[str, Any], folder: Path, base: SharedBase) -
 
 
 def _check_digests(attributes: Mapping[str, Any], folder: Path, without_reference: bool) -> None:
-    """Compare the loaded adapters with their digests in attributes.json."""
     read = {
         name: digest
         for name, digest in attributes["files"].items()

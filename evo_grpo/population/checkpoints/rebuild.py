@@ -55,7 +55,6 @@ class Recipe:
 
     Attributes:
         settings: Its settings; `settings.model` is None if `model` below holds the base.
-        lora: The configuration of its adapter.
         model: The base, if it can only be built as an object.
         padding: The arguments of the base's `set_padding`, None if it was not called.
     """
@@ -77,10 +76,9 @@ def recipe(
 ) -> Recipe:
     """Return the recipe for a checkpoint's agent; warn of parts that were not saved.
 
-    Only the caller decides with `trust_remote_code` whether Python code of the base may run: a
-    checkpoint is data, and its own value is ignored. `kind` is the algorithm that the caller
-    builds: grpo, gspo or cispo. `zero` is the DeepSpeed stage with which the agent continues, None
-    for stock AdamW.
+    `trust_remote_code` alone decides whether Python code of the base may run; the checkpoint's own
+    value is ignored. `kind` is the algorithm to build: grpo, gspo or cispo. `zero` is the DeepSpeed
+    stage with which the agent continues, None for stock AdamW.
     """
     flag().check("trust_remote_code", trust_remote_code)
     settings = _settings(attributes, folder)

@@ -34,7 +34,6 @@ class Snapshot:
     """The state of an agent at one moment, copied to the CPU so that training can continue.
 
     Attributes:
-        actor: The trained slot.
         reference: The frozen reference slot, if the checkpoint contains one.
         optimizer: AdamW's moments by file key; empty to omit them.
         attributes: The content of attributes.json, without the digests.
@@ -65,11 +64,7 @@ class Snapshot:
         )
 
     def write(self, path: str | Path) -> dict[str, str]:
-        """Write the files, and replace those of an earlier checkpoint in the folder.
-
-        Returns:
-            The SHA-256 of each file, by its path in the folder.
-        """
+        """Write the files over an earlier checkpoint; return the SHA-256 of each by its path."""
         # A value that JSON cannot represent is an error before any file is written.
         json.dumps(self.attributes)
         folder = Path(path)
@@ -88,7 +83,7 @@ class Snapshot:
             names.append(OPTIMIZER)
         files = {name: _sha256(folder / name) for name in sorted(names)}
         attributes = json.dumps({**self.attributes, "files": files}, indent=1)
-        # Last: it has the digests of the others.
+        # Written last, since it has the digests of the others.
         (folder / ATTRIBUTES).write_text(f"{attributes}\n", encoding="utf-8")
         return {**files, ATTRIBUTES: _sha256(folder / ATTRIBUTES)}
 
@@ -106,13 +101,11 @@ def save_agent(
     lora_only: bool = True,
     save_optimizer: bool = True,
 ) -> dict[str, str]:
-    """Write an agent to a folder, and replace the files of an earlier checkpoint in it.
+    """Write an agent to a folder over an earlier checkpoint; return the SHA-256 of each file.
 
-    Without `lora_only`, the base, which all agents share, is saved in `base/`. Ranks that train
-    together all call this function, and the first one writes.
-
-    Returns:
-        The SHA-256 of each file except those of the base, by its path in the folder.
+    Digests are by path in the folder, without those of the base. Without `lora_only`, the shared
+    base is saved in `base/`. Ranks that train together all call this function; the first one
+    writes.
     """
     snapshot = snapshot_agent(
         cohort, slot, lora_only=lora_only, save_optimizer=save_optimizer, start=True
@@ -129,10 +122,7 @@ def save_agent(
 
 
 def snapshot_again(cohort: Cohort, slot: int, earlier: Snapshot | None) -> Snapshot:
-    """Return an earlier copy of an agent with its present scores; copy the agent if it is None.
-
-    The weights must not have changed since the earlier copy.
-    """
+    """Return an earlier copy with present scores, or a new copy; weights must not have changed."""
     if earlier is None:
         return snapshot_agent(cohort, slot)
     return earlier.with_history(cohort.agents[slot].history)
@@ -148,8 +138,7 @@ def snapshot_agent(
 ) -> Snapshot:
     """Copy the state that a checkpoint contains; see `save_agent` for the arguments.
 
-    With `start`, the reference is included even if it is the adapter that all agents started from.
-    A run omits it, because that adapter is one of its inputs.
+    `start` includes the reference even if all agents started from it; a run omits it.
     """
     state = cohort.check_slot(slot)
     names = cohort.slots.shapes(state.adapter)

@@ -48,12 +48,9 @@ def check_rank(slots: AdapterSlots, hparams: Hparams) -> None:
 
 
 def adapter_config(slots: AdapterSlots, hparams: Hparams, adapter: str | None = None) -> LoraConfig:
-    """Return the configuration of an agent's adapter.
+    """Return the configuration of an agent's adapter, changed by its hyperparameters.
 
-    Args:
-        slots: The slots of the run.
-        hparams: Hyperparameters of the agent. What they lack stays as it is.
-        adapter: The slot of its adapter; None for a new one, of the run's configuration.
+    `adapter` is the slot of the adapter; None is for a new one, of the run's configuration.
     """
     run, targets = slots.config, hparams.lora_target_modules
     own = run if adapter is None else slots.lora_config(adapter)
@@ -66,9 +63,9 @@ def adapter_config(slots: AdapterSlots, hparams: Hparams, adapter: str | None = 
 
 
 def with_choices(hparams: Hparams, space: HyperparameterConfig) -> Hparams:
-    """Return an agent's hyperparameters with the first choice of each name that has no value.
+    """Return an agent's hyperparameters with the first choice for each name that has no value.
 
-    The layers of its adapter stay without a name where they are no set with one.
+    Layers that are no named set stay without a name.
     """
     own = hparams.lora_target_modules
     return with_first_choices(hparams, space).replace(lora_target_modules=own)
@@ -82,8 +79,7 @@ def resize(
 ) -> None:
     """Give an agent's adapter the rank, alpha and layers of new hyperparameters.
 
-    See `model.lora.resize`. If the rank grows, the new parameters have moments of 0. If it is cut,
-    or a layer is added, AdamW starts afresh there. The reference is frozen and stays.
+    A grown rank gets moments of 0; AdamW starts afresh after a cut and in added layers.
     """
     if (hparams.lora_r, hparams.lora_alpha, hparams.lora_target_modules) == (None, None, None):
         return
@@ -111,10 +107,9 @@ def _resized(
     shapes: Mapping[str, torch.Size],
     factors: Mapping[str, float],
 ) -> dict[int, dict[str, Tensor]]:
-    """Return AdamW's moments for parameters that were multiplied by a factor, and have grown.
+    """Return AdamW's moments by parameter position, for parameters that were scaled and have grown.
 
-    `moments` are by PEFT's file keys, those returned by the position of the parameter. The gradient
-    of c B is that of B divided by c.
+    `moments` are by PEFT's file keys. The gradient of c B is that of B divided by c.
     """
     found: dict[int, dict[str, Tensor]] = {}
     for place, (key, shape) in enumerate(shapes.items()):

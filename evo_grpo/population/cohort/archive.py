@@ -19,13 +19,10 @@ from evo_grpo.types import Score, Slot
 class LastWholeRound:
     """Keeps the population of a cohort as it was after its latest finished round.
 
-    The tensors are copies on the CPU: 12 bytes per parameter of an adapter, 16 with a reference of
-    its own. Nothing is kept if several processes train, since an error on one of them ends all, or
-    if one DeepSpeed engine trains all agents, whose state in the middle of a step is unknown.
-
-    Attributes:
-        slots: Slots of the population that was kept last, without the archive.
-        rounds: Number of finished rounds then.
+    The copies on the CPU take 12 bytes per parameter of an adapter, 16 with a reference of its own.
+    Nothing is kept if several processes train, since an error on one of them ends all, or if one
+    DeepSpeed engine trains all agents, whose state in the middle of a step is unknown. `slots`,
+    without the archive, and the number of finished `rounds` are those of the last call of `keep`.
     """
 
     def __init__(self, cohort: Cohort) -> None:
@@ -53,12 +50,9 @@ class LastWholeRound:
         self._agents = agents  # all of them, or none after Ctrl-C
 
     def put_back(self) -> bool:
-        """Restore what was kept last, and remove the slots that were added since.
+        """Restore the kept population and remove slots added since; return whether one was kept.
 
         Slots and member ids that were used since are not used again.
-
-        Returns:
-            Whether anything was kept.
         """
         if not self._agents:
             return False
@@ -112,9 +106,9 @@ def put_into_archive(cohort: Cohort, slot: int, score: Score) -> None:
 def may_mix(cohort: Cohort, first: int, second: int) -> bool:
     """Return whether the mean of two agents can be taken.
 
-    It can if their adapters have equal shapes, or what differs is searched: the rank, or the
-    modules. On several ranks no agent has loaded an adapter with other modules, so the sets that
-    agents have by name tell, also of agents whose weights are elsewhere.
+    Their adapters must have equal shapes, or the rank or the modules must be searched. On several
+    ranks no agent has loaded an adapter with other modules, so the named sets are sufficient, also
+    for agents whose weights are on other ranks.
     """
     if f"{LORA}target_modules" in cohort.hp_config.names():
         return True
@@ -127,16 +121,11 @@ def may_mix(cohort: Cohort, first: int, second: int) -> bool:
 
 
 def mix_agents(cohort: Cohort, sources: Sequence[int], target: int) -> None:
-    """Write the mean of the adapters of agents of this rank to another slot.
+    """Write the mean of the adapters of agents of this rank, `sources`, to the slot `target`.
 
-    It is the mean of A and of B, unless related agents may differ in the basis of the two, where
-    the rank, alpha or modules are searched. Then it is the mean of the products B A, of the largest
-    rank and with the modules of all. Modules that are no set with a name have none.
-
-    Args:
-        cohort: The cohort.
-        sources: Slots of the agents.
-        target: The slot to write to.
+    This is the mean of A and of B. If the rank, alpha or modules are searched, the bases of A and B
+    may differ between agents; it is then the mean of the products B A, with the largest rank and
+    the modules of all agents. Modules that are no named set get no name.
     """
     states = [cohort.agents[slot] for slot in sources]
     names, into = [state.adapter for state in states], cohort.agents[target]

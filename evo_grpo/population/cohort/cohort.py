@@ -1,7 +1,6 @@
 """Defines the cohort: the parts that the agents of a population share, and the agents' states.
 
-Agents share the base, the slots, the engine and the learner. The classes of the API (GRPO,
-Population) are thin handles on a cohort; the round loop uses the cohort directly.
+The classes of the API (GRPO, Population) are handles on a cohort; the round loop uses it directly.
 """
 
 from __future__ import annotations
@@ -112,16 +111,13 @@ class Cohort:
     def begin(
         self, env: Environment[StartT], starts: Sequence[Sequence[StartT]], sizes: Sequence[int]
     ) -> Play:
-        """Begin a play with the starts and the group size G of each policy.
-
-        If all ranks train together, only the first rank plays.
-        """
+        """Begin a play; if all ranks train together, only the first rank plays."""
         if self.together and self.team.size > 1:
             return LedPlay(lambda: env.begin(starts, sizes), self.team)
         return env.begin(starts, sizes)
 
     def parts_here(self, slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
-        """Return those of `slots` that this rank has, by shard; each is one batch."""
+        """Return this rank's agents among `slots`, by shard; each part is one batch."""
         shard = attrgetter("shard")
         agents = sorted((self.agents[slot] for slot in filter(self.is_local, slots)), key=shard)
         parts = [tuple(agent.slot for agent in part) for _, part in groupby(agents, shard)]
@@ -132,8 +128,7 @@ class Cohort:
     def place(self, slots: Sequence[Slot], *, weights: bool = True) -> None:
         """Distribute the agents of the next round among shards, and move each to its rank.
 
-        All ranks call this with equal arguments. Without `weights`, agents that change their rank
-        lose their weights.
+        All ranks call this equally. Without `weights`, moved agents lose their weights.
         """
         ranks: dict[Slot, int] = {}
         for shard, members in enumerate(deal(slots, self.shards)):
@@ -151,12 +146,12 @@ class Cohort:
 
     @property
     def max_output_tokens(self) -> int:
-        """Longest completion of any agent, in tokens, that is in force."""
+        """Largest limit of completion tokens in force for any agent."""
         longest = self.settings.algorithm.longest_output(self.hp_config)
         return longest or self._hint or DEFAULT_OUTPUT_TOKENS
 
     def output_tokens(self, hparams: Hparams) -> int:
-        """Return the longest completion of an agent, in tokens."""
+        """Return the limit of an agent's completions, in tokens."""
         return hparams.max_output_tokens or self.max_output_tokens
 
     @property
@@ -187,7 +182,7 @@ class Cohort:
         return {name: value for name, value in found if value is not None}
 
     def take_decodes_by(self) -> tuple[str, ...]:
-        """Return what has computed completions since the last call, see `RolloutEngine`."""
+        """Return and clear `RolloutEngine.decodes_by`."""
         names: set[str] = getattr(self._engine, "decodes_by", set[str]())
         found = tuple(sorted(names))
         names.clear()
@@ -202,8 +197,8 @@ class Cohort:
     def adapt_to(self, env: Environment[Any]) -> None:
         """Adopt the defaults of an environment, check its prompts, and load its reward models.
 
-        The environment provides the tokenizer if the base has none, the completion length, and the
-        searched weights and names that an agent lacks.
+        It provides the tokenizer if the base has none, the completion length, and the searched
+        weights and names that an agent lacks.
         """
         self.overlap.takes_turns(env)
         check_prompts(env, self.hp_config)
@@ -293,15 +288,14 @@ class Cohort:
         return torch.optim.AdamW([group], lr=hparams.lr, weight_decay=0.0, fused=True)
 
     def check_hparams(self, hparams: Hparams) -> None:
-        """Raise a ConfigError if an agent cannot train with hyperparameters in this cohort."""
+        """Raise a ConfigError if no agent of this cohort can train with the hyperparameters."""
         self.learner.loss.of_agent(hparams)
         check_rank(self.slots, hparams)
 
     def set_hparams(self, slot: int, hparams: Hparams) -> None:
-        """Set an agent's hyperparameters; its rank, alpha and layers change its adapter.
+        """Set an agent's hyperparameters, after `check_hparams`; resize its adapter if necessary.
 
-        The optimizer gets the new lr, and keeps the moments of what stays; see `resize`. Raises
-        what `check_hparams` raises.
+        The optimizer gets the new lr, and keeps moments as `resize` says.
         """
         self.check_hparams(hparams)
         state = self.agents[slot]
@@ -342,7 +336,6 @@ class Cohort:
             inherit(parent.optimizer, child.optimizer)
 
     def _send(self, source: AgentState, target: AgentState, *, moments: bool) -> None:
-        """Send weights (and moments) from a slot of one rank to a slot of another."""
         if source.rank == self.team.rank:
             self.team.send(packed(self.slots, source, moments=moments), target.rank)
         elif target.rank == self.team.rank:
@@ -350,10 +343,9 @@ class Cohort:
             unpack(self.slots, target, self.team.receive(source.rank), fresh)
 
     def move(self, ranks: Mapping[Slot, int], *, weights: bool = True) -> None:
-        """Move agents to other ranks, with weights and moments; all ranks make the same call.
+        """Move agents to their new ranks, with weights and moments; all ranks make the same call.
 
-        Agents that are already on their rank stay. Without `weights` no tensors are sent; use this
-        for agents that are overwritten next.
+        Without `weights` no tensors are sent; use this for agents that are overwritten next.
         """
         left: list[AgentState] = []
         for slot, rank in side_by_side(ranks.items(), lambda m: (self.agents[m[0]].rank, m[1])):
@@ -402,13 +394,9 @@ class Cohort:
         samples: int | None = None,
         sampling: Sampling | None = None,
     ) -> list[list[CompletionGroup]]:
-        """Sample for many agents in one generation call, with the same prompts for all agents.
+        """Sample the same prompts for many agents in one call; return their groups, one per prompt.
 
-        `stream` is the path of the random stream, to which the slot is appended. None uses the
-        group_size and the sampling of each agent.
-
-        Returns:
-            Per agent, one group per prompt.
+        The slot is appended to `stream`. None uses an agent's own group_size and sampling.
         """
         requests = [self.request(slot, stream, samples, sampling) for slot in slots]
         return self.rollout([replace(request, prompts=prompts) for request in requests])
@@ -420,7 +408,7 @@ class Cohort:
         return self.engine.rollout(requests)
 
     def bring(self, slots: Iterable[int]) -> None:
-        """Bring agents to the device; with `engine.offload_adapters`, others leave it."""
+        """Bring agents to the device; with `engine.offload_adapters`, move others to the host."""
         if self.offload is not None:
             self.offload.bring(slots)
 

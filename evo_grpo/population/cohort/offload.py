@@ -1,10 +1,10 @@
 """Keeps agents that do not compute in host memory, with `engine.offload_adapters`.
 
 Agents compute part by part (see `ranks.deal`). The weights, references and AdamW's moments of the
-part that computes are on the device, and those of the next part are copied there meanwhile. All
-others are in host memory, which is pinned on CUDA.
+present part are on the device, and those of the next part are copied there meanwhile. All others
+are in host memory, pinned on CUDA.
 
-A slot is in one place as a whole. Its parameters stay the same objects, and only their `data`
+A slot is never divided between the two. Its parameters stay the same objects, and only their `data`
 changes, so copies, checkpoints and changes of rank work wherever it is.
 """
 
@@ -31,12 +31,9 @@ _ALIGNED = 16
 
 @dataclass(frozen=True)
 class _Ahead:
-    """A slot of the next part, which was copied to the device while it stays in host memory.
+    """A prefetched slot: copied to the device, while the slot itself is still in host memory.
 
-    Attributes:
-        version: Version of its weights when they were copied.
-        moments: Its moments in host memory that were copied.
-        tensors: The copies of weights and moments.
+    `version` and `moments` are those of the slot when it was copied, `tensors` the copies.
     """
 
     version: int
@@ -48,13 +45,8 @@ class _Ahead:
 class Offload:
     """Moves agents between a device and host memory; new slots begin in host memory.
 
-    Args:
-        slots: The slots of the agents.
-        references: Their references.
-        agents: The agents, also those that are added later.
-
-    Attributes:
-        order: The parts of the agents of this process, in the order in which they compute.
+    `agents` is a live mapping, which includes later agents. `order` has the parts of the agents of
+    this process, in the order in which they compute.
     """
 
     def __init__(
@@ -71,10 +63,9 @@ class Offload:
         slots.begin_on_host = True
 
     def bring(self, agents: Iterable[int]) -> None:
-        """Bring agents to the device, put all others back, and begin to fetch the next part.
+        """Bring agents, and the rest of their part, to the device; prefetch the next part.
 
-        The rest of an agent's part comes too. A slot of -1, the base without an adapter, needs
-        nothing.
+        All others return to host memory. A slot of -1, the base without an adapter, needs nothing.
         """
         asked = set(agents)
         numbers = [i for i, part in enumerate(self.order) if not asked.isdisjoint(part)]
@@ -101,7 +92,7 @@ class Offload:
         self._fetch_ahead([name for name in soon if name not in wanted])
 
     def _fetch_ahead(self, names: Sequence[str]) -> None:
-        """Begin to copy slots to the device, as far as it has memory for them."""
+        """Begin to copy slots to the device, as far as its memory suffices."""
         try:
             for name in names:
                 if not self._is_fresh(name):
@@ -113,13 +104,12 @@ class Offload:
                 raise
 
     def _fetched(self, name: str) -> Sequence[Tensor]:
-        """Return the tensors of a slot on the device."""
         fresh = self._is_fresh(name)
         ahead = self._ahead.pop(name, None)
         return ahead.tensors if fresh and ahead is not None else self._to_device(name)
 
     def _is_fresh(self, name: str) -> bool:
-        """Return whether a slot was fetched ahead, and has not changed since."""
+        """Return whether a slot was prefetched and has not changed since."""
         ahead = self._ahead.get(name)
         if ahead is None or ahead.version != self.slots.versions[name]:
             return False
@@ -127,9 +117,8 @@ class Offload:
         return len(now) == len(ahead.moments) and all(map(_same, now, ahead.moments))
 
     def _to_device(self, name: str) -> list[Tensor]:
-        """Begin to copy the tensors of a slot from host memory to the device."""
         found = self._tensors(name)
-        # Memory of the stream that computes: it is free as soon as what computed with it ends.
+        # Allocate on the computing stream: memory is free once its computation ends.
         made = [torch.empty(x.shape, dtype=x.dtype, device=self._device) for x in found]
         with self._beside():
             for copied, own in zip(made, found, strict=True):
@@ -137,7 +126,6 @@ class Offload:
         return made
 
     def _on_host(self, name: str) -> list[Tensor]:
-        """Begin to copy the tensors of a slot from the device to host memory."""
         found = self._tensors(name)
         sizes = [-(-x.nbytes // _ALIGNED) * _ALIGNED for x in found]
         # One allocation for all: pinning takes long, and the system limits the number of areas.
@@ -151,7 +139,7 @@ class Offload:
         return made
 
     def _host_bytes(self, count: int) -> Tensor:
-        """Return host memory, pinned if it can be; torch keeps that of agents that left."""
+        """Return `count` bytes of host memory, pinned if possible."""
         if self._pins:
             try:
                 return torch.empty(count, dtype=torch.uint8, pin_memory=True)
@@ -168,7 +156,7 @@ class Offload:
         return torch.empty(count, dtype=torch.uint8)
 
     def _install(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """Let a slot have other tensors, in the order of `_tensors`."""
+        """Replace the tensors of a slot, in the order of `_tensors`."""
         found = iter(tensors)
         for parameter in self.slots.parameters(name):
             parameter.data = next(found)
@@ -177,7 +165,6 @@ class Offload:
                 values[key] = next(found)
 
     def _tensors(self, name: str) -> list[Tensor]:
-        """Return the weights and the moments of a slot."""
         return [p.detach() for p in self.slots.parameters(name)] + self._moments(name)
 
     def _moments(self, name: str) -> list[Tensor]:
@@ -199,12 +186,12 @@ class Offload:
         return dict.fromkeys(names)
 
     def _at(self, name: str) -> set[torch.device]:
-        """Return the device of a slot; both if Ctrl-C came while it was moved."""
+        """Return the devices that hold a slot: one, or both if Ctrl-C interrupted a move."""
         return {tensor.device for tensor in self._tensors(name)}
 
     @contextmanager
     def _beside(self) -> Generator[None]:
-        """Copy beside what computes, on CUDA; see `_wait`."""
+        """Run copies on a second CUDA stream, beside the computation; see `_wait`."""
         if self._stream is None:
             yield
             return
@@ -213,7 +200,7 @@ class Offload:
             yield
 
     def _wait(self) -> None:
-        """Let what computes from now on wait for the copies that have begun."""
+        """Make later computation wait for the copies that have begun."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
@@ -221,7 +208,7 @@ class Offload:
 def offload_of(
     slots: AdapterSlots, references: References, agents: Mapping[int, AgentState]
 ) -> Offload | None:
-    """Return what moves agents; None on a device whose memory is the host's."""
+    """Return the cohort's `Offload`; None on a device whose memory is the host's."""
     if slots.base.device.type in ("cpu", "mps"):
         return None
     return Offload(slots, references, agents)
@@ -229,7 +216,7 @@ def offload_of(
 
 @contextmanager
 def _told(where: str, remedy: str) -> Generator[None]:
-    """Turn an error of an allocator into one that names the setting and the remedy."""
+    """Replace an allocator's error by one that names the setting and the remedy."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -16,10 +16,7 @@ from evo_grpo.types import CompletionGroup
 
 @final
 class PopulationSampler:
-    """Samples for N policies, agents or the bare base, in one generation call.
-
-    Its requests, one per policy, have no prompts.
-    """
+    """Samples for N policies, agents or the bare base, with one request each."""
 
     def __init__(self, cohort: Cohort, requests: Sequence[RolloutRequest]) -> None:
         self._cohort = cohort
@@ -48,8 +45,8 @@ class PopulationSampler:
         """Return a sampler for comparisons, in which all policies sample with the same draws.
 
         A slot of None is the base model without an adapter. Sampling uses no top-k or top-p; each
-        agent has its own longest completion, and the base has that of the run. `stream` is the path
-        of the random stream that all policies share.
+        agent has its own longest completion, and the base that of the run. `stream` is the path of
+        the shared random stream.
         """
         sampling = Sampling(
             temperature=temperature,
@@ -83,11 +80,9 @@ class PopulationSampler:
         return [request.samples for request in self._requests]
 
     def sample(self, ask: Ask) -> list[list[CompletionGroup]]:
-        """Sample the completions that a play requests, in one generation call for all policies.
+        """Sample the completions that a play requests; return one group per prompt for each policy.
 
-        Returns:
-            For each policy, one group per prompt; policies without prompts are omitted from the
-            call and get no groups.
+        All policies share one generation call; those without prompts get no groups.
         """
         requests = [
             replace(

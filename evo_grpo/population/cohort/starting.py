@@ -1,4 +1,4 @@
-"""What is checked before agents are made over a base, and the adapters with which they begin."""
+"""Checks that precede the creation of agents over a base, and the adapters agents start from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from evo_grpo.types import Slot
 
 
 def check_adapters(cohort: Cohort) -> None:
-    """Check that the adapters of a cohort may have every rank, alpha and set that is searched."""
+    """Check that the base allows adapters of every searched rank, alpha and set of layers."""
     space, lora = cohort.hp_config, cohort.slots.config
     if not searched(space):
         return
@@ -45,9 +45,7 @@ def check_adapters(cohort: Cohort) -> None:
 def check_widths(cohort: Cohort, *, given: bool) -> None:
     """Check that no rank is above the width of a layer; called with agents.
 
-    Args:
-        cohort: The agents.
-        given: Whether they start from an adapter, which brings its own rank.
+    `given` says whether they start from an adapter, which brings its own rank.
     """
     found = narrowest(cohort.slots)
     if found is None:
@@ -111,8 +109,8 @@ def agree_on_path(team: Team, base: SharedBase, *, native: bool) -> None:
     """Determine whether the base can be run, and by which path; all ranks use the same path.
 
     Call this before the base is divided among ranks: an operation that the model lacks would
-    interrupt a pass. With the native engine, the abilities of the base are probed too. vLLM reads
-    the files of the model and ignores changes to the object.
+    interrupt a pass. With the native engine, the base's abilities are probed too; vLLM reads the
+    model's files and ignores changes to the object.
     """
     if native:
         ability_of(base, {})

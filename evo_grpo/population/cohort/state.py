@@ -29,13 +29,9 @@ COUNTERS = ("steps", "dead_steps", "reference_updates")
 
 @dataclass(frozen=True)
 class Packed:
-    """The parts of an agent that are sent between ranks.
+    """The parts of an agent that are sent between ranks; fields are as in `AgentState`.
 
-    Attributes:
-        actor: Its adapter.
-        reference: Its own reference; None without one.
-        moments: AdamW's moments by the position of the parameter.
-        rank_error: See `AgentState`.
+    `reference` is None if it has none of its own; `moments` are by parameter position.
     """
 
     actor: AdapterCopy
@@ -50,20 +46,19 @@ class AgentState:
 
     Attributes:
         slot: Index within the cohort, >= 0, never reused.
-        optimizer: AdamW over its slot only. `initial_lr` of its group, torch's name for the lr
-            before any schedule, is the only place that stores an agent's lr. For an agent of
-            another rank, the optimizer has no parameters.
+        optimizer: AdamW over its slot only, without parameters for an agent of another rank.
+            `initial_lr` of its group, torch's name for the lr before any schedule, is the only
+            place that stores an agent's lr.
         member: Its member, which changes when the agent is replaced.
         history: Scores of the present member, latest last; the latest `KEPT_SCORES` are kept for
             the next round.
         steps: GRPO steps taken by this slot.
         dead_steps: Latest steps in a row in which all its groups had equal rewards.
-        rank_error: Relative error of the cut of its rank before this round; None without one. Only
-            the rank that has the agent knows it.
+        rank_error: Relative error of the cut of its rank before this round; None without one, and
+            on ranks that do not have the agent.
         last: Metrics of the last learn call.
         reference_updates: Argument of the last call of `set_reference_policy`.
-        has_reference: Whether it has its own frozen reference slot; otherwise its reference is the
-            adapter that all agents started from, or the base with adapters off.
+        has_reference: Whether it has its own frozen reference slot.
         hooks: Called after a mutation of one of its hyperparameters.
         rank: The rank that has its weights and trains it; all ranks have the rest of its state.
         shard: Agents of one shard generate and learn in one batch.
@@ -100,7 +95,7 @@ class AgentState:
 
     @property
     def counters(self) -> dict[str, int]:
-        """The values of `COUNTERS` by name; those that are set may lack some, which become 0."""
+        """The values of `COUNTERS` by name; the setter sets missing ones to 0."""
         return {name: getattr(self, name) for name in COUNTERS}
 
     @counters.setter
@@ -142,10 +137,8 @@ class References:
     """The frozen adapters to which the KL term compares the agents of a cohort.
 
     An agent's reference is its own reference adapter if it has one; otherwise the adapter that all
-    agents started from, in one shared slot; otherwise the base with adapters off.
-
-    Attributes:
-        start: Whether the slot `START` holds the adapter that all agents started from.
+    agents started from, in the shared slot `START` (if `start` is true); otherwise the base with
+    adapters off.
     """
 
     def __init__(self, slots: AdapterSlots) -> None:
@@ -179,7 +172,7 @@ def inherit(parent: torch.optim.Optimizer, child: torch.optim.Optimizer) -> None
 def packed(slots: AdapterSlots, state: AgentState, *, moments: bool) -> Packed:
     """Copy an agent's tensors to the CPU, with or without AdamW's moments.
 
-    The copies take 4 bytes per parameter, 12 with moments, 16 with moments and a reference.
+    They take 4 bytes per parameter, 12 with moments, 16 with moments and a reference.
     """
     reference = slots.snapshot(state.reference) if state.has_reference else None
     found = state.optimizer.state_dict()["state"] if moments else {}
@@ -196,7 +189,7 @@ def unpack(
     values: Packed,
     fresh_optimizer: Callable[[], torch.optim.Optimizer],
 ) -> None:
-    """Load tensors made by `packed` into a slot, which gets their configuration."""
+    """Load tensors made by `packed` into a slot, and give it their configuration."""
     for name, own in ((state.adapter, values.actor), (state.reference, values.reference)):
         if own is not None:
             fit_slot(slots, name, own.config)

@@ -1,8 +1,8 @@
-"""Distributes agents among shards, and orders what ranks send each other.
+"""Distributes agents among shards, and orders the transfers between ranks.
 
-A shard is a part of the population whose agents generate and learn in one batch. The composition of
-a batch affects how sums are rounded, so the number of shards is fixed for a run, like its seed.
-Ranks only compute shards, and any number of ranks gives the same result.
+A shard is a part of the population whose agents generate and learn in one batch. The batch affects
+how sums are rounded, so the number of shards is fixed for a run, like its seed, and any number of
+ranks gives the same result.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def deal(agents: Sequence[T], shards: int) -> tuple[tuple[T, ...], ...]:
 def side_by_side(transfers: Iterable[T], ends: Callable[[T], tuple[int, int]]) -> list[T]:
     """Return transfers between ranks in an order in which many run at the same time.
 
-    All ranks go through the transfers in this order, and each waits in its own for the other rank.
-    So they are dealt into groups in which no rank has two, first to the earliest group with room;
-    the groups follow one another. `ends` returns the two ranks of a transfer. A transfer within a
-    rank waits for nothing.
+    All ranks go through the transfers in this order, and wait in each of their own for the other
+    rank. So transfers are divided into consecutive groups in which no rank has two; each joins the
+    earliest group with room. `ends` returns the two ranks of a transfer; a transfer within a rank
+    never waits.
     """
     groups: list[set[int]] = []
     dealt: list[tuple[int, T]] = []

@@ -1,9 +1,8 @@
 """Detects lost ranks by heartbeats.
 
-A rank that waits for others cannot tell from the wait whether one of them is slow or dead: a round
-may take hours, and a stopped process keeps its connections. Therefore a thread of each rank writes
-a sign, a number that grows, into the store of torch.distributed about every second, and reads the
-signs of all other ranks.
+A waiting rank cannot tell whether another is slow or dead: a round may take hours, and a stopped
+process keeps its connections. Therefore a thread of each rank writes a sign, a number that grows,
+into the store of torch.distributed about every second, and reads the signs of all other ranks.
 """
 
 from __future__ import annotations
@@ -38,9 +37,7 @@ THREAD = "heartbeat"
 class Heartbeat:
     """Writes the signs of one rank into a shared store, and reads those of the other ranks.
 
-    Attributes:
-        limit: Seconds of silence after which a rank counts as lost.
-        every: Seconds between two looks.
+    A rank counts as lost after `limit` seconds of silence; `every` is the time between two looks.
     """
 
     def __init__(self, rank: int, size: int, store: Any, limit: float) -> None:  # noqa: ANN401 -- torch exports no Store
@@ -67,12 +64,10 @@ class Heartbeat:
         atexit.register(stop)
 
     def wait(self, done: Callable[[float], bool]) -> str:
-        """Wait for other ranks, without a time limit, unless one of them is lost.
+        """Wait without a time limit for other ranks; return why the wait cannot end, or "".
 
-        `done` waits up to the given number of seconds, and returns whether the wait is over.
-
-        Returns:
-            Why the wait cannot end, as a sentence without a full stop; empty once it is over.
+        `done` waits up to some seconds, and returns whether it is over. The reason has no full
+        stop.
         """
         looks, stalled = self._looks, 0
         while not done(self.every):
@@ -87,17 +82,14 @@ class Heartbeat:
         return ""
 
     def lost(self) -> str:
-        """Return a sentence that names a lost rank; empty while none is known to be."""
+        """Return a sentence that names a lost rank; empty if no rank is known to be lost."""
         most = max(self._missed)
         if not self._cut_off and most * self.every < self.limit:
             return ""
         return self._named(silent=not self._cut_off)
 
     def closed(self) -> str:
-        """Return a sentence that names the rank that has ended, after a connection was closed.
-
-        The sentence has no full stop, and is empty if all ranks are alive.
-        """
+        """Return which rank ended, after a connection was closed, without a full stop, or ""."""
         for looks in range(_LOOKS_AFTER_END):
             # Name the rank that was silent first: ranks that noticed it may have ended since, and
             # on a busy machine another rank may be late.
@@ -109,7 +101,7 @@ class Heartbeat:
         return ""
 
     def _named(self, *, silent: bool) -> str:
-        """Name the most silent rank, or the first one, which keeps the store, if none is."""
+        """Return the most silent rank; if none is silent, the first one, which keeps the store."""
         most = max(self._missed)
         rank = self._missed.index(most) if most >= _LOOKS_TO_MISS else 0
         time.sleep(2 * self.every)  # let the others see who, before this process or its store ends

@@ -1,9 +1,9 @@
 """Coordinates passes over a divided base, so that all ranks take part in every pass.
 
 A divided base is assembled layer by layer in every pass, which requires all ranks. Ranks have
-different numbers of passes, because their completions differ in length and their rows in number,
-and a single rank may evaluate alone. So before a pass the ranks agree on its kind. Ranks that
-requested this kind compute; the others only provide their part of the base.
+different numbers of passes, because completions differ in length and rows in number, and a single
+rank may evaluate alone. So before a pass the ranks agree on its kind. Ranks that requested this
+kind compute; the others only provide their part of the base.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from evo_grpo.errors import RunFailedError
 class Pass(IntEnum):
     """The kinds of passes; if ranks request different kinds, the higher one runs first.
 
-    A forward runs before a backward, so that a rank with many forwards then joins the others in
-    their backward, which costs the most.
+    So a rank with many forwards then joins the others in the costly backward.
     """
 
     BACKWARD = 1
@@ -38,7 +37,7 @@ class Lockstep:
     Args:
         highest: Sends a number to all ranks, and returns the highest number of all ranks.
         join_forward: Takes part in a forward of other ranks without computing anything.
-        join_backward: Takes part in a backward of other ranks without computing anything.
+        join_backward: The same for a backward.
 
     Attributes:
         broken: Whether this rank left in the middle of a pass, after which no exchange is possible.
@@ -63,13 +62,13 @@ class Lockstep:
         return self._pass(Pass.BACKWARD)
 
     def idle(self) -> None:
-        """Take part in the passes of other ranks until none of them wants one."""
+        """Take part in the passes of other ranks until none requests one."""
         with self._pass(IDLE):
             pass
 
     @contextmanager
     def _pass(self, wanted: int) -> Generator[None]:
-        """Remember an error in the middle of a pass: the others wait for this rank's part."""
+        """Record an error in the middle of a pass: the others wait for this rank's part."""
         if self.broken:
             raise RunFailedError(
                 "engine.base: expected every pass over the sharded base to be finished by all "

@@ -1,7 +1,6 @@
-"""Pickles a value without its tensors, which ranks send as they are.
+"""Pickles a value without its tensors, which ranks send separately.
 
-Pickling an adapter with its moments takes longer than sending it over a network of 10 Gbit/s, and
-holds several copies of it in memory.
+Pickling an adapter takes longer than sending it over 10 Gbit/s, and copies it several times.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 
 def taken_apart(value: object) -> tuple[bytes, list[Tensor]]:
-    """Return a value, pickled with gaps for its plain tensors, and these tensors, contiguous."""
+    """Return the pickle of a value without its plain tensors, and these tensors, contiguous."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)
@@ -23,7 +22,7 @@ def taken_apart(value: object) -> tuple[bytes, list[Tensor]]:
 
 
 def put_together(pickled: bytes, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401 -- what was taken apart
-    """Return the value that `taken_apart` was given, with `tensors` in the gaps."""
+    """Return the value that `taken_apart` pickled, with `tensors` inserted."""
     return _Unpickler(io.BytesIO(pickled), tensors).load()
 
 

@@ -1,8 +1,8 @@
 """Ranks over torch.distributed, started by accelerate, torchrun, Slurm or `evo-grpo run --nproc`.
 
-Messages are sent over a separate gloo group on the CPU, independent of the devices' backend:
-messages have kilobytes, and gloo detects at once that a process has ended. A thread waits for each
-message, so that the rank can stop when `evo_grpo.population.ranks.heartbeat` reports a lost rank.
+Messages, of kilobytes, go over a gloo group on the CPU, independent of the devices' backend: gloo
+detects at once that a process has ended. A thread waits for each message, so that the rank can stop
+when `evo_grpo.population.ranks.heartbeat` reports a lost rank.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class Ranks(Team):
         return f"rank {rank} of {self.size} failed: {text}"
 
     def _is_shared(self, error: BaseException) -> bool:
-        """Return whether the other ranks know of an error already, or of one that it came from."""
+        """Return whether the other ranks already know of an error or of its cause."""
         cause: BaseException | None = error
         while cause is not None:
             if cause is self._shared or isinstance(cause, OtherRankError):
@@ -226,7 +226,7 @@ class Ranks(Team):
     def _meet(self, exchange: Callable[[], object], error: BaseException | None = None) -> None:
         """Exchange a message with other ranks, without a time limit, unless a rank is lost.
 
-        If the message does not arrive and this rank has an error, that error is raised.
+        If that fails and this rank has an `error`, that error is raised.
         """
         result: Future[object] = Future()
 
@@ -247,8 +247,7 @@ class Ranks(Team):
     def _finish_passes(self, error: BaseException | None) -> None:
         """Take part in the remaining passes of other ranks before an exchange.
 
-        After an error in the middle of a pass this is impossible: this rank ends, and the others
-        detect it.
+        After an error in the middle of a pass this rank ends instead, and the others detect it.
         """
         broken = self._broken or (self._lockstep is not None and self._lockstep.broken)
         if error is not None and broken:
@@ -257,7 +256,7 @@ class Ranks(Team):
             self._lockstep.idle()
 
     def check_for_lost_ranks(self) -> None:
-        """Raise an error if another rank is lost, which this one may wait for."""
+        """Raise an error if a rank is lost for which this one may wait."""
         if why := self._heartbeat.lost():
             raise self._lost(why)
 
@@ -311,7 +310,7 @@ class _Board:
 
 
 def _wait(begun: Iterable[dist.Work | None]) -> None:
-    """Wait for transfers once all have begun: one at a time, each costs a round trip."""
+    """Wait for transfers that have all begun; otherwise each would cost a round trip."""
     for work in list(begun):
         if work is not None:
             work.wait()
@@ -327,8 +326,7 @@ def _of_exchange(error: BaseException) -> bool:
 def end_process(code: int) -> None:
     """End this process now with an exit code, although a thread may still wait for other ranks.
 
-    The wait returns when the other ranks end. If Python is shutting down at that moment, the
-    process aborts and its exit code is lost. The heartbeat thread may likewise wait for the store.
+    A wait that returns while Python shuts down would abort the process without the exit code.
     """
     if _is_waiting():
         atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] -- os._exit leaves them out
@@ -378,8 +376,7 @@ def sharing_early_errors() -> Generator[None]:
 def find_team(to_meet: timedelta | None = None) -> Team:
     """Return the ranks of the run that this process belongs to; connect them at the first call.
 
-    Args:
-        to_meet: Time that the other ranks may take to start; None uses START_VARIABLE.
+    `to_meet` is the time that the other ranks may take to start; None uses START_VARIABLE.
     """
     if not is_one_of_several():
         return Team()
@@ -426,10 +423,9 @@ def _join(to_meet: timedelta) -> None:
 
 
 def _loopback_store(to_meet: timedelta) -> Any:  # noqa: ANN401 -- torch exports no Store
-    """Return a store that listens on the loopback alone, if that is where the ranks meet.
+    """Return a store that listens on the loopback alone, if the ranks meet there; else None.
 
-    torch's own listens on all interfaces, for whoever connects. gloo and NCCL are bound to the
-    loopback too. None on several machines, and where a launcher keeps the store.
+    torch's own accepts connections on all interfaces. A launcher's store is not replaced.
     """
     try:
         address = socket.gethostbyname(os.environ["MASTER_ADDR"])

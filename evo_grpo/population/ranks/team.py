@@ -35,11 +35,8 @@ class Team:
     """The ranks of a run: this class for a single process, `Ranks` for several.
 
     All ranks make the same exchanges in the same order. Between two exchanges each rank works
-    independently, and may run any number of passes over a divided base.
-
-    Attributes:
-        rank: Number of this process (0-based).
-        size: Number of processes.
+    independently, and may run any number of passes over a divided base. `rank` is the number of
+    this process (0-based), `size` the number of processes.
     """
 
     rank: int = 0
@@ -48,11 +45,9 @@ class Team:
     def agree(self, part: T, decide: Callable[[list[T]], R]) -> R:
         """Return, on every rank, the decision of the first rank from the parts of all ranks.
 
-        Args:
-            part: Contribution of this rank; it is pickled.
-            decide: Called on the first rank only, with all parts in the order of the ranks; its
-                result is pickled. It must not run passes over a divided base, since the other ranks
-                wait.
+        `part` and the decision are pickled. Only the first rank calls `decide`, with all parts in
+        the order of the ranks; it must not run passes over a divided base, since the other ranks
+        wait.
 
         Raises:
             OtherRankError: Another rank failed before the exchange or in `decide`, or died.
@@ -74,15 +69,12 @@ class Team:
     def sharing_errors(self) -> AbstractContextManager[None]:
         """Return a context that sends an error of this rank to the others before it is raised.
 
-        The others receive it at their next exchange and raise `OtherRankError`.
+        The others raise `OtherRankError` at their next exchange.
         """
         return nullcontext()
 
     def send(self, values: object, to: int) -> None:
-        """Send a value to a rank that calls `receive`; it is pickled, except for its tensors.
-
-        Tensors are on the CPU.
-        """
+        """Send a value, pickled except for its CPU tensors, to a rank that calls `receive`."""
         raise AssertionError(f"rank {to} is not the only one of this run")
 
     def receive(self, source: int) -> Any:  # noqa: ANN401 -- what was sent

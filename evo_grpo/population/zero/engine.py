@@ -1,12 +1,12 @@
 """Defines one DeepSpeed engine over a shared base; agents take turns on the engine's adapter.
 
 The engine's adapter is a slot that belongs to no agent. A turn begins by copying an agent's weights
-and moments into the engine, and ends by copying both back. Agents are therefore added, copied and
-removed without DeepSpeed, whose engines do not support this, and the memory of an agent is its
-adapter and its part of the moments.
+and moments into the engine, and ends by copying both back. So agents are added, copied and removed
+without DeepSpeed, whose engines do not support this; the memory of an agent is its adapter and its
+part of the moments.
 
-The engine's adapter has the largest rank and all layers of any agent. What an agent lacks is zeros
-in it, in A as in B, so its gradient is zero and it stays zeros.
+The engine's adapter has the largest rank and all layers of any agent. Where an agent has less, A
+and B are zero, and so is their gradient, so they stay zero.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ TURN = "turn"
 
 
 class _Parts(nn.Module):
-    """The modules that DeepSpeed divides; a call runs the trunk, which is not among them.
-
-    Its submodules are the modules that own the parameters.
-    """
+    """The modules with parameters, which DeepSpeed divides; a call runs the trunk."""
 
     def __init__(self, parts: Sequence[nn.Module], run: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -56,11 +53,9 @@ class _Parts(nn.Module):
 class ZeroEngine:
     """DeepSpeed's engine for one adapter over a base; all processes create an equal engine.
 
-    Args:
-        config: The engine's adapter: the largest rank and all layers of any agent.
-        stage: 2 divides moments and gradients of the engine's adapter among the processes; 3 also
-            divides its weights and the decoder layers of the base; head and embedding stay whole.
-        accelerator: The accelerator with the active DeepSpeed plugin.
+    `config`, the engine's adapter, has the largest rank and all layers of any agent. Stage 2
+    divides its moments and gradients among the processes; stage 3 also its weights and the decoder
+    layers of the base, but not head and embedding. `accelerator` has the active DeepSpeed plugin.
     """
 
     def __init__(
@@ -123,10 +118,9 @@ class ZeroEngine:
             )
 
     def begin(self, weights_of: str, moments: LocalMoments, group: dict[str, Any]) -> None:
-        """Begin an agent's turn.
+        """Begin an agent's turn; the engine holds its moments until `end`.
 
-        `weights_of` is the agent's slot; the engine holds the agent's moments until `end`. Only lr,
-        betas and weight_decay of `group`, the parameter group of the agent's AdamW, are used.
+        `weights_of` is its slot. Of its AdamW's `group`, only lr, betas and weight_decay are used.
         """
         with self._writing(), torch.no_grad():
             own = _named(self.slots, weights_of)
@@ -280,10 +274,7 @@ def _named(slots: AdapterSlots, name: str) -> dict[str, nn.Parameter]:
 
 
 def fill(target: Tensor, values: Tensor | None) -> None:
-    """Copy values into the first rows and columns of a tensor that is as large or larger, in place.
-
-    The rest is set to zero; None has no values.
-    """
+    """Copy values, if any, into the first rows and columns of a tensor; zero the rest."""
     if values is None or values.shape != target.shape:
         target.zero_()
     if values is not None:

@@ -107,7 +107,7 @@ def prepare(
 ) -> Any:  # noqa: ANN401 -- DeepSpeed's engine, which is untyped
     """Return DeepSpeed's engine for a module, with the optimizer of its trained parameters.
 
-    DeepSpeed divides the trained parameters of the module, and at stage 3 also the others.
+    DeepSpeed divides the trained parameters, and at stage 3 also the others.
     """
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 

@@ -2,10 +2,8 @@
 
 Every process has all agents and all rows, and makes the same decisions. The rows of a micro-batch
 are divided among processes. DeepSpeed sums the gradients; metrics are summed at the end of a learn
-call.
-
-Each process samples a part of the prompts and receives all completions; the first process runs the
-environment and the rewards.
+call. Each process samples a part of the prompts and receives all completions; the first process
+runs the environment and the rewards.
 """
 
 from __future__ import annotations
@@ -45,8 +43,7 @@ from evo_grpo.types import CompletionGroup
 class ZeroOptimizer(torch.optim.Optimizer):
     """AdamW of one agent: its lr and this process's part of its moments; the engine takes steps.
 
-    It has one parameter group, with lr, betas and weight_decay. The moments are those of the
-    engine's adapter, zeros where the agent's lacks something.
+    Its group has lr, betas and weight_decay; moments are padded with zeros to the engine's shapes.
     """
 
     def __init__(self, group: dict[str, Any], engine: ZeroEngine, adapter: str) -> None:
@@ -72,8 +69,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load moments in the format of torch's AdamW; lr and other options are not loaded.
 
-        The engine counts steps for all parameters together, so those without moments begin with
-        moments of zero at the steps of the others.
+        Parameters without moments get zeros, at the step count that all share in the engine.
         """
         keys = [*self.engine.slots.shapes(self.adapter)]
         given = {keys[place]: own for place, own in state_dict["state"].items()}
@@ -162,8 +158,7 @@ def make_turns(
 ) -> Turns:
     """Build the engine of a cohort of at least one agent; all processes call this.
 
-    `accelerator` is the user's accelerator, with DeepSpeed's plugin for the stage `engine.zero`;
-    None creates one.
+    `accelerator` is the user's, with DeepSpeed's plugin for the stage; None creates one.
     """
     stage, device = settings.engine.zero, pick_device(settings.engine.device)
     assert stage is not None, "engine.zero"
@@ -323,7 +318,7 @@ class LedPlay:
     """A play that runs on the first rank, which sends its requests and experiences; see `Play`.
 
     The user's rewards and environments may be nondeterministic, but ranks that train an agent
-    together need equal results. All ranks make the same calls; `begin` is called on the first rank
+    together need equal results. All ranks make the same calls, except for `begin`, on the first
     only.
     """
 

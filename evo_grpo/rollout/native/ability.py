@@ -2,10 +2,9 @@
 
 Prompts of several lengths in one batch need a model that takes positions and a mask as arguments.
 Some models count the columns of the cache instead, including padding (MPT, the decoders of Bart and
-related models), and would sample from a wrong distribution without an error. So the probe decodes
-rows token by token and compares them with one forward pass over the whole row. It computes in
-float32 for any dtype of the weights: in half precision an error of a few positions looks like
-rounding.
+related models), and would sample from a wrong distribution without an error. So the probe compares
+rows decoded token by token with one forward pass over the whole row, in float32 for any dtype: in
+half precision an error of a few positions looks like rounding.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def ability_of(base: SharedBase, adapted: dict[str, LoraLayer]) -> Ability:
 def window_of(base: SharedBase) -> int:
     """Return the reach of a model's shortest local attention in tokens; 0 if it has none.
 
-    In shorter rows a local layer acts as a global one. Architectures name this field differently.
+    In shorter rows a local layer acts as a global one.
     """
     config = _text_config(base)
     found = [
@@ -146,8 +145,7 @@ def _probed(base: SharedBase, adapted: dict[str, LoraLayer], *, altered: bool) -
 def _refuse_bounded_steps(base: SharedBase, what: str) -> None:
     """Refuse a state-space layer that clamps its time steps in a forward but not in decoding.
 
-    Zamba2 and Nemotron-H of transformers 5 do so. The tokens determine which steps exceed the
-    bounds, so a probe of a few tokens cannot detect it.
+    Zamba2 and Nemotron-H of transformers 5 do so, for tokens that a probe may not have.
     """
     for path, module in base.trunk.named_modules():
         bounds: Any = getattr(module, "time_step_limit", None)
@@ -174,7 +172,7 @@ def _refuse_window_of_cache(base: SharedBase, what: str) -> None:
 
 
 def _problem(base: SharedBase, ability: Ability, ids: Tensor) -> str | None:
-    """Return why decoding does not give what one forward gives, or None if it does."""
+    """Return why decoding and one forward differ, or None if they agree."""
     equal = ability is Ability.EQUAL_LENGTHS
     try:
         error, allowed = _gap(base, ability, ids)

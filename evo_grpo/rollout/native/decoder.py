@@ -2,8 +2,8 @@
 
 `ModuleDecoder` runs a transformers model through its modules, with prompts of all lengths in one
 batch. `EqualLengthDecoder` runs models that padding would mislead, one prompt length at a time.
-`LlamaDecoder` (in evo_grpo/model/llama/decode.py) computes the same numbers for the Llama family
-with a third of the operations. One test suite covers all three.
+`LlamaDecoder` (in evo_grpo/model/llama/decode.py) computes the same for the Llama family with a
+third of the operations. One test suite covers all three.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ class Decoder(Protocol):
     """The model and key/value cache of one rollout; called inside `population_forward`."""
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Run prompts (NP, Tp) int64, padded on the right, of real lengths (NP,).
+        """Return the final hidden states (NP, H) at the last token of each prompt.
 
-        Returns:
-            (NP, H) final hidden states at each prompt's last token.
+        Prompts (NP, Tp) int64 are padded on the right; `lengths` (NP,) are without padding.
         """
         ...
 
     def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:
         """Expand NP prompt rows to B rows; `source` (B,) holds the prompt row of each.
 
-        The mask (B, 1, 1, columns) is True at the columns of the cache that a row attends to once
-        they are filled: its prompt's and those of decoded tokens.
+        The mask (B, 1, 1, columns) is True at the columns that a row attends to once they are
+        filled.
         """
         ...
 
@@ -43,25 +42,19 @@ class Decoder(Protocol):
         ...
 
     def reserve(self, columns: int) -> int | None:
-        """Prepare for steps that use at most so many columns of the cache.
+        """Prepare for steps that use at most `columns` columns of the cache.
 
-        Returns:
-            A number that is the same as long as steps read and write the same memory, and so can
-            be one CUDA graph; None if each step differs.
+        Returns a number that is equal while one CUDA graph can serve the steps; None if none can.
         """
         ...
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Run one token (B,) per row, at its position (B,) in prompt and completion.
-
-        Returns:
-            (B, H) final hidden states.
-        """
+        """Run one token (B,) per row at its position (B,); return final hidden states (B, H)."""
         ...
 
 
 class RefillDecoder(Decoder, Protocol):
-    """A decoder that rows of other prompts can join."""
+    """A decoder that lets rows of other prompts join its batch."""
 
     def beside(self) -> Self:
         """Return a decoder over the same adapters with an empty cache, for prompts that join."""
@@ -70,10 +63,7 @@ class RefillDecoder(Decoder, Protocol):
     def refill(self, arrived: Self | None, moves: Refill) -> int:
         """Add the rows of prompts from `beside`, and remove columns to which no row attends.
 
-        `arrived` is None if no row joins; otherwise it is used up.
-
-        Returns:
-            The number of columns of the cache that are used then.
+        `arrived` is used up; it is None if no row joins. Returns the number of columns then in use.
         """
         ...
 
@@ -127,10 +117,7 @@ class _Layer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """The key/value cache of a rollout.
-
-    It is prefilled once per (agent, prompt), expanded to G rows each, and shrinks as rows finish.
-    """
+    """The cache of a rollout: a row per (agent, prompt), expanded to G; shrinks as rows finish."""
 
     def __init__(self, layers: int, columns: int) -> None:
         """Create the cache without memory; the first write determines the shapes."""
@@ -148,7 +135,6 @@ class ModuleDecoder:
     """Decodes any model through its own forward."""
 
     def __init__(self, base: SharedBase, layers: int) -> None:
-        """Keep the base and its number of layers; `prefill` makes the cache."""
         self.base = base
         self.layers = layers
         self.cache = RowCache(layers, 0)
@@ -194,12 +180,10 @@ class ModuleDecoder:
 class EqualLengthDecoder:
     """Decodes any model as its `generate` does: rows of one length, with the model's own cache.
 
-    Without padding no model needs a mask or positions, even if it counts the columns of its cache,
-    biases attention by their distance, has a sliding window or carries a state.
+    Without padding no model needs a mask or positions, whatever its attention or state.
     """
 
     def __init__(self, base: SharedBase) -> None:
-        """Keep the base; `prefill` makes the cache."""
         self.base = base
         self.cache: Cache = DynamicCache()
 
@@ -240,8 +224,7 @@ def attention_of(base: SharedBase) -> str:
 def check_attention(base: SharedBase) -> None:
     """Refuse attention implementations of transformers that take no mask per row.
 
-    `ModuleDecoder` needs the mask. A model whose attention the user has registered takes none
-    either, but is decoded by `EqualLengthDecoder`.
+    `ModuleDecoder` needs the mask. `EqualLengthDecoder` runs attention that the user registered.
     """
     if attention_of(base).startswith(("flash", "flex", "paged")) or "/" in attention_of(base):
         raise ModelError(

@@ -56,17 +56,13 @@ _DECODES_BY: Mapping[type, str] = {KernelDecoder: "kernels", LlamaDecoder: "laye
 class NativeEngine(RolloutEngine):
     """Samples for all agents at once with the shared base and the current adapters.
 
-    Args:
-        slots: Adapters over the base.
-        settings: Bound the rows and prompts decoded at once and the context; None for the
-            defaults. A request of more rows is split by prompts, so that each piece holds all
-            agents.
+    `settings` bound the context and the rows and prompts decoded at once; None takes the defaults.
+    A larger request is split by prompts, so that each piece holds all agents.
     """
 
     exact = True
 
     def __init__(self, slots: AdapterSlots, settings: AgentSettings | None = None) -> None:
-        """Check that the model can be decoded; see the class docstring."""
         settings = settings or AgentSettings()
         longest = settings.algorithm.max_model_len
         self.slots = slots
@@ -88,7 +84,7 @@ class NativeEngine(RolloutEngine):
     def _choose_path(self) -> None:
         """Choose the joined layers if the model matches its type; otherwise probe its modules.
 
-        The model's code may change between calls; the result of a probe is cached for each change.
+        The model's code may change between calls; each change is probed once.
         """
         self._specialized = not self._by_modules and takes_fast_path(self.base, self.slots.layers)
         self.ability = Ability.ANY_LENGTHS
@@ -136,7 +132,7 @@ class NativeEngine(RolloutEngine):
     def _sampled(
         self, requests: Sequence[RolloutRequest], *, equal: bool = False
     ) -> list[list[CompletionGroup]]:
-        """Sample in pieces of all agents, or in one where rows can hand on their places."""
+        """Sample in pieces that hold all agents, or in one if waiting rows take over places."""
         groups: list[list[CompletionGroup]] = [[] for _ in requests]
         refills = self._specialized and not self.max_prompts and hands_on_places(self.base.device)
         per_prompt = sum(r.samples for r in requests)
@@ -169,7 +165,6 @@ class NativeEngine(RolloutEngine):
         return groups
 
     def _decode_fewer(self, per_prompt: int, prompts: int, error: BaseException) -> None:
-        """Halve the number of prompts decoded at once."""
         self.max_rows = halved(
             "engine.max_decode_rows",
             self.max_rows,
@@ -188,7 +183,7 @@ class NativeEngine(RolloutEngine):
     def _completed(
         self, requests: Sequence[RolloutRequest], places: int | None, *, equal: bool
     ) -> list[list[CompletionGroup]]:
-        """Sample; by torch's operations if a kernel cannot be compiled or launched."""
+        """Sample; use torch's operations if a kernel cannot be compiled or launched."""
         try:
             return self._rollout(requests, places, equal=equal)
         except KernelError as error:

@@ -19,11 +19,11 @@ _WORTH = 4
 
 @final
 class StepGraphs:
-    """Runs a step in plain once, captures it, and replays it as long as its memory is the same.
+    """Runs a step once without a graph, captures it, and replays it while its memory is the same.
 
-    One memory pool serves all captures, since only the latest is ever replayed. The latest keeps
-    the pool between rollouts, so that a capture allocates nothing after the first. If a capture
-    fails, steps stay plain from then on, and a warning gives the reason.
+    All captures share one memory pool, since only the latest is ever replayed. It keeps the pool
+    between rollouts, so that later captures allocate nothing. If a capture fails, all later steps
+    run without graphs, and a warning gives the reason.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,11 +37,11 @@ class StepGraphs:
         self.work = True
 
     def forget(self) -> None:
-        """Replay no earlier capture: the next step reads other memory."""
+        """Drop the earlier capture: the next step reads other memory."""
         self._memory = None
 
     def run(self, step: Callable[[], None], memory: object, count: int) -> None:
-        """Run a step `count` times, which reads and writes the memory of the last call if equal."""
+        """Run a step `count` times; replay it if `memory` equals that of the last call."""
         with torch.cuda.device(self._device):
             if memory != self._memory and self.work and count >= _WORTH:
                 first = self._memory is None
@@ -59,7 +59,7 @@ class StepGraphs:
                     graph.replay()
 
     def _beside(self, call: Callable[[], None]) -> None:
-        """Call on the stream of captures, after and before all else."""
+        """Call on the stream of captures, in order with all other work."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         try:
@@ -69,7 +69,7 @@ class StepGraphs:
             current.wait_stream(self._stream)
 
     def _capture(self, step: Callable[[], None]) -> None:
-        """Capture a step, whose memory is the pool's."""
+        """Capture a step with the memory of the pool."""
         error = self._tried(step)
         if error is not None and is_out_of_memory(error):
             # A capture, unlike a plain step, does not take back what the allocator has cached.
@@ -90,7 +90,6 @@ class StepGraphs:
         )
 
     def _tried(self, step: Callable[[], None]) -> RuntimeError | None:
-        """Capture a step; return the error if that fails."""
         graph = torch.cuda.CUDAGraph()
 
         def capture() -> None:

@@ -1,8 +1,8 @@
 """The decode loop: the rows that are decoded at once, and their steps until each has ended.
 
-A step keeps everything that it changes in tensors on the device and asks nothing of the host, so
-that a CUDA graph can hold it. Between blocks of steps the host looks which rows have ended; what
-was drawn past a row's end does not count. Where rows wait, they take the places of those.
+A step keeps its state in tensors on the device and needs nothing from the host, so that a CUDA
+graph can hold it. Between blocks of steps the host looks which rows have ended, and gives their
+places to waiting rows. Tokens drawn past a row's end are ignored.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class Batch:
         self._large_parts = self._cut(_KERNEL_BYTES // (vocabulary * element))
 
     def _cut(self, size: int) -> list[tuple[slice, RowSampling]]:
-        """Return slices of at most so many rows, with their settings."""
+        """Return slices of at most `size` rows, with their settings."""
         size, rows = max(1, size), self.rows
         slices = [slice(start, start + size) for start in range(0, len(rows.origin), size)]
         return [(part, rows.sampling.part(part)) for part in slices]
 
     def draw(self, logits: Callable[[slice], Tensor], ends: StopConditions, output: Output) -> None:
-        """Draw a token of each row, from the logits of some rows at a time."""
+        """Draw a token of each row; `logits` returns those of a slice of rows."""
         rows, drawn = self.rows, self.drawn
         draws = (
             rows.draws.index_select(0, drawn) if self._alike else rows.draws.gather(0, drawn[None])
@@ -98,7 +98,7 @@ class Batch:
         self.tokens.copy_(tokens)
         drawn.add_(1)
         if not self._alike:
-            # Rows that have ended stay at the place behind the last token.
+            # Ended rows keep the position after their last token.
             drawn.clamp_(max=len(rows.draws) - 1)
 
     def draw_by_kernels(
@@ -106,7 +106,7 @@ class Batch:
     ) -> None:
         """Draw a token of each row from final hidden states (B, H), by two kernels; see `draw`.
 
-        It serves sampling without filters and penalties.
+        This works only for sampling without filters and penalties.
         """
         rows, scale, cap = self.rows, base.logit_scale, base.softcap
         for part, sampling in self._large_parts:
@@ -134,9 +134,7 @@ class Batch:
 class StopStrings:
     """Finds the rows of a decode loop whose text has a stop string, between blocks of steps.
 
-    Args:
-        ends: Where completions end.
-        rows: Rows of the call.
+    `ends` says where completions end, and `rows` is the number of rows of the call.
 
     Attributes:
         lengths: Row -> tokens of its completion, for the rows that a stop string ended.
@@ -187,11 +185,9 @@ _REFILL_SHARE, _REFILL_SHARE_OF_GRAPHS = 0.125, 0.25
 
 @final
 class DecodeLoop:
-    """The rows that are decoded.
+    """Decodes rows from an empty cache; `graphs` holds steps as CUDA graphs, None for plain steps.
 
-    Args:
-        decoder: With an empty cache; a `RefillDecoder` if not all rows are decoded at once.
-        graphs: Holds steps as CUDA graphs; None for plain steps.
+    The decoder is a `RefillDecoder` if not all rows are decoded at once.
     """
 
     def __init__(
@@ -302,10 +298,10 @@ class DecodeLoop:
         self._go_on(batch)
 
     def _refill(self) -> None:
-        """Remove the finished rows, give their places to rows that wait, and free columns."""
+        """Remove the finished rows, give their places to waiting rows, and free columns."""
         queue, places = self.queue, len(self.batch.tokens)
         decoder = cast("RefillDecoder", self.decoder)
-        # First, so that the prompts that join have the memory of the rows that leave.
+        # First, so that joining prompts can use the memory of leaving rows.
         self._remove_finished()
         old = self.batch
         staying = old.rows.origin.cpu().numpy()
@@ -354,7 +350,6 @@ class DecodeLoop:
         return Batch(rows, drawn, vocabulary, element, alike=self._alike and not self._kernels)
 
     def _go_on(self, batch: Batch) -> None:
-        """Decode other rows from now on."""
         self.batch = batch
         if self._graphs is not None:
             self._graphs.forget()  # it reads the memory of other rows
@@ -362,14 +357,14 @@ class DecodeLoop:
 
 
 def hands_on_places(device: torch.device) -> bool:
-    """Return whether rows that wait take the places of rows that have ended.
+    """Return whether waiting rows take the places of rows that have ended.
 
-    On a CPU, whose steps take as long as they have rows, few rows at the end of a piece cost
-    little: refilling takes 1.15 to 1.19 times as long as pieces (`experiments/bench/tail.py`).
+    On a CPU the time of a step is proportional to its rows, so the few rows at the end of a piece
+    cost little: refilling takes 1.15 to 1.19 times as long as pieces (`experiments/bench/tail.py`).
     """
     return device.type != "cpu"
 
 
 def block_of(device: torch.device) -> int:
-    """Return the steps between two looks of the host, which wait for a device beside it."""
+    """Return the number of steps between two looks of the host, which wait for the device."""
     return 1 if device.type == "cpu" else 8

@@ -23,10 +23,9 @@ class Rows:
 
     Attributes:
         origin: (B,) index of each row in the output.
-        draws: (steps, B) float64 in [0, 1), one per token of the longest completion; one more
-            where rows wait.
+        draws: (steps, B) float64 in [0, 1), one per token of the longest completion; one more where
+            rows wait.
         lengths: (B,) prompt lengths.
-        sampling: Sampling settings per row.
         seen: (B, V) bool, tokens of prompt and completion so far; None without a penalty.
         layout: Adapters that have rows, and the number of rows of each.
     """
@@ -68,9 +67,7 @@ def expand_rows(
 
     `lengths` (NP,) are those of the prompts `ids` (NP, longest prompt), padded on the right. Draws
     are made for `steps` tokens of the longest completion; `context` bounds prompt plus completion.
-
-    Returns:
-        The rows, without `seen`, and the (agent, prompt) row of each (B,).
+    Returns the rows, without `seen`, and the (agent, prompt) row of each (B,).
     """
     device = lengths.device
     repeats = torch.tensor([r.samples for r in requests for _ in r.prompts])
@@ -98,19 +95,16 @@ def expand_rows(
 def prompt_mask(lengths: Tensor, prompt: int, columns: int) -> Tensor:
     """Return the columns (B, 1, 1, columns) bool that rows with prompts of `lengths` attend to.
 
-    Decoded columns start after the longest prompt, of `prompt` tokens; the padding of shorter ones
-    is masked.
+    Decoded columns start after the longest prompt, of `prompt` tokens; padding is masked.
     """
     column = torch.arange(columns, device=lengths.device)
     return ((column < lengths[:, None]) | (column >= prompt))[:, None, None, :]
 
 
 class Output:
-    """Tokens and log-probs of all rows, including those that left the batch.
+    """Tokens (C, B) int64 and log-probs (C, B) fp32 of all rows, including those that have ended.
 
-    Attributes:
-        tokens: (C, B) int64, C the longest completion; -1 after a row's end.
-        logprobs: (C, B) fp32.
+    C is the longest completion; tokens after a row's end are -1.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -131,8 +125,7 @@ class Output:
 class StopConditions:
     """End tokens and length limits of the rows in the batch.
 
-    `possible` says what the host knows without a look at the device: with fixed lengths, no row
-    ends before the last step.
+    `possible` uses what the host knows: with fixed lengths, no row ends before the last step.
     """
 
     def __init__(
@@ -143,13 +136,13 @@ class StopConditions:
         self._least, self._shortest = sampling.least, sampling.shortest
 
     def possible(self, drawn: int) -> bool:
-        """Return whether a row can have ended when so many tokens were drawn."""
+        """Return whether a row can have ended after `drawn` tokens."""
         return drawn > self._least or drawn >= self._shortest
 
     def forbidden(self, drawn: Tensor, sampling: RowSampling) -> Tensor | None:
         """Return the tokens that some rows cannot draw after `drawn` (1,) or (B,) others.
 
-        It is bool (1, V) for all rows or (B, V); None if no row has a least length.
+        bool, (1, V) for all rows or (B, V); None if no row has a least length.
         """
         minimum = sampling.minimum
         if minimum is None:
@@ -166,13 +159,9 @@ class StopConditions:
 
 
 class Prompts(NamedTuple):
-    """Prompts of some rows.
+    """The prompts `ids` (NP, longest prompt) of some rows, padded on the right.
 
-    Attributes:
-        ids: (NP, longest prompt), padded on the right.
-        lengths: (NP,).
-        layout: Their adapters.
-        source: (B,) prompt of each row.
+    `lengths` are (NP,), `layout` has the adapters, and `source` (B,) is the prompt of each row.
     """
 
     ids: Tensor
@@ -185,19 +174,14 @@ class Prompts(NamedTuple):
 class RowQueue:
     """The rows of a call, of which at most `places` are decoded at once.
 
-    Rows wait by prompt, then by agent, so that all agents are at about the same prompt.
+    Rows wait by prompt, then by agent, so that all agents are at about the same prompt. `columns`
+    is the number of tokens of the longest prompt.
 
     Args:
         requests: One per agent, each with prompts.
         ids: (NP, longest prompt) prompt ids, padded on the right.
         lengths: (NP,) prompt lengths.
         places: Most rows at once; None for all. Other decoders than a `RefillDecoder` take all.
-        steps: Tokens of the longest completion.
-
-    Attributes:
-        rows: All rows.
-        places: As given; None if there are no more rows.
-        columns: Tokens of the longest prompt.
         steps: Tokens of the longest completion.
     """
 

@@ -1,7 +1,7 @@
 """Writes adapters for vLLM: a folder, a name and an id for each version of each adapter.
 
 vLLM has separate caches keyed by an adapter's name, path and id: an old id with a new path returns
-the old weights, and an old name the old keys and values. So no name, path or id is used twice.
+the old weights, and an old name the old keys and values. So all three are used only once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class Published:
     """One version of an adapter, as it is sent to vLLM.
 
     Attributes:
-        version: Version of the slot.
         id: Id for vLLM, >= 1, used once.
         folder: Folder with the adapter in PEFT's format, and its name for vLLM; used once.
         finite: False if a weight is not finite; such an adapter is not written.
@@ -99,8 +98,8 @@ def rank_of(slots: AdapterSlots, name: str) -> int:
 def folded(slots: AdapterSlots, name: str) -> dict[str, Tensor]:
     """Return an adapter's weights by PEFT's keys, with one rank and a scale of 1 in all layers.
 
-    B includes the scale of its layer, and smaller ranks are padded with zeros, so vLLM need not
-    support per-layer ranks and scales.
+    B includes the scale of its layer, and smaller ranks are padded with zeros, for a vLLM without
+    per-layer ranks and scales.
     """
     rank = rank_of(slots, name)
     state = slots.state(name)

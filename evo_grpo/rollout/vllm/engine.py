@@ -44,12 +44,9 @@ class VLLMEngine(RolloutEngine):
 
     vLLM computes with other kernels, so its log-probs differ from the trainer's: the learner
     corrects for the difference and reports it. The request's seed determines the draws of each row,
-    but the logits, and so the tokens, may be rounded differently in another batch.
+    but logits, and so tokens, may be rounded differently in another batch.
 
-    Args:
-        slots: Adapters over the base.
-        settings: `engine.vllm` says how vLLM runs.
-        link: Connection to a vLLM that has started; None starts one.
+    `link` is the connection to a vLLM that has started; None starts one as `engine.vllm` says.
     """
 
     exact = False
@@ -158,7 +155,6 @@ class VLLMEngine(RolloutEngine):
         return _Part(request, published if finite else None, finite=finite, exact=exact)
 
     def _question(self, parts: Sequence[_Part]) -> dict[str, Any]:
-        """Return the message for `server.Session.generate`."""
         ids, lengths, limits, seeds = array("i"), array("i"), array("i"), array("q")
         asked: list[dict[str, Any]] = []
         for part in parts:
@@ -212,10 +208,9 @@ class _Part:
     """A request for vLLM.
 
     Attributes:
-        request: The request.
         adapter: The adapter that vLLM uses, None for the base.
-        finite: False for an agent whose weights are not finite: the base samples in its place, and
-            its log-probs are NaN.
+        finite: False for an agent whose weights are not finite: the base samples instead, and the
+            log-probs are NaN.
         exact: Whether vLLM's log-probs are those of the policy; see `means_policy`.
     """
 
@@ -228,8 +223,8 @@ class _Part:
 def means_policy(sampling: Sampling, vocabulary: int, settings: VLLMSettings) -> bool:
     """Return whether vLLM's log-probs are `log_softmax(logits / temperature)`.
 
-    vLLM reports log-probs of the distribution that it draws from, so filters and penalties change
-    them: top_p 0.9 by 0.1 nats, a repetition penalty of 1.3 by 1.4, min_output_tokens by 8.
+    vLLM reports those of the distribution that it draws from, so filters and penalties change them:
+    top_p 0.9 by 0.1 nats, a repetition penalty of 1.3 by 1.4, min_output_tokens by 8.
     """
     return (
         sampling.temperature >= LEAST_TEMPERATURE
@@ -266,11 +261,9 @@ def sampling_keywords(sampling: Sampling, ends: Ends, settings: VLLMSettings) ->
 
 
 def _folder(below: str | None, fast: Path | None = None) -> Path:
-    """Create a private folder for this engine.
+    """Create a private folder for this engine in `below`.
 
-    Args:
-        below: Parent folder; None for `fast` if that is writable, else the temporary files.
-        fast: Preferred parent if `below` is None.
+    If `below` is None, it is created in `fast` if that is writable, else among the temporary files.
     """
     if below is not None:
         place = Path(below).expanduser()

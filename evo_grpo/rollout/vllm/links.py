@@ -158,7 +158,7 @@ def _raised(operation: str, kind: str, text: str) -> str:
 def failure(operation: str, what: str, log: Path) -> EngineUnavailable | RunFailedError:
     """Return the error for a failed operation; the caller adds the lines of the log as notes.
 
-    A failed `start` is an error of the input, since no round has been played.
+    A failed `start` is an input error, since no round has been played.
     """
     text = printable(shorten(what, 1000))
     where = f"; the last lines of its log {log} follow"

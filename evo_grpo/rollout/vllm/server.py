@@ -67,10 +67,8 @@ def _unpacked(found: dict[str, Any]) -> Any:  # noqa: ANN401 -- an array, or wha
 class Row(NamedTuple):
     """One completion to sample.
 
-    Attributes:
-        adapter: Name, id and path for vLLM, or None for the base.
-        prompt: Token ids.
-        sampling: Keywords of `vllm.SamplingParams`.
+    The `adapter` is name, id and path for vLLM, or None for the base; `prompt` has token ids;
+    `sampling` has keywords of `vllm.SamplingParams`.
     """
 
     adapter: tuple[str, int, str] | None
@@ -81,10 +79,9 @@ class Row(NamedTuple):
 def rows_of(message: Mapping[str, Any]) -> list[Row]:
     """Return the completions that a message requests, ordered by request, prompt, completion.
 
-    Args:
-        message: `requests`, each with `adapter`, `sampling`, `prompts` (P) and `samples` (G). The
-            arrays `ids`, `lengths` and `limits` hold the prompts of all requests, `seeds` one
-            number per completion.
+    The message has `requests`, each with `adapter`, `sampling`, `prompts` (P) and `samples` (G).
+    Its arrays `ids`, `lengths` and `limits` hold the prompts of all requests, `seeds` one number
+    per completion.
     """
     ids, lengths = message["ids"], message["lengths"]
     limits, seeds = message["limits"], iter(message["seeds"])
@@ -105,10 +102,7 @@ def rows_of(message: Mapping[str, Any]) -> list[Row]:
 
 
 class Session:
-    """Serves the operations `start`, `generate`, `sleep` and `wake` with vLLM.
-
-    Each takes a message and returns the answer.
-    """
+    """Serves `start`, `generate`, `sleep` and `wake`; each answers a message."""
 
     def __init__(self) -> None:
         self._vllm: Any = None
@@ -132,9 +126,8 @@ class Session:
     def start(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Load vLLM and the base, and sample once.
 
-        Args:
-            message: `llm` holds the keywords of `vllm.LLM`, and `level` the level at which it will
-                sleep; the rest is as for `generate`.
+        Of the message, `llm` holds the keywords of `vllm.LLM`, and `level` the level of later
+        sleep; the rest is as for `generate`.
         """
         self._vllm = importlib.import_module("vllm")
         if message["level"] == 2 and not reloads_with_adapters():
@@ -150,9 +143,8 @@ class Session:
     def generate(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Sample completions; first drop the adapters whose ids are in `remove`.
 
-        Returns:
-            Arrays: the concatenated `tokens` and `logprobs` of the completions, their `lengths`,
-            and `stopped`, 1 where a string of `stop` ended a completion.
+        Returns arrays: the concatenated `tokens` and `logprobs` of the completions, their
+        `lengths`, and `stopped`, 1 where a string of `stop` ended a completion.
         """
         for number in message["remove"]:
             self._remove(number)
@@ -215,8 +207,8 @@ class Session:
         """Return the completion of every row; NaN of one agent does not reach the others.
 
         An agent whose activations overflow leaves NaN in the cache of keys and values. A later row
-        in that memory multiplies it by 0, which is NaN again, so other agents would break one call
-        later. Rows with NaN are therefore sampled again, adapter by adapter, on a cleared cache.
+        that reuses this memory multiplies it by 0, which is NaN again. Rows with NaN are therefore
+        sampled again, adapter by adapter, on a cleared cache.
         """
         outputs = self._sampled(rows)
         broken = [i for i, output in enumerate(outputs) if not _is_finite(output)]
@@ -280,8 +272,8 @@ class Session:
 def probe_gap(one: tuple[list[int], list[float]], other: tuple[list[int], list[float]]) -> float:
     """Return the largest difference in nats between two probes; NaN if one became NaN.
 
-    The comparison ends with the first tokens that differ, since rounding decides between two tokens
-    of equal probability. An agent that was NaN before sleeping is not compared.
+    The comparison ends at the first tokens that differ, since rounding decides between equal
+    probabilities. An agent that was NaN before sleeping is not compared.
     """
     largest = 0.0
     for token, other_token, value, other_value in zip(

@@ -97,8 +97,8 @@ def environment(base: SharedBase, settings: AgentSettings) -> dict[str, str]:
 def base_folder(base: SharedBase, settings: AgentSettings, scratch: Path) -> str:
     """Return the folder or hub id of the base for vLLM.
 
-    A base that was given as a module, comes from a GGUF file or was loaded with `model.config` is
-    first written to `scratch`.
+    A base given as a module, from a GGUF file or loaded with `model.config` is written to
+    `scratch`.
     """
     model = settings.model
     if settings.engine.vllm.model is not None:
@@ -150,7 +150,7 @@ def llm_keywords(
     """Return the keywords of `vllm.LLM`.
 
     `folder` is the folder or hub id of the base, `context` the most tokens of prompt plus
-    completion, and `rank` the largest rank of an adapter.
+    completion.
     """
     base, engine, own = slots.base, settings.engine, settings.engine.vllm
     on_cpu = base.device.type == "cpu"

@@ -1,10 +1,10 @@
-"""Attention of rows that share prefixes, by flash kernels that read each key once a prefix.
+"""Attention of rows that share prefixes, by flash kernels that read each key once per prefix.
 
-Every prefix and every rest attends to itself, and the rests of a prefix, as one long query, to the
-keys of that prefix; the two outputs of a rest are joined by their log-sum-exps. With the joined
-output and log-sum-exp, the backward of each of the two calls is its part of the gradient
-(Dao 2023, arXiv:2307.08691, eq. 4). So the forward copies no key for a row or for a head of a
-group, and there is no mask. Keys of prefixes of unequal length are packed, once a prefix.
+Every prefix and every rest attends to itself. The rests of a prefix, as one long query, also attend
+to the keys of that prefix; their two outputs are joined by their log-sum-exps. With the joined
+output and log-sum-exp, the backward of each of the two calls is its part of the gradient (Dao 2023,
+arXiv:2307.08691, eq. 4). So the forward has no mask and copies no key for a row or for a head of a
+group. Keys of prefixes of unequal length are packed once.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Offsets: TypeAlias = tuple[Tensor, Tensor, int, int, bool]
 
 
 class Segments:
-    """Which tokens of a micro-batch attend to which, as flash kernels take it.
+    """Which tokens of a micro-batch attend to which, in the format of flash kernels.
 
     Attributes:
-        alone: Every row, or every prefix and rest, for itself.
+        alone: Every row, or every prefix and rest, attending to itself.
         over: The rests of each prefix over its keys; None without prefixes.
         real: Places of the real tokens of the prefixes; None if all are real.
         start: First token of the rests.
@@ -72,7 +72,7 @@ class Segments:
     ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
         """Return dq, dk and dv of each part, given the joined outputs and log-sum-exps.
 
-        Those of keys and values in the second part are of the real tokens of the prefixes.
+        dk and dv of the second part are for the real tokens of the prefixes.
         """
         k, v = kv
         with self._order():
@@ -100,8 +100,8 @@ class Segments:
 class WindowSegments(Segments):
     """`Segments` of a layer whose window is shorter than rows.
 
-    A rest has the last keys of its prefix that the window reaches, a copy for each row, before its
-    own, so that one call attends to both; another is of the prefixes, or of whole rows.
+    In one call, each rest attends to itself and to a copy of the last keys of its prefix, which the
+    window reaches. A second call handles the prefixes, or whole rows.
     """
 
     def __init__(
@@ -127,9 +127,9 @@ class WindowSegments(Segments):
         self._rests: Offsets | None = rests.int(), keys.int(), after, max(lengths), True
 
     def attend(self, q: Tensor, kv: Tensor, scale: float) -> tuple[list[Tensor], list[Tensor]]:
-        """See `Segments`; both parts are in the first, since nothing is to be joined.
+        """Return one part with the rows of both calls, since nothing is joined; see `Segments`.
 
-        The log-sum-exps of the rests are the last of the states.
+        The last of the states has the log-sum-exps of the rests.
         """
         if self._rests is None:
             return list(flash_forward(q, kv[0], kv[1], *self.alone, scale, self._window)), []
@@ -168,9 +168,9 @@ class WindowSegments(Segments):
 
 @contextmanager
 def _in_a_fixed_order() -> Generator[None]:
-    """Let the kernel add gradients of queries in a fixed order, not by atomic sums.
+    """Make the kernel add gradients of queries in a fixed order, not by atomic sums.
 
-    A mode that only warns would leave the order open. Memory is not filled, as this mode does.
+    A mode that only warns would leave the order open; filling memory is switched off.
     """
     settings: Any = torch.utils.deterministic
     before, fills = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
@@ -188,9 +188,9 @@ def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, longest_query: int,
     longest_key: int, causal: bool, scale: float, window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return outputs (M, heads, D), log-sum-exps (heads, M) fp32, and what the backward takes.
+    """Return outputs (M, heads, D), log-sum-exps (heads, M) fp32, and the state for the backward.
 
-    The last query of a segment is at its last key; window 0 is none.
+    The last query of a segment is at its last key; a window of 0 means none.
     """
     if q.device.type == "cuda":
         return torch.ops.aten._flash_attention_forward(
@@ -233,7 +233,7 @@ def flash_backward(
 
 
 def _reach(window: int) -> dict[str, int]:
-    """Return how far a query reaches, in the words of torch's operators on CUDA."""
+    """Return the reach of a query as keywords of torch's operators on CUDA."""
     return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 
 

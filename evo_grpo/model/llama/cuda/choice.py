@@ -1,7 +1,6 @@
-"""The choice between the kernels of a forward and torch's operations, with which they are compared.
+"""Chooses between kernels and torch's operations, with which the kernels are compared.
 
-Compilers and drivers differ from card to card, torch's flash attention is private, so that a
-release may change what it means, and wrong gradients would show in no error.
+Compilers, drivers and torch's private flash attention vary, and wrong gradients raise no error.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ _COLUMNS, _PROMPT = 180, 150
 
 
 def differs(slots: AdapterSlots, adapters: Sequence[str | None]) -> str | None:
-    """Return by how much gradients differ, None if no more than roundings explain.
-
-    It is found once for a base on a device, by the first adapters.
-    """
+    """Return by how much gradients differ, None if rounding explains it; found once per base."""
     base = slots.base
     names = [name for name in adapters if name is not None][:2]
     known: dict[object, float] = base.derived.setdefault("kernels compared", {})
@@ -114,7 +110,7 @@ _REFUSED = "kernels refused"
 def open_decoder(
     weights: LlamaWeights, fused: FusedForward, columns: int, wanted: Kernels
 ) -> LlamaDecoder | KernelDecoder:
-    """Return the decoder of a rollout: that by kernels where they serve the base and its device."""
+    """Return the decoder of a rollout, with kernels if they support the base and its device."""
     base = weights.base
     if not _expected(base, weights.dtype, wanted) or base.derived.get(FAILED):
         return LlamaDecoder(weights, fused, columns)
@@ -128,7 +124,7 @@ def open_decoder(
 def open_learner(
     slots: AdapterSlots, adapters: Sequence[str | None], *, recompute: bool
 ) -> LlamaForward:
-    """Return the forward of an optimizer step: that by kernels where they serve the base."""
+    """Return the forward of an optimizer step, with kernels if they support the base."""
     base = slots.base
     weights = LlamaWeights.of(base, slots.layers)
     if _expected(base, weights.dtype, base.kernels) and not base.derived.get(FAILED):
@@ -158,7 +154,6 @@ def give_up_kernels(base: SharedBase, error: KernelError) -> None:
 
 
 def _say(base: SharedBase, reason: str, does: str = "decodes") -> None:
-    """Warn once why kernels do not serve a base."""
     said: set[str] = base.derived.setdefault(_REFUSED, set())
     if reason not in said:
         said.add(reason)
@@ -203,7 +198,7 @@ def _unlearned(weights: LlamaWeights) -> str | None:
 
 
 def _differs(slots: AdapterSlots, adapters: Sequence[str | None]) -> str | None:
-    """Return that kernels give other gradients, or fail, on a GPU; None if they do not."""
+    """Return why kernels are not used on a GPU: other gradients or a failure; else None."""
     if slots.base.device.type != "cuda":
         return None
     try:

@@ -1,11 +1,11 @@
-"""Prompts and decode steps by kernels, of as many launches whatever rows and ranks agents have.
+"""Prompts and decode steps by kernels, with a number of launches independent of rows and ranks.
 
-A row's column of the cache is its position, so that a row attends to its first columns and needs
-neither a mask nor a column of its own.
+A row's column of the cache is its position, so that a row attends to its first columns and needs no
+mask.
 
 The A of all agents are further rows of the weight, so that one product gives a linear layer and the
-low columns of every agent; their B lie in one buffer. Adapters change when agents learn, so both
-are copied once a rollout. Ranks are an agent's own: none is padded to that of another.
+low columns of every agent; their B lie in one buffer. Both are copied once per rollout, since
+agents learn in between. No rank is padded to that of another agent.
 """
 
 from __future__ import annotations
@@ -79,11 +79,9 @@ class AdaptedLinear:
 
 @dataclass(frozen=True)
 class RowTables:
-    """Whose rows are whose.
+    """The `owners` (B,) int64, the agent of each row, and `tiles` (T, 3) int64 of rows.
 
-    Attributes:
-        owners: (B,) int64, the agent of each row.
-        tiles: (T, 3) int64: first row, rows and agent of each tile.
+    A tile is its first row, its number of rows and their agent.
     """
 
     owners: Tensor
@@ -129,13 +127,12 @@ def adapted_layers(weights: LlamaWeights, fused: FusedForward) -> list[list[Adap
 
 @dataclass(frozen=True)
 class _Plan:
-    """Where the adapters of a joined layer lie.
+    """The places of the adapters of a joined layer, the `base`.
 
     Attributes:
-        base: The layer.
         stacks: The adapters of each part; None where no agent adapts it.
-        entries: Of the table, flat.
-        ranks: Of each part, those of all agents.
+        entries: The entries of the table, flat.
+        ranks: For each part, the ranks of all agents.
     """
 
     base: JoinedLinear
@@ -167,7 +164,7 @@ class _Plan:
         self, modules: list[Any], table: Tensor, before: dict[int, Tensor],
         buffers: dict[int, Tensor],
     ) -> AdaptedLinear:  # fmt: skip
-        """Copy the adapters to their places; `buffers` gets the weight that has room for A."""
+        """Copy the adapters to their places; `buffers` receives the weight that has room for A."""
         base, own = self.base, self.base.weight.detach()
         width, low = own.shape[0], sum(map(sum, self.ranks))
         if not low:
@@ -209,7 +206,6 @@ class _Plan:
 
 
 def _rank(fused: FusedForward, name: str, adapter: str | None) -> int:
-    """Return the rank of an adapter in a layer, 0 if it leaves it out."""
     layer = fused.layers[name]
     if adapter is None or adapter not in layer.lora_A:
         return 0
@@ -217,7 +213,7 @@ def _rank(fused: FusedForward, name: str, adapter: str | None) -> int:
 
 
 def _with_room(base: JoinedLinear, modules: Sequence[Any], rows: int) -> Tensor:
-    """Return the weight of a joined layer with further rows, of which the parameters are views."""
+    """Return a joined layer's weight with more rows; the parameters become views of it."""
     own = base.weight.detach()
     weight = own.new_zeros(rows, own.shape[1])
     weight[: len(own)].copy_(own)
@@ -236,10 +232,7 @@ Turn: TypeAlias = tuple[Tensor, Tensor] | tuple[None, None]
 
 
 class LayerParts:
-    """What a layer computes beside its linear layers.
-
-    `following` is the norm after it, `table` that of its rotary positions.
-    """
+    """A layer without its linear layers: `following` is the next norm, `table` its rotary table."""
 
     def __init__(self, layer: JoinedLayer, following: Norm, kind: LayerKind) -> None:
         self.table, self.window = kind.table, kind.window or 0
@@ -280,7 +273,7 @@ def parts_of(weights: LlamaWeights) -> tuple[list[LayerParts], tuple[Tensor, flo
 def embedded(
     weights: LlamaWeights, norm: tuple[Tensor, float], tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the input (M, H) of the first layer, and that normalized."""
+    """Return the input (M, H) of the first layer, and its normalized copy."""
     embed, (weight, eps) = weights.embed, norm
     if type(embed) is nn.Embedding:
         factor = weights.description.embedding_multiplier
@@ -404,7 +397,7 @@ class KernelDecoder:
         return self._run(tokens, positions, self._rows, attend)
 
     def _tables(self, columns: int) -> RowTables:
-        """Return whose rows are whose, of `columns` tokens for each row of the layout."""
+        """Return the tables for `columns` tokens in each row of the layout."""
         counts = self.fused.layout.counts_of(self._adapters)
         return RowTables.of([count * columns for count in counts], self.weights.base.device)
 

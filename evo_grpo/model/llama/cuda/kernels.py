@@ -1,11 +1,11 @@
 """The kernels of a forward, in Triton; `operators` launches each of them by one operator.
 
 Rows of an agent lie side by side. A tile is up to 16 rows of one agent, (first row, rows, agent) in
-the table `tiles`. The table `adapters` holds, for each agent and each part of a joined layer, the
-first of its columns in `low`, its rank, and where its B (rank, outputs) begins in `b`; B has rows
-of a multiple of 16 numbers. No program reads numbers of another agent, and what it computes for a
-row does not depend on the rows beside it. Sums are in fp32. `EXACT` multiplies in fp32 too, as for
-weights in fp32, and in the interpreter, which has no product of bf16.
+the table `tiles`. The table `adapters` holds, for each agent and each part of a joined layer, its
+first column in `low`, its rank, and where its B (rank, outputs) begins in `b`; B has rows of a
+multiple of 16 numbers. No program reads numbers of another agent, and the result for a row does not
+depend on neighbouring rows. Sums are in fp32. `EXACT` multiplies in fp32 too, for weights in fp32,
+and in the interpreter, which has no product of bf16.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -87,7 +87,7 @@ def qkv(
     """Finish one head of a tile: adapter, bias, norm, rotary positions; write q, or k or v.
 
     Each row of the cache has `columns` rows of the tiles: one in a step, a prompt's in a prefill.
-    Without one, keys and values are written as q is.
+    Without a cache row, keys and values are written like q.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(tiles + 3 * tile).to(tl.int64)
@@ -150,10 +150,10 @@ def attend(
     WIDTH: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Attend to a row's columns up to that of its position, for the query heads of one key head.
+    """Attend to a row's columns up to its position, for the query heads of one key head.
 
-    A program with a SPLIT attends to so many of them alone, writes the sums of values in fp32, and
-    for each head the maximum of its scores and the sum of weights to `sums`; see `join_splits`.
+    With a SPLIT, a program attends only to that many columns, and writes sums of values in fp32,
+    and each head's maximum score and sum of weights to `sums`; see `join_splits`.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, d, c = tl.arange(0, PADDED), tl.arange(0, WIDTH), tl.arange(0, BLOCK)
@@ -207,7 +207,7 @@ def join_splits(
     mixed, sums, out,
     SPLITS: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Join what the splits of `attend` wrote for a head of a row."""
+    """Join the results of the splits of `attend` for a head of a row."""
     own = tl.program_id(0).to(tl.int64) * SPLITS
     n, d = tl.arange(0, PADDED), tl.arange(0, WIDTH)
     top = tl.max(tl.load(sums + 2 * (own + n), n < SPLITS, float("-inf")), 0)
@@ -365,9 +365,9 @@ def draw_token(
     BLOCK: tl.constexpr, COUNT: tl.constexpr, BLOCKS: tl.constexpr, GREEDY: tl.constexpr,
     MINIMUM: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Draw a row's token by the sums of blocks, write it, and say whether the row has ended.
+    """Draw a row's token, write it, and say whether the row has ended.
 
-    The block is found by these sums, and only that block of logits is read.
+    The sums of blocks select the block, and only its logits are read.
     """
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCKS)
@@ -425,9 +425,9 @@ def head_slopes(
 ):  # fmt: skip
     """Write a row's log-prob of its target, entropy, and two factors to out (M, 4).
 
-    With SLOPES, write exp(z - top) of the other tokens over the logits, whose factor gives their
-    probabilities, and with two of them that times (log-prob + entropy), over the second factor, so
-    that float16 holds it, to `above`; 0 at the target.
+    With SLOPES, exp(z - top) of the other tokens replaces the logits; times the first factor these
+    are probabilities. With two SLOPES, `above` gets the same times (log-prob + entropy), divided by
+    the second factor, so that float16 holds it; 0 at the target.
     """
     row = tl.program_id(0).to(tl.int64)
     target, heat = tl.load(targets + row), tl.load(inverse + row)

@@ -1,8 +1,8 @@
-"""The learn pass by kernels, of as many launches whatever agents, ranks and prefixes there are.
+"""The learn pass by kernels, with a number of launches independent of agents, ranks and prefixes.
 
-All layers are one function of autograd: what a layer keeps for its backward is listed in `_Kept`
-and freed when the gradient has passed. The tokens of all prefixes come first, then those of all
-rests; a tile has tokens of one agent. The gradients of all A and B of a layer lie in one buffer.
+All layers are one function of autograd: `_Kept` lists what a layer keeps for its backward, which is
+freed after the gradient has passed. The tokens of all prefixes come first, then those of all rests;
+a tile has tokens of one agent. The gradients of all A and B of a layer lie in one buffer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Linear:
     Attributes:
         weight: (out, in).
         bias: (out,) or None.
-        adapters: The leaves that A and B come from; None without adapters.
+        adapters: The leaves of A and B; None without adapters.
         a: (N, R, in), the A of all parts along the rank, in the dtype of the weight.
         b: (N, R, out), the block-diagonal B.
         scale: (N, R).
@@ -67,7 +67,7 @@ class _Linear:
 
     @property
     def numbers(self) -> int:
-        """How many numbers A and B have."""
+        """Number of elements of A and B."""
         return self.a.numel() + self.b.numel()
 
     def forward(self, x: Tensor, tiles: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,7 +82,7 @@ class _Linear:
     def gradients(
         self, grad: Tensor, tiles: Tensor, *, wanted: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of x, if it is wanted, and of the low columns."""
+        """Return the gradients of x, if it is `wanted`, and of the low columns."""
         dx = torch.mm(grad, self.weight) if wanted else grad
         if self.adapters is None:
             return dx, grad
@@ -92,7 +92,7 @@ class _Linear:
         return dx, d_low
 
     def put_gradients(self, numbers: Tensor) -> None:
-        """Add gradients, as they lie in those of the layer, to those of the leaves."""
+        """Add gradients, in the order of the layer's buffer, to those of the leaves."""
         if self.adapters is None:
             return
         own = numbers[self.offset : self.offset + self.numbers]
@@ -140,7 +140,7 @@ class _Kept:
         heads: q, keys and values, and the outputs of the heads.
         sums: Log-sum-exps (heads, M), of the rests over prefixes too, and states of flash kernels.
         middle: Input of the second half (M, H), and `middle_normed` that normalized.
-        added: What the norms after both halves were given (M, H); empty without such norms.
+        added: Inputs (M, H) of the norms after both halves; empty without such norms.
         both: Gate and up (M, 2 I).
         lows: The low columns of the four linear layers.
     """
@@ -158,7 +158,7 @@ class _Kept:
 
 
 class KernelForward(LlamaForward):
-    """A `LlamaForward` by kernels; a micro-batch that they do not serve goes by that one.
+    """A `LlamaForward` by kernels, which leaves unsupported micro-batches to its base class.
 
     With `recompute`, only the input of each layer and its norm are kept.
     """
@@ -173,7 +173,7 @@ class KernelForward(LlamaForward):
 
     @property
     def agents(self) -> int:
-        """How many agents A and B have, also those without rows."""
+        """Number of agents in A and B, including those without rows."""
         return len(self._views.adapters)
 
     def joined(self, base: JoinedLinear) -> JoinedAdapters | None:
@@ -193,7 +193,7 @@ class KernelForward(LlamaForward):
         return _Layers.apply(self.anchor, batch, chosen, torch.is_grad_enabled())
 
     def tables(self, spans: Sequence[tuple[Sequence[int], int]]) -> list[Tensor]:
-        """Return the tiles, the first of each agent, and tiles of all tokens without agents.
+        """Return the tiles, the first of each agent, and tiles of all tokens regardless of agents.
 
         A span is the rows of each agent of the layout, and the tokens of a row.
         """
@@ -247,7 +247,7 @@ class _Layers(torch.autograd.Function):
 
 
 class _Batch:
-    """A micro-batch: its tokens, whose they are, and what the layers keep of it."""
+    """A micro-batch: its tokens, their agents, and what the layers keep for the backward."""
 
     def __init__(
         self,
@@ -404,7 +404,7 @@ class _Batch:
 
 
 def _finished(z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int, None]:
-    """Return the first arguments of an operator of a forward, for a product that is whole."""
+    """Return the first arguments of an operator of a forward, for a finished product."""
     return z, z, z, z, 0, None
 
 

@@ -2,7 +2,7 @@
 
 A tile is up to ROWS tokens of one agent, (first token, tokens, agent) in the table `tiles`. A
 joined layer has the matrices A (N, R, in) and B (N, R, out) of N agents, and `low` (M, R) for M
-tokens. No program reads numbers of another agent. Sums are in fp32, in an order that never changes.
+tokens. No program reads numbers of another agent. Sums are in fp32, in a fixed order.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -176,8 +176,8 @@ def qkv_backward(
 ):  # fmt: skip
     """Write the gradient of one head of 16 tokens of q, k and v side by side.
 
-    With MORE, tokens from `start` on have further gradients of q, and those before it of k and v at
-    their `places`, where they are not negative.
+    With MORE, tokens from `start` on have further gradients of q, and earlier ones of k and v at
+    their `places` that are not negative.
     """
     head = tl.program_id(1)
     rows = tl.program_id(0).to(tl.int64) * 16 + tl.arange(0, 16)
@@ -232,10 +232,9 @@ def join_parts(
     more, out, sums, more_sums, start, rows,
     HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Join what 16 tokens, from `start` on, attended to in two parts, for one head.
+    """Join the two parts of the attention of 16 tokens, from `start` on, for one head.
 
-    `out` and `more` are outputs (M, HEADS, D), `sums` and `more_sums` log-sum-exps (HEADS, M). The
-    joined ones are written to both of these.
+    `out`, `more` (M, HEADS, D) and log-sum-exps `sums`, `more_sums` (HEADS, M) are overwritten.
     """
     at, d = tl.program_id(0).to(tl.int64) * 16 + tl.arange(0, 16), tl.arange(0, WIDTH)
     head = tl.program_id(1)

@@ -1,7 +1,6 @@
 """The operators by kernels: each launches one, on CUDA or in Triton's interpreter.
 
-Triton is imported by the first of them that runs. Arguments are as in `kernels`, which says what
-each computes. An operator returns new tensors, or writes into its last arguments and returns none.
+Arguments are those of `kernels`. An operator returns new tensors, or writes its last arguments.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ FAILED = "kernels failed"
 
 
 class KernelError(RuntimeError):
-    """A kernel could not be compiled or launched; a compiler, a driver and Triton say why."""
+    """A kernel could not be compiled or launched, for a reason that the compiler gives."""
 
 
 _Launch = TypeVar("_Launch", bound=Callable[..., Any])
@@ -46,7 +45,7 @@ LAUNCHES: dict[str, Callable[..., Any]] = {}
 
 
 def operator(*written: str) -> Callable[[_Launch], _Launch]:
-    """Make a launch the operator of its name, which writes into some of its arguments."""
+    """Register a launch as the operator of its name, which writes into the arguments `written`."""
 
     def made(launch: _Launch) -> _Launch:
         name = launch.__name__
@@ -91,12 +90,12 @@ def _learn_kernels() -> Any:  # noqa: ANN401 -- as above
 
 
 def padded(size: int) -> int:
-    """Return the numbers in a row of a B of so many outputs."""
+    """Return the row length of a B with `size` outputs."""
     return -(-size // 16) * 16
 
 
 def _power(size: int, least: int = 1) -> int:
-    """Return the least power of two that is not below a size."""
+    """Return the least power of two that is at least `size` and `least`."""
     return max(least, 1 << (size - 1).bit_length())
 
 
@@ -135,10 +134,7 @@ def qkv(
     q_norm: Tensor | None, k_norm: Tensor | None, q_eps: float, k_eps: float,
     q: Tensor, keys: Tensor, values: Tensor,
 ) -> None:  # fmt: skip
-    """Write q (M, heads, D), and keys and values (B, kv, room, D) at positions (M,).
-
-    Those may be (M, kv, D) too.
-    """
+    """Write q (M, heads, D), and keys and values (B, kv, room, D) or (M, kv, D)."""
     (tokens, heads, size), (rows, kv), cached = q.shape, keys.shape[:2], keys.ndim == 4
     _kernels().qkv[(tiles.shape[0], heads + 2 * kv)](
         z, z.stride(0), low, low.stride(0), b, adapters, z if bias is None else bias, tiles,
@@ -235,7 +231,7 @@ def gate_up(
 
 
 def drawn_block(vocabulary: int) -> int:
-    """Return the tokens of a block of the vocabulary, where a token is drawn."""
+    """Return the number of tokens in a block of the vocabulary, for drawing."""
     return min(_DRAW_BLOCK, _power(vocabulary, 16))
 
 
@@ -325,8 +321,7 @@ def outer(
 ) -> None:  # fmt: skip
     """Write the gradients of A (N, R, in) and B (N, R, out) to splits (S, numbers) fp32.
 
-    They lie at an offset of each split, one behind the other; `firsts` (N + 1,) are the first tiles
-    of the agents.
+    They lie at an offset of each split, A before B; `firsts` (N + 1,) are the agents' first tiles.
     """
     agents, (_, rank) = firsts.shape[0] - 1, low.shape
     inputs, outputs, splits = x.shape[1], grad.shape[1], out.shape[0]
@@ -373,7 +368,7 @@ def qkv_backward(
     """Return the gradient (M, (heads + 2 kv) D) of q, k and v side by side.
 
     `more` are gradients of the queries of the last tokens, and of keys and values at the `places`
-    (M',) of the first tokens, -1 for none. `joined` is what the norms of q and k were given.
+    (M',) of the first tokens, -1 for none. `joined` is the input of the norms of q and k.
     """
     (tokens, heads, size), kv = dq.shape, dk.shape[1]
     out = dq.new_empty(tokens, (heads + 2 * kv) * size)
@@ -392,9 +387,9 @@ def qkv_backward(
 
 @operator("out", "sums", "more_sums")
 def join_parts(more: Tensor, out: Tensor, sums: Tensor, more_sums: Tensor) -> None:
-    """Join outputs (M', heads, D) of the last tokens to those in out (M, heads, D).
+    """Join outputs (M', heads, D) of the last tokens into out (M, heads, D).
 
-    `sums` (heads, M) and `more_sums` (heads, M') fp32 are log-sum-exps, and get the joined ones.
+    The log-sum-exps `sums` (heads, M) and `more_sums` (heads, M') fp32 get the joined ones.
     """
     rows, heads, size = more.shape
     _learn_kernels().join_parts[(-(-rows // 16), heads)](
