@@ -103,7 +103,7 @@ class EngineConfig(Group):
     memory: str | None = setting(
         None,
         "Memory that each process may use, such as `24GB` (10^9 bytes) or `24GiB` (2^30). null is "
-        "all of a CUDA device; on a CPU, nothing is chosen by it.",
+        "what other processes leave of a CUDA device; on a CPU, nothing is chosen by it.",
         pattern=r"^[0-9]{1,5}(\.[0-9]{1,3})?(MB|MiB|GB|GiB)$",
     )
     max_tokens_per_microbatch: int | None = setting(
