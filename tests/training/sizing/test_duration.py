@@ -75,7 +75,8 @@ def test_parts_are_generated_one_after_another(planned):
     def generate(shards):
         return planned("h100", engine={"shards": shards}).duration.generate
 
-    assert generate(8) > 3 * generate(1)
+    # Eight batches of 32 rows, each of which takes about .8 of the time of 256.
+    assert 5 * generate(1) < generate(8) < 8 * generate(1)
 
 
 def test_checkpointing_is_a_further_forward_pass(planned):
