@@ -255,7 +255,7 @@ NOT_ON_MINIMUM := tests/fuzz tests/docs tests/experiments tests/test_architectur
   tests/test_readme.py tests/test_repository.py
 # What these test imports no package that is older there, but for numpy and pydantic, which nearly all
 # that is tested needs: tests/test_dependencies.py holds them to it. They are more than half of the time.
-OWN_CODE := tests/after/test_verify.py tests/after/test_arms_compare.py tests/after/test_arms_replay.py \
+OWN_CODE := tests/analysis/test_verify.py tests/analysis/test_arms_compare.py tests/analysis/test_arms_replay.py \
   tests/api/test_interrupted.py tests/api/test_unapplied.py tests/api/test_resume.py \
   tests/cli/plan/test_gpu.py tests/cli/plan/test_runs_no_code.py tests/cli/test_fetching.py \
   tests/cli/test_foreign_text.py tests/cli/test_full_disk.py tests/cli/test_host_memory.py \
@@ -266,7 +266,7 @@ OWN_CODE := tests/after/test_verify.py tests/after/test_arms_compare.py tests/af
   tests/readers/test_database.py tests/readers/test_follow.py tests/readers/test_reader.py tests/readers/trackers \
   tests/record/test_choice.py tests/record/test_log.py tests/record/test_study.py tests/rollout/vllm \
   tests/schema/test_patterns.py tests/settings/test_limits.py tests/settings/test_without_effect.py \
-  tests/test_corruption.py tests/test_stop_rules.py tests/training/inputs tests/training/test_resuming.py \
+  tests/test_corruption.py tests/test_stop_rules.py tests/training/test_resume_check.py tests/training/test_resuming.py \
   tests/training/test_steering.py tests/training/test_strategies.py
 test-minimum: $(MINIMUM_STAMP)
 	@echo 'Left out, since they test messages, pages, scripts and files of the repository, which are the'

@@ -12,13 +12,13 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from evo_grpo.after.arms import compare as compare
-    from evo_grpo.after.arms import replay as replay
-    from evo_grpo.after.export.export import export as export
-    from evo_grpo.after.recipe import recipe as recipe
-    from evo_grpo.after.trying.answers import sample as sample
-    from evo_grpo.after.trying.evaluation import evaluate_adapter as evaluate_adapter
-    from evo_grpo.after.trying.first_step import try_config as try_config
+    from evo_grpo.analysis.arms import compare as compare
+    from evo_grpo.analysis.arms import replay as replay
+    from evo_grpo.analysis.export.export import export as export
+    from evo_grpo.analysis.recipe import recipe as recipe
+    from evo_grpo.analysis.sampling.answers import sample as sample
+    from evo_grpo.analysis.sampling.evaluation import evaluate_adapter as evaluate_adapter
+    from evo_grpo.analysis.sampling.first_step import try_config as try_config
     from evo_grpo.api.agent import CISPO as CISPO
     from evo_grpo.api.agent import GRPO as GRPO
     from evo_grpo.api.agent import GSPO as GSPO
@@ -95,9 +95,9 @@ _HOME = {
     "Tracker": "evo_grpo.readers.trackers.in_process",
     "Trial": "evo_grpo.evolve.explore.protocol",
     "TruncationSelection": "evo_grpo.evolve.select.truncation",
-    "compare": "evo_grpo.after.arms",
-    "evaluate_adapter": "evo_grpo.after.trying.evaluation",
-    "export": "evo_grpo.after.export.export",
+    "compare": "evo_grpo.analysis.arms",
+    "evaluate_adapter": "evo_grpo.analysis.sampling.evaluation",
+    "export": "evo_grpo.analysis.export.export",
     "follow": "evo_grpo.readers.follow",
     "history": "evo_grpo.record.history",
     "leaderboard": "evo_grpo.record.leaderboard",
@@ -106,13 +106,13 @@ _HOME = {
     "plot_lineage": "evo_grpo.readers.report.figures.lineage",
     "plot_schedules": "evo_grpo.readers.report.figures.schedules",
     "read_metrics": "evo_grpo.record.history",
-    "recipe": "evo_grpo.after.recipe",
-    "replay": "evo_grpo.after.arms",
+    "recipe": "evo_grpo.analysis.recipe",
+    "replay": "evo_grpo.analysis.arms",
     "resume": "evo_grpo.api.runs",
     "run": "evo_grpo.api.runs",
-    "sample": "evo_grpo.after.trying.answers",
+    "sample": "evo_grpo.analysis.sampling.answers",
     "study_of": "evo_grpo.readers.follow",
-    "try_config": "evo_grpo.after.trying.first_step",
+    "try_config": "evo_grpo.analysis.sampling.first_step",
     "write_report": "evo_grpo.readers.report.run_page",
 }
 

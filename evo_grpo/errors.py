@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import ClassVar
 
-from evo_grpo.printable import printable
+from evo_grpo.escaping import printable
 
 # A library logs nothing until its user configures logging. This module is imported by all that log;
 # `evo_grpo/__init__.py` imports nothing, so that it loads fast.

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from evo_grpo.errors import EngineUnavailable, ModelError
+from evo_grpo.escaping import redacted, shorten
 from evo_grpo.places import find
-from evo_grpo.printable import redacted, shorten
 
 #: Environment variable with the folder in which `evo-grpo fetch` keeps models.
 CACHE = "EVO_GRPO_CACHE"

@@ -8,7 +8,7 @@ from small_run import Told, outcome, small
 from torture_table import tried
 
 from evo_grpo import resume, run
-from evo_grpo.after.verify import verify
+from evo_grpo.analysis.verify import verify
 from evo_grpo.errors import EvoGrpoError
 
 

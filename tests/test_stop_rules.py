@@ -9,8 +9,8 @@ from small_run import Told, outcome
 from small_run import small as smaller
 
 from evo_grpo import resume, run
-from evo_grpo.after.arms import compare
-from evo_grpo.after.verify import verify
+from evo_grpo.analysis.arms import compare
+from evo_grpo.analysis.verify import verify
 from evo_grpo.api.agent import GRPO
 from evo_grpo.evolve.intervals import interval
 from evo_grpo.record.files import seal

@@ -18,8 +18,8 @@ from evo_grpo.cli.output import (
 )
 from evo_grpo.cli.stopping import INTERRUPTED
 from evo_grpo.errors import EvoGrpoError, LostRankError, OtherRankError
+from evo_grpo.escaping import printable, printable_lines
 from evo_grpo.population.ranks.team import is_silent_rank
-from evo_grpo.printable import printable, printable_lines
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import final
 
 import typer
 
-from evo_grpo.printable import printable, printable_lines
+from evo_grpo.escaping import printable, printable_lines
 
 STANDARD_OUTPUT = "standard output"
 

@@ -14,7 +14,7 @@ import typer
 
 from evo_grpo.cli.output import say
 from evo_grpo.errors import EvoGrpoError
-from evo_grpo.printable import printable, shorten
+from evo_grpo.escaping import printable, shorten
 from evo_grpo.record.wording import count
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from evo_grpo.cli.host_memory import keep_freed_memory
 from evo_grpo.cli.output import say, warn
 from evo_grpo.cli.stopping import interruptible
 from evo_grpo.errors import EvoGrpoError
+from evo_grpo.escaping import printable
 from evo_grpo.population.ranks.team import is_silent_rank
-from evo_grpo.printable import printable
 from evo_grpo.record.names import REPORT
 from evo_grpo.record.observer import Observer, ObserverList
 
@@ -182,7 +182,7 @@ def _compare(audience: Audience, folder: Path, allow: Sequence[str]) -> None:
         say("")
         say("the same population without evolution, at equal tokens:")
     with interruptible(lambda: stopped) as begin:
-        from evo_grpo.after.arms import compare
+        from evo_grpo.analysis.arms import compare
 
         begin()
         with audience.progress(arm=True) as progress, warnings_to(audience.warn):

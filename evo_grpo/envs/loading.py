@@ -24,8 +24,8 @@ from typing import Any, cast, final
 from evo_grpo.envs.messages import nearest
 from evo_grpo.envs.rewards.watch import current_modes, restore
 from evo_grpo.errors import ConfigError
+from evo_grpo.escaping import error_text, shorten
 from evo_grpo.places import folders
-from evo_grpo.printable import error_text, shorten
 from evo_grpo.record.folder import run_containing
 
 

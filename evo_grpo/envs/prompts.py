@@ -20,7 +20,7 @@ from evo_grpo.envs.data.tables import NO_NONE, place_of, require_columns
 from evo_grpo.envs.messages import excerpt
 from evo_grpo.envs.task import SPLITS, DatasetRow, Split, Task
 from evo_grpo.errors import ConfigError, DataError, EvoGrpoError, PromptTooLongError
-from evo_grpo.printable import shorten
+from evo_grpo.escaping import shorten
 from evo_grpo.types import Prompt
 
 if TYPE_CHECKING:

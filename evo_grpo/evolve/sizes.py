@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
-from evo_grpo.printable import shorten
+from evo_grpo.escaping import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

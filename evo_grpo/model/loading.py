@@ -11,9 +11,9 @@ from typing import Any, Literal, cast
 import torch
 
 from evo_grpo.errors import ModelError
+from evo_grpo.escaping import shorten
 from evo_grpo.model.alone import loading
 from evo_grpo.model.files import check_files
-from evo_grpo.printable import shorten
 from evo_grpo.sources import Source
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

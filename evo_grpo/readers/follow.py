@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import final
 
 from evo_grpo.errors import ConfigError, EvoGrpoError, RunFailedError
-from evo_grpo.printable import error_text
+from evo_grpo.escaping import error_text
 from evo_grpo.readers.reader import Reader, feed, id_of
 from evo_grpo.readers.report.run_page import ReportReader
 from evo_grpo.readers.trackers.base import open_tracker
@@ -30,7 +30,7 @@ from evo_grpo.record.study import OPTUNA, StudyReader, study_name
 from evo_grpo.settings import RecordConfig
 from evo_grpo.settings.storage import check_driver, is_url
 from evo_grpo.settings.trackers import KINDS, TrackerConfig, check_trackers
-from evo_grpo.training.inputs.recorded_inputs import read_inputs_of
+from evo_grpo.training.recorded_inputs import read_inputs_of
 
 NAMES = (OPTUNA, REPORT_READER, *KINDS)
 """Names of the readers, for `to`."""

@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple, cast
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.printable import printable
+from evo_grpo.escaping import printable
 
 Path = tuple[str | int, ...]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
 
-from evo_grpo.printable import shorten
+from evo_grpo.escaping import shorten
 from evo_grpo.schema.problems import dotted
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from evo_grpo.errors import CheckpointError, ConfigError
-from evo_grpo.printable import printable
+from evo_grpo.escaping import printable
 
 SHOWN_CHARACTERS = 80
 """Longest excerpt of a value."""

@@ -10,7 +10,7 @@ from typing import Any, cast
 import yaml
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.printable import shorten
+from evo_grpo.escaping import shorten
 from evo_grpo.schema.messages import group_at, shown
 from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.settings.run import RunConfig

@@ -38,8 +38,8 @@ from evo_grpo.training.assemble import (
 )
 from evo_grpo.training.environments import environment_for
 from evo_grpo.training.followers import Followers
-from evo_grpo.training.inputs.differences import check_inputs
 from evo_grpo.training.restoring import restore
+from evo_grpo.training.resume_check import check_inputs
 from evo_grpo.training.resuming import (
     changed_inputs,
     is_finished,

@@ -24,8 +24,8 @@ from evo_grpo.settings import RunConfig
 from evo_grpo.settings.yaml import to_yaml
 from evo_grpo.training.assemble import Prepared
 from evo_grpo.training.environments import record_rewards
-from evo_grpo.training.inputs.differences import record_inputs
-from evo_grpo.training.inputs.recorded_inputs import read_inputs_of, refuse_own_code
+from evo_grpo.training.recorded_inputs import read_inputs_of, refuse_own_code
+from evo_grpo.training.resume_check import record_inputs
 from evo_grpo.training.steering import resumed
 from evo_grpo.training.writer import FolderWriter, RankWriter, sees_folder
 

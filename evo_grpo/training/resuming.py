@@ -17,13 +17,13 @@ from evo_grpo.record.study import check_storage
 from evo_grpo.record.summary import read_summary
 from evo_grpo.schema.validation import whole
 from evo_grpo.settings import RunConfig
-from evo_grpo.training.inputs.differences import (
+from evo_grpo.training.resolve import check_ranks
+from evo_grpo.training.resume_check import (
     Changed,
     begun_extension,
     compare_inputs,
     record_changes,
 )
-from evo_grpo.training.resolve import check_ranks
 
 
 def continued_inputs(

@@ -27,8 +27,8 @@ from evo_grpo.settings import RunConfig
 from evo_grpo.settings.yaml import as_config
 from evo_grpo.training.assemble import Prepared, prepare
 from evo_grpo.training.followers import Followers
-from evo_grpo.training.inputs.recorded_inputs import check_same_files, check_same_run
 from evo_grpo.training.judge import finish
+from evo_grpo.training.recorded_inputs import check_same_files, check_same_run
 from evo_grpo.training.recording import (
     check_place,
     new_folder,

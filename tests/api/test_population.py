@@ -18,7 +18,7 @@ from evo_grpo import (
     leaderboard,
     resume,
 )
-from evo_grpo.after.export.export import export
+from evo_grpo.analysis.export.export import export
 from evo_grpo.api.agilerl.evolution import Mutations, TournamentSelection
 from evo_grpo.errors import CheckpointError, ConfigError, RunDirError, ShapeError
 from evo_grpo.evolve.explore.mutate import Mutations as Strategy

@@ -9,7 +9,7 @@ from small_run import Told, outcome
 from tiny_cohort import moments, same, weights
 
 from evo_grpo import GRPO, DatasetEnv, Population, evaluate_adapter, resume, sample, write_report
-from evo_grpo.after.verify import verify
+from evo_grpo.analysis.verify import verify
 from evo_grpo.errors import ConfigError, EvoGrpoError, RunDirError
 from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.evolve.select.rank import rank

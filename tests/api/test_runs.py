@@ -11,7 +11,7 @@ from evo_grpo import GRPO, resume, run
 from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.settings import to_yaml
-from evo_grpo.training.inputs.recorded_inputs import read_inputs_of
+from evo_grpo.training.recorded_inputs import read_inputs_of
 
 CONFIG = small(population__rounds=1)
 

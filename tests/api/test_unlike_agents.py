@@ -9,7 +9,7 @@ from tiny_cohort import fresh, make_rows, moments, perturb, same, weights
 from transformers import AutoModelForCausalLM
 
 from evo_grpo import GRPO, Population
-from evo_grpo.after.export.export import export
+from evo_grpo.analysis.export.export import export
 from evo_grpo.learn.rows import AgentBatch
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.train import open_forward

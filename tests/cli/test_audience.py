@@ -32,7 +32,7 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 @pytest.fixture
 def loop(monkeypatch):
     """A loop that plays `two_rounds` without a model, and fails or stops where a test says."""
-    import evo_grpo.after.arms  # noqa: F401 -- with the loop itself, before a stand-in takes its place
+    import evo_grpo.analysis.arms  # noqa: F401 -- with the loop itself, before a stand-in takes its place
 
     calls = SimpleNamespace(error=None, compared=None)
 
@@ -71,7 +71,7 @@ def loop(monkeypatch):
     monkeypatch.setitem(
         sys.modules, "evo_grpo.training.run", SimpleNamespace(run=run, resume=resume)
     )
-    monkeypatch.setitem(sys.modules, "evo_grpo.after.arms", SimpleNamespace(compare=compare))
+    monkeypatch.setitem(sys.modules, "evo_grpo.analysis.arms", SimpleNamespace(compare=compare))
     return calls
 
 

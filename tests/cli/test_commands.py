@@ -62,7 +62,7 @@ def written(text: str = MINIMAL, name: str = "population.yaml") -> str:
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A loop that plays `two_rounds` without a model, and stops where a test says."""
-    import evo_grpo.after.arms  # noqa: F401 -- with the loop itself, before a stand-in takes its place
+    import evo_grpo.analysis.arms  # noqa: F401 -- with the loop itself, before a stand-in takes its place
 
     calls = SimpleNamespace(seen=[], interrupt_after=None, error=None, began=False)
 
@@ -603,7 +603,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         observer.started(folder / "compare" / "guess", 1, 0, small_config())
         return COMPARISON
 
-    monkeypatch.setitem(sys.modules, "evo_grpo.after.arms", SimpleNamespace(compare=compare))
+    monkeypatch.setitem(sys.modules, "evo_grpo.analysis.arms", SimpleNamespace(compare=compare))
     return calls
 
 
@@ -845,7 +845,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return found
 
     module = SimpleNamespace(replay=train)
-    monkeypatch.setitem(sys.modules, "evo_grpo.after.arms", module)
+    monkeypatch.setitem(sys.modules, "evo_grpo.analysis.arms", module)
     return calls
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from evo_grpo.cli.commands import app
 from evo_grpo.cli.output import write
-from evo_grpo.printable import printable
+from evo_grpo.escaping import printable
 from evo_grpo.record.files import to_line
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.settings import to_yaml

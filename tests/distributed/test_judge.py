@@ -5,7 +5,7 @@ import json
 from judge_server import judging, says
 from rank_runs import evo, together, written
 
-from evo_grpo.after.verify import verify
+from evo_grpo.analysis.verify import verify
 
 
 def answer(body, number):

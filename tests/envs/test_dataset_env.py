@@ -10,7 +10,7 @@ from evo_grpo import DatasetEnv, ReasoningGym, run
 from evo_grpo.envs.resolve import resolve_environment
 from evo_grpo.errors import ConfigError, DataError
 from evo_grpo.settings.given import Given
-from evo_grpo.training.inputs.recorded_inputs import read_inputs_of
+from evo_grpo.training.recorded_inputs import read_inputs_of
 
 SUMS = [{"question": f"{n:02d}+01=", "answer": f"{n + 1:03d}"} for n in range(32)]
 ROWS = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(30)]

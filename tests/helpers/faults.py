@@ -13,7 +13,7 @@ from disk import Disk, kind
 from small_run import Told, outcome, small
 
 from evo_grpo import resume, run
-from evo_grpo.after.verify import verify
+from evo_grpo.analysis.verify import verify
 from evo_grpo.errors import ConfigError, EvoGrpoError, RunDirError
 from evo_grpo.record.folder import is_run
 

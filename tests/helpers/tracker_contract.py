@@ -9,7 +9,7 @@ import pytest
 from small_run import Told, small
 
 from evo_grpo import follow, resume, run
-from evo_grpo.after.verify import verify
+from evo_grpo.analysis.verify import verify
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.history import metric_rows
 

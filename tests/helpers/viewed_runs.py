@@ -14,8 +14,8 @@ from random_runs import make_run
 from rich.console import Console
 from shown_run import SUMMARY, run_folder
 
-from evo_grpo.after.export.contents import BaseModel, Contents
-from evo_grpo.after.export.export import Use, card
+from evo_grpo.analysis.export.contents import BaseModel, Contents
+from evo_grpo.analysis.export.export import Use, card
 from evo_grpo.cli import events
 from evo_grpo.readers.dashboard import study_note
 from evo_grpo.readers.report.tables import as_html

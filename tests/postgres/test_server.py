@@ -34,14 +34,14 @@ from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import RoundDone
 from evo_grpo.record.study import StudyReader, open_study
 from evo_grpo.settings import load
-from evo_grpo.training.inputs.recorded_inputs import read_inputs_of
+from evo_grpo.training.recorded_inputs import read_inputs_of
 
 pytestmark = pytest.mark.postgres
 
 FOLLOW = (
     "import sys; from pathlib import Path; from evo_grpo.readers.reader import feed; "
     "from evo_grpo.record.study import StudyReader as R; run = Path(sys.argv[1]); "
-    "from evo_grpo.training.inputs.recorded_inputs import read_inputs_of; "
+    "from evo_grpo.training.recorded_inputs import read_inputs_of; "
     "known = read_inputs_of(run).id; url = sys.argv[2]; "
     "feed(run, 'optuna', lambda id: R(run, known, url, id), from_start=True, follow=True)"
 )

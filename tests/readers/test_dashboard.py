@@ -16,7 +16,7 @@ from small_run import Told, small
 from typer.testing import CliRunner
 
 from evo_grpo import resume, run
-from evo_grpo.after.verify import verify
+from evo_grpo.analysis.verify import verify
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import RunNotFoundError
 from evo_grpo.readers.dashboard import StudyCopy, trial_note

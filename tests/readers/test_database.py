@@ -24,7 +24,7 @@ from evo_grpo.record.log import RoundDone
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.study import StudyReader, open_study
 from evo_grpo.settings import from_dict, to_yaml
-from evo_grpo.training.inputs.recorded_inputs import inputs_of, read_inputs_of
+from evo_grpo.training.recorded_inputs import inputs_of, read_inputs_of
 from evo_grpo.types import Slot
 
 #: Nothing listens on it.

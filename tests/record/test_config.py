@@ -8,11 +8,11 @@ from small_run import SETTINGS, small
 from typer.testing import CliRunner
 
 from evo_grpo import resume, run, settings
-from evo_grpo.after.arms import compare, replay
-from evo_grpo.after.export.export import export
-from evo_grpo.after.trying.answers import sample
-from evo_grpo.after.trying.evaluation import evaluate_adapter
-from evo_grpo.after.verify import verify
+from evo_grpo.analysis.arms import compare, replay
+from evo_grpo.analysis.export.export import export
+from evo_grpo.analysis.sampling.answers import sample
+from evo_grpo.analysis.sampling.evaluation import evaluate_adapter
+from evo_grpo.analysis.verify import verify
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.readers.dashboard import StudyCopy

@@ -11,7 +11,7 @@ import pytest
 from small_run import Told, small
 
 from evo_grpo import resume, run
-from evo_grpo.after.verify import verify
+from evo_grpo.analysis.verify import verify
 from evo_grpo.errors import CheckpointError, RunNotFoundError
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.history import history, metric_rows, read_metrics

@@ -8,7 +8,7 @@ import pytest
 from shown_replay import BETTER, EVEN, replay, schedule, scored
 from shown_run import run_folder
 
-from evo_grpo.after.export.export import export
+from evo_grpo.analysis.export.export import export
 from evo_grpo.errors import CheckpointError, RunDirError, RunNotFoundError
 from evo_grpo.record.arms import WINNER, Difference, pooled
 from evo_grpo.record.names import REPLAY_RESULT, REPLAYED

@@ -15,7 +15,7 @@ from killed_runs import Runs
 from small_run import outcome
 from torture_table import count, tried
 
-from evo_grpo.after.verify import verify
+from evo_grpo.analysis.verify import verify
 from evo_grpo.record.folder import is_run
 
 SETTINGS = {

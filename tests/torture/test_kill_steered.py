@@ -10,7 +10,7 @@ from steered_runs import OPERATIONS, steered_outcome, tensors
 from torture_table import tried
 
 from evo_grpo import run
-from evo_grpo.after.verify import verify
+from evo_grpo.analysis.verify import verify
 from evo_grpo.record.folder import is_run
 from evo_grpo.record.steering import ask
 

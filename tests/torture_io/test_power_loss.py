@@ -17,7 +17,7 @@ from small_run import outcome, small
 from torture_table import count, tried
 
 from evo_grpo import resume, run
-from evo_grpo.after.verify import verify
+from evo_grpo.analysis.verify import verify
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.record.folder import is_run
 from evo_grpo.record.run_dir import refuse_taken

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from small_run import Told, broken_step, outcome, small, stopped_and_resumed
 
 from evo_grpo import resume, run
-from evo_grpo.after.export.export import export
+from evo_grpo.analysis.export.export import export
 from evo_grpo.errors import (
     CheckpointError,
     ModelError,

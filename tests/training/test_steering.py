@@ -9,7 +9,7 @@ from small_run import Told, outcome, small
 from steered_runs import OPERATIONS, Steers, steered_outcome, tensors
 
 from evo_grpo import resume, run
-from evo_grpo.after.verify import verify
+from evo_grpo.analysis.verify import verify
 from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.readers.report.figures.schedules import drawn_names
 from evo_grpo.record.folder import is_trained, read_rounds
@@ -177,7 +177,7 @@ def test_the_schedule_of_a_steered_winner_is_that_of_its_line(tmp_path):
 
 
 def test_the_card_of_the_winner_says_what_was_set_by_hand(tmp_path):
-    from evo_grpo.after.export.export import export
+    from evo_grpo.analysis.export.export import export
 
     asked = [("set", {"agent": agent, "values": {"lr": 0.003}}) for agent in (0, 1, 2)]
     steered(tmp_path / "run", {("learn", 0): asked}, population__rounds=2)
@@ -470,7 +470,7 @@ def test_a_finished_run_is_not_steered(tmp_path):
 
 @pytest.mark.slow
 def test_a_population_of_a_comparison_is_not_steered(tmp_path):
-    from evo_grpo.after.arms import compare
+    from evo_grpo.analysis.arms import compare
 
     run(small(population__rounds=1), out=tmp_path / "run")
     compare(tmp_path / "run")

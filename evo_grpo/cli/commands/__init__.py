@@ -7,7 +7,7 @@ from evo_grpo.cli.commands import train as train
 from evo_grpo.cli.commands import steer as steer
 from evo_grpo.cli.commands import results as results
 from evo_grpo.cli.commands import winner as winner
-from evo_grpo.cli.commands import trying as trying
+from evo_grpo.cli.commands import sampling as sampling
 from evo_grpo.cli.commands.app import app
 # isort: on
 

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from evo_grpo.cli.failures import errors_to_exit_codes
 from evo_grpo.cli.output import say
-from evo_grpo.printable import printable
+from evo_grpo.escaping import printable
 
 DEBUG = "evo_grpo.debug"
 RUNS = "runs"

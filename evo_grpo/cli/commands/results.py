@@ -143,7 +143,7 @@ def compare(
 @app.command(rich_help_panel=PANEL)
 def verify(folder: Run, debug: Debug = False) -> None:
     """Check that every file of a run is as it was written."""
-    from evo_grpo.after.verify import verify as look
+    from evo_grpo.analysis.verify import verify as look
     from evo_grpo.record.wording import count
 
     found = look(folder)

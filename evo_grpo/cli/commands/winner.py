@@ -1,4 +1,4 @@
-"""The commands export, recipe and replay; `trying` has sample and evaluate."""
+"""The commands export, recipe and replay; `sampling` has sample and evaluate."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from evo_grpo.cli.commands.app import (
 from evo_grpo.cli.host_memory import keep_freed_memory
 from evo_grpo.cli.output import say, warn
 from evo_grpo.cli.stopping import interruptible
+from evo_grpo.escaping import printable
 from evo_grpo.places import expanded
-from evo_grpo.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,7 +72,7 @@ def export(  # noqa: PLR0913 -- each is an option of the command
     debug: Debug = False,
 ) -> None:
     """Write an agent, by default the winner, as a folder for PEFT, transformers and vLLM."""
-    from evo_grpo.after.export.export import export_choice
+    from evo_grpo.analysis.export.export import export_choice
     from evo_grpo.readers.terminal.console import warnings_to
     from evo_grpo.record.choice import choose_of
 
@@ -126,7 +126,7 @@ def recipe(
     debug: Debug = False,
 ) -> None:
     """Write the winner's settings and schedule as a run, for the same or another model."""
-    from evo_grpo.after.recipe import recipe as write_recipe
+    from evo_grpo.analysis.recipe import recipe as write_recipe
 
     written = write_recipe(folder, out, model=model, rounds=rounds, steps=steps, force=force)
     say(f"wrote {written}; next: evo-grpo check {written}, then evo-grpo run {written}")
@@ -180,7 +180,7 @@ def _train_replay(
         f"stopped: nothing was written; start it again with: evo-grpo replay {folder}"
     )
     with interruptible(lambda: stopped) as begin:
-        from evo_grpo.after.arms import replay as train
+        from evo_grpo.analysis.arms import replay as train
 
         keep_freed_memory()
         begin()

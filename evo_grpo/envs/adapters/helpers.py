@@ -24,7 +24,7 @@ from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, close
 from evo_grpo.envs.from_config import check_names
 from evo_grpo.envs.messages import excerpt, listed, nearest
 from evo_grpo.errors import ConfigError, EngineUnavailable, EvoGrpoError
-from evo_grpo.printable import shorten
+from evo_grpo.escaping import shorten
 
 EnvT = TypeVar("EnvT", bound=MultiTurnEnv)
 _SEEDS = 2**32

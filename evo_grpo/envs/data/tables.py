@@ -17,8 +17,8 @@ from evo_grpo.envs.data.hub import check_text_only, hub_dataset, read_hub
 from evo_grpo.envs.messages import excerpt, listed, nearest
 from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import DataError, EngineUnavailable
+from evo_grpo.escaping import shorten
 from evo_grpo.places import find, folders
-from evo_grpo.printable import shorten
 from evo_grpo.settings.given import OBJECT, Given
 
 MAX_GIGABYTES = 1.0

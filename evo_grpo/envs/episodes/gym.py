@@ -21,7 +21,7 @@ from evo_grpo.envs.rewards.watch import Call, Watch, watching
 from evo_grpo.envs.task import Split
 from evo_grpo.envs.template_keywords import ignored_keywords
 from evo_grpo.errors import ConfigError, RewardAbortError, RunFailedError
-from evo_grpo.printable import error_text
+from evo_grpo.escaping import error_text
 from evo_grpo.seeding import derive
 from evo_grpo.settings.env import RewardCalls
 from evo_grpo.types import CompletionGroup, Trajectory

@@ -12,7 +12,7 @@ from evo_grpo.envs.episodes.dialogue import Dialogue
 from evo_grpo.envs.messages import excerpt
 from evo_grpo.envs.prompts import Messages
 from evo_grpo.errors import ConfigError, DataError, PromptTooLongError, RewardError, ShapeError
-from evo_grpo.printable import error_text
+from evo_grpo.escaping import error_text
 from evo_grpo.schema.validation import LARGEST_REWARD as LARGEST
 from evo_grpo.schema.validation import shown
 from evo_grpo.types import Completion, Prompt, Trajectory

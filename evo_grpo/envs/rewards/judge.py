@@ -24,7 +24,7 @@ from evo_grpo.envs.rewards.scorer import (
 from evo_grpo.envs.rewards.watch import check_not_stopped
 from evo_grpo.envs.thinking import COLUMN
 from evo_grpo.errors import RewardError
-from evo_grpo.printable import redacted
+from evo_grpo.escaping import redacted
 from evo_grpo.settings.rewards import JudgeReward
 
 LIKELIEST = 20

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
 
 from evo_grpo.envs.rewards.watch import check_not_stopped, in_a_thread
 from evo_grpo.errors import ConfigError, RewardError
-from evo_grpo.printable import printable, redacted, shorten
+from evo_grpo.escaping import printable, redacted, shorten
 from evo_grpo.record.files import append, reading, seal, sync, unseal, writing
 from evo_grpo.record.plain import MAX_LOG_BYTES, read_plain
 from evo_grpo.settings.rewards import JudgeReward

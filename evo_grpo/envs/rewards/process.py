@@ -23,7 +23,7 @@ from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.rewards.scoring import CompletionBatch, Scored, calls_of, score_batch
 from evo_grpo.envs.rewards.watch import Call, check_not_stopped
 from evo_grpo.errors import ConfigError, EvoGrpoError, RewardAbortError
-from evo_grpo.printable import error_text
+from evo_grpo.escaping import error_text
 from evo_grpo.settings.env import RewardCalls
 
 GRACE_SECONDS = 2.0

@@ -19,7 +19,7 @@ from evo_grpo.envs.rewards.scorer import Scorer, UnusableRewardError
 from evo_grpo.envs.rewards.trl_call import Log, Samples, arguments
 from evo_grpo.envs.rewards.watch import Call, run_calls
 from evo_grpo.errors import RewardError
-from evo_grpo.printable import error_text, shorten
+from evo_grpo.escaping import error_text, shorten
 from evo_grpo.record.vocabulary import REWARD_OF
 from evo_grpo.schema.validation import LARGEST_REWARD as LARGEST
 from evo_grpo.settings.env import RewardCalls

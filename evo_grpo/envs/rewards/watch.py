@@ -25,8 +25,8 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 from evo_grpo.envs.rewards.functions import hint, place_in_code
 from evo_grpo.errors import RewardAbortError, RewardError
+from evo_grpo.escaping import error_text
 from evo_grpo.model.alone import beside_no_load
-from evo_grpo.printable import error_text
 
 GRACE_SECONDS = 5.0
 """Seconds between the interruption of a call and the end of the process, if the call continues."""

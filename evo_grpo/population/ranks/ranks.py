@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d
 
 from evo_grpo.envs.rewards.scorer import Board
 from evo_grpo.errors import ConfigError, EvoGrpoError, LostRankError, OtherRankError
+from evo_grpo.escaping import error_text
 from evo_grpo.population.ranks.heartbeat import (
     SECONDS,
     THREAD,
@@ -37,7 +38,6 @@ from evo_grpo.population.ranks.heartbeat import (
 from evo_grpo.population.ranks.lockstep import Lockstep
 from evo_grpo.population.ranks.pickled import put_together, taken_apart
 from evo_grpo.population.ranks.team import STORE, Team, is_one_of_several
-from evo_grpo.printable import error_text
 
 #: Ranks wait for each other without a practical limit; the heartbeat reports a lost rank.
 PATIENCE = timedelta(days=365)

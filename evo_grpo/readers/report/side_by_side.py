@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evo_grpo.errors import ConfigError
+from evo_grpo.escaping import shorten
 from evo_grpo.evolve.claims import TEST_LEVEL, signs
 from evo_grpo.evolve.intervals import interval
-from evo_grpo.printable import shorten
 from evo_grpo.readers.report.figures.axes import (
     GREY,
     Line,
@@ -46,7 +46,7 @@ from evo_grpo.schema.problems import shown_value
 from evo_grpo.settings.env import without_rows
 from evo_grpo.settings.evolve import FITNESS
 from evo_grpo.settings.yaml import REMOVED
-from evo_grpo.training.inputs.recorded_inputs import DATA, flat, read_inputs_of
+from evo_grpo.training.recorded_inputs import DATA, flat, read_inputs_of
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

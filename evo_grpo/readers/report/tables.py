@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from evo_grpo.printable import shorten
+from evo_grpo.escaping import shorten
 from evo_grpo.readers.report.page.build import Table, text
 from evo_grpo.readers.terminal.result import cell, columns, redundant, scores
 from evo_grpo.record.view import Run, RunView, view_of

@@ -18,7 +18,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from evo_grpo.printable import printable, shorten
+from evo_grpo.escaping import printable, shorten
 from evo_grpo.working import LOGGER
 
 WARNING_CHARACTERS = 1000

@@ -18,7 +18,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.tree import Tree
 
-from evo_grpo.printable import printable
+from evo_grpo.escaping import printable
 from evo_grpo.readers.terminal.console import (
     BAD,
     GOOD,

@@ -25,7 +25,7 @@ from evo_grpo.record.vocabulary import HYPERPARAMETER, SECONDS, VALIDATION
 from evo_grpo.record.wording import changes_text
 from evo_grpo.settings.env import without_rows
 from evo_grpo.settings.trackers import TrackerConfig, check_trackers
-from evo_grpo.training.inputs.recorded_inputs import flat
+from evo_grpo.training.recorded_inputs import flat
 
 if TYPE_CHECKING:
     from evo_grpo.readers.reader import Reader

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, final
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.printable import error_text
+from evo_grpo.escaping import error_text
 from evo_grpo.readers.trackers.base import (
     Settings,
     TrackerReader,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, final
 
 from evo_grpo.errors import EngineUnavailable, RunFailedError
-from evo_grpo.printable import printable, shorten
+from evo_grpo.escaping import printable, shorten
 from evo_grpo.rollout.vllm import server
 from evo_grpo.rollout.vllm.server import receive, send
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from evo_grpo.errors import ConfigError, EngineUnavailable, ModelError
+from evo_grpo.escaping import shorten
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.slots import AdapterSlots
-from evo_grpo.printable import shorten
 from evo_grpo.rollout.vllm import server
 from evo_grpo.rollout.vllm.adapters import rank_of
 from evo_grpo.settings import AgentSettings, VLLMSettings

@@ -9,7 +9,7 @@ import re
 import shlex
 from pathlib import Path
 
-from evo_grpo.printable import printable
+from evo_grpo.escaping import printable
 
 YAML = "population.yaml"
 DEFAULT = "sums"

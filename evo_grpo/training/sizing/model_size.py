@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from evo_grpo.errors import ConfigError, ModelError
+from evo_grpo.escaping import shorten
 from evo_grpo.model.files import config_file, gguf_config, read_config
 from evo_grpo.model.llama.families import FAMILIES
-from evo_grpo.printable import shorten
 from evo_grpo.schema.patterns import ending, matches
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings import LoraSettings, ModelConfig

@@ -17,8 +17,8 @@ from evo_grpo.envs.prompts import RenderedPrompts, Template, fitting_rows
 from evo_grpo.envs.task import SPLITS, DatasetRow, LazyRows, Split, Task
 from evo_grpo.envs.template_keywords import dropped_sentence, rendered_chat
 from evo_grpo.errors import ModelError
+from evo_grpo.escaping import shorten
 from evo_grpo.model.files import config_file, read_object
-from evo_grpo.printable import shorten
 from evo_grpo.sources import resolve
 from evo_grpo.training.sizing.chat_template import CONFIG, OWN_FILE, chat_template_of
 

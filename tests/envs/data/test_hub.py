@@ -75,7 +75,7 @@ from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.sources import embedded_models
 from evo_grpo.settings import EnvConfig, from_dict
-from evo_grpo.training.inputs.recorded_inputs import inputs_of
+from evo_grpo.training.recorded_inputs import inputs_of
 
 hub.TIMEOUT = 1.0
 def score(completion, answer): return 1.0

@@ -7,8 +7,8 @@ import pytest
 from small_run import small
 
 from evo_grpo import run
-from evo_grpo.after.export.export import export
-from evo_grpo.after.trying.evaluation import evaluate_adapter
+from evo_grpo.analysis.export.export import export
+from evo_grpo.analysis.sampling.evaluation import evaluate_adapter
 from evo_grpo.api.agent import GRPO
 from evo_grpo.errors import CheckpointError, EvoGrpoError
 from evo_grpo.settings import from_dict

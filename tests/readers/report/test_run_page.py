@@ -5,7 +5,7 @@ import shown_run
 from random_runs import make_run
 from typer.testing import CliRunner
 
-from evo_grpo.after.verify import verify
+from evo_grpo.analysis.verify import verify
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import CheckpointError, RunFailedError, RunNotFoundError
 from evo_grpo.readers.report.run_page import drawn, report_html, write_report

@@ -29,7 +29,7 @@ from evo_grpo.record.replay import write_replay
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.summary import read_summary
 from evo_grpo.settings import to_yaml
-from evo_grpo.training.inputs.recorded_inputs import inputs_of
+from evo_grpo.training.recorded_inputs import inputs_of
 
 AHEAD, BEHIND = (f"winner {where} on these prompts" for where in ("ahead", "behind"))
 NONE = "no difference shown"

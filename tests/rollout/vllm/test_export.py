@@ -7,7 +7,7 @@ import pytest
 from small_run import small
 
 from evo_grpo import run
-from evo_grpo.after.export.export import export
+from evo_grpo.analysis.export.export import export
 
 pytestmark = pytest.mark.vllm
 

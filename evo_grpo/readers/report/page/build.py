@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from evo_grpo.printable import printable
+from evo_grpo.escaping import printable
 from evo_grpo.readers.report.figures.axes import graph_objects
 from evo_grpo.record.files import to_line
 from evo_grpo.record.study import library_version

@@ -1,0 +1,470 @@
+"""compare(run) and replay(run): train arms for a finished run at equal tokens.
+
+All arms and the run's winner are evaluated on the same test prompts with the same draws, and
+`record/arms.py` computes paired differences between them.
+
+compare   two populations without evolution, each in a run folder below RUN/compare, one after the
+          other: all agents at the values of `algorithm`, then at values drawn from the ranges
+replay    the winner's schedule and its last values, several times each at the rows of the run, in
+          one cohort with one batch per step
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from evo_grpo import settings as configuration
+from evo_grpo.envs.protocol import Environment
+from evo_grpo.errors import CheckpointError, RunDirError
+from evo_grpo.escaping import printable
+from evo_grpo.evolve.explore.none import NoExploration
+from evo_grpo.evolve.select.none import NoSelection
+from evo_grpo.evolve.start import described_start, sample_hparams
+from evo_grpo.model.lora.configs import read_config as read_adapter_config
+from evo_grpo.model.lora.load import fit_slot
+from evo_grpo.population.checkpoints.read import load_agent
+from evo_grpo.population.checkpoints.write import save_agent
+from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.population.evaluate import evaluate
+from evo_grpo.population.rollouts import starts_from
+from evo_grpo.population.stats import Stopwatch, Tally
+from evo_grpo.population.steps import train_step
+from evo_grpo.record.arms import (
+    EVOLVED,
+    WINNER,
+    Difference,
+    comparison,
+    read_comparison,
+    tokens_by_purpose,
+    tokens_to_train,
+)
+from evo_grpo.record.config import adapter_of, read_config
+from evo_grpo.record.files import atomic_write, remove, seal, sync_into, writing
+from evo_grpo.record.folder import (
+    config_text,
+    expect_run,
+    is_run,
+    read_rounds,
+    refuse_links_in_run,
+    refuse_objects,
+)
+from evo_grpo.record.names import (
+    BASELINE,
+    COMPARE,
+    COMPARED,
+    COMPARISON,
+    INPUTS,
+    REPLAY,
+    REPLAY_PARTS,
+    REPLAYED,
+)
+from evo_grpo.record.observer import Observer, ObserverList, check_observer
+from evo_grpo.record.records import RoundRecord
+from evo_grpo.record.replay import Replay, Replayed, read_replay, unmoved, write_replay
+from evo_grpo.record.run_dir import RunDir
+from evo_grpo.record.schedule import Schedule, Training, read_schedule, trainings
+from evo_grpo.record.summary import read_summary
+from evo_grpo.schema.validation import whole
+from evo_grpo.seeding import derive, generator
+from evo_grpo.settings import RunConfig, StopConfig
+from evo_grpo.settings.run import check_comparable
+from evo_grpo.training.assemble import add_agents, build_parts, prepare
+from evo_grpo.training.followers import Followers
+from evo_grpo.training.recorded_inputs import inputs_of, read_inputs_of
+from evo_grpo.training.resolve import checked_task
+from evo_grpo.training.resume_check import check_inputs
+from evo_grpo.training.run import play_and_judge
+from evo_grpo.types import Member, Score, Slot
+
+ROOM = 2
+"""Bound on the steps of a population without evolution, as a multiple of the steps that it is
+expected to need: its completions may be shorter than those of the run."""
+REPEATS = 3
+"""Trainings of each kind of a replay. With one training each, a third of the pairs with equal
+values differ significantly on the test prompts; with three trainings each, 3% do
+(docs/replay.md)."""
+
+_log = logging.getLogger(__name__)
+
+
+# --- compare -------------------------------------------------------------------------------------
+
+
+def compare(
+    run: str | Path,
+    *,
+    force: bool = False,
+    allow: Sequence[str] = (),
+    observer: Observer | None = None,
+) -> dict[str, Any]:
+    """Compare a finished run with the same population without evolution, at equal tokens.
+
+    Two populations train, each in its own run folder below `RUN/compare`, until they have sampled
+    as many tokens as the run did for training, evaluations and its final comparison. They play
+    one round and are evaluated only at its end: the tokens of the run's evaluations go into
+    training. The best agent of each by validation is tested. An interrupted comparison continues
+    with the unfinished populations; a finished one is read from its file.
+
+    Args:
+        run: Folder of a finished run.
+        force: Train again even if a result exists.
+        allow: Your files that may differ from the run's, named as in the error message.
+        observer: Gets the progress of both populations, one after the other. The stage "learn"
+            counts tokens of the budget.
+
+    Returns:
+        The content of RUN/compare/compare.json: `arms`, of which the last is the run, each with
+        name, `tokens` by purpose, and mean, standard error and number of prompts of its `test`;
+        and `differences`, the run minus each population with a paired interval of 95%. There is no
+        arm `random` if no hyperparameter may differ between agents.
+
+    Raises:
+        RunDirError: The run is not finished, or `Population.train` recorded it with objects that
+            no file can name, or one of its names leads out of the folder.
+        ConfigError: The run has fewer than two agents, or its settings or files have changed.
+        CheckpointError: A record of the run is missing or damaged.
+        RunNotFoundError: `run` is no run folder.
+    """
+    observer = observer or Observer()
+    check_observer(observer)
+    folder = expect_run(run)
+    config, rounds, summary = _finished(folder)
+    if not force and (found := read_comparison(folder)) is not None:
+        return found
+    refuse_links_in_run(folder)
+    check_inputs(folder, config, command=f"resume {folder} --compare", allow=allow)
+    # Remove an earlier result first: after an interruption it would describe removed populations.
+    remove(folder / COMPARISON)
+    training = tokens_by_purpose(rounds, summary)["training"]
+    budget = tokens_to_train(rounds, summary)
+    ends: dict[str, tuple[Sequence[RoundRecord], dict[str, Any]]] = {}
+    for name, init in _starts(config):
+        arm = _arm_config(config, name, init, budget, training, len(rounds))
+        path = _play(folder, name, arm, budget, observer, force=force)
+        judged = read_summary(path)
+        assert judged is not None, path
+        ends[name] = (read_rounds(path), judged)
+    result = comparison(config.population.size, {**ends, EVOLVED: (rounds, summary)})
+    atomic_write(folder / COMPARISON, seal(result, indent=2))
+    return result
+
+
+def _finished(folder: Path) -> tuple[RunConfig, list[RoundRecord], dict[str, Any]]:
+    summary = read_summary(folder)
+    if summary is None:
+        raise RunDirError(
+            f"{folder}: expected a finished run to compare, got one without its summary; finish "
+            f"and compare it with: evo-grpo resume {folder} --compare"
+        )
+    refuse_objects(
+        folder,
+        "so no other population can be trained in the same way; compare a run whose settings "
+        "are all in its population.yaml",
+    )
+    config = read_config(folder)
+    check_comparable(config)
+    return config, read_rounds(folder), summary
+
+
+def _starts(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each population and its `population.init`."""
+    yield COMPARED[0], "same"
+    space = config.search_space()
+    first = config.algorithm.first_hparams(space, adapter_of(config.model))
+    if space:
+        streams = (
+            generator(derive(config.seed, "random guess", number))
+            for number in range(config.population.size)
+        )
+        drawn = [sample_hparams(first, space, stream) for stream in streams]
+        yield COMPARED[1], described_start(drawn, first, space, config.seed)
+
+
+def _arm_config(
+    config: RunConfig,
+    name: str,
+    init: Any,  # noqa: ANN401 -- a Start, as YAML has it
+    budget: int,
+    training: int,
+    rounds: int,
+) -> RunConfig:
+    """Return the configuration of a population without evolution that trains on `budget` tokens.
+
+    The run took `training` tokens for training in its `rounds` finished rounds.
+    """
+    population, algorithm = config.population, config.algorithm
+    steps = rounds * population.steps_per_round
+    likely = math.ceil(steps * budget / max(1, training))
+    schedule = algorithm.lr_schedule
+    if schedule is not None:
+        # The schedule ends at the same share of the training as in the run.
+        schedule = schedule.replace(steps=max(1, round(schedule.steps * likely / steps)))
+    return config.replace(
+        name=f"{config.name}-{name}",
+        population=population.replace(
+            rounds=1,
+            steps_per_round=ROOM * likely,
+            sizes="constant",
+            init=init,
+            stop=StopConfig(no_signal=None),
+        ),
+        algorithm=algorithm.replace(lr_schedule=schedule),
+        # One process trains it, with the same result up to rounding.
+        engine=config.engine.replace(zero=None),
+        evolve=config.evolve.replace(
+            selection=NoSelection(),
+            exploration=NoExploration(),
+            archive=False,
+            dead_steps=None,
+        ),
+    )
+
+
+def _play(
+    folder: Path, name: str, config: RunConfig, budget: int, observer: Observer, *, force: bool
+) -> Path:
+    """Train a population in its folder, or finish it; leave a finished one unchanged."""
+    path = folder / COMPARE / name
+    text = f"{BASELINE}{budget}\n{configuration.to_yaml(config)}"
+    same = is_run(path) and config_text(path) == text and _has_same_files(path, config)
+    if same and not force and read_summary(path) is not None:
+        return path
+    opened = (
+        RunDir.open(path)
+        if same and not force
+        else RunDir.create(path, config.name, text, force=True)
+    )
+    limit = TokenLimit(budget)
+    with (
+        Followers(trackers=False) as followers,
+        opened,
+        prepare(config, checked_task(config)) as prepared,
+    ):
+        watching = ObserverList((limit.reported_to(observer), followers))
+        play_and_judge(config, path, opened, prepared, watching, limit=limit)
+    return path
+
+
+def _has_same_files(path: Path, config: RunConfig) -> bool:
+    """Return whether a population was started with the files as they are now."""
+    if not (path / INPUTS).exists():  # stopped before its inputs were recorded
+        return True
+    return read_inputs_of(path).files == inputs_of(config).files
+
+
+class TokenLimit:
+    """Ends training after the step in which all agents together have sampled `tokens` tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self._sampled = 0
+
+    def spent(self, tallies: Sequence[Tally]) -> bool:
+        """See `Limit`."""
+        self._sampled = sum(tally.tokens for tally in tallies)
+        return self._sampled >= self.tokens
+
+    def ends_after(self, scores: Sequence[Score | None]) -> bool:
+        """See `Limit`."""
+        del scores
+        return False
+
+    def reported_to(self, observer: Observer) -> Observer:
+        """Return an observer that counts training in tokens; steps have only an upper bound."""
+        passed_on = ObserverList((observer,))
+
+        def stage(round: int, name: str, done: int, total: int) -> None:
+            if name == "learn":
+                done, total = min(self._sampled, self.tokens), self.tokens
+            observer.stage(round, name, done, total)
+
+        passed_on.stage = stage
+        return passed_on
+
+
+# --- replay --------------------------------------------------------------------------------------
+
+
+def replay(
+    run: str | Path,
+    *,
+    repeats: int | None = None,
+    force: bool = False,
+    allow: Sequence[str] = (),
+    observer: Observer | None = None,
+) -> Replay:
+    """Compare the schedule of a run's winner with its last values held constant.
+
+    Agents are trained from scratch with the schedule and with the last values, several times each
+    and with the tokens of the whole run. They have the run's data, test split and order of prompts.
+    All other random numbers are drawn from a seed derived from that of the run: the first weights
+    of the adapters, completions, the order of minibatches, dropout, and the draws on the test
+    split. At the end, replay.json and a checkpoint of the first training of each kind are written
+    to `RUN/replay`; an interrupted replay leaves an earlier one unchanged.
+
+    Args:
+        run: The run folder.
+        repeats: Trainings of each kind, >= 1; None takes 3, or the number of a finished replay.
+            With one training no difference is reported as significant, because the test does not
+            cover the randomness of training.
+        force: Train again even if a finished replay exists.
+        allow: Your files that may differ from the run's, named as in the error message.
+        observer: Gets `note` with a sentence if no hyperparameter changed on the winner's line,
+            `started`, and `stage` before each step and before the test. The stage "learn" counts
+            the completions of the whole replay, those of the test by their share of the time.
+
+    Raises:
+        RunNotFoundError: `run` is no run folder.
+        RunDirError: The run is not finished, its winner trained for a single round, it was recorded
+            with objects that no file can name, or another process uses it.
+        ConfigError: The settings or the files of the run have changed.
+        CheckpointError: The winner's checkpoint is missing or damaged, or a record is.
+    """
+    observer = observer or Observer()
+    check_observer(observer)
+    if repeats is not None:
+        whole(1).check("repeats", repeats)
+    schedule = read_schedule(run)
+    with RunDir.open(run) as opened:
+        folder = opened.path
+        earlier = None if force else read_replay(folder)
+        if earlier is not None and repeats in (None, earlier.repeats):
+            return earlier
+        if not (folder / schedule.checkpoint).is_dir():
+            raise CheckpointError(
+                f"{folder / schedule.checkpoint}: expected the checkpoint of the run's winner, "
+                f"member {schedule.member}, with which the trainings are compared, got no folder; "
+                "put it back, or repeat the run"
+            )
+        config = read_config(folder)
+        check_inputs(folder, config, command=f"replay {folder}", allow=allow)
+        if sentence := unmoved(schedule):
+            observer.note(sentence)
+        return _replay(folder, config, schedule, repeats or REPEATS, observer)
+
+
+def _replay(
+    folder: Path, config: RunConfig, schedule: Schedule, repeats: int, observer: Observer
+) -> Replay:
+    start = time.perf_counter()
+    plans = [plan for plan in trainings(schedule) for _ in range(repeats)]
+    seed = derive(config.seed, "replay")
+    # One process trains all arms, with stock AdamW even if the run divides its optimizer.
+    agents = config.agents().replace(seed=seed, engine=config.engine.replace(zero=None))
+    cohort, env, adapter = build_parts(config, agents)
+    slots = add_agents(cohort, len(plans), "same", adapter)
+    # Load the winner before training, so that a damaged checkpoint shows at once.
+    winner = cohort.add_spare(Member(schedule.member, Slot(len(slots))), schedule.last).slot
+    # A mean of agents of unequal ranks has the larger one.
+    checkpoint = folder / schedule.checkpoint
+    fit_slot(cohort.slots, cohort.agents[winner].adapter, read_adapter_config(checkpoint / "actor"))
+    load_agent(cohort, winner, checkpoint)
+    fitness = config.evolve.fitness
+    judged = [*slots, winner]
+    samples = fitness.per_prompt(fitness.test_samples)
+    to_test = len(judged) * fitness.test_prompts * samples
+    observer.started(folder, len(schedule.rounds), 0, None)
+    tallies = train(cohort, env, slots, plans, observer, to_test=to_test)
+    observer.stage(len(schedule.rounds) - 1, "test", 0, 1)
+    *tested, best = (
+        result.score
+        for result in evaluate(
+            cohort,
+            env,
+            judged,
+            env.prompts("test", fitness.test_prompts),
+            samples=samples,
+            temperature=fitness.temperature,
+            reward=fitness.counted,
+            stream=("test",),
+        )
+    )
+    cohort.close_engine()
+    first = range(0, len(plans), repeats)
+    trained = tuple(
+        _replayed(plans[i], tallies[i : i + repeats], tested[i : i + repeats]) for i in first
+    )
+    seconds = time.perf_counter() - start
+    found = Replay(schedule, seed, repeats, trained, best, _differences(trained, best), seconds)
+    for name in REPLAY_PARTS:
+        remove(folder / name)
+    files: dict[str, str] = {}
+    for i in first:  # the first, not the best: that would be chosen on the test split
+        name = plans[i].name
+        place = folder / REPLAY / name
+        with writing(place, "replay"):
+            written = save_agent(cohort, slots[i], place)
+            sync_into(folder, place)
+        files |= {f"{name}/{file}": digest for file, digest in written.items()}
+    found = replace(found, files=files)
+    write_replay(folder, found)
+    _log.info("%s: replayed in %.1f s", printable(str(folder)), seconds)
+    return found
+
+
+def train(
+    cohort: Cohort,
+    env: Environment[Any],
+    slots: Sequence[Slot],
+    plans: Sequence[Training],
+    observer: Observer,
+    *,
+    to_test: int,
+) -> list[Tally]:
+    """Run trainings of equal length together, one batch per step; return the tally of each agent.
+
+    Each slot is a fresh agent. The `to_test` completions afterwards count as remaining work.
+    """
+    tallies = [Tally() for _ in slots]
+    watch, starts, rows = Stopwatch(), 0, sum(plan.rows for plan in plans)
+    sampled = 0
+    for number in range(len(plans[0].hparams)):
+        values = [plan.hparams[number] for plan in plans]
+        for slot, hparams in zip(slots, values, strict=True):
+            cohort.set_hparams(slot, hparams)
+        of_round = list(zip(*(plan.prompts[number] for plan in plans), strict=True))
+        for step, counts in enumerate(of_round):
+            seconds = sum(watch.seconds.values())
+            sampling = 1 - watch.seconds.get("learn", 0) / seconds if seconds else 1.0
+            observer.stage(number, "learn", sampled, rows + round(sampling * to_test))
+            # As in a run, all agents take the first of the same prompts.
+            prompts = starts_from(env, starts, max(counts))
+            starts += train_step(
+                cohort,
+                env,
+                slots,
+                prompts,
+                stream=(number, step),
+                watch=watch,
+                tallies=tallies,
+                prompts_per_agent=counts,
+                first=starts,
+            )
+            sampled += sum(
+                of_agent * hparams.group_size
+                for of_agent, hparams in zip(counts, values, strict=True)
+            )
+    return tallies
+
+
+def _replayed(plan: Training, tallies: Sequence[Tally], tests: Sequence[Score]) -> Replayed:
+    return Replayed(
+        name=plan.name,
+        prompts=plan.prompts,
+        rows=plan.rows,
+        tokens=round(sum(tally.tokens for tally in tallies) / len(tallies)),
+        failed_steps=int(sum(step["failed"] for tally in tallies for step in tally.metrics)),
+        tests=tuple(tests),
+    )
+
+
+def _differences(trained: Sequence[Replayed], winner: Score) -> tuple[Difference, ...]:
+    tests = {one.name: one.tests for one in trained} | {WINNER: (winner,)}
+    pairs = [REPLAYED, *((one.name, WINNER) for one in trained)]
+    return tuple(Difference.between(a, tests[a], b, tests[b]) for a, b in pairs)

@@ -1,0 +1,291 @@
+"""evaluate_adapter(adapter, config): mean reward and pass@k of an adapter, and of its base."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from evo_grpo.analysis.export.contents import exported_values
+from evo_grpo.analysis.sampling.policy import (
+    adapter_of,
+    check_answers,
+    config_of,
+    loaded,
+)
+from evo_grpo.envs.resolve import named_task
+from evo_grpo.errors import CheckpointError, ConfigError, RunFailedError
+from evo_grpo.evolve.claims import TEST_LEVEL, claims
+from evo_grpo.evolve.compare import compare
+from evo_grpo.evolve.intervals import LEVEL, interval
+from evo_grpo.model.lora.configs import read_config
+from evo_grpo.model.lora.files import CONFIG as ADAPTER_CONFIG
+from evo_grpo.places import looking_in
+from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
+from evo_grpo.population.evaluate import Evaluation, evaluate
+from evo_grpo.population.evaluate import pass_at as pass_at_k
+from evo_grpo.record.choice import choose_of
+from evo_grpo.record.config import beside, code_folder
+from evo_grpo.record.files import plain_value
+from evo_grpo.record.folder import is_run
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.validation import number, whole
+from evo_grpo.settings import FitnessConfig, RunConfig
+from evo_grpo.settings.yaml import as_config
+from evo_grpo.training.strategies import task_of
+from evo_grpo.types import Score
+
+JudgedOn = Literal["validation", "test"]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The mean reward of an adapter on a split of a task, or its pass@k.
+
+    Attributes:
+        adapter: Folder of the adapter, or the agent of a run in words.
+        samples: Completions, or episodes, per prompt.
+        own: Mean reward of the adapter, or the probability that one of k completions of a prompt
+            is correct.
+        base: The same for the base with the same draws, None if it was not evaluated.
+        gain: Adapter minus base, over the prompts that both answered.
+        gain_se: Paired standard error of the gain, NaN from fewer than two prompts.
+        interval: Interval of the gain with probability `LEVEL`, by Student's t over prompts.
+        correct: The least reward of a correct completion, for `passes`.
+        k: Completions of pass@k; None for the mean reward.
+        passes: pass@k for each requested k.
+        sign: 1 if the adapter is shown to be ahead of the base on these prompts, -1 if it is shown
+            to be behind, else 0, at a level of .05 (`evo_grpo.evolve.claims`); None without a base.
+    """
+
+    adapter: str
+    task: str
+    split: str
+    samples: int
+    temperature: float
+    own: Score
+    base: Score | None = None
+    gain: float | None = None
+    gain_se: float | None = None
+    interval: tuple[float, float] | None = None
+    correct: float = 1.0
+    k: int | None = None
+    passes: tuple[Judged, ...] = ()
+    sign: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON values; numbers that are not finite are None."""
+        about = ("adapter", "task", "split", "samples", "temperature", "correct", "sign")
+        found = {name: getattr(self, name) for name in about} | self._measured()
+        passes = [{"k": one.k, **one._measured()} for one in self.passes]
+        return {"level": LEVEL, **plain_value({**found, "passes": passes})}
+
+    def _measured(self) -> dict[str, Any]:
+        scores = {"own": self.own, "base": self.base}
+        means = {
+            who: score and {"mean": score.mean, "se": score.se, "n": score.n}
+            for who, score in scores.items()
+        }
+        return {**means, "gain": self.gain, "gain_se": self.gain_se, "interval": self.interval}
+
+
+def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
+    adapter: str | Path,
+    config: RunConfig | str | Path | Mapping[str, Any] | None = None,
+    *,
+    split: JudgedOn = "test",
+    prompts: int | None = None,
+    samples: int | None = None,
+    temperature: float | None = None,
+    pass_at: int | Sequence[int] = (),
+    correct: float | None = None,
+    base: bool = True,
+    allow: Sequence[str] = (),
+    code: str | Path | None = None,
+    env: object = None,
+) -> Judged:
+    """Evaluate an adapter on a task as a run evaluates its winner: same prompts, samples and draws.
+
+    Args:
+        adapter: A PEFT folder over the base of the configuration, such as an export; or a run
+            folder, whose winner is evaluated.
+        config: Configuration with base and task: a `RunConfig`, the path of a YAML file, or a
+            mapping as in such a file. None takes the configuration of the run.
+        split: "test" repeats the test at the end of a run, "validation" the comparison of its
+            finalists.
+        prompts: Number of prompts; None takes that of the run.
+        samples: Completions per prompt; None takes that of the run, or more if `pass_at` needs it.
+        temperature: Sampling temperature; 0 decodes greedily, with one completion per prompt. None
+            takes that of the run's evaluations.
+        pass_at: One k or several, for which pass@k is estimated; see
+            `evo_grpo.population.evaluate.pass_at`.
+        correct: The least weighted sum of rewards of a completion that counts as correct in
+            pass@k; None takes `evolve.fitness.correct`, or 1 if that is null.
+        base: Whether to evaluate the base too, with the same draws.
+        allow: Without a `config`, your files that may differ, named as in the error message.
+        code: A further folder for files and modules of the task.
+        env: The environment, in place of the task of `config`; for a run without a `config`, the
+            object that was given to `Population.train`.
+
+    Raises:
+        CheckpointError: `adapter` is neither a PEFT folder nor a run with a finished round, or a
+            file was changed.
+        ConfigError: The adapter does not fit the base, there is no configuration, a number is out
+            of range, or the settings or the files of the run have changed.
+        RunFailedError: The adapter, or the base, has log-probabilities that are not finite, or no
+            reward.
+        EvoGrpoError: The base or the task cannot be loaded.
+    """
+    if split not in ("validation", "test"):
+        raise ConfigError(f"split: expected validation or test, got {split!r}")
+    passes = tuple(pass_at) if isinstance(pass_at, Sequence) else (pass_at,)
+    given = [("prompts", prompts), ("samples", samples), *(("pass_at", k) for k in passes)]
+    for what, value in given:
+        whole(1).or_none().check(what, value)
+    number(math.isfinite, "a finite number").or_none().check("correct", correct)
+    with ExitStack() as stack:  # files and modules are found as in a run
+        stack.enter_context(looking_in(code_folder(code), is_code=True))
+        stack.enter_context(looking_in(beside(config)))
+        name, folder, run, own = _found(Path(adapter), config, allow, env)
+        if (named := named_task(env)) is not None:
+            run, env = run.replace(env=named), None
+        fitness = run.evolve.fitness
+        if temperature is not None:
+            fitness = fitness.replace(temperature=temperature)
+        samples = _samples(fitness, split, samples, max(passes, default=1))
+        if correct is None:
+            correct = 1.0 if fitness.correct is None else fitness.correct
+        task = task_of(run) if env is None else None
+        policy = stack.enter_context(
+            loaded(run, folder, with_env=True, task=task, env=env, own=own)
+        )
+        assert policy.env is not None, "loaded with with_env=True"
+        usual = fitness.test_prompts if split == "test" else fitness.prompts
+        # Base first, as at the end of a run: the same batch gives the same bits.
+        found = evaluate(
+            policy.cohort,
+            policy.env,
+            [*([None] if base else []), policy.slot],
+            policy.env.prompts(split, prompts or usual),
+            samples=samples,
+            temperature=fitness.temperature,
+            reward=fitness.counted,
+            stream=("test",) if split == "test" else ("final",),
+        )
+        about = name, policy.env.name, split, samples, fitness.temperature
+    return _judged(found, about, passes, correct)
+
+
+def _judged(
+    found: Sequence[Evaluation],
+    about: tuple[str, str, str, int, float],
+    passes: Sequence[int],
+    correct: float,
+) -> Judged:
+    """Return the result of evaluations, of which that of the base comes first."""
+    name, base = about[0], len(found) > 1
+    for who, one in zip(["the base", name] if base else [name], found, strict=True):
+        _check_finite(who, one)
+
+    def judged(scores: Sequence[Score], **more: Any) -> Judged:
+        gain = _gain(name, scores[1], scores[0]) if base else {}
+        return Judged(*about, scores[-1], **gain, correct=correct, **more)
+
+    scores = [one.score for one in found]
+    return judged(
+        scores,
+        sign=claims(scores[::-1], 0, TEST_LEVEL)[1] if base else None,
+        passes=tuple(
+            judged([pass_at_k(one.rewards, one.units, k, correct) for one in found], k=k)
+            for k in passes
+        ),
+    )
+
+
+def _samples(fitness: FitnessConfig, split: JudgedOn, samples: int | None, most: int) -> int:
+    """Return the completions per prompt: the given number or that of a run, and at least `most`."""
+    # Validation repeats the draws of the final comparison, and its samples where it has any.
+    usual = fitness.test_samples if split == "test" else fitness.final_samples or fitness.samples
+    found = fitness.per_prompt(samples or max(usual, most))
+    if most > found:
+        greedy = " at temperature 0, where all of them are equal" if found == 1 else ""
+        raise ConfigError(
+            f"pass_at: expected at most {found}, the completions of a prompt{greedy}, got {most}; "
+            + ("give a temperature above 0" if greedy else "give as many samples, or leave k")
+        )
+    return found
+
+
+def _gain(name: str, own: Score, base: Score) -> dict[str, Any]:
+    """Return the score of the base and the gain over it, as fields of a result."""
+    ahead = compare(own, base)
+    # Where both answered all prompts, the gain is rounded as in summary.json.
+    whole_split = ahead.prompts == own.n == base.n
+    gain = own.mean - base.mean if whole_split else ahead.difference
+    if not math.isfinite(gain):
+        raise RunFailedError(
+            f"{name}: expected prompts that both the adapter and the base answered, got none; give "
+            "more prompts, or leave out the base"
+        )
+    return {
+        "base": base,
+        "gain": gain,
+        "gain_se": ahead.error,
+        "interval": interval(gain, ahead.error, ahead.prompts),
+    }
+
+
+def _check_finite(who: str, found: Evaluation) -> None:
+    """Refuse log-probabilities or a mean reward that is not finite."""
+    check_answers(who, (one.logprobs for one in found.experience.trajectories))
+    if not math.isfinite(found.score.mean):
+        raise RunFailedError(
+            f"{who}: expected a mean reward, got none: every reward function abstained on every "
+            "answer; give reward functions that score this task, or another split"
+        )
+
+
+def _found(
+    adapter: Path,
+    config: RunConfig | str | Path | Mapping[str, Any] | None,
+    allow: Sequence[str],
+    env: object,
+) -> tuple[str, Path, RunConfig, Hparams]:
+    """Return an adapter's name and PEFT folder, the configuration of its task, and its values."""
+    given = None if config is None else as_config(config)
+    if is_run(adapter):
+        choice = choose_of(adapter)
+        call = f"evo_grpo.evaluate_adapter({str(adapter)!r}, env=...)"
+        run = given or config_of(choice, f"evaluate {adapter}", allow, env=env, call=call)
+        own = choice.agent.record.hparams
+        return f"{choice.title} of {adapter}", adapter_of(choice), run, own
+    refuse_foreign_files(adapter)
+    if not (adapter / ADAPTER_CONFIG).is_file():
+        merged = (adapter / "config.json").is_file()
+        raise CheckpointError(
+            f"{adapter}: expected a PEFT folder with {ADAPTER_CONFIG}, or a run folder, "
+            + (
+                "got a whole model, such as a merged export; name it as `model` in a configuration"
+                if merged
+                else "got neither; give the folder that evo-grpo export wrote"
+            )
+        )
+    if given is None:
+        raise ConfigError(
+            f"{adapter}: expected a configuration with the base and the task of the PEFT folder, "
+            f"got none: evo-grpo evaluate {adapter} population.yaml"
+        )
+    named = str(read_config(adapter).base_model_name_or_path or "")
+    # An export with its base names it by a relative path. Other paths differ between machines.
+    if named and not named.startswith("./") and Path(named).name != Path(given.model.name).name:
+        warnings.warn(
+            f"{adapter}: its base is {named!r}, but the base of the configuration is "
+            f"{given.model.name!r}: an adapter only works with its own base",
+            UserWarning,
+            stacklevel=3,
+        )
+    return str(adapter), adapter, given, exported_values(adapter)

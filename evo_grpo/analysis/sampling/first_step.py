@@ -1,0 +1,375 @@
+"""try_config(config): prompts, answers and rewards before training; nothing is written."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from evo_grpo.analysis.sampling.policy import check_answers, played_out, start_of
+from evo_grpo.envs.protocol import Environment, Experience, starts_under
+from evo_grpo.envs.resolve import environment_of, named_task
+from evo_grpo.envs.rewards.weights import values_by_name
+from evo_grpo.envs.single_turn import ReasoningGym
+from evo_grpo.envs.task import Split
+from evo_grpo.errors import ConfigError
+from evo_grpo.learn.objective.advantages import zero_variance_groups
+from evo_grpo.model.loading import load_tokenizer
+from evo_grpo.places import looking_in
+from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.population.cohort.sampler import PopulationSampler
+from evo_grpo.population.evaluate import weighted
+from evo_grpo.readers.terminal.plain import clock
+from evo_grpo.record.config import beside, code_folder
+from evo_grpo.record.files import plain_value
+from evo_grpo.record.wording import count
+from evo_grpo.schema.validation import whole
+from evo_grpo.settings import RunConfig
+from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
+from evo_grpo.settings.yaml import as_config
+from evo_grpo.sources import resolve
+from evo_grpo.training.assemble import add_agents, build_cohort, build_parts
+from evo_grpo.training.environments import environment_for
+from evo_grpo.training.sizing.model_size import read_model_size
+from evo_grpo.types import Completion, CompletionGroup, Slot
+
+PROMPTS = 3
+"""Prompts that are tried if no rows are named."""
+CUT_OFTEN = 0.2
+"""Share of answers that are cut off above which the limit is named as a cause."""
+GROUP_SIZES = (4, 8, 16, 32)
+"""Group sizes for which the share of groups with a signal is estimated."""
+
+
+@dataclass(frozen=True)
+class TriedAnswer:
+    """One completion, or one episode.
+
+    Attributes:
+        text: The text that the reward functions get; of an episode, its turns on separate lines.
+        ended: Whether the answer is complete, rather than cut at the limit of tokens.
+        turns: Number of completions.
+        rewards: Value of each reward function, without its weight; None if it abstained.
+        reward: Their weighted sum; None if all abstained.
+        error: The error of the environment that dropped the episode, else empty.
+    """
+
+    text: str
+    tokens: int
+    ended: bool
+    turns: int
+    rewards: Mapping[str, float | None]
+    reward: float | None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class TriedPrompt:
+    """A prompt and a group of answers to it.
+
+    Attributes:
+        prompt: The text that the model gets, special tokens included.
+        signal: Whether the rewards differ, so that the group has a gradient.
+    """
+
+    prompt: str
+    tokens: int
+    answers: tuple[TriedAnswer, ...]
+    signal: bool
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The prompts, answers and rewards of the first step of a run.
+
+    Attributes:
+        sampling_seconds: Time to sample the answers; 0 for a given answer.
+        reward_seconds: Time to score the answers.
+        answers_per_step: Answers of all agents in one step.
+    """
+
+    task: str
+    prompts: tuple[TriedPrompt, ...]
+    weights: Mapping[str, float]
+    sampling_seconds: float
+    reward_seconds: float
+    steps: int = 0
+    answers_per_step: int = 0
+
+    @property
+    def answers(self) -> tuple[TriedAnswer, ...]:
+        """All answers."""
+        return tuple(answer for prompt in self.prompts for answer in prompt.answers)
+
+    @property
+    def signal(self) -> float:
+        """Share of the groups whose rewards differ."""
+        return sum(prompt.signal for prompt in self.prompts) / len(self.prompts)
+
+    @property
+    def cut(self) -> float:
+        """Share of the answers that the limit of tokens has cut off."""
+        return sum(not answer.ended for answer in self.answers) / len(self.answers)
+
+    @property
+    def tokens(self) -> float:
+        """Mean tokens of an answer."""
+        return sum(answer.tokens for answer in self.answers) / len(self.answers)
+
+    @property
+    def run_seconds(self) -> float | None:
+        """Upper estimate of the seconds of sampling in the whole run; None for a given answer."""
+        each = self.sampling_seconds / len(self.answers)
+        return self.steps * self.answers_per_step * each if self.steps else None
+
+    def signal_with(self, group_size: int) -> float:
+        """Return the estimated share of groups of another size whose rewards would differ.
+
+        It assumes that the rewards of each prompt are drawn with their observed frequencies.
+        """
+        shares: list[float] = []
+        for prompt in self.prompts:
+            seen = Counter(answer.reward for answer in prompt.answers)
+            unknown, total = seen.pop(None, 0), len(prompt.answers)
+            equal = sum(((count + unknown) / total) ** group_size for count in seen.values())
+            shares.append(1 - equal + (len(seen) - 1) * (unknown / total) ** group_size)
+        return sum(shares) / len(shares)
+
+    def sentences(self) -> list[str]:
+        """Return the conclusions from the answers as sentences."""
+        answers = self.answers
+        each = f"{self.tokens:.0f} tokens each on average"
+        if self.sampling_seconds:
+            each += f", sampled in {self.sampling_seconds:.1f} s"
+        found = [f"{count(len(answers), 'answer')}: {each}, scored in "
+                 f"{self.reward_seconds:.1f} s; {self.cut:.0%} were cut off"]  # fmt: skip
+        for name, weight in self.weights.items():
+            values = [value for one in answers if (value := one.rewards[name]) is not None]
+            spread = "abstained on every answer"
+            if values:
+                mean = sum(values) / len(values)
+                spread = f"{min(values):g} to {max(values):g}, mean {mean:.2f}"
+            times = "" if weight == 1 else f", times {weight:g}"
+            found.append(f"reward {name}: {spread}{times}")
+        if self.run_seconds is None:
+            return found
+        found.append(
+            f"{count(self.steps, 'step')} of {count(self.answers_per_step, 'answer')} like these "
+            f"sample for {clock(self.run_seconds)} in the run, less where more at once are faster; "
+            "scoring, learning and evaluations come on top"
+        )
+        differ = sum(prompt.signal for prompt in self.prompts)
+        found.append(
+            f"{differ} of {count(len(self.prompts), 'group')} have a signal: only a group whose "
+            "rewards differ changes an agent"
+        )
+        if differ:
+            sizes = ", ".join(f"{n}: {self.signal_with(n):.0%}" for n in GROUP_SIZES)
+            return [*found, f"share of groups with a signal by group_size, as estimated: {sizes}"]
+        return [*found, self._without_signal()]
+
+    def _without_signal(self) -> str:
+        """Return advice on raising the share of groups with a signal."""
+        known = {one.reward for one in self.answers}
+        if known == {None}:
+            return "every reward function abstained on every answer: none is meant for this task"
+        remedies = [
+            "look at the answers above: if a right one earns nothing, mend the reward",
+            "reward a part of the answer, such as its format",
+            "take easier rows, solved examples (env.few_shot) or a stronger model",
+            "raise algorithm.group_size or algorithm.temperature",
+        ]
+        if self.cut > CUT_OFTEN:
+            remedies.insert(0, "raise algorithm.max_output_tokens, since many answers are cut off")
+        return f"A run would learn nothing from these: {'; '.join(remedies)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON values; numbers that are not finite are None."""
+        sizes = {str(size): self.signal_with(size) for size in GROUP_SIZES}
+        return plain_value(
+            {
+                "task": self.task,
+                "weights": dict(self.weights),
+                "prompts": [
+                    {**vars(one), "answers": [vars(answer) for answer in one.answers]}
+                    for one in self.prompts
+                ],
+                "signal": self.signal,
+                "signal_with_group_size": sizes,
+                "cut": self.cut,
+                "tokens": self.tokens,
+                "sampling_seconds": self.sampling_seconds,
+                "reward_seconds": self.reward_seconds,
+                "steps": self.steps,
+                "answers_per_step": self.answers_per_step,
+                "run_seconds": self.run_seconds,
+            }
+        )
+
+
+def try_config(
+    config: RunConfig | str | Path | Mapping[str, Any],
+    *,
+    rows: int | Sequence[int] = (),
+    split: Split = "train",
+    samples: int | None = None,
+    answer: str | None = None,
+    code: str | Path | None = None,
+    env: object = None,
+    notify: Callable[[str], None] | None = None,
+) -> Tried:
+    """Sample the untrained model at the settings of a run, and score its answers.
+
+    Args:
+        config: A `RunConfig`, the path of a YAML file, or a mapping as in such a file.
+        rows: Rows of the task by their position in the split (0-based); none takes the first
+            prompts of the run.
+        split: Split of the rows.
+        samples: Answers to each prompt, >= 2; None takes `algorithm.group_size`.
+        answer: A text to score as the answer to each prompt, without a model.
+        code: A further folder for files and modules of the task.
+        env: The environment, in place of the task of `config`.
+        notify: Called with a sentence on the cost of a judge, before the judge is asked.
+
+    Raises:
+        ConfigError: There is no such row, a number is out of range, or an answer is given to a task
+            of several turns.
+        RunFailedError: The model has log-probabilities that are not finite.
+        EvoGrpoError: The base or the task cannot be loaded, or a reward function fails.
+    """
+    run = as_config(config)
+    if (named := named_task(env)) is not None:
+        run, env = run.replace(env=named), None
+    if samples is not None:
+        whole(2).check("samples", samples)
+    numbers = [rows] if isinstance(rows, int) else list(rows)
+    with ExitStack() as stack:
+        stack.enter_context(looking_in(code_folder(code), is_code=True))
+        stack.enter_context(looking_in(beside(config)))
+        if answer is not None:
+            tokenizer = load_tokenizer(
+                resolve(run.model.name), trust_remote_code=run.model.trust_remote_code
+            )
+            make = environment_of(run.env, run.seed, DEFAULT_PROMPTS, DEFAULT_OUTPUT_TOKENS, None)
+            gym = make(tokenizer) if env is None else env
+            own = run.algorithm.max_model_len, read_model_size(run.model.name).context
+            if isinstance(gym, ReasoningGym) and (known := [one for one in own if one]):
+                gym.limit_context(min(known), run.algorithm.longest_output(run.search_space()))
+            return _scored(gym, run.env.kind, split, numbers, answer, notify)
+        agents = run.agents().replace(engine=run.engine.replace(zero=None))
+        if env is None:
+            cohort, made, start = build_parts(run, agents)
+        else:
+            cohort, start = build_cohort(agents)
+            made = environment_for(cohort, env)
+        (slot,) = add_agents(cohort, 1, "same", start)
+        cohort.open_engine()
+        stack.callback(cohort.close_engine)
+        tried = _sampled(cohort, slot, made, _starts(made, split, numbers), samples, notify)
+        each = (run.algorithm.prompts_per_step or made.batch_size) * run.algorithm.group_size
+        steps = run.population.rounds * run.population.steps_per_round
+        return replace(tried, steps=steps, answers_per_step=run.population.size * each)
+
+
+def _sampled(
+    cohort: Cohort,
+    slot: Slot,
+    env: Environment[Any],
+    starts: Sequence[Any],
+    samples: int | None,
+    notify: Callable[[str], None] | None,
+) -> Tried:
+    """Sample and score as the first agent of the run would."""
+    hparams = cohort.agents[slot].hparams
+    size = samples or hparams.group_size
+    every = [one for one in starts for _ in range(size)]
+    _tell_of_judges(env, every, cohort.output_tokens(hparams), notify)
+    sampler = PopulationSampler.in_training(cohort, [slot], stream=("try",))
+    asked = starts_under(env, hparams.prompt, starts)
+    begun = cohort.begin(env, [asked], [size])  # makes environments of several turns
+    begin = time.perf_counter()
+    play = played_out(begun, sampler)
+    scoring = time.perf_counter()
+    (found,) = play.experiences()
+    check_answers("the model", (one.logprobs for one in found.trajectories))
+    return _tried(env, found, size, scoring - begin, time.perf_counter() - scoring)
+
+
+def _tell_of_judges(
+    env: Environment[Any], starts: Sequence[Any], tokens: int, notify: Callable[[str], None] | None
+) -> None:
+    """Report the cost of the questions to the judges of a task; `starts` has one per answer."""
+    if notify is None or not isinstance(env, ReasoningGym):
+        return
+    from evo_grpo.envs.rewards.judge import Judge  # it loads asyncio, and few runs have one
+
+    for reward in env.task.rewards:
+        if isinstance(reward.fn, Judge):
+            rows = [{**one.columns, "prompt": one.text} for one in starts]
+            notify(reward.fn.questions(rows, tokens))
+
+
+def _scored(
+    env: object,
+    kind: str,
+    split: Split,
+    numbers: Sequence[int],
+    text: str,
+    notify: Callable[[str], None] | None,
+) -> Tried:
+    """Score a text as the answer to each prompt, for which only the model's tokenizer is loaded."""
+    if not isinstance(env, ReasoningGym):
+        raise ConfigError(
+            f"answer: expected a task of one turn, got {kind}, whose episodes go on after an "
+            "answer; leave the answer out"
+        )
+    env.prepare_rewards("cpu")
+    ids = tuple(env.tokenizer(text, add_special_tokens=False)["input_ids"])
+    prompts = _starts(env, split, numbers)
+    _tell_of_judges(env, prompts, len(ids), notify)
+    answer = (Completion(ids, text, None, ended=True),)
+    play = env.begin([prompts], [1])
+    play.tell([[CompletionGroup(-1, prompt, answer) for prompt in prompts]])
+    begin = time.perf_counter()
+    (found,) = play.experiences()
+    return _tried(env, found, 1, 0.0, time.perf_counter() - begin)
+
+
+def _starts(env: Environment[Any], split: Split, numbers: Sequence[int]) -> list[Any]:
+    """Return the starts of rows, or the first ones of the run."""
+    return [start_of(env, split, number) for number in numbers] or env.batch(0, PROMPTS)
+
+
+def _tried(
+    env: Environment[Any], found: Experience, size: int, sampling: float, scoring: float
+) -> Tried:
+    differ = ~zero_variance_groups(found.rewards, size, weights=env.weights)
+    values = values_by_name(env, found.rewards)
+    rows = zip(found.trajectories, values, weighted(found.rewards, env.weights), strict=True)
+    answers = [
+        TriedAnswer(
+            trajectory.text,
+            trajectory.sampled,
+            trajectory.ended,
+            trajectory.turns,
+            rewards,
+            None if math.isnan(total) else float(total),
+            trajectory.error,
+        )
+        for trajectory, rewards, total in rows
+    ]
+    prompts: list[TriedPrompt] = []
+    for first, signal in zip(range(0, len(answers), size), differ, strict=True):
+        group = answers[first : first + size]
+        # A dropped episode has no tokens.
+        whole = next((one for one in found.trajectories[first : first + size] if one.mask), None)
+        ids = () if whole is None else whole.token_ids[: (*whole.mask, True).index(True)]
+        text = env.tokenizer.decode(ids) if ids else found.trajectories[first].prompt
+        prompts.append(TriedPrompt(str(text), len(ids), tuple(group), bool(signal)))
+    weights = dict(zip(values[0], env.weights.tolist(), strict=True))
+    return Tried(env.name, tuple(prompts), weights, sampling, scoring)

@@ -1,0 +1,307 @@
+"""Compares the present inputs of a run with the recorded ones, and records permitted changes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from evo_grpo.envs.describing import DIGEST
+from evo_grpo.errors import CheckpointError, ConfigError, RunDirError
+from evo_grpo.places import as_option
+from evo_grpo.record.config import read_settings
+from evo_grpo.record.files import seal
+from evo_grpo.record.names import CONFIG, INPUTS
+from evo_grpo.record.run_dir import RunDir
+from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.schema.validation import shown
+from evo_grpo.settings import RunConfig, StopConfig
+from evo_grpo.settings.engine import ENGINES
+from evo_grpo.settings.yaml import REMOVED, from_dict, in_todays_keys
+from evo_grpo.training.recorded_inputs import (
+    DATA,
+    ROUNDS,
+    Inputs,
+    changed,
+    flat,
+    inputs_of,
+    read_inputs_of,
+)
+
+_HONOURED = (
+    *("record.completions", "record.metrics", "record.checkpoints"),
+    *("record.optuna", "record.storage", "record.trackers", "engine.memory"),
+    "engine.offload_adapters",
+    *(f"engine.{name}.{own}" for name, kind in ENGINES.items() for own in kind.adjustable),
+    *("env.reward_timeout", "env.reward_failures", "env.reward_errors", "env.isolate"),
+    "env.max_data_gb",
+    *(f"population.stop.{rule}" for rule in StopConfig.model_fields),
+)
+"""Settings that may change between two rounds without an effect on the results."""
+ROUNDING = (
+    *("engine.threads", "engine.device", "engine.compile", "engine.kernels"),
+    *("engine.max_tokens_per_microbatch", "engine.max_rows_per_microbatch"),
+    *("engine.max_decode_rows", "engine.base", "engine.zero"),
+)
+"""Settings that may change between two rounds and affect the rounding of later rounds."""
+
+
+class Change(NamedTuple):
+    """A difference between recorded and present inputs; None stands for a missing value.
+
+    `kind` is the attribute of `Inputs` that differs, `name` the setting, file, package or part.
+    """
+
+    kind: str
+    name: str
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True)
+class Changed:
+    """The changed inputs with which a run continues.
+
+    Attributes:
+        before: The recorded inputs.
+        now: The inputs from now on, with all changes so far.
+        config: The settings from now on.
+        extended: Whether the caller asked for a number of rounds other than in population.yaml.
+        notes: A sentence for each change that may affect the results of the following rounds.
+    """
+
+    before: Inputs
+    now: Inputs
+    config: RunConfig
+    extended: bool
+    notes: Sequence[str]
+
+
+def record_inputs(
+    folder: RunDir, config: RunConfig, objects: Mapping[str, str] | None = None
+) -> None:
+    """Record the inputs of a run, with its Python objects, if its folder has no record yet.
+
+    Raises CheckpointError if the record is missing although rounds were played.
+    """
+    if os.path.lexists(folder.path / INPUTS):
+        return
+    if folder.rounds():
+        raise CheckpointError(
+            f"{folder.path / INPUTS}: expected the record of what the run was made of, got no "
+            "file; put it back as it was"
+        )
+    inputs = replace(inputs_of(config), id=uuid4().hex, objects=objects or {})
+    folder.write(INPUTS, seal(asdict(inputs)))
+
+
+def compare_inputs(
+    folder: RunDir,
+    config: RunConfig,
+    *,
+    rounds: int | None,
+    allow: Iterable[str] = (),
+    objects: Mapping[str, str] | None = None,
+) -> Changed:
+    """Compare the recorded inputs of a run with those it would continue with.
+
+    The settings are those of population.yaml, where only `rounds` replaces population.rounds.
+    Files, and parts of Python objects, named in `allow` may have changed. Nothing is written,
+    except the record of a run that has none yet.
+
+    Raises:
+        ConfigError: Other inputs have changed; the message names all of them. Files may change
+            before the first round is finished.
+        CheckpointError: The record is missing or damaged.
+        RunDirError: The version of evo-grpo that began the run decided by other rules.
+    """
+    record_inputs(folder, config, objects)
+    then, played = read_inputs_of(folder.path), folder.rounds()
+    # The run would continue by other rules than it began with.
+    if gone := [name for name in map(".".join, REMOVED) if name in then.settings]:
+        raise RunDirError(
+            f"{folder.path}: expected a run that this version began, got one of an earlier "
+            f"version, with {', '.join(gone)}; finish it with evo-grpo "
+            f"{then.software.get('evo-grpo')}, which began it, or start another run"
+        )
+    check_whole(folder.path, then)
+    now, found = _differences(then, config, objects)
+    wrong = [
+        one
+        for one in found
+        if not _is_harmless(one, then, now)
+        and not (rounds is not None and one.name == ROUNDS)
+        # Before the first round is finished, no result depends on a file.
+        and (played or one.kind == "settings")
+    ]
+    command = f"resume {folder.path}" if objects is None else None
+    _refuse(folder.path, then, wrong, allow, command)
+    changes = [
+        {"round": len(played), "name": one.name, "from": one.before, "to": one.after}
+        for one in found
+    ]
+    known = {*then.settings, *(one.name for one in found)}
+    changes += [  # by a newer version, at their defaults
+        {"round": len(played), "name": name, "from": None, "to": value}
+        for name, value in now.settings.items()
+        if name not in known
+    ]
+    ended = any(record.is_end for record in played[-1:])
+    if rounds is not None and ended and all(one.name != ROUNDS for one in found):
+        # A rule ended the run before its planned number of rounds: play the remaining ones.
+        changes.append({"round": len(played), "name": ROUNDS, "from": rounds, "to": rounds})
+    notes = [
+        f"{one.name} was {shown(one.before)} and is {shown(one.after)}: the rounds that follow may "
+        "differ in rounding from those of a run that was never stopped"
+        for one in found
+        if one.name in ROUNDING or one.kind == "software"
+    ]
+    now = replace(now, changes=(*then.changes, *changes))
+    return Changed(then, now, config, rounds is not None, notes)
+
+
+def check_inputs(
+    folder: Path,
+    config: RunConfig,
+    *,
+    command: str,
+    allow: Iterable[str] = (),
+    objects: Mapping[str, str] | None = None,
+) -> None:
+    """Refuse to train beside a run with inputs other than the recorded ones; write nothing.
+
+    Changes that a resume permits are permitted too.
+
+    Raises:
+        ConfigError: Other inputs have changed; the message names all of them.
+        CheckpointError: The record is missing or damaged.
+    """
+    then = read_inputs_of(folder)
+    check_whole(folder, then)
+    now, found = _differences(then, config, objects)
+    wrong = [one for one in found if not _is_harmless(one, then, now)]
+    _refuse(folder, then, wrong, allow, command if objects is None else None)
+
+
+def record_changes(folder: RunDir, changed: Changed) -> None:
+    """Record the inputs that a run has from now on, if any has changed."""
+    if changed.now != changed.before:
+        folder.write(INPUTS, seal(asdict(changed.now)))
+
+
+def begun_extension(folder: RunDir) -> int | None:
+    """Return the number of rounds that a run was extended to; None if it has played one since."""
+    if not os.path.lexists(folder.path / INPUTS):
+        return None
+    changes = read_inputs_of(folder.path).changes_of_rounds(len(folder.rounds()))
+    return int(changes[-1]["to"]) if changes else None
+
+
+def changed_settings(then: Inputs, now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return the settings that differ from the record: name, recorded value, present value.
+
+    A setting that is missing in the record counts as unchanged if it has its default.
+    """
+    return list(changed(_filled_in(then.settings) or then.settings, now))
+
+
+def check_whole(folder: Path, then: Inputs) -> None:
+    """Refuse a population.yaml that lacks a setting, which would silently take its default."""
+    left = dict(flat(read_settings(folder)))
+    # A setting of a newer version was never written to population.yaml.
+    later = {one["name"] for one in then.changes if one["from"] is None}
+    if missing := [name for name in then.settings if name not in {*left, *later}]:
+        raise ConfigError(
+            f"{folder / CONFIG}: expected every setting of the run, got none of "
+            f"{', '.join(missing[:3])}{' and others' * (len(missing) > 3)}; put the file back"
+        )
+
+
+def may_change(name: str) -> bool:
+    """Return whether a setting may change between two rounds; a resume records such a change."""
+    return name in _HONOURED or name in ROUNDING
+
+
+def _differences(
+    then: Inputs, config: RunConfig, objects: Mapping[str, str] | None
+) -> tuple[Inputs, list[Change]]:
+    """Return the present inputs and their changes; without `objects`, those are not compared."""
+    parts = then.objects if objects is None else objects
+    # The places stay those of the start of the run.
+    now = replace(inputs_of(config), id=then.id, places=then.places, objects=parts)
+    found = [Change("settings", *one) for one in changed_settings(then, now.settings)]
+    for kind in ("files", "software", "objects"):
+        found += [Change(kind, *one) for one in changed(getattr(then, kind), getattr(now, kind))]
+    # A part that the recording version did not have cannot be compared.
+    return now, [one for one in found if one.kind != "objects" or one.before]
+
+
+def _is_harmless(one: Change, then: Inputs, now: Inputs) -> bool:
+    """Return whether the remaining rounds can use a changed input."""
+    if one.kind == "files":  # a file that is read only because another file changed goes with that
+        return one.name not in then.files or one.name not in now.files
+    if one.kind != "settings" or may_change(one.name):
+        return one.kind != "objects"
+    # The content of a data set at a new path is compared; its suffix decides how it is read.
+    moved = one.name in DATA and isinstance(one.before, str) and isinstance(one.after, str)
+    same = moved and Path(one.before).suffix.lower() == Path(one.after).suffix.lower()
+    return same and then.files.get(one.name) is not None
+
+
+def _refuse(
+    folder: Path, then: Inputs, wrong: Sequence[Change], allow: Iterable[str], command: str | None
+) -> None:
+    """Refuse changes by name, except those in `allow`; the remedy repeats `command`."""
+    allowed, known = set(allow), {*then.files, *then.objects}
+    if unknown := sorted(allowed - known):
+        names = ", ".join(sorted(known)) or "none, for this run reads no file of yours"
+        raise ConfigError(
+            f"allow: expected names of files that the run reads ({names}), got {unknown[0]!r}"
+        )
+    wrong = [one for one in wrong if one.kind == "settings" or one.name not in allowed]
+    more = {one.name for one in wrong if one.kind != "settings" and one.after is not None}
+    names = sorted(allowed | more)
+    options = "".join(f" --allow {name!r}" for name in names)
+    go_on = f"allow={names}" if command is None else f"evo-grpo {command}{as_option()}{options}"
+    problems = [Problem((), _sentence(one, go_on, then.places.get(one.name))) for one in wrong]
+    if problems:
+        raise Problems(*problems, source=f"{folder}: the run was begun with something else")
+
+
+def _sentence(one: Change, go_on: str, place: str | None) -> str:
+    what = f"the file of {one.name}" if one.kind == "files" else one.name
+    was = f"{what} was {shown(one.before)} and is {shown(one.after)}"
+    begun = "" if place is None else f" (the run was begun with {place})"
+    if one.name == ROUNDS:
+        return f"{was}; put it back, and give --rounds {one.after} to evo-grpo resume"
+    if one.kind == "settings":
+        return f"{was}; put it back in {CONFIG}, or start another run"
+    if one.after is None:
+        return (
+            f"{what} is not there{begun}; put it back, go on from the folder in which the run was "
+            "begun, or name the folder that has it with --code"
+        )
+    told = was
+    if one.kind == "files" or str(one.before).startswith(DIGEST):
+        told = f"{what} has changed{begun}"
+    return f"{told}; put it back as it was, or go on with this: {go_on}"
+
+
+def _filled_in(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return recorded settings with this version's defaults, None if this version refuses them."""
+    nested: dict[str, Any] = {}
+    for name, value in settings.items():
+        *groups, last = name.split(".")
+        place = nested
+        for group in groups:
+            place = place.setdefault(group, {})
+            if not isinstance(place, dict):  # a key chosen by the user contains a dot
+                return dict(settings)
+        place[last] = value
+    try:
+        return dict(flat(from_dict(in_todays_keys(nested)).model_dump(mode="json")))
+    except ConfigError:
+        return None

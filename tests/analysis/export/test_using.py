@@ -1,0 +1,455 @@
+"""An export is used without this package: its card's code runs as printed."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+import yaml
+from damage import cut, flip, folder_instead
+from gguf_files import write_gguf
+from peft import AutoPeftModelForCausalLM, PeftModel
+from peft.tuners.lora import LoraModel
+from safetensors.torch import load_file, save_file
+from small_run import small
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from evo_grpo import run, sources
+from evo_grpo.analysis.export.contents import read_manifest
+from evo_grpo.analysis.export.export import export
+from evo_grpo.errors import CheckpointError, EngineUnavailable, ModelError, RunDirError
+from evo_grpo.readers.report.run_page import write_report
+from evo_grpo.readers.trackers.base import flat_settings
+from evo_grpo.record.choice import choose_of
+from evo_grpo.settings import from_dict
+from evo_grpo.sources import embedded_digests, embedded_models, resolve
+
+ROWS = [{"question": f"{n}+{n}=", "answer": str(2 * n)} for n in range(30)]
+REWARD = "def score(completion, answer):\n    return float(completion.endswith(answer))\n"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return run(small(algorithm__lr=1e-2), out=tmp_path_factory.mktemp("runs") / "sums-1")
+
+
+@pytest.fixture
+def own_data(tmp_path, monkeypatch):
+    """A run on rows of the user's own, asked through a chat template."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("exported_reward.py").write_text(REWARD)
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+    def play(**changes):
+        config = small(
+            population={"size": 2, "rounds": 1, "steps_per_round": 1},
+            env={
+                "kind": "dataset",
+                "train": "rows.jsonl",
+                "reward": "exported_reward:score",
+                "conversation": [{"role": "user", "content": "{question}"}],
+            },
+            **changes,
+        )
+        return run(config, out=tmp_path / "run")
+
+    return play
+
+
+def blocks(folder):
+    parts = (folder / "README.md").read_text().split("```python\n")[1:]
+    return [part.split("```")[0] for part in parts]
+
+
+def ran(code, folder):
+    """Run code as somebody would who has no evo_grpo, in the folder of the export; its output."""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    without = 'import sys; sys.modules["evo_grpo"] = None\n'
+    done = subprocess.run(
+        [sys.executable, "-c", without + code],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def logits(model, text="12+07="):
+    tokenizer = AutoTokenizer.from_pretrained(resolve("tiny-sums").path)
+    with torch.no_grad():
+        return model.eval()(**tokenizer(text, return_tensors="pt")).logits
+
+
+def test_a_process_without_this_package_cannot_import_it(tmp_path):
+    with pytest.raises(AssertionError, match="evo_grpo"):
+        ran("import evo_grpo", tmp_path)
+
+
+@pytest.mark.slow
+def test_the_code_for_transformers_and_peft_runs_as_printed(finished, tmp_path):
+    out = export(finished, tmp_path / "best")
+    answer = ran(blocks(out)[0], out).strip()
+    assert answer.isdigit()
+    assert len(answer) <= 3
+
+
+@pytest.mark.slow
+def test_the_code_stops_where_the_run_does(tmp_path):
+    played = run(
+        small(algorithm__stop=["1", "7", 3], population__rounds=1), out=tmp_path / "sums-1"
+    )
+    export(played, tmp_path / "out")
+    code, vllm = blocks(tmp_path / "out")
+    assert "stop=['1', '7'], stop_token_ids=[3])" in vllm
+    answers = [ran(code, tmp_path / "out") for _ in range(3)]
+    assert not any(digit in answer for answer in answers for digit in "17")
+
+
+def test_moved_elsewhere_it_is_loaded_still(finished, tmp_path):
+    export(finished, tmp_path / "best")
+    (tmp_path / "best").rename(tmp_path / "moved")
+    assert ran(blocks(tmp_path / "moved")[0], tmp_path / "moved").strip().isdigit()
+
+
+def test_the_adapter_it_loads_is_the_agents(finished, tmp_path, monkeypatch):
+    choice = choose_of(finished)
+    base = AutoModelForCausalLM.from_pretrained(resolve("tiny-sums").path)
+    own = PeftModel.from_pretrained(base, str(finished / choice.checkpoint / "actor"))
+    monkeypatch.chdir(export(finished, tmp_path / "best"))
+    theirs = AutoPeftModelForCausalLM.from_pretrained(".")
+    assert (logits(own) - logits(theirs)).abs().max() < 1e-5
+
+
+@pytest.mark.slow
+def test_a_merged_export_is_an_ordinary_model_with_the_same_logits(finished, tmp_path):
+    out = export(finished, tmp_path / "merged", merge=True)
+    assert not (out / "adapter_config.json").exists()
+    adapter = export(finished, tmp_path / "best")
+    base = AutoModelForCausalLM.from_pretrained(resolve("tiny-sums").path)
+    expected = logits(PeftModel.from_pretrained(base, str(adapter)))
+    plain = logits(AutoModelForCausalLM.from_pretrained(resolve("tiny-sums").path))
+    found = logits(AutoModelForCausalLM.from_pretrained(out))
+    assert (expected - found).abs().max() < 1e-5
+    assert (plain - found).abs().max() > 1e-3
+    assert ran(blocks(out)[0], out).strip().isdigit()
+    card = (out / "README.md").read_text()
+    assert "merged into the weights in float32; they are stored in float32." in card
+    assert yaml.safe_load(card.split("---\n")[1])["library_name"] == "transformers"
+
+
+def test_a_merged_model_is_stored_as_its_base_is(finished, tmp_path):
+    """The base of bfloat16 ran in float32; the merged weights are rounded once, at the end."""
+    folder, out = half(finished, tmp_path), tmp_path / "merged"
+    export(folder, out, merge=True)
+    weights = load_file(out / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert "they are stored in bfloat16" in (out / "README.md").read_text()
+
+
+def half(finished, tmp_path):
+    """A run over a local folder with the embedded base in bfloat16."""
+    base = AutoModelForCausalLM.from_pretrained(resolve("tiny-sums").path).to(torch.bfloat16)
+    base.save_pretrained(tmp_path / "half")
+    AutoTokenizer.from_pretrained(resolve("tiny-sums").path).save_pretrained(tmp_path / "half")
+    config = small(population__rounds=1, model__name=str(tmp_path / "half"))
+    return run(config, out=tmp_path / "over-half")
+
+
+@pytest.mark.slow
+def test_a_base_in_a_local_folder_is_named_by_its_whole_path(finished, tmp_path, monkeypatch):
+    folder = half(finished, tmp_path)
+    out = export(folder, tmp_path / "best")
+    named = json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named == str(tmp_path / "half")
+    assert not (out / "base").exists()
+    assert (out / "tokenizer_config.json").is_file()
+    assert ran(blocks(out)[0], out).strip()
+
+
+def test_rows_of_the_users_own_are_not_on_the_card(own_data, tmp_path):
+    out = export(own_data(), tmp_path / "best")
+    code = blocks(out)[0]
+    assert 'row = {"question": "..."}' in code
+    assert 'messages = [{"role": "user", "content": "{question}".format(**row)}]' in code
+    # Nor are they needed.
+    Path("rows.jsonl").unlink()
+    Path("exported_reward.py").unlink()
+    assert export(tmp_path / "run", tmp_path / "again").joinpath("README.md").is_file()
+
+
+@pytest.mark.parametrize("template", [{}, {"conversation": None, "prompt": "{question:>9}\n"}])
+@pytest.mark.parametrize("rows", [2, ROWS[20:22]])
+def test_no_row_of_the_users_own_leaves_with_what_is_shared(own_data, tmp_path, rows, template):
+    folder = own_data()
+    config = yaml.safe_load((folder / "population.yaml").read_text())
+    config["env"] |= {"few_shot": {"rows": rows, "answer": "{answer}"}, **template}
+    (folder / "population.yaml").write_text(yaml.safe_dump(config))
+    card = (export(folder, tmp_path / "best") / "README.md").read_text()
+    page = write_report(folder, tmp_path / "page.html", samples=False).read_text()
+    tracked = str(flat_settings(from_dict(config)))
+    questions = [f"{n}+{n}=" for n in range(10, 30)]
+    assert not any(one in text for one in questions for text in (card, page, tracked))
+    own_page = write_report(folder).read_text()
+    assert any(one in own_page for one in questions)
+    assert "trained with 2 solved examples in front of each question" in card
+    assert card.count(r"...\n...\n\n" if template else '"content": "..."') >= 2
+
+
+@pytest.mark.slow
+def test_a_row_whose_template_takes_a_number(own_data, tmp_path):
+    folder = own_data()
+    config = yaml.safe_load((folder / "population.yaml").read_text())
+    config["env"] |= {"conversation": None, "prompt": "{{{a:03d}}} {question}"}
+    (folder / "population.yaml").write_text(yaml.safe_dump(config))
+    code = blocks(export(folder, tmp_path / "best"))[0]
+    assert '"a": 0' in code
+    ran(code, tmp_path / "best")
+
+
+@pytest.mark.slow
+def test_a_prefilled_answer_is_continued(own_data, tmp_path):
+    folder = own_data()
+    config = yaml.safe_load((folder / "population.yaml").read_text())
+    config["env"]["conversation"].append({"role": "assistant", "content": "0"})
+    (folder / "population.yaml").write_text(yaml.safe_dump(config))
+    out = export(folder, tmp_path / "best")
+    assert "continue_final_message=True" in blocks(out)[0]
+    assert "continue_final_message=True" in blocks(out)[1]
+    ran(blocks(out)[0], out)
+
+
+@pytest.mark.slow
+def test_a_column_of_messages_is_asked_as_a_conversation(own_data, tmp_path):
+    folder = own_data()
+    config = yaml.safe_load((folder / "population.yaml").read_text())
+    config["env"]["conversation"][0]["role"] = "messages"
+    config["env"]["system_prompt"] = "Add."
+    (folder / "population.yaml").write_text(yaml.safe_dump(config))
+    code = blocks(export(folder, tmp_path / "best"))[0]
+    ran(f'{code}\nassert [m["role"] for m in messages] == ["system", "user"]', tmp_path / "best")
+
+
+def test_a_base_of_the_hub_is_named_and_its_tokenizer_is_there_or_told_of(
+    finished, tmp_path, monkeypatch
+):
+    """Without network and cache its tokenizer cannot be had: the export names the base's."""
+    config = yaml.safe_load((finished / "population.yaml").read_text())
+    config["model"] |= {"name": "owner/base", "config": {"revision": "v1"}}
+    copy = tmp_path / "run"
+    shutil.copytree(finished, copy)
+    (copy / "population.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.warns(UserWarning, match="no tokenizer of its own, use that of its base: model"):
+        out = export(copy, tmp_path / "best")
+    said = json.loads((out / "adapter_config.json").read_text())
+    assert (said["base_model_name_or_path"], said["revision"]) == ("owner/base", "v1")
+    assert not (out / "base").exists()
+    assert 'AutoTokenizer.from_pretrained("owner/base")' in blocks(out)[0]
+    assert (
+        'LLM("owner/base", dtype="float32", enable_lora=True, max_lora_rank=8, rev'
+        in blocks(out)[1]
+    )
+
+
+@pytest.mark.slow
+def test_a_gguf_base_is_written_as_safetensors(tmp_path):
+    vocabulary = AutoTokenizer.from_pretrained(resolve("tiny-sums").path).get_vocab()
+    tokens = ["Ġ" if t == " " else t for t in sorted(vocabulary, key=vocabulary.get)]
+    for number, merged in enumerate(("01", "10")):  # the merges of `write_gguf`
+        tokens[tokens.index(f"<reserved_{number}>")] = merged
+    model = tiny.llama(vocab_size=len(tokens), tie_word_embeddings=True)
+    write_gguf(model, tmp_path / "tiny.gguf", tokens)
+    config = small(population__rounds=1, model__name=str(tmp_path / "tiny.gguf"))
+    with pytest.warns(UserWarning, match="nothing to learn from"):
+        folder = run(config, out=tmp_path / "run")
+    out = export(folder, tmp_path / "best")
+    merged = export(folder, tmp_path / "merged", merge=True)
+    (tmp_path / "tiny.gguf").unlink()  # nothing of it is needed any more
+    assert (
+        "the weights of the dequantised GGUF file in float32" in (merged / "README.md").read_text()
+    )
+    ran(blocks(merged)[0], merged)
+    written = load_file(out / "base" / "model.safetensors")
+    own = model.state_dict()
+    assert written.keys() >= {"model.norm.weight"}
+    assert all(torch.allclose(tensor, own[name]) for name, tensor in written.items())
+    assert "dequantised, in float32" in (out / "README.md").read_text()
+    ran(blocks(out)[0], out)
+
+
+def test_a_base_that_has_changed_is_refused(tmp_path, finished):
+    folder = half(finished, tmp_path)
+    weights = load_file(tmp_path / "half" / "model.safetensors")
+    changed = {name: 1.5 * tensor for name, tensor in weights.items()}
+    save_file(changed, tmp_path / "half" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="expected the weights with which the adapter"):
+        export(folder, tmp_path / "out", merge=True)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "force"),
+    [
+        *(("model.safetensors", one, False) for one in (cut, flip, os.unlink, folder_instead)),
+        *(("tokenizer.json", one, False) for one in (cut, flip, os.unlink, folder_instead)),
+        ("generation_config.json", flip, False),
+        ("tokenizer_config.json", os.unlink, False),
+        ("config.json", flip, False),
+        ("config.json", flip, True),
+    ],
+)
+def test_a_damaged_base_or_tokenizer_is_never_exported(
+    finished, tmp_path, monkeypatch, damage, name, force
+):
+    source = resolve("tiny-sums")
+    folder, out = tmp_path / "tiny-sums", tmp_path / "best"
+    shutil.copytree(source.path, folder)
+    before = export(finished, out) if force else None
+    kept = before and {p: p.read_bytes() for p in before.rglob("*") if p.is_file()}
+    damage(folder / name)
+    monkeypatch.setattr(sources, "embedded_models", lambda: {"tiny-sums": folder})
+    with pytest.raises((CheckpointError, OSError), match=name):
+        export(finished, out, force=force)
+    assert out.exists() == force
+    if force:
+        assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == kept
+
+
+@pytest.mark.parametrize("merged_first", [True, False])
+def test_another_kind_of_export_replaces_one_and_leaves_nothing_of_it(
+    finished, tmp_path, merged_first
+):
+    """An adapter_config.json beside a merged model would have it loaded as an adapter."""
+    out = tmp_path / "out"
+    export(finished, out, merge=merged_first)
+    export(finished, out, merge=not merged_first, force=True)
+    alone = export(finished, tmp_path / "alone", merge=not merged_first)
+    assert names_in(out) == names_in(alone)
+    assert (out / "base").exists() == merged_first
+    assert set(read_manifest(out)["files"]) == names_in(alone) - {"export.json"}
+
+
+def test_a_link_in_the_place_of_the_base_is_not_written_through(finished, tmp_path):
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    out.mkdir()
+    (out / "base").symlink_to(elsewhere)
+    with pytest.raises(RunDirError, match="an earlier export to replace, found base"):
+        export(finished, out, force=True)
+    assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "names", [["mine.txt"], {"mine.txt": "", "base/mine.txt": ""}, {"../mine.txt": ""}, "x", None]
+)
+def test_a_manifest_of_somebody_else_removes_nothing(finished, tmp_path, names):
+    out = tmp_path / "out"
+    (out / "base").mkdir(parents=True)
+    for place in (tmp_path, out, out / "base"):
+        (place / "mine.txt").write_text("mine")
+    (out / "export.json").write_text(json.dumps({"files": names}))
+    with pytest.raises(RunDirError, match="which is not as an export wrote it"):
+        export(finished, out, force=True)
+    for place in (tmp_path, out, out / "base"):
+        assert (place / "mine.txt").read_text() == "mine"
+
+
+def names_in(folder):
+    return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_the_manifest_says_what_was_exported(finished, tmp_path):
+    out = export(finished, tmp_path / "out", agent=1, round=0)
+    said, record = read_manifest(out), choose_of(finished, agent=1, round=0).agent.record
+    assert (said["run"], said["agent"], said["member"], said["round"]) == (
+        *("sums-1", 1, record.member),
+        0,
+    )
+    assert said["base"] == "tiny-sums"
+    for name, digest in said["files"].items():
+        assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
+
+
+def test_an_earlier_agent_is_exported_with_its_own_card(finished, tmp_path):
+    card = (export(finished, tmp_path / "out", agent=1, round=0) / "README.md").read_text()
+    record = choose_of(finished, agent=1, round=0).agent.record
+    assert f"# sums-1: agent 1 as it was after round 1, member {record.member}" in card
+    assert "- kind: chosen among all, as it was after round 1" in card
+    assert "test split" not in card.replace("not judged on the test split: the winner", "")
+    rows = [line for line in card.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"engine": {"quantization": "int8"}},
+            r"the adapter was trained over a base in int8",
+        ),
+        ({"model": {"trust_remote_code": True}}, "comes with Python of its own"),
+        ({"model": {"name": "no such model"}}, "expected a base that can be loaded by its name"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(finished, tmp_path, change, message):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    config = yaml.safe_load((folder / "population.yaml").read_text())
+    for group, values in change.items():
+        config[group] |= values
+    (folder / "population.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(ModelError, match=message + ".*export without --merge"):
+        export(folder, tmp_path / "out", merge=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_merged_model_that_answers_otherwise_is_refused(finished, tmp_path, monkeypatch):
+    real = LoraModel.merge_and_unload
+
+    def wrong(self, *arguments, **given):
+        model = real(self, *arguments, **given)
+        model.model.norm.weight.data *= 1.1
+        return model
+
+    monkeypatch.setattr(LoraModel, "merge_and_unload", wrong)
+    with pytest.raises(ModelError, match=r"got a difference of .* nats"):
+        export(finished, tmp_path / "out", merge=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_that_is_not_on_this_machine_says_how_to_fetch_it(finished, tmp_path, monkeypatch):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    config = yaml.safe_load((folder / "population.yaml").read_text())
+    config["model"]["name"] = "smollm2"
+    (folder / "population.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("EVO_GRPO_CACHE", str(tmp_path / "no models"))
+    with pytest.raises(EngineUnavailable, match="evo-grpo fetch smollm2"):
+        export(folder, tmp_path / "out")
+
+
+def test_every_embedded_model_can_be_exported():
+    found = {name: {p.name for p in place.iterdir()} for name, place in embedded_models().items()}
+    assert {name: set(files) for name, files in embedded_digests().items()} == found
+
+
+@pytest.mark.slow
+def test_settings_that_are_none_leave_a_plain_prompt(finished, tmp_path):
+    """A task that only Python could name: the card asks with the prompt as it is."""
+    folder = shutil.copytree(finished, tmp_path / "run")
+    config = yaml.safe_load((folder / "population.yaml").read_text())
+    config["env"]["kind"] = "object:Mine"
+    (folder / "population.yaml").write_text(yaml.safe_dump(config))
+    out = export(folder, tmp_path / "best")
+    assert 'row = {"prompt": "..."}' in blocks(out)[0]
+    ran(blocks(out)[0], out)
+    assert from_dict(yaml.safe_load((finished / "population.yaml").read_text()))
