@@ -13,10 +13,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import classes
 import command_line
 import configuration
 import packages
-import reference
 import signature
 
 from evo_grpo.settings import json_schema, template
@@ -24,10 +24,10 @@ from evo_grpo.settings import json_schema, template
 ROOT = Path(__file__).resolve().parents[2]
 
 FILES: dict[str, Callable[[], str]] = {
+    "docs/api.md": classes.page,
     "docs/command_line.md": command_line.page,
     "docs/configuration.md": configuration.page,
     "docs/dependencies.md": packages.page,
-    "docs/reference.md": reference.page,
     "evo_grpo/api/keywords.py": signature.page,
     "population.schema.json": lambda: json.dumps(json_schema(), indent=1) + "\n",
     # The file at the root is a copy of the template that `evo-grpo init` writes.

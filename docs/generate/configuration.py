@@ -39,7 +39,7 @@ A file has at most 1 MiB, 60 levels of lists and mappings, and integers of 20 di
 `2026-01-01` as a date, `012` as 10 and `yes` as true: put such names in quotes.
 
 In Python, the settings are keyword arguments, named after the last part of their path here; see
-[reference](reference.md). Editors that support YAML schemas can complete and check the file:
+[classes and functions](api.md). Editors that support YAML schemas can complete and check the file:
 `evo-grpo init` writes `population.schema.json` next to it, and `evo-grpo schema` prints it.
 
 **The learning rate follows the model.** Without `algorithm.lr` and `evolve.hyperparameters`, the

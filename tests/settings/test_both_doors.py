@@ -349,11 +349,11 @@ def test_strategies_arrive_as_the_objects_that_plan():
 
 
 def test_every_name_is_in_the_documentation_and_the_schema():
-    reference = (ROOT / "docs" / "reference.md").read_text()
+    classes = (ROOT / "docs" / "api.md").read_text()
     pages = (ROOT / "docs" / "configuration.md").read_text()
     schema = (ROOT / "population.schema.json").read_text()
     for name in (*AGENT_KEYWORDS, *POPULATION_KEYWORDS, *TRAIN_KEYWORDS):
-        assert f"| `{name}` |" in reference
+        assert f"\n    {name}: " in classes
         assert f"`{name}`" in pages
         assert f'"{name}"' in schema
     # What agents have in place of a setting of `algorithm`, `env` or `model` for all of them.

@@ -182,7 +182,7 @@ _NO_EFFECT = {
 class Arguments:
     """The arguments of AgileRL's constructors, in the order of its documented signature.
 
-    `KEYWORDS` has the keyword of `evo_grpo.GRPO` for most of them, which docs/reference.md
+    `KEYWORDS` has the keyword of `evo_grpo.GRPO` for most of them, which docs/configuration.md
     describes; `_NO_EFFECT` those of which only the default acts.
 
     Attributes:
