@@ -63,7 +63,7 @@ class Agent(ABC):
         """Build one agent over a new base; see `population` for several agents over one base.
 
         Args:
-            **settings: Settings by keyword: docs/configuration.md has their meaning, `help` their types.
+            **settings: Settings; docs/configuration.md has their meaning, `help` their types.
 
         Raises:
             ConfigError: An unknown name, a value of a wrong type or out of range, or values that

@@ -167,7 +167,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
             observer: An `Observer`, called while the population trains.
             progress: Show progress and the result: None in a terminal or a notebook, True also in a
                 pipe or a file, False nowhere.
-            **settings: Settings by keyword: docs/configuration.md has their meaning, `help` their types.
+            **settings: Settings; docs/configuration.md has their meaning, `help` their types.
 
         Returns:
             The records of these rounds.
