@@ -20,7 +20,7 @@ from evo_grpo.envs.rewards.weights import fitness_rewards, reward_names
 from evo_grpo.evolve.compare import compare
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
-from evo_grpo.population.turns import Turns, alone, began, played, take_turns
+from evo_grpo.population.turns import Turns, alone, played, take_turns
 from evo_grpo.settings import FitnessConfig
 from evo_grpo.settings.evolve import TOKENS, FitnessReward, ObjectiveConfig
 from evo_grpo.types import Objective, Prompt, RewardScore, Score, Slot
@@ -75,10 +75,10 @@ def evaluating(  # noqa: PLR0913 -- what is measured, and how, one argument each
         cohort, slots, samples=samples, temperature=temperature, stream=stream
     )
     named = (None if slot is None else cohort.agents[Slot(slot)].hparams.prompt for slot in slots)
-    own = [starts_under(env, name, prompts) for name in named]
-    play = yield from began(env, partial(cohort.begin, env, own, sampler.group_sizes))
+    starts = [starts_under(env, name, prompts) for name in named]
+    begin = partial(cohort.begin, env, starts, sampler.group_sizes)
     results, units = list[Evaluation](), units_of(env, prompts)
-    for experience in (yield from played(play, sampler.sample)):
+    for experience in (yield from played(env, begin, sampler.sample)):
         rewards = weighted(*fitness_rewards(env, experience.rewards, reward))
         if any(math.isnan(value) for t in experience.trajectories for value in t.logprobs or ()):
             # NaN logits cannot select a token, so these completions do not come from the policy.

@@ -33,7 +33,7 @@ from evo_grpo.learn.objective.shaping import (
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.stats import Stopwatch
-from evo_grpo.population.turns import Turns, began, played
+from evo_grpo.population.turns import Turns, played
 from evo_grpo.record.vocabulary import over_steps
 from evo_grpo.types import CompletionGroup, Slot
 
@@ -213,19 +213,19 @@ def _played(
 ) -> Turns[list[Experience]]:
     """Play from starts to rewards; the wait for environments counts as reward time."""
     sampler = PopulationSampler.in_training(cohort, slots, stream=("sample", *stream))
-    with watch.phase("reward"):
-        own = [
-            starts_under(env, cohort.agents[slot].hparams.prompt, its_starts)
-            for slot, its_starts in zip(slots, starts, strict=True)
+    reward = partial(watch.phase, "reward")
+    with reward():
+        prompted = [
+            starts_under(env, cohort.agents[slot].hparams.prompt, own)
+            for slot, own in zip(slots, starts, strict=True)
         ]
-    begin = partial(cohort.begin, env, own, sampler.group_sizes)
-    play = yield from began(env, begin, partial(watch.phase, "reward"))
 
-    def sampled(ask: Ask) -> list[list[CompletionGroup]]:
+    def sample(ask: Ask) -> list[list[CompletionGroup]]:
         with watch.phase("generate"):
             return sampler.sample(ask)
 
-    return (yield from played(play, sampled, partial(watch.phase, "reward")))
+    begin = partial(cohort.begin, env, prompted, sampler.group_sizes)
+    return (yield from played(env, begin, sample, reward))
 
 
 def _rollout(

@@ -23,18 +23,18 @@ from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.evaluate import Evaluation, evaluate_here, merged, without_texts
 from evo_grpo.population.plan import (
     AgentReport,
-    Look,
+    EvaluationRequest,
     PlanInputs,
     RankReport,
     RoundPlan,
     agents_of,
+    archive_evaluation,
     least_reduced,
-    look_at_archive,
-    next_look,
+    next_evaluation,
     next_round,
     timed,
 )
-from evo_grpo.population.ranks.deal import side_by_side
+from evo_grpo.population.ranks.team import side_by_side
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.stats import (
     Stopwatch,
@@ -124,8 +124,10 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
         )  # fmt: skip
         observer.stage(round, "evaluate", 0, 1)
         results, saved = dict[Slot, Evaluation](), dict[Slot, str | None]()
-        plan: RoundPlan | Look = Look(tuple(slots), 0, settings.validation_prompts(round))
-        while isinstance(plan, Look):
+        plan: RoundPlan | EvaluationRequest = EvaluationRequest(
+            tuple(slots), 0, settings.validation_prompts(round)
+        )
+        while isinstance(plan, EvaluationRequest):
             fresh = dict[Slot, Evaluation]()
             if plan.fresh:
                 fresh = measure_archive(this, plan)
@@ -144,20 +146,23 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
 
 
 def evaluate_more(
-    this: Round, look: Look, tallies: Mapping[Slot, Tally], results: Mapping[Slot, Evaluation]
+    this: Round,
+    request: EvaluationRequest,
+    tallies: Mapping[Slot, Tally],
+    results: Mapping[Slot, Evaluation],
 ) -> dict[Slot, Evaluation]:
     """Evaluate the agents of a look that are on this rank; return their evaluations.
 
     Each is merged with the earlier one in `results` if both used the same prompts.
     """
-    fitness, stream = this.settings.evolve.fitness, look.stream(this.number)
-    if not look.prompts:
+    fitness, stream = this.settings.evolve.fitness, request.stream(this.number)
+    if not request.prompts:
         found = {slot: measured_in_training(tallies[slot]) for slot in tallies}
     else:
         with this.watch.phase("evaluate"):
-            prompts = this.env.prompts("validation", look.prompts)
+            prompts = this.env.prompts("validation", request.prompts)
             found = evaluate_here(
-                this.cohort, this.env, look.slots, prompts, fitness, stream=stream
+                this.cohort, this.env, request.slots, prompts, fitness, stream=stream
             )
         found = {
             slot: merged(results[slot], one)
@@ -169,26 +174,31 @@ def evaluate_more(
     return found
 
 
-def measure_archive(this: Round, look: Look) -> dict[Slot, Evaluation]:
+def measure_archive(this: Round, request: EvaluationRequest) -> dict[Slot, Evaluation]:
     """Measure the archive and the best agent, if they are on this rank, on fresh draws.
 
     The prompts follow those that fitness uses; a split that has fewer gives its last ones.
     """
     fitness = this.settings.evolve.fitness
     with this.watch.phase("evaluate"):
-        prompts = this.env.prompts("validation", 2 * look.prompts)[-look.prompts :]
+        prompts = this.env.prompts("validation", 2 * request.prompts)[-request.prompts :]
         found = evaluate_here(
-            this.cohort, this.env, look.slots, prompts, fitness, stream=look.stream(this.number)
+            this.cohort,
+            this.env,
+            request.slots,
+            prompts,
+            fitness,
+            stream=request.stream(this.number),
         )
     return {slot: without_texts(one) for slot, one in found.items()}
 
 
-def save(this: Round, look: Look) -> dict[Slot, str | None]:
+def save(this: Round, request: EvaluationRequest) -> dict[Slot, str | None]:
     """Pass copies of a look's agents on this rank to the writer, which writes them later."""
     with this.watch.phase("checkpoint"):
         return {
             slot: this.writer.checkpoint(this.cohort, this.number, slot)
-            for slot in look.slots
+            for slot in request.slots
             if this.cohort.is_local(slot)
         }
 
@@ -221,26 +231,24 @@ def report_of(
 
 
 def plan_and_record(
-    this: Round, look: Look, starts: int, reports: Sequence[RankReport]
-) -> RoundPlan | Look:
+    this: Round, request: EvaluationRequest, starts: int, reports: Sequence[RankReport]
+) -> RoundPlan | EvaluationRequest:
     """Plan and record a round from the reports of all ranks; called on the first rank only."""
     this.writer.receive([report.files for report in reports])
     agents, cohort = agents_of(reports, this.slots), this.cohort
-    if (again := next_look(agents, this.settings, look, this.number)) is not None:
+    if (again := next_evaluation(agents, this.settings, request, this.number)) is not None:
         return again
     archive = None if cohort.archive is None else cohort.archive.slot
-    if not look.fresh:
-        again = look_at_archive(agents, archive, this.settings, this.number)
+    if not request.fresh:
+        again = archive_evaluation(agents, archive, this.settings, this.number)
         if again is not None:
             return again
-    fresh = {slot: one for report in reports for slot, one in report.fresh.items()}
-    cost = sum(report.judge_cost for report in reports)
-    plan = plan_round(this, agents, fresh, starts, least_reduced(reports), cost)
+    plan = plan_round(this, agents, starts, reports)
     prompts = this.settings.evolve.fitness.prompts
     if plan.last and plan.record.between:
         # A rule ends the run between two decisions: the best agent is chosen by a whole evaluation.
-        if look.prompts < prompts:
-            return Look(tuple(this.slots), 1, prompts)
+        if request.prompts < prompts:
+            return EvaluationRequest(tuple(this.slots), 1, prompts)
         plan = replace(plan, record=replace(plan.record, between=False))
     elapsed = time.perf_counter() - this.start
     record = timed(plan.record, this.watch.seconds, this.began, elapsed)
@@ -259,37 +267,35 @@ def plan_and_record(
 def plan_round(
     this: Round,
     agents: Mapping[Slot, AgentReport],
-    fresh: Mapping[Slot, Evaluation],
     starts: int,
-    reduced: Mapping[str, int],
-    cost: float,
+    reports: Sequence[RankReport],
 ) -> RoundPlan:
     """Plan a round from the reports of its agents; called on the first rank only."""
     cohort, scores = this.cohort, {slot: agent.score for slot, agent in agents.items()}
     set_scores(this, scores)
-    inputs = PlanInputs(
-        settings=this.settings,
-        hp_config=cohort.hp_config,
-        check=cohort.check_hparams,
-        seed=cohort.seed,
-        past=this.past,
-        archive=None if cohort.archive is None else cohort.archive.standing(),
-        fresh={slot: one.score for slot, one in fresh.items() if one.score.is_finite},
-        fresh_tokens=sum(one.tokens for one in fresh.values()),
-        judge_cost=cost,
-        next_id=cohort.next_member,
-        task=this.env.name,
-    )
+    fresh = {slot: result for report in reports for slot, result in report.fresh.items()}
     with this.watch.phase("evolve"):
         return next_round(
-            inputs,
-            agents,
-            [cohort.agents[slot].standing() for slot in this.slots],
-            this.number,
-            seconds=time.perf_counter() - this.start,
-            starts=starts,
-            reduced=reduced,
-            limited=this.limit is not None and this.limit.ends_after(list(scores.values())),
+            PlanInputs(
+                settings=this.settings,
+                hp_config=cohort.hp_config,
+                check=cohort.check_hparams,
+                seed=cohort.seed,
+                round=this.number,
+                agents=agents,
+                standings=[cohort.agents[slot].standing() for slot in this.slots],
+                past=this.past,
+                archive=None if cohort.archive is None else cohort.archive.standing(),
+                fresh={slot: one.score for slot, one in fresh.items() if one.score.is_finite},
+                fresh_tokens=sum(result.tokens for result in fresh.values()),
+                judge_cost=sum(report.judge_cost for report in reports),
+                next_id=cohort.next_member,
+                task=this.env.name,
+                seconds=time.perf_counter() - this.start,
+                starts=starts,
+                reduced=least_reduced(reports),
+                limited=this.limit is not None and this.limit.ends_after(list(scores.values())),
+            )
         )
 
 

@@ -34,9 +34,8 @@ from evo_grpo.population.cohort.starting import (
     check_widths,
     start_with,
 )
-from evo_grpo.population.ranks.deal import deal
 from evo_grpo.population.ranks.ranks import find_team
-from evo_grpo.population.ranks.team import Team
+from evo_grpo.population.ranks.team import Team, deal
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.rollout.engine import check_engine

@@ -27,8 +27,7 @@ from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.population.cohort.adapters import adapter_config, check_rank, resize, with_choices
 from evo_grpo.population.cohort.offload import offload_of
 from evo_grpo.population.cohort.state import AgentState, References, inherit, packed, unpack
-from evo_grpo.population.ranks.deal import deal, side_by_side
-from evo_grpo.population.ranks.team import Team
+from evo_grpo.population.ranks.team import Team, deal, side_by_side
 from evo_grpo.population.turns import Overlap
 from evo_grpo.population.zero.turns import (
     DividedSampling,

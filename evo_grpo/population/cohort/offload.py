@@ -1,6 +1,6 @@
 """Keeps agents that do not compute in host memory, with `engine.offload_adapters`.
 
-Agents compute part by part (see `ranks.deal`). The weights, references and AdamW's moments of the
+Agents compute part by part (see `deal`). The weights, references and AdamW's moments of the
 present part are on the device, and those of the next part are copied there meanwhile. All others
 are in host memory, pinned on CUDA.
 
