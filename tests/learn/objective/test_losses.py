@@ -21,7 +21,9 @@ from evo_grpo.learn.objective.losses import (
     LossValues,
     ratio_level,
     token_terms,
+    token_terms_of,
     token_weights,
+    token_weights_of,
 )
 from evo_grpo.schema.hparams import Hparams
 
@@ -504,3 +506,36 @@ def test_no_penalty_needs_no_reference():
 def test_dr_grpo_needs_the_longest_completion():
     with pytest.raises(ConfigError, match="max_completion_length"):
         token_weights("dr_grpo", torch.ones(2, 3), num_rows=2, num_tokens=6)
+
+
+def test_rows_of_all_losses_in_one_batch_equal_one_call_per_loss():
+    batch = random_batch(rows=18)
+    batch["sampler"] = batch["old"] + 0.01
+    configs = [config_of(loss_type, beta=0.1, delta=1.5) for loss_type in tuple(LOSSES) * 2]
+    bounds = torch.linspace(1.05, 1.5, 18, dtype=torch.float64)[:, None]
+    values = LossValues(beta=0.1 * bounds, clip_low=0.8, clip_high=bounds)
+    names = {"old_logprobs": "old", "mask": "mask", "advantages": "adv", "ref_logprobs": "ref"}
+    given = {name: batch[key] for name, key in names.items()}
+    given |= {"entropies": None, "sampler_logprobs": batch["sampler"]}
+    totals = {"num_rows": bounds * 10, "num_tokens": bounds * 40}
+    lp = batch["lp"].clone().requires_grad_()
+    terms = token_terms_of(configs, lp, given, values)
+    weights = token_weights_of(configs, batch["mask"], **totals)
+    (weights * terms.loss).sum().backward()
+    for place, config in enumerate(configs[: len(LOSSES)]):
+        rows = torch.tensor([place, place + len(LOSSES)])
+        own = {name: None if one is None else one[rows] for name, one in given.items()}
+        alone_lp = batch["lp"][rows].requires_grad_()
+        its = LossValues(beta=values.beta[rows], clip_low=0.8, clip_high=bounds[rows])
+        alone = token_terms(alone_lp, **own, config=config, values=its)
+        its_weights = token_weights(
+            config.loss_type,
+            batch["mask"][rows],
+            **{name: total[rows] for name, total in totals.items()},
+            max_completion_length=5,
+        )
+        (its_weights * alone.loss).sum().backward()
+        assert torch.equal(lp.grad[rows], alone_lp.grad)
+        assert torch.equal(weights[rows], its_weights)
+        for field in fields(alone):
+            assert torch.equal(getattr(terms, field.name)[rows], getattr(alone, field.name))
