@@ -138,13 +138,3 @@ def test_a_rank_that_never_starts_ends_the_others_within_the_patience(tmp_path):
     assert "EVO_GRPO_RANK_START_MINUTES" in said
     assert "Traceback" not in said
     assert not (tmp_path / "run").exists()
-
-
-def test_a_rank_that_starts_late_is_waited_for():
-    program = (
-        "import os, time\nfrom evo_grpo.population.ranks.ranks import find_team\n"
-        "time.sleep(8 * int(os.environ['RANK']))\n"
-        "assert find_team().gather(1) == [1, 1]\n"
-    )
-    for _, said, code in finish(start(2, "-c", program), seconds=90):
-        assert code == 0, said

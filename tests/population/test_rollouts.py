@@ -56,7 +56,7 @@ def alive(slot, text):
     return (sum(map(ord, text)) + slot) % 3 == 0
 
 
-@pytest.mark.parametrize("groups", [0, 1, 2, 5, 100])
+@pytest.mark.parametrize("groups", [0, 2, 100])
 def test_a_dead_group_makes_room_for_the_next_live_one(groups, monkeypatch):
     # Every completion has the same length, so that the tokens allow a number of groups.
     prepared = prepare(small(algorithm__min_output_tokens=LONGEST - 1, algorithm__temperature=0.1))

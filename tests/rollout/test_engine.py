@@ -117,21 +117,6 @@ def with_toy(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_check_reads_the_declaration_of_a_new_engine(with_toy):
-    shown = " ".join(with_toy("check", max_decode_rows=3).stdout.split())
-    for text in (
-        "toy 3.0 MB",
-        "warning: the toy lacks a wheel",
-        "max_decode_rows has no effect with engine.rollout toy, which samples one row at a time",
-    ):
-        assert text in shown
-    refused = with_toy("check", device="mps")
-    assert "engine.toy: expected no Mac, got one" in refused.stderr
-    zero = with_toy("check", zero=2)
-    assert "engine.rollout: expected native with zero 2, got the string 'toy'" in zero.stderr
-
-
-@pytest.mark.slow
 def test_a_run_samples_with_a_new_engine(with_toy):
     done = with_toy("run", "--out", "run", "--json")
     assert done.returncode == 0, done.stderr

@@ -140,26 +140,6 @@ def test_every_search_of_transformers_is_known():
     assert read - drafts == {*named, "constraints", "do_sample", "num_beam_groups", "top_k"}
 
 
-@pytest.mark.parametrize(
-    "given", [{"encoder_no_repeat_ngram_size": 1}, {"encoder_repetition_penalty": 5.0}]
-)
-def test_an_encoders_settings_act_on_a_model_without_one(given):
-    """Blenderbot ships one of them, and a fine-tuned decoder may take it over."""
-    (message,), model = told(given)
-    prompt = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7]])
-
-    def generated():
-        return model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12
-        )[0, prompt.shape[1] :].tolist()
-
-    shaped = generated()
-    for name in given:
-        assert f"{name}=" in message
-        setattr(model.generation_config, name, None)
-    assert generated() != shaped, "transformers does nothing, and nothing is to be named"
-
-
 @pytest.mark.parametrize("given", [{}, OWN, RESTS, {**SAMPLING, "do_sample": False}])
 def test_what_does_nothing_or_is_a_setting_is_not_named(given):
     messages, _ = told(given)

@@ -92,13 +92,6 @@ def test_adamw_starts_afresh_where_a_rank_was_cut_and_the_error_is_kept():
     assert rank(cohort, 0) == 2
 
 
-def test_without_a_rank_of_its_own_an_agent_keeps_its_adapter():
-    cohort = trained(PLAIN)
-    parameters = cohort.slots.parameters("actor_0")
-    cohort.set_hparams(0, PLAIN.replace(lr=1e-3))
-    assert all(a is b for a, b in zip(parameters, cohort.slots.parameters("actor_0"), strict=True))
-
-
 @pytest.mark.parametrize("family", ["modules", "llama"])
 def test_agents_of_unequal_ranks_learn_in_one_batch_as_each_alone(family):
     ranks = [1, 4, 9]

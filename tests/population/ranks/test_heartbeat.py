@@ -97,14 +97,6 @@ def all_wait(heartbeats, ranks):
 
 
 @pytest.mark.slow
-def test_a_slow_rank_is_waited_for_beyond_the_limit(ranks):
-    heartbeats, _, _ = ranks(2)
-    why, seconds = waits(heartbeats[0], until=4 * LIMIT)
-    assert why == ""
-    assert seconds >= 4 * LIMIT
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_rank_that_is_silent_is_named_by_all_others(ranks, lost):
     heartbeats, doors, _ = ranks(3)

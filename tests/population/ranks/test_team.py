@@ -150,17 +150,6 @@ def test_an_error_while_others_are_helped_leaves_this_rank_out_too():
     assert lockstep.broken
 
 
-def test_a_whole_pass_breaks_nothing():
-    lockstep = Lockstep(lambda number: number, lambda: None, lambda: None)
-    with lockstep.forward():
-        pass
-    with lockstep.backward():
-        pass
-    lockstep.idle()
-    assert not lockstep.broken
-    assert Pass.IDLE < B < F
-
-
 def test_alone_nobody_is_waited_for():
     def never():
         raise AssertionError("there is nobody to join")
