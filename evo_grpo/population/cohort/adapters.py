@@ -37,13 +37,13 @@ def narrowest(slots: AdapterSlots) -> tuple[str, int] | None:
         for key, shape in slots.shapes(slot).items():
             own = shape[1] if ".lora_A." in key else shape[0]
             widths[module_of(key)] = min(own, widths.get(module_of(key), own))
-    return min(widths.items(), key=lambda found: found[1], default=None)
+    return min(widths.items(), key=lambda layer: layer[1], default=None)
 
 
 def check_rank(slots: AdapterSlots, hparams: Hparams) -> None:
     """Check that the rank of an agent, if it has its own, is at most the width of every layer."""
-    found = None if hparams.lora_r is None else narrowest(slots)
-    if found is not None and (text := above_width(hparams.lora_r or 0, *found)):
+    layer = None if hparams.lora_r is None else narrowest(slots)
+    if layer is not None and (text := above_width(hparams.lora_r or 0, *layer)):
         raise Problems(Problem((f"{LORA}r",), f"{text}; lower it"))
 
 
@@ -83,20 +83,20 @@ def resize(
     """
     if (hparams.lora_r, hparams.lora_alpha, hparams.lora_target_modules) == (None, None, None):
         return
-    wanted = adapter_config(slots, hparams, state.adapter)
+    config = adapter_config(slots, hparams, state.adapter)
     if isinstance(state.optimizer, ZeroOptimizer):
         targets = hparams.lora_target_modules
         own = slots.target_sets.modules(targets) if targets else slots.modules(state.adapter)
-        state.optimizer.engine.check_holds(wanted.r, own)
+        state.optimizer.engine.check_holds(config.r, own)
     keys = list(slots.shapes(state.adapter))
     before = {keys[place]: own for place, own in state.optimizer.state_dict()["state"].items()}
-    found = resize_slot(slots, state.adapter, wanted)
-    if found is None:
+    change = resize_slot(slots, state.adapter, config)
+    if change is None:
         return
     state.optimizer = fresh_optimizer()
-    if found.error is not None and math.isfinite(found.error):
-        state.rank_error = found.error
-    moments = _resized(before, slots.shapes(state.adapter), found.factors)
+    if change.error is not None and math.isfinite(change.error):
+        state.rank_error = change.error
+    moments = _resized(before, slots.shapes(state.adapter), change.factors)
     if moments:
         groups = state.optimizer.state_dict()["param_groups"]
         state.optimizer.load_state_dict({"state": moments, "param_groups": groups})
@@ -111,12 +111,12 @@ def _resized(
 
     `moments` are by PEFT's file keys. The gradient of c B is that of B divided by c.
     """
-    found: dict[int, dict[str, Tensor]] = {}
+    resized: dict[int, dict[str, Tensor]] = {}
     for place, (key, shape) in enumerate(shapes.items()):
         if key in moments and key in factors:
             powers = {"exp_avg": factors[key], "exp_avg_sq": factors[key] ** 2}
-            found[place] = dict(moments[key])
+            resized[place] = dict(moments[key])
             for name, power in powers.items():
                 value = moments[key][name]
-                found[place][name] = padded(value, value.new_zeros(shape)) / power
-    return found
+                resized[place][name] = padded(value, value.new_zeros(shape)) / power
+    return resized

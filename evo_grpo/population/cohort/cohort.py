@@ -25,7 +25,7 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.load import copy_slot
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.population.cohort.adapters import adapter_config, check_rank, resize, with_choices
-from evo_grpo.population.cohort.offload import offload_of
+from evo_grpo.population.cohort.offload import Offload
 from evo_grpo.population.cohort.state import AgentState, References, inherit, packed, unpack
 from evo_grpo.population.ranks.team import Team, deal, side_by_side
 from evo_grpo.population.turns import Overlap
@@ -80,8 +80,8 @@ class Cohort:
         self.accelerator = accelerator
         self._turns: Turns | None = None
         self.agents: dict[int, AgentState] = {}
-        offloads = settings.engine.offload_adapters
-        self.offload = offload_of(self.slots, self.references, self.agents) if offloads else None
+        offloads = settings.engine.offload_adapters and base.device.type not in ("cpu", "mps")
+        self.offload = Offload(self.slots, self.references, self.agents) if offloads else None
         self.archive: AgentState | None = None
         #: Plans after the last rounds of calls; see `api.unapplied`.
         self.unapplied: list[object] = []
@@ -177,15 +177,18 @@ class Cohort:
     def reduced(self) -> dict[str, int]:
         """Return the bounds that were lowered to save memory, with their present values."""
         decoded: int | None = getattr(self._engine, "reduced", None)
-        found = ("max_tokens_per_microbatch", self.learner.reduced), ("max_decode_rows", decoded)
-        return {name: value for name, value in found if value is not None}
+        bounds = {
+            "max_tokens_per_microbatch": self.learner.reduced,
+            "max_decode_rows": decoded,
+        }
+        return {name: value for name, value in bounds.items() if value is not None}
 
     def take_decodes_by(self) -> tuple[str, ...]:
         """Return and clear `RolloutEngine.decodes_by`."""
         names: set[str] = getattr(self._engine, "decodes_by", set[str]())
-        found = tuple(sorted(names))
+        taken = tuple(sorted(names))
         names.clear()
-        return found
+        return taken
 
     @property
     def context_length(self) -> int | None:

@@ -47,14 +47,15 @@ def check_widths(cohort: Cohort, *, given: bool) -> None:
 
     `given` says whether they start from an adapter, which brings its own rank.
     """
-    found = narrowest(cohort.slots)
-    if found is None:
+    layer = narrowest(cohort.slots)
+    if layer is None:
         return
-    if text := too_wide(cohort.hp_config, *found):
-        raise ConfigError(f"hyperparameters.lora.r: {text}")
     own = not given and "lora" not in cohort.objects  # PEFT's object may have any rank of PEFT's
-    if own and (text := above_width(cohort.slots.config.r, *found)):
-        raise ConfigError(f"lora.r: {text}; lower it")
+    above = above_width(cohort.slots.config.r, *layer) if own else ""
+    problem = too_wide(cohort.hp_config, *layer)
+    if problem or above:
+        name, text = ("hyperparameters.", problem) if problem else ("", f"{above}; lower it")
+        raise ConfigError(f"{name}lora.r: {text}")
 
 
 def start_with(cohort: Cohort, slots: Sequence[Slot], start: AdapterCopy) -> None:
@@ -94,9 +95,9 @@ def check_same_base(team: Team, base: SharedBase, start: AdapterCopy | None) -> 
         "tokenizer": tokenizer_digest(base),
         "start adapter": adapter and adapter.hexdigest(),
     }
-    found = team.gather(mine)
-    for rank, theirs in enumerate(found):
-        unlike = [name for name, digest in theirs.items() if digest != found[0][name]]
+    digests = team.gather(mine)
+    for rank, theirs in enumerate(digests):
+        unlike = [name for name, digest in theirs.items() if digest != digests[0][name]]
         if unlike:
             raise ConfigError(
                 f"model: expected the same base on all {team.size} ranks, got {base.name!r} with "
@@ -109,8 +110,7 @@ def agree_on_path(team: Team, base: SharedBase, *, native: bool) -> None:
     """Determine whether the base can be run, and by which path; all ranks use the same path.
 
     Call this before the base is divided among ranks: an operation that the model lacks would
-    interrupt a pass. With the native engine, the base's abilities are probed too; vLLM reads the
-    model's files and ignores changes to the object.
+    interrupt a pass. vLLM reads the model's files and ignores changes to the object.
     """
     if native:
         ability_of(base, {})
