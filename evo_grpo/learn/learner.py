@@ -53,12 +53,8 @@ from evo_grpo.settings.loss import LossConfig
 class _Call:
     """One learn call.
 
-    Attributes:
-        totals: Denominators per minibatch of each agent.
-        seed: Stream of dropout.
-        exact_sampler: Whether the sampler's log-probs need no correction.
-        sums: Metrics of all agents, on the device.
-        metrics: Metrics of each agent, on the host.
+    `totals` are the denominators per minibatch of each agent, `seed` is the stream of dropout. The
+    `sums` of metrics are on the device, the `metrics` of each agent on the host.
     """
 
     agents: Sequence[AgentTraining]
@@ -110,23 +106,20 @@ class Learner:
         seed: int,
         exact_sampler: bool = True,
     ) -> list[dict[str, float]]:
-        """Take every agent's optimizer steps on its rows.
+        """Take every agent's optimizer steps on its rows; an agent may have none.
 
         Args:
             agents: N agents.
-            batches: Their rows, in the same order; an agent may have none.
+            batches: Their rows, in the same order.
             seed: Stream of minibatch order and dropout.
             exact_sampler: Whether the rows' sampler log-probs equal this learner's up to rounding
                 (see `RolloutEngine.exact`). If False, the loss uses them for `sampler_correction`
                 and `off_policy_mask_threshold`; a row without them counts as sampled by the policy.
 
         Returns:
-            Per agent: loss, kl (absent if none was computed), clip_fraction, clip_low, clip_high,
-                ratio_max, entropy, grad_norm, sampler_gap (mean nats per token by which the
-                sampler's log-probs differ from the learner's; absent if no row has them), updates
-                (optimizer steps taken), rows (as given), skipped_rows (rows without a gradient:
-                filtered, without a generated token, or of advantage 0 if no loss term acts without
-                one), failed (1 if a gradient was not finite and its step was not taken).
+            Per agent the metrics that docs/metrics.md describes. kl is absent if none was computed,
+            sampler_gap if no row has sampler log-probs; failed is 1 if a gradient was not finite
+            and its step was not taken.
         """
         self.base.check_row(max((len(r.token_ids) for b in batches for r in b.rows), default=0))
         row_counts = [len(b.rows) for b in batches]

@@ -34,12 +34,10 @@ class Evaluation:
     """The result of an evaluation of one policy.
 
     Attributes:
-        score: Its fitness.
         experience: Its completions or episodes; for an agent of another rank, without their tokens.
         rewards: (B,) weighted rewards, NaN where every reward function abstained or the episode was
             dropped; all NaN if a log-prob of the policy is not finite.
         units: Per start, the number of its prompt; equal prompts have the same number.
-        tokens: Tokens sampled.
         looks: Number of merged evaluations.
     """
 
@@ -67,9 +65,8 @@ def evaluating(  # noqa: PLR0913 -- what is measured, and how, one argument each
 
     Starts are prompts, or seeds of episodes; a slot of None is the base model without an adapter.
     All policies draw `samples` completions or episodes per start with `temperature` (0 is greedy),
-    whatever the agents train with, and without top-k or top-p. `stream` is the path of the shared
-    random stream. `reward` are the rewards that fitness counts, as in `evolve.fitness.reward`, and
-    `further` the other objectives to measure. Returns one evaluation per entry of `slots`.
+    without top-k or top-p. `stream` is the path of the shared random stream, `reward` the rewards
+    that fitness counts (`evolve.fitness.reward`), `further` the other objectives to measure.
     """
     sampler = PopulationSampler.compared(
         cohort, slots, samples=samples, temperature=temperature, stream=stream
@@ -206,17 +203,10 @@ def pass_at(rewards: np.ndarray, units: Sequence[int], k: int, correct: float) -
     """Return pass@k: the probability that one of k completions of a prompt is correct.
 
     It is the unbiased estimator of Chen et al. (2021, arXiv:2107.03374) for c correct among n
-    completions of a prompt: 1 - C(n - c, k) / C(n, k). Completions without a reward do not count.
-
-    Args:
-        rewards: (P * G,) in prompt order, NaN where all reward functions abstained.
-        units: Number of the prompt of each of P rows; see `summarise`.
-        k: Completions of a set, from 1 to G.
-        correct: The least reward of a correct completion.
-
-    Returns:
-        The mean over prompts and its standard error. A prompt with fewer than k rewards is NaN in
-        `per_prompt`, and is left out of the mean.
+    completions of a prompt, 1 - C(n - c, k) / C(n, k): its mean over prompts and standard error.
+    `rewards` (P * G,) are in prompt order; NaN, where all functions abstained, does not count.
+    `correct` is the least reward of a correct completion; for `units` see `summarise`. A prompt
+    with fewer than k rewards is NaN in `per_prompt`, and is left out of the mean.
     """
     table = rewards.reshape(len(units), -1)
     # Weighted sums of rewards such as 0.7 + 0.3 are not exact.
@@ -290,12 +280,9 @@ def summarise(rewards: np.ndarray, units: Sequence[int]) -> Score:
 
     Answers to one prompt are not independent, whether they are samples of one row or of several
     equal rows. So they are averaged first, and each different prompt counts once. With a single
-    prompt the error is computed over its answers; with a single answer it is NaN.
-
-    Args:
-        rewards: (P * G,) in the order of P rows, NaN where all reward functions abstained.
-        units: Number of the prompt of each row, from 0 to U - 1; see `units_of`. `per_prompt` of
-            the score has U entries.
+    prompt the error is computed over its answers; with a single answer it is NaN. `rewards`
+    (P * G,) are in the order of P rows, NaN where all functions abstained; `units` are the number
+    of each row's prompt (see `units_of`), from 0 to U - 1, and `per_prompt` has U entries.
     """
     answers: list[list[float]] = [[] for _ in range(max(units) + 1)]
     for unit, row in zip(units, rewards.reshape(len(units), -1).tolist(), strict=True):

@@ -40,10 +40,8 @@ from evo_grpo.types import Decision, Score, Slot
 class AgentReport:
     """What a rank reports about one of its agents after the steps and the evaluation.
 
-    Attributes:
-        score: Its fitness, None if its update or its evaluation was not finite.
-        checkpoint: Path of its checkpoint, None if none is written.
-        steps: See `AgentState`, also for the fields below.
+    `score` is its fitness, None if its update or its evaluation was not finite; `checkpoint` the
+    path of its checkpoint, None if none is written. For the last three see `AgentState`.
     """
 
     score: Score | None
@@ -59,11 +57,9 @@ class AgentReport:
 class RankReport:
     """The message of one rank to the first rank at the exchange of a round.
 
-    Attributes:
-        reduced: Engine settings that were lowered to save memory, with their present values.
-        fresh: Its fresh evaluations of the archive and of the best agent.
-        judge_cost: What its judges have cost from the start of the run.
-        decodes_by: See `RolloutEngine`.
+    `reduced` are engine settings that were lowered to save memory, with their present values;
+    `fresh` are evaluations of the archive and of the best agent; `judge_cost` is what judges have
+    cost from the start of the run. For `decodes_by` see `RolloutEngine`.
     """
 
     agents: Mapping[Slot, AgentReport]
@@ -78,10 +74,9 @@ class RankReport:
 class EvaluationRequest:
     """The decision to evaluate some agents before the round is planned.
 
-    Attributes:
-        number: Number of the look; 0 is the first look, at all agents.
-        prompts: Validation prompts; with 0 the rewards of training stand for an evaluation.
-        fresh: Whether the archive and the best agent are measured for their comparison alone.
+    Request 0 is the first one, for all agents. Without validation prompts (`prompts` 0) the rewards
+    of training stand for an evaluation. With `fresh`, the archive and the best agent are measured
+    for their comparison alone.
     """
 
     slots: tuple[Slot, ...]
@@ -90,7 +85,7 @@ class EvaluationRequest:
     fresh: bool = False
 
     def stream(self, round: int) -> tuple[str | int, ...]:
-        """Return the path of the random stream of this look."""
+        """Return the path of the random stream of this evaluation."""
         if self.fresh:
             return ("archive", round)
         return ("evaluate", round, self.number) if self.number else ("evaluate", round)
@@ -113,7 +108,7 @@ def next_evaluation(
 ) -> EvaluationRequest | None:
     """Return the agents that are evaluated again; None if the round can be planned.
 
-    Further looks may cost a share `evolve.fitness.racing` of the completions of the first.
+    Further evaluations may cost a share `evolve.fitness.racing` of the completions of the first.
     """
     if request.fresh or not settings.decides(round):
         return None
@@ -129,7 +124,7 @@ def next_evaluation(
 def archive_evaluation(
     agents: Mapping[Slot, AgentReport], archive: Slot | None, settings: RoundSettings, round: int
 ) -> EvaluationRequest | None:
-    """Return the look that measures the archive and the best agent afresh; None if not needed.
+    """Return the request to measure the archive and the best agent afresh; None if not needed.
 
     Its draws selected neither of them; prompts are new if the validation split has more.
     """
@@ -151,13 +146,10 @@ def archive_evaluation(
 class RoundPlan:
     """The outcome of a round, created on the first rank and carried out by all ranks.
 
-    Attributes:
-        record: The record of the round, with the agents of the next one, their hyperparameters, the
-            decisions with their reasons, the rules that end the run, and the requests.
-        steps: GRPO steps that the slot of each agent of the round has taken so far.
-        last: Whether no round follows.
-        notes: Sentences for the observers of the run.
-        warning: Why the first round had nothing to learn from; empty otherwise.
+    The record has the agents of the next round, their hyperparameters, the decisions with their
+    reasons, the rules that end the run, and the requests. `steps` are the GRPO steps that the slot
+    of each agent has taken so far; `last` says whether no round follows. `notes` are sentences for
+    the observers; `warning` says why the first round had nothing to learn from.
     """
 
     record: RoundRecord
@@ -174,24 +166,15 @@ class RoundPlan:
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What a round is planned from.
+    """What round `round` (0-based) is planned from.
 
-    Attributes:
-        round: Its number (0-based).
-        agents: Reports of all its agents, by position.
-        standings: The same agents; their histories end with the score of the round.
-        past: Records of the known rounds before this one.
-        archive: The best agent before this round, None without an archive.
-        next_id: A member id that no member of the run has had.
-        task: Name of the environment, for errors.
-        check: Raises for hyperparameters with which no agent can train, which a user's exploration
-            may return.
-        fresh: Fresh scores of the archive and of the best agent of the round, by slot, if measured.
-        judge_cost: What judges have cost from the start of the run.
-        seconds: Duration of the round so far.
-        starts: Training prompts or episode seeds used up to its end.
-        reduced: See `RankReport`.
-        limited: Whether a limit ends training.
+    `agents` are the reports of all its agents, by position, and `standings` the same agents, whose
+    histories end with the score of the round. `past` are the records of the known rounds before,
+    `archive` is the best agent before this round. `fresh` are the fresh scores of the archive and
+    of the best agent of the round, by slot. `check` raises for hyperparameters with which no agent
+    can train, which a user's exploration may return. `task` names the environment, for errors, and
+    `limited` says whether a limit ends training. `judge_cost` counts from the start of the run,
+    `seconds` and `starts` up to the end of the round; for `reduced` see `RankReport`.
     """
 
     settings: RoundSettings

@@ -42,12 +42,10 @@ from evo_grpo.types import CompletionGroup, Slot
 class Rollout:
     """The rollout of one agent in a step.
 
-    Attributes:
-        sampled: All that was sampled, with the rewards of the environment.
-        shaped: The same with the rewards to learn from, which may have a further column.
-        learned: The groups to learn from: those of `shaped`, unless some were replaced.
-        weights: (K,) weights of the rewards in `shaped` and `learned`.
-        starts: Number of starts of the common sequence that it has used.
+    `sampled` has the rewards of the environment, `shaped` those to learn from, which may have a
+    further column. `learned` are the groups to learn from: those of `shaped`, unless some were
+    replaced. `weights` (K,) are those of the rewards in `shaped` and `learned`, `starts` the number
+    of starts of the common sequence that it has used.
     """
 
     sampled: Experience

@@ -37,13 +37,12 @@ from evo_grpo.population.plan import (
 from evo_grpo.population.ranks.team import side_by_side
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.stats import (
-    Stopwatch,
     Tally,
     completion_rows,
     measured_in_training,
     warn_without_signal,
 )
-from evo_grpo.population.steps import Limit, RunWriter, report_steps, train
+from evo_grpo.population.steps import Limit, RunWriter, Training, report_steps, train
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.types import KEPT_SCORES, Member, Score, Slot
@@ -66,28 +65,14 @@ class Steerer:
 
 
 @dataclass(frozen=True)
-class Round:
-    """The state of round `number` (0-based) while it is played.
+class Round(Training):
+    """A round while it is played.
 
-    Attributes:
-        limit: Ends training early; None for no limit.
-        past: Records of the known rounds before this one.
-        began: Start of the round, in seconds since 1970 (UTC).
-        start: Start of the round by `time.perf_counter`.
-        histories: Scores of each agent before the round.
+    It began `began` seconds after 1970 (UTC), and at `start` by `time.perf_counter`; `histories`
+    are the scores of each agent before it.
     """
 
-    cohort: Cohort
-    env: Environment[Any]
-    settings: RoundSettings
-    slots: Sequence[Slot]
-    number: int
-    writer: RunWriter
-    observer: Observer
-    limit: Limit | None
-    past: Sequence[RoundRecord]
-    steering: Steerer
-    watch: Stopwatch = field(default_factory=Stopwatch)
+    steering: Steerer = field(default_factory=Steerer)
     began: float = field(default_factory=time.time)
     start: float = field(default_factory=time.perf_counter)
     histories: Mapping[Slot, Sequence[Score]] = field(default_factory=dict[Slot, Sequence[Score]])
@@ -106,22 +91,19 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
     past: Sequence[RoundRecord] = (),
     steering: Steerer | None = None,
 ) -> RoundRecord:
-    """Play a round and return its record; see `Round` for the arguments.
+    """Play a round and return its record; see `Training` for the arguments.
 
     The cohort then holds the next generation, whose slots are `next_slots(record)`.
     """
     histories = {slot: tuple(cohort.agents[slot].history) for slot in slots}
     this = Round(
         cohort, env, settings, slots, round, writer, observer, limit, past,
-        steering or Steerer(), histories=histories,
+        steering=steering or Steerer(), histories=histories,
     )  # fmt: skip
     # `Population.train` does not share errors.
     with cohort.team.sharing_errors(), naming_failed_device():
         # `starts` counts the training prompts, or episode seeds, used so far.
-        tallies, starts = train(
-            cohort, env, settings, slots, round,
-            watch=this.watch, writer=writer, observer=observer, limit=limit, past=past,
-        )  # fmt: skip
+        tallies, starts = train(this)
         observer.stage(round, "evaluate", 0, 1)
         results, saved = dict[Slot, Evaluation](), dict[Slot, str | None]()
         plan: RoundPlan | EvaluationRequest = EvaluationRequest(
@@ -151,27 +133,25 @@ def evaluate_more(
     tallies: Mapping[Slot, Tally],
     results: Mapping[Slot, Evaluation],
 ) -> dict[Slot, Evaluation]:
-    """Evaluate the agents of a look that are on this rank; return their evaluations.
+    """Evaluate the requested agents that are on this rank; return their evaluations.
 
     Each is merged with the earlier one in `results` if both used the same prompts.
     """
     fitness, stream = this.settings.evolve.fitness, request.stream(this.number)
     if not request.prompts:
-        found = {slot: measured_in_training(tallies[slot]) for slot in tallies}
+        evaluations = {slot: measured_in_training(tallies[slot]) for slot in tallies}
     else:
         with this.watch.phase("evaluate"):
             prompts = this.env.prompts("validation", request.prompts)
-            found = evaluate_here(
+            evaluations = evaluate_here(
                 this.cohort, this.env, request.slots, prompts, fitness, stream=stream
             )
-        found = {
-            slot: merged(results[slot], one)
-            if slot in results and results[slot].units == one.units
-            else replace(one, tokens=one.tokens + (results[slot].tokens if slot in results else 0))
-            for slot, one in found.items()
-        }
-    set_scores(this, {slot: _score(tallies[slot], one) for slot, one in found.items()})
-    return found
+        for slot in evaluations.keys() & results.keys():
+            before, own = results[slot], evaluations[slot]
+            again = replace(own, tokens=own.tokens + before.tokens)
+            evaluations[slot] = merged(before, own) if before.units == own.units else again
+    set_scores(this, {slot: _score(tallies[slot], own) for slot, own in evaluations.items()})
+    return evaluations
 
 
 def measure_archive(this: Round, request: EvaluationRequest) -> dict[Slot, Evaluation]:
@@ -182,7 +162,7 @@ def measure_archive(this: Round, request: EvaluationRequest) -> dict[Slot, Evalu
     fitness = this.settings.evolve.fitness
     with this.watch.phase("evaluate"):
         prompts = this.env.prompts("validation", 2 * request.prompts)[-request.prompts :]
-        found = evaluate_here(
+        evaluations = evaluate_here(
             this.cohort,
             this.env,
             request.slots,
@@ -190,11 +170,11 @@ def measure_archive(this: Round, request: EvaluationRequest) -> dict[Slot, Evalu
             fitness,
             stream=request.stream(this.number),
         )
-    return {slot: without_texts(one) for slot, one in found.items()}
+    return {slot: without_texts(own) for slot, own in evaluations.items()}
 
 
 def save(this: Round, request: EvaluationRequest) -> dict[Slot, str | None]:
-    """Pass copies of a look's agents on this rank to the writer, which writes them later."""
+    """Pass copies of the requested agents on this rank to the writer, which writes them later."""
     with this.watch.phase("checkpoint"):
         return {
             slot: this.writer.checkpoint(this.cohort, this.number, slot)
@@ -256,8 +236,7 @@ def plan_and_record(
     plan = replace(plan, record=replace(record, decodes_by=tuple(decodes_by)))
     tallies = {slot: agent.tally for slot, agent in agents.items()}
     if not all(map(cohort.is_local, this.slots)):
-        steps = range(this.settings.population.steps_per_round)
-        report_steps(this.settings, this.writer, this.observer, this.number, steps, tallies)
+        report_steps(this, range(this.settings.population.steps_per_round), tallies)
     plan = this.steering.steer(plan, next_id=next_member(cohort, plan.record))
     rows = completion_rows(this.number, tallies, this.settings.record)
     this.writer.commit(plan.record, rows)

@@ -167,8 +167,7 @@ def sample_tokens(
 
     Returns:
         (B,) int64 tokens and (B,) fp32 log-probs in nats under softmax(logits / temperature), at
-        temperature 1 for greedy rows, before penalty and filters: the distribution that the loss
-        differentiates.
+        temperature 1 for greedy rows, before penalty and filters, as the loss differentiates it.
     """
     scaled = logits.div_(rows.temperature)
     logprobs = torch.log_softmax(scaled, dim=-1)

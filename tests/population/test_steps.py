@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from played_rounds import adapters, equal
+from played_rounds import adapters, equal, train_round
 from slow_step import slow_step
 from small_run import small
 
@@ -13,8 +13,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.learn.rows import Row
 from evo_grpo.population.rollouts import starts_from
 from evo_grpo.population.stats import Stopwatch, Tally
-from evo_grpo.population.steps import RunWriter, train, train_step
-from evo_grpo.record.observer import Observer
+from evo_grpo.population.steps import train_step
 from evo_grpo.training.assemble import prepare
 
 
@@ -130,10 +129,7 @@ def test_each_shard_is_a_batch_of_its_own(monkeypatch):
         return learn(given, stream=stream)
 
     monkeypatch.setattr(cohort, "learn", spy)
-    played = train(
-        cohort, prepared.env, prepared.round_settings, prepared.slots, 0,
-        watch=Stopwatch(), writer=RunWriter(), observer=Observer(), limit=None, past=(),
-    )  # fmt: skip
+    played = train_round(prepared)
     tallies, starts = played
     assert batches == [[0, 1], [2]]
     sizes = [cohort.agents[slot].hparams.group_size for slot in prepared.slots]

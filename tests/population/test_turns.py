@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from played_rounds import train_round
 from small_run import Told, outcome, small, stopped_and_resumed
 from text_games import Broken, Longer
 
@@ -20,8 +21,6 @@ from evo_grpo.envs.rewards.scoring import CompletionBatch, score_batch
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import ConfigError
 from evo_grpo.population import turns
-from evo_grpo.population.stats import Stopwatch
-from evo_grpo.population.steps import RunWriter, train
 from evo_grpo.population.turns import HostWork, Overlap, take_turns
 from evo_grpo.settings.env import RewardCalls
 from evo_grpo.training.assemble import prepare
@@ -143,10 +142,7 @@ def test_rewards_of_two_parts_are_under_way_at_once_and_each_step_is_told(monkey
     monkeypatch.setattr(ReasoningGym, "judge", meets)
     prepared, told = prepare(small(**STEPS | {"population__size": 2})), Told()
     assert prepared.cohort.shards == 2
-    tallies, _ = train(
-        prepared.cohort, prepared.env, prepared.round_settings, prepared.slots, 0,
-        watch=Stopwatch(), writer=RunWriter(), observer=told, limit=None, past=(),
-    )  # fmt: skip
+    tallies, _ = train_round(prepared, told)
     assert len(met) == 2 * 3
     assert told.calls == [("learn", 0)] * 3
     assert [len(tally.metrics) for tally in tallies.values()] == [3, 3]
@@ -163,10 +159,7 @@ def test_parts_meet_the_prompts_that_all_agents_would_meet():
             return batch(step, size)
 
         prepared.env.batch = noted
-        tallies, starts = train(
-            prepared.cohort, prepared.env, prepared.round_settings, prepared.slots, 0,
-            watch=Stopwatch(), writer=RunWriter(), observer=Told(), limit=None, past=(),
-        )  # fmt: skip
+        tallies, starts = train_round(prepared, Told())
         last = [[t.prompt for t, _ in tally.samples] for tally in tallies.values()]
         found.append((last, starts, asked))
     assert found[0] == found[1] == found[2]

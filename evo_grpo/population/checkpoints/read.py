@@ -43,12 +43,10 @@ def load_agent(
 ) -> dict[str, Any]:
     """Load an agent into a slot; return its attributes, empty for a PEFT folder.
 
-    All files are read and checked before the slot changes; no other slot changes. The folder was
-    written by `save_agent`, or is a plain PEFT folder (itself or its actor/), whose weights become
-    the actor and the reference. `load_optimizer` loads AdamW's moments.
-    `overwrite_reference_adapter` uses the checkpoint's actor as the reference even if the
-    checkpoint contains a reference. `merge_lora_configs` accepts a LoRA configuration that differs
-    from the slot's.
+    The folder was written by `save_agent`, or is a plain PEFT folder (itself or its actor/), whose
+    weights become the actor and the reference. All files are read and checked before the slot
+    changes. `load_optimizer` loads AdamW's moments; `overwrite_reference_adapter` uses the actor as
+    the reference in any case; `merge_lora_configs` accepts another LoRA configuration.
     """
     folder = Path(path)
     state = cohort.check_slot(slot)

@@ -48,11 +48,9 @@ from evo_grpo.types import CompletionGroup, Member, Prompt, Slot
 class Cohort:
     """N agents over one base.
 
-    Args:
-        objects: Names of the parts given as objects instead of settings: model, tokenizer, lora.
-        engine: Creates the rollout engine at its first use; None uses that of the settings.
-        team: The ranks among which the agents are divided; None for a single process.
-        accelerator: The user's, with the DeepSpeed stage of the settings; None creates one.
+    `objects` names the parts given as objects instead of settings: model, tokenizer, lora.
+    `engine` creates the rollout engine at its first use. The agents are divided among the ranks of
+    `team`. `accelerator` is the user's, with the DeepSpeed stage of the settings.
     """
 
     def __init__(

@@ -47,11 +47,8 @@ class AgentState:
     Attributes:
         slot: Index within the cohort, >= 0, never reused.
         optimizer: AdamW over its slot only, without parameters for an agent of another rank.
-            `initial_lr` of its group, torch's name for the lr before any schedule, is the only
-            place that stores an agent's lr.
-        member: Its member, which changes when the agent is replaced.
-        history: Scores of the present member, latest last; the latest `KEPT_SCORES` are kept for
-            the next round.
+            `initial_lr` of its group, torch's name, is the only place that stores an agent's lr.
+        history: Scores of the present member, latest last.
         steps: GRPO steps taken by this slot.
         dead_steps: Latest steps in a row in which all its groups had equal rewards.
         rank_error: Relative error of the cut of its rank before this round; None without one, and

@@ -42,12 +42,8 @@ _KERNEL_BYTES = 16 * DRAWN_LOGITS
 class Batch:
     """Rows with their last tokens.
 
-    Args:
-        rows: The rows.
-        drawn: int64, the number of tokens that rows have drawn: (1,) of all rows if they are
-            `alike`, else (B,).
-        vocabulary: V.
-        element: Bytes of a logit.
+    `drawn` int64 is the number of tokens that rows have drawn: (1,) of all rows if they are
+    `alike`, else (B,). `vocabulary` is V, and `element` the bytes of a logit.
 
     Attributes:
         before: (B,) int64, the position before that of each row's first token.

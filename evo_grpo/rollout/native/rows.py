@@ -172,17 +172,12 @@ class Prompts(NamedTuple):
 
 @final
 class RowQueue:
-    """The rows of a call, of which at most `places` are decoded at once.
+    """The rows of a call, of which at most `places` are decoded at once; None for all.
 
-    Rows wait by prompt, then by agent, so that all agents are at about the same prompt. `columns`
-    is the number of tokens of the longest prompt.
-
-    Args:
-        requests: One per agent, each with prompts.
-        ids: (NP, longest prompt) prompt ids, padded on the right.
-        lengths: (NP,) prompt lengths.
-        places: Most rows at once; None for all. Other decoders than a `RefillDecoder` take all.
-        steps: Tokens of the longest completion.
+    Rows wait by prompt, then by agent, so that all agents are at about the same prompt. `requests`
+    are one per agent, each with prompts, whose `ids` (NP, longest prompt) are padded on the right
+    and have `lengths` (NP,). `steps` are the tokens of the longest completion, and `columns` those
+    of the longest prompt. Other decoders than a `RefillDecoder` take all rows at once.
     """
 
     def __init__(

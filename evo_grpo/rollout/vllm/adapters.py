@@ -27,10 +27,8 @@ _IDS = count(1)
 class Published:
     """One version of an adapter, as it is sent to vLLM.
 
-    Attributes:
-        id: Id for vLLM, >= 1, used once.
-        folder: Folder with the adapter in PEFT's format, and its name for vLLM; used once.
-        finite: False if a weight is not finite; such an adapter is not written.
+    The `id` and the `folder`, in PEFT's format, whose path is also its name for vLLM, are used
+    once. An adapter that is not `finite` is not written.
     """
 
     version: int

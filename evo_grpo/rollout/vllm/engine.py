@@ -207,11 +207,9 @@ class VLLMEngine(RolloutEngine):
 class _Part:
     """A request for vLLM.
 
-    Attributes:
-        adapter: The adapter that vLLM uses, None for the base.
-        finite: False for an agent whose weights are not finite: the base samples instead, and the
-            log-probs are NaN.
-        exact: Whether vLLM's log-probs are those of the policy; see `means_policy`.
+    Its `adapter` is None for the base. For an agent whose weights are not `finite` the base samples
+    instead, and the log-probs are NaN. `exact` says whether vLLM's log-probs are those of the
+    policy; see `means_policy`.
     """
 
     request: RolloutRequest

@@ -40,13 +40,9 @@ class Child:
     """vLLM in a child process.
 
     The child has its own session, so Ctrl-C reaches only this process, which then ends the child.
-    The child's output goes to a temporary log file, which is kept if the child fails.
-
-    Args:
-        python: The Python that runs vLLM.
-        environment: Environment of the child.
-        folders: Folders that the child removes if this process is killed.
-        timeout: Seconds without progress after which the child counts as hung; None waits forever.
+    Its output goes to a temporary log file, which is kept if it fails. `python` runs vLLM in
+    `environment`. The child removes `folders` if this process is killed. After `timeout` seconds
+    without progress it counts as hung; None waits forever.
     """
 
     def __init__(
