@@ -90,17 +90,6 @@ def test_a_round_trains_evaluates_keeps_and_evolves():
     assert [s.hparams for s in states] == list(record.next_hparams)
 
 
-def test_children_get_their_parents_weights_as_they_were_evaluated():
-    prepared, writer = prepare(small(seed=5)), Memory()
-    for number in range(2):
-        record = play(prepared, number, writer)
-        trained = writer.slots_at_commit[-1]
-        parents = recorded_parents(record, [Member(a.member, a.agent) for a in record.agents])
-        after = adapters(prepared.cohort)
-        for slot, parent in zip(prepared.slots, parents, strict=True):
-            assert equal(after[slot], trained[parent])
-
-
 def test_all_agents_of_a_step_get_the_same_prompts_and_steps_differ():
     prepared, seen = prepare(small(population__steps_per_round=2)), []
     rollout = prepared.cohort.engine.rollout
@@ -377,17 +366,12 @@ def test_completions_are_kept_up_to_the_count():
 
 
 def test_columns_of_the_row_are_kept_beside_a_completion_if_asked_for(tmp_path):
-    """In the run folder alone: a report is shared."""
     record = {"completions": 2, "columns": ["a", "question"]}
     folder = run(small(record=record), out=tmp_path / "run")
     lines = (folder / "completions" / "round-0001.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert all(row["columns"]["question"] == row["prompt"] for row in rows)
     assert all(f"{row['columns']['a']:02d}+" == row["prompt"][:3] for row in rows)
-    plain = run(small(), out=tmp_path / "plain")
-    assert "columns" not in json.loads(
-        (plain / "completions" / "round-0001.jsonl").read_text().splitlines()[0]
-    )
     with pytest.raises(DataError, match=r'no column "colour", which record\.columns needs'):
         run(small(record={"columns": ["colour"]}), out=tmp_path / "wrong")
     assert not (tmp_path / "wrong").exists()

@@ -57,14 +57,6 @@ SEARCHES = {
     "contrastive_search": ({"penalty_alpha": 0.6, "top_k": 4}, ["penalty_alpha"]),
     "dola_generation": ({"dola_layers": "high"}, ["dola_layers"]),
 }
-#: What is named with a mode alone, and rests without it.
-NO_SEARCHES = [
-    {"num_beams": 1},
-    {"num_beams": 1, "num_beam_groups": 2},
-    {"penalty_alpha": 0.6, "top_k": 4, "do_sample": True},
-    {"penalty_alpha": 0.6, "top_k": 1},
-    {"penalty_alpha": 0.0, "top_k": 4},
-]
 #: What agents set themselves, in every evaluation and in training.
 OWN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1}
 LORA = {"r": 2, "target_modules": "all-linear"}
@@ -119,17 +111,6 @@ def test_a_search_is_named(mode):
     (message,), model = told(given)
     assert model.generation_config.get_generation_mode() == mode
     assert re.findall(r"(\w+)=", message) == names
-
-
-@pytest.mark.parametrize("given", NO_SEARCHES)
-def test_what_searches_nothing_is_not_named(given):
-    messages, model = told(given)
-    assert model.generation_config.get_generation_mode() in ("greedy_search", "sample")
-    assert messages == []
-
-
-def test_contrastive_search_takes_a_top_k_of_its_own():
-    assert "penalty_alpha=0.6" in told({"penalty_alpha": 0.6})[0][0]
 
 
 def test_every_search_of_transformers_is_known():
