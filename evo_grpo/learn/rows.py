@@ -155,9 +155,11 @@ class MicroBatch:
                     f"sampler_logprobs: expected {row.generated} numbers, one per generated token, "
                     f"got {len(row.sampler_logprobs)}; give one for every True of the row's mask"
                 )
-        given = [(row.sampler_logprobs, row.generated) for row in self.rows]
-        flat = np.concatenate([np.zeros(n, np.float32) if own is None else own for own, n in given])
-        known = self.mask.new_tensor([[own is not None] for own, _ in given])
+        recorded = [(row.sampler_logprobs, row.generated) for row in self.rows]
+        flat = np.concatenate(
+            [np.zeros(n, np.float32) if own is None else own for own, n in recorded]
+        )
+        known = self.mask.new_tensor([[own is not None] for own, _ in recorded])
         return torch.where(known, self.pad(torch.from_numpy(flat).to(old)), old)
 
     def scatter(self, name: str, flat: Tensor) -> None:

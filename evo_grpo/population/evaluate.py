@@ -105,8 +105,8 @@ def measured(
         values = np.array(counts, dtype=np.float64)
     else:
         values = weighted(*fitness_rewards(env, experience.rewards, objective.name))
-    found = summarise(values, units)
-    return Objective(objective.name, objective.minimize, found.mean, found.se, found.per_prompt)
+    score = summarise(values, units)
+    return Objective(objective.name, objective.minimize, score.mean, score.se, score.per_prompt)
 
 
 def by_function(

@@ -96,8 +96,8 @@ def agents_of(reports: Sequence[RankReport], slots: Sequence[Slot]) -> dict[Slot
 
     If several ranks report an agent, the first report is used; it has the files.
     """
-    found = {slot: one for report in reversed(reports) for slot, one in report.agents.items()}
-    return {slot: found[slot] for slot in slots}
+    agents = {slot: agent for report in reversed(reports) for slot, agent in report.agents.items()}
+    return {slot: agents[slot] for slot in slots}
 
 
 def next_evaluation(

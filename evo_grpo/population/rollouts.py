@@ -88,14 +88,14 @@ def play_step(
     wave = 0
     while asking := [number for number, agent in enumerate(agents) if agent.wanted()]:
         wave += 1
-        more = [
+        further = [
             starts_from(env, first + agents[number].starts, agents[number].wanted())
             for number in asking
         ]
-        again = [slots[number] for number in asking]
+        resampling = [slots[number] for number in asking]
         path = (*stream, "wave", wave)
-        found = yield from _played(cohort, env, again, more, stream=path, watch=watch)
-        for number, experience, own in zip(asking, found, more, strict=True):
+        experiences = yield from _played(cohort, env, resampling, further, stream=path, watch=watch)
+        for number, experience, own in zip(asking, experiences, further, strict=True):
             rollout = _rollout(cohort, experience, weights[number], limits[number], len(own))
             agents[number].add(rollout)
     return [agent.rollout() for agent in agents]

@@ -134,52 +134,55 @@ class Surrogate:
     clipped_high: Tensor
 
 
-def clipped(given: SurrogateInputs, config: LossConfig) -> Surrogate:
+def clipped(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
     """-min(min(r, delta) A, clip(r, low, high) A): DeepSeekMath eq. 3."""
-    ratio, advantages = given.ratio, given.advantages
-    bounded = _clamp(ratio, given.clip_low, given.clip_high)
+    ratio, advantages = inputs.ratio, inputs.advantages
+    bounded = _clamp(ratio, inputs.clip_low, inputs.clip_high)
     free = ratio if config.delta is None else ratio.clamp(max=config.delta)
     return Surrogate(
         loss=-torch.minimum(free * advantages, bounded * advantages),
-        clipped_low=(ratio < given.clip_low) & (advantages < 0),
-        clipped_high=(ratio > given.clip_high) & (advantages > 0),
+        clipped_low=(ratio < inputs.clip_low) & (advantages < 0),
+        clipped_high=(ratio > inputs.clip_high) & (advantages > 0),
     )
 
 
-def capped(given: SurrogateInputs, config: LossConfig) -> Surrogate:
+def capped(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
     """-detach(min(r, high)) A lp: MiniMax-M1 eq. 4 and 5 without a lower bound."""
     del config  # one signature for the table
-    high = given.clip_high
-    ratio = given.ratio.detach()
+    high = inputs.clip_high
+    ratio = inputs.ratio.detach()
     coefficient = torch.minimum(ratio, high) if isinstance(high, Tensor) else ratio.clamp(max=high)
-    exceeds = (ratio > high) & (given.advantages > 0)
-    loss = -coefficient * given.advantages * given.logprobs
+    exceeds = (ratio > high) & (inputs.advantages > 0)
+    loss = -coefficient * inputs.advantages * inputs.logprobs
     return Surrogate(loss, torch.zeros_like(exceeds), exceeds)
 
 
-def soft_gate(given: SurrogateInputs, config: LossConfig) -> Surrogate:
+def soft_gate(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: SAPO."""
     temperature = _by_sign(
-        given.advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg, given.ratio
+        inputs.advantages > 0,
+        config.sapo_temperature_pos,
+        config.sapo_temperature_neg,
+        inputs.ratio,
     )
-    gate = torch.sigmoid(temperature * (given.ratio - 1)) * 4 / temperature
-    return _unclipped(given, -gate * given.advantages)
+    gate = torch.sigmoid(temperature * (inputs.ratio - 1)) * 4 / temperature
+    return _unclipped(inputs, -gate * inputs.advantages)
 
 
-def gamma_weight(given: SurrogateInputs, config: LossConfig) -> Surrogate:
+def gamma_weight(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
     """-phi(w) A lp with phi(w) = w^k exp(lambda (1 - w)) of the row's ratio w, detached: VESPO."""
-    log_ratio = given.log_ratio.detach()
+    log_ratio = inputs.log_ratio.detach()
     log_weight = log_ratio.clamp(-VESPO_LOG_CLAMP, VESPO_LOG_CLAMP).sum(-1, keepdim=True)
-    if given.sampler_log_weight is not None:
-        log_weight = log_weight + given.sampler_log_weight.clamp(
+    if inputs.sampler_log_weight is not None:
+        log_weight = log_weight + inputs.sampler_log_weight.clamp(
             VESPO_LOWEST_LOG_WEIGHT, VESPO_LOG_CLAMP
         )
     log_weight = log_weight.clamp(VESPO_LOWEST_LOG_WEIGHT, VESPO_LOG_CLAMP)
-    gains = given.advantages >= 0
+    gains = inputs.advantages >= 0
     k = _by_sign(gains, config.vespo_positive[0], config.vespo_negative[0], log_ratio)
     rate = _by_sign(gains, config.vespo_positive[1], config.vespo_negative[1], log_ratio)
     phi = torch.exp(rate + k * log_weight - rate * log_weight.exp())
-    return _unclipped(given, -phi * given.advantages * given.logprobs)
+    return _unclipped(inputs, -phi * inputs.advantages * inputs.logprobs)
 
 
 def _by_sign(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
@@ -187,8 +190,8 @@ def _by_sign(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
     return torch.where(condition, like.new_full((), yes), like.new_full((), no))
 
 
-def _unclipped(given: SurrogateInputs, loss: Tensor) -> Surrogate:
-    never = torch.zeros_like(given.ratio, dtype=torch.bool)
+def _unclipped(inputs: SurrogateInputs, loss: Tensor) -> Surrogate:
+    never = torch.zeros_like(inputs.ratio, dtype=torch.bool)
     return Surrogate(loss, never, never)
 
 

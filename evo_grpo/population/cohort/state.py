@@ -172,10 +172,10 @@ def packed(slots: AdapterSlots, state: AgentState, *, moments: bool) -> Packed:
     They take 4 bytes per parameter, 12 with moments, 16 with moments and a reference.
     """
     reference = slots.snapshot(state.reference) if state.has_reference else None
-    found = state.optimizer.state_dict()["state"] if moments else {}
+    states = state.optimizer.state_dict()["state"] if moments else {}
     on_cpu = {
         place: {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
-        for place, values in found.items()
+        for place, values in states.items()
     }
     return Packed(slots.snapshot(state.adapter), reference, on_cpu, state.rank_error)
 

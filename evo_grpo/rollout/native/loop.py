@@ -73,7 +73,7 @@ class Batch:
         draws = (
             rows.draws.index_select(0, drawn) if self._alike else rows.draws.gather(0, drawn[None])
         )[0]
-        found = [
+        drawn_parts = [
             sample_tokens(
                 logits(part),
                 draws[part],
@@ -85,7 +85,7 @@ class Batch:
         ]
         tokens, logprobs = (
             column[0] if len(column) == 1 else torch.cat(column)
-            for column in zip(*found, strict=True)
+            for column in zip(*drawn_parts, strict=True)
         )
         if rows.seen is not None:
             rows.seen.scatter_(1, tokens[:, None], True)

@@ -50,18 +50,18 @@ class PublishedAdapters:
     def current(self, name: str) -> Published:
         """Return the current version of an adapter; write it if it is new."""
         version = self._slots.versions[name]
-        known = self._current.get(name)
-        if known is None or known.version != version:
+        published = self._current.get(name)
+        if published is None or published.version != version:
             self._drop(name)
-            known = self._current[name] = self._write(name, version)
-        return known
+            published = self._current[name] = self._write(name, version)
+        return published
 
     def removed(self) -> list[int]:
         """Return the ids that vLLM can drop, including those of removed slots; each id once."""
         for name in self._current.keys() - set(self._slots.names):
             self._drop(name)
-        found, self._removed = self._removed, []
-        return found
+        removed, self._removed = self._removed, []
+        return removed
 
     def forget(self) -> None:
         """Drop all versions, so that adapters are written again for a newly started vLLM."""
@@ -70,10 +70,10 @@ class PublishedAdapters:
         self._removed.clear()
 
     def _drop(self, name: str) -> None:
-        known = self._current.pop(name, None)
-        if known is not None and known.finite:
-            self._removed.append(known.id)
-            shutil.rmtree(known.folder, ignore_errors=True)
+        published = self._current.pop(name, None)
+        if published is not None and published.finite:
+            self._removed.append(published.id)
+            shutil.rmtree(published.folder, ignore_errors=True)
 
     def _write(self, name: str, version: int) -> Published:
         number = next(_IDS)

@@ -82,15 +82,15 @@ class VLLMEngine(RolloutEngine):
         """Sample the completions of all requests; see `RolloutEngine`."""
         for request in requests:
             request.check(self._context, self.base.vocabulary)
-        asked = [request for request in requests if request.prompts]
-        if not asked:
+        with_prompts = [request for request in requests if request.prompts]
+        if not with_prompts:
             return [[] for _ in requests]
         self.wake()
         self.decodes_by.add("vllm")
-        named = [r.adapter for r in asked if r.adapter is not None]
+        named = [r.adapter for r in with_prompts if r.adapter is not None]
         if max((rank_of(self.slots, name) for name in named), default=0) > self._rank:
             self._start()
-        parts = [self._part(request) for request in asked]
+        parts = [self._part(request) for request in with_prompts]
         done = iter(self._groups(parts, self._ask("generate", self._question(parts))))
         return [next(done) if request.prompts else [] for request in requests]
 
@@ -156,7 +156,7 @@ class VLLMEngine(RolloutEngine):
 
     def _question(self, parts: Sequence[_Part]) -> dict[str, Any]:
         ids, lengths, limits, seeds = array("i"), array("i"), array("i"), array("q")
-        asked: list[dict[str, Any]] = []
+        described: list[dict[str, Any]] = []
         for part in parts:
             request, adapter = part.request, part.adapter
             for prompt in request.prompts:
@@ -166,7 +166,7 @@ class VLLMEngine(RolloutEngine):
                 limits.append(min(request.sampling.max_output_tokens, room))
             seeds.extend(request.row_keys())
             sampling = sampling_keywords(request.sampling, self.ends, self._vllm)
-            asked.append(
+            described.append(
                 {
                     "adapter": adapter and [str(adapter.folder), adapter.id, str(adapter.folder)],
                     "prompts": len(request.prompts),
@@ -175,7 +175,7 @@ class VLLMEngine(RolloutEngine):
                 }
             )
         arrays = {"ids": ids, "lengths": lengths, "limits": limits, "seeds": seeds}
-        return {"requests": asked, "remove": self._adapters.removed(), **arrays}
+        return {"requests": described, "remove": self._adapters.removed(), **arrays}
 
     def _groups(
         self, parts: Sequence[_Part], answer: Mapping[str, Any]

@@ -51,17 +51,17 @@ def find_vllm(settings: VLLMSettings) -> str:
             timeout=_PROBE_SECONDS,
             check=True,
         )
-        found = json.loads(done.stdout.splitlines()[-1])
+        versions = json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        said = getattr(error, "stderr", None) or getattr(error, "strerror", None) or error
+        reason = getattr(error, "stderr", None) or getattr(error, "strerror", None) or error
         raise EngineUnavailable(
-            f"engine.vllm.python: {python!r} cannot be run: {shorten(str(said).strip())}; name the "
-            "Python of an environment in which vLLM is installed"
+            f"engine.vllm.python: {python!r} cannot be run: {shorten(str(reason).strip())}; name "
+            "the Python of an environment in which vLLM is installed"
         ) from error
-    if not found["vllm"]:
+    if not versions["vllm"]:
         whose = "this Python" if own is None else repr(python)
         raise EngineUnavailable(
-            f"engine.rollout: vllm needs the package vllm, and {whose} ({found['python']}) has "
+            f"engine.rollout: vllm needs the package vllm, and {whose} ({versions['python']}) has "
             'none; install it there: pip install "evo-grpo[vllm]"; or name the Python of an '
             "environment that has it in engine.vllm.python (evo-grpo need not be installed there); "
             "or leave engine.rollout out"
@@ -160,7 +160,7 @@ def llm_keywords(
         cache = CPU_CACHE_BYTES
     # Where vLLM splits a prompt, it rewinds the row's generator, which fails on a CPU.
     whole: dict[str, Any] = {"enable_chunked_prefill": False} if on_cpu else {}
-    given: dict[str, Any] = {
+    keywords: dict[str, Any] = {
         **whole,
         **own.options,
         "model": folder,
@@ -185,7 +185,7 @@ def llm_keywords(
         "kv_cache_memory_bytes": cache,
         "max_num_batched_tokens": own.max_num_batched_tokens,
     }
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in keywords.items() if value is not None}
 
 
 def can_sleep(base: SharedBase) -> bool:
