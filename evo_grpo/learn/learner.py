@@ -8,7 +8,7 @@ detached: no second forward, and a ratio of exactly 1 even with LoRA dropout. La
 them. Only later minibatches need a separate pass, before the first update. A row keeps its dropout
 masks for the whole call: a ratio compares two policies, not two masks.
 
-The loss of a base in float16 is scaled (see `loss_scale`). If a gradient still overflows, the step
+The loss of a base in float16 is scaled (see `updates`). If a gradient still overflows, the step
 is computed again with a lower scale for that agent.
 """
 
