@@ -30,16 +30,17 @@ def check_adapters(cohort: Cohort) -> None:
     space, lora = cohort.hp_config, cohort.slots.config
     if not searched(space):
         return
-    for name, text in pattern_problems(space, lora, ("hyperparameters",)):
+    problems = list(pattern_problems(space, lora, ("hyperparameters",)))
+    if "lora.r" in space.names() and lora.init_lora_weights == "orthogonal":
+        even = (
+            "expected another than 'orthogonal' where lora.r is searched, since PEFT draws it for"
+        )
+        problems.append(("init_lora_weights", f"{even} even ranks only; leave it out"))
+    for name, text in problems:
         raise ConfigError(f"lora.{name}: {text}")
     cohort.slots.target_sets.check()
     for name in cohort.settings.lora.searched_sets(space):
         cohort.slots.target_sets.modules(name)
-    if "lora.r" in space.names() and lora.init_lora_weights == "orthogonal":
-        raise ConfigError(
-            "lora.init_lora_weights: expected another than 'orthogonal' where lora.r is searched, "
-            "since PEFT draws it for even ranks only; leave it out, or do not search lora.r"
-        )
 
 
 def check_widths(cohort: Cohort, *, given: bool) -> None:

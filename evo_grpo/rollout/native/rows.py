@@ -21,13 +21,10 @@ from evo_grpo.rollout.sampling import RowSampling, key_tensor, uniform
 class Rows:
     """The rows that are still decoded, aligned with the rows of the cache.
 
-    Attributes:
-        origin: (B,) index of each row in the output.
-        draws: (steps, B) float64 in [0, 1), one per token of the longest completion; one more where
-            rows wait.
-        lengths: (B,) prompt lengths.
-        seen: (B, V) bool, tokens of prompt and completion so far; None without a penalty.
-        layout: Adapters that have rows, and the number of rows of each.
+    `origin` (B,) is the index of each row in the output, `draws` (steps, B) float64 in [0, 1) has
+    one per token of the longest completion, one more where rows wait. `lengths` (B,) are those of
+    the prompts, `seen` (B, V) bool the tokens of prompt and completion so far, None without a
+    penalty. `layout` has the adapters with rows, and the number of rows of each.
     """
 
     origin: Tensor
