@@ -65,9 +65,9 @@ class RowSampling:
     """The sampling settings of each row, as tensors; None for a setting that no row uses.
 
     Columns are (B, 1), fp32 or int64: temperature (1 for greedy rows), top_p, top_k (V for rows
-    that keep all), min_p and penalty. `greedy` (B,) bool are the rows that take the likeliest token,
-    `limit` and `minimum` (B,) int64 the longest and shortest completions. The host knows the rest:
-    whether any row `draws`, the `least` minimum, a lower bound `shortest` of all limits, and
+    that keep all), min_p and penalty. `greedy` (B,) bool are the rows that take the likeliest
+    token, `limit` and `minimum` (B,) int64 the longest and shortest completions. The host knows the
+    rest: whether any row `draws`, the `least` minimum, a lower bound `shortest` of all limits, and
     whether all rows have one minimum (`alike`).
     """
 

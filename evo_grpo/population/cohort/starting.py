@@ -32,10 +32,8 @@ def check_adapters(cohort: Cohort) -> None:
         return
     problems = list(pattern_problems(space, lora, ("hyperparameters",)))
     if "lora.r" in space.names() and lora.init_lora_weights == "orthogonal":
-        even = (
-            "expected another than 'orthogonal' where lora.r is searched, since PEFT draws it for"
-        )
-        problems.append(("init_lora_weights", f"{even} even ranks only; leave it out"))
+        text = "expected another than 'orthogonal' where lora.r is searched, since PEFT draws it "
+        problems.append(("init_lora_weights", f"{text}for even ranks only; leave it out"))
     for name, text in problems:
         raise ConfigError(f"lora.{name}: {text}")
     cohort.slots.target_sets.check()
