@@ -25,9 +25,8 @@ from evo_grpo.population.checkpoints.manifest import (
     read_moments,
     read_state,
 )
-from evo_grpo.population.cohort.adapters import adapter_config
 from evo_grpo.population.cohort.cohort import Cohort
-from evo_grpo.population.cohort.state import START, AgentState
+from evo_grpo.population.cohort.state import START, AgentState, adapter_config
 from evo_grpo.record.digests import check_digests
 from evo_grpo.schema.hparams import LORA, Hparams
 

@@ -24,9 +24,18 @@ from evo_grpo.learn.rows import AgentBatch, AgentTraining
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.load import copy_slot
 from evo_grpo.model.lora.slots import AdapterSlots
-from evo_grpo.population.cohort.adapters import adapter_config, check_rank, resize, with_choices
 from evo_grpo.population.cohort.offload import Offload
-from evo_grpo.population.cohort.state import AgentState, References, inherit, packed, unpack
+from evo_grpo.population.cohort.state import (
+    AgentState,
+    References,
+    adapter_config,
+    check_rank,
+    inherit,
+    packed,
+    resize,
+    unpack,
+    with_choices,
+)
 from evo_grpo.population.ranks.team import Team, deal, side_by_side
 from evo_grpo.population.turns import Overlap
 from evo_grpo.population.zero.turns import (

@@ -17,8 +17,8 @@ from evo_grpo.model.llama.weights import is_llama_family
 from evo_grpo.model.lora.configs import MERGE
 from evo_grpo.model.lora.files import AdapterCopy
 from evo_grpo.model.lora.load import fit_slot, plan_copy
-from evo_grpo.population.cohort.adapters import narrowest
 from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.population.cohort.state import narrowest
 from evo_grpo.population.ranks.team import Team
 from evo_grpo.rollout.native.ability import ability_of
 from evo_grpo.settings.adapters import above_width, pattern_problems, searched, too_wide

@@ -16,7 +16,6 @@ from evo_grpo.escaping import shorten
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.rollout.vllm import server
-from evo_grpo.rollout.vllm.adapters import rank_of
 from evo_grpo.settings import AgentSettings, VLLMSettings
 from evo_grpo.sources import resolve
 
@@ -119,6 +118,12 @@ def tokenizer_folder(base: SharedBase, scratch: Path) -> str:
     folder = scratch / "tokenizer"
     base.tokenizer.save_pretrained(str(folder))
     return str(folder)
+
+
+def rank_of(slots: AdapterSlots, name: str) -> int:
+    """Return the largest rank of an adapter's layers."""
+    shapes = slots.shapes(name).items()
+    return max(shape[0] for key, shape in shapes if key.endswith(".lora_A.weight"))
 
 
 def largest_rank(slots: AdapterSlots, settings: AgentSettings) -> int:
