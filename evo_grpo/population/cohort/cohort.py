@@ -473,10 +473,6 @@ class Cohort:
             state.last = values
         return metrics
 
-    def lr_factor(self, slot: int) -> float:
-        """Return the factor by which the schedule multiplies an agent's lr in its next step."""
-        return self.agents[slot].lr_factor(self.settings.algorithm.lr_schedule)
-
     def mutated(self, slot: int) -> None:
         """Run an agent's mutation hooks."""
         for hook in self.agents[slot].hooks:

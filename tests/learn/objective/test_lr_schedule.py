@@ -69,7 +69,7 @@ def test_a_mutated_lr_keeps_its_place_in_the_schedule():
 def test_each_agent_has_a_place_of_its_own():
     cohort = build_cohort(2, lr_schedule=TWENTY)
     step(cohort)
-    assert [cohort.lr_factor(slot) for slot in (0, 1)] == [0.5, 0.25]
+    assert [agent.lr_factor(TWENTY) for agent in cohort.agents.values()] == [0.5, 0.25]
 
 
 def test_torchs_own_scheduler_agrees():

@@ -54,7 +54,8 @@ def test_schedule_mutations_and_hyperparameters_come_back(tmp_path):
     assert loaded.hp_config == agent.hp_config
     assert loaded.hparams == agent.hparams
     # In the middle of the warm-up, and not at the full rate.
-    assert loaded.cohort.lr_factor(0) == agent.cohort.lr_factor(0) == 0.5
+    schedule = agent.settings.algorithm.lr_schedule
+    assert [one.state.lr_factor(schedule) for one in (loaded, agent)] == [0.5, 0.5]
     assert [g["lr"] for g in loaded.state.optimizer.param_groups] == [agent.hparams.lr]
 
 
