@@ -93,23 +93,23 @@ class _Bucket:
         self.prefix_length = max(self.prefix_length, row.prefix_length)
         self.rest_length = max(self.rest_length, row.length - row.prefix_length)
 
-    def tokens(self, more: Sequence[_SizedRow] = ()) -> int:
-        """Return the padded tokens with `more` rows, prefixes shared if that is cheaper."""
-        rows, prefixes = self.count + len(more), len(self.prefixes)
+    def tokens(self, added: Sequence[_SizedRow] = ()) -> int:
+        """Return the padded tokens with `added` rows, prefixes shared if that is cheaper."""
+        rows, prefixes = self.count + len(added), len(self.prefixes)
         length, before, after = self.length, self.prefix_length, self.rest_length
-        if more:
-            prefixes += len({row.prefix for row in more} - self.prefixes)
-            length = max(length, *(row.length for row in more))
-            before = max(before, *(row.prefix_length for row in more))
-            after = max(after, *(row.length - row.prefix_length for row in more))
+        if added:
+            prefixes += len({row.prefix for row in added} - self.prefixes)
+            length = max(length, *(row.length for row in added))
+            before = max(before, *(row.prefix_length for row in added))
+            after = max(after, *(row.length - row.prefix_length for row in added))
         return min(rows * length, prefixes * before + rows * after)
 
-    def fits(self, more: Sequence[_SizedRow], token_budget: int, max_rows: int | None) -> bool:
+    def fits(self, added: Sequence[_SizedRow], token_budget: int, max_rows: int | None) -> bool:
         """Return whether rows fit; any rows fit into an empty bucket."""
         if not self.rows:
             return True
-        rows = len(self.rows) + len(more)
-        return (max_rows is None or rows <= max_rows) and self.tokens(more) <= token_budget
+        rows = len(self.rows) + len(added)
+        return (max_rows is None or rows <= max_rows) and self.tokens(added) <= token_budget
 
 
 def pack(

@@ -179,23 +179,23 @@ def _level(first: Score, second: Score) -> bool:
     return not (ahead.significant(RACE_LEVEL) or behind.significant(RACE_LEVEL))
 
 
-def merged(first: Evaluation, more: Evaluation) -> Evaluation:
+def merged(first: Evaluation, second: Evaluation) -> Evaluation:
     """Merge two evaluations on the same prompts into one over the samples of both.
 
     Experience and rewards per prompt are the first's: no agent was selected for that look.
     """
-    tables = [e.rewards.reshape(len(e.units), -1) for e in (first, more)]
+    tables = [e.rewards.reshape(len(e.units), -1) for e in (first, second)]
     rewards = np.concatenate(tables, axis=1).reshape(-1)
-    own = first.score
-    score = summarise(rewards, first.units)
-    score = replace(score, first_look=own.first_look or own.per_prompt, rewards=own.rewards)
+    earlier, score = first.score, summarise(rewards, first.units)
+    first_look = earlier.first_look or earlier.per_prompt
+    score = replace(score, first_look=first_look, rewards=earlier.rewards)
     return Evaluation(
         score,
         first.experience,
         rewards,
         first.units,
-        first.tokens + more.tokens,
-        first.looks + more.looks,
+        first.tokens + second.tokens,
+        first.looks + second.looks,
     )
 
 

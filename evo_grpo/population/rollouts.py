@@ -86,10 +86,10 @@ def play_step(
         for slot, rollout, longest in zip(slots, rollouts, limits, strict=True)
     ]
     wave = 0
-    while asking := [number for number, agent in enumerate(agents) if agent.wanted()]:
+    while asking := [number for number, agent in enumerate(agents) if agent.groups_needed()]:
         wave += 1
         further = [
-            starts_from(env, first + agents[number].starts, agents[number].wanted())
+            starts_from(env, first + agents[number].starts, agents[number].groups_needed())
             for number in asking
         ]
         resampling = [slots[number] for number in asking]
@@ -120,7 +120,7 @@ class _Filling:
     size: int
     longest: int
     tokens: int
-    more: list[Rollout] = field(default_factory=list[Rollout])
+    further: list[Rollout] = field(default_factory=list[Rollout])
     places: list[Experience] = field(init=False)
     dead: list[int] = field(init=False)
     filled: int = 0
@@ -132,9 +132,9 @@ class _Filling:
     @property
     def starts(self) -> int:
         """Number of starts used."""
-        return self.begun.starts + sum(rollout.starts for rollout in self.more)
+        return self.begun.starts + sum(rollout.starts for rollout in self.further)
 
-    def wanted(self) -> int:
+    def groups_needed(self) -> int:
         """Return the number of further groups: one per dead place, as far as tokens suffice."""
         return min(len(self.dead), self.tokens // (self.size * self.longest))
 
@@ -142,7 +142,7 @@ class _Filling:
         """Put further groups into the places of dead ones, in order; drop those that are dead."""
         # An environment that drops all its episodes samples nothing, and would never end.
         self.tokens -= rollout.sampled.tokens or self.tokens
-        self.more.append(rollout)
+        self.further.append(rollout)
         groups = _groups(rollout.shaped, self.size)
         for group, is_dead in zip(groups, self._is_dead(rollout), strict=True):
             if not is_dead:
@@ -151,14 +151,14 @@ class _Filling:
 
     def rollout(self) -> Rollout:
         """Return the rollout with everything sampled, and the groups in their places."""
-        parts = [self.begun, *self.more]
+        parts = [self.begun, *self.further]
         counted = {
-            "resampled": float(sum(rollout.starts for rollout in self.more)),
+            "resampled": float(sum(rollout.starts for rollout in self.further)),
             "replaced": float(self.filled),
         }
-        shaped = joined([one.shaped for one in parts])
+        shaped = joined([rollout.shaped for rollout in parts])
         return Rollout(
-            sampled=joined([one.sampled for one in parts]),
+            sampled=joined([rollout.sampled for rollout in parts]),
             shaped=Experience(shaped.trajectories, shaped.rewards, {**shaped.metrics, **counted}),
             learned=joined(self.places),
             weights=self.begun.weights,
@@ -176,12 +176,12 @@ def joined(parts: Sequence[Experience]) -> Experience:
     """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part.metrics):
-        known = [part for part in parts if name in part.metrics]
-        values = [part.metrics[name] for part in known]
+        having = [part for part in parts if name in part.metrics]
+        values = [part.metrics[name] for part in having]
         if (over := over_steps(name)) in ("sum", "max"):
             metrics[name] = sum(values) if over == "sum" else max(values)
         else:
-            counts = [max(1, len(part.trajectories)) for part in known]
+            counts = [max(1, len(part.trajectories)) for part in having]
             metrics[name] = float(np.average(values, weights=counts))
     return Experience(
         tuple(trajectory for part in parts for trajectory in part.trajectories),

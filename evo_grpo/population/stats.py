@@ -76,7 +76,8 @@ def measured_in_training(tally: Tally) -> Evaluation:
 
     Its score counts steps (`Score.steps`) instead of prompts, and has no rewards per prompt.
     """
-    rewards = np.array([one for one in tally.step_rewards if one is not None], dtype=np.float64)
+    known = [reward for reward in tally.step_rewards if reward is not None]
+    rewards = np.array(known, dtype=np.float64)
     count = len(rewards)
     error = float(rewards.std(ddof=1) / math.sqrt(count)) if count > 1 else math.nan
     mean = math.fsum(rewards) / count if count else math.nan

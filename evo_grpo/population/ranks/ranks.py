@@ -444,8 +444,8 @@ def _loopback_store(to_meet: timedelta) -> Any:  # noqa: ANN401 -- torch exports
     port, size = int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
     if os.environ["RANK"] != "0":
         return store(address, port, size, timeout=to_meet)
-    given = os.environ.pop(STORE, "")
-    listener = socket.socket(fileno=int(given)) if given else socket.create_server((address, port))
+    bound = os.environ.pop(STORE, "")
+    listener = socket.socket(fileno=int(bound)) if bound else socket.create_server((address, port))
     os.set_inheritable(listener.fileno(), False)
     fd = listener.detach()
     return store(address, port, size, is_master=True, timeout=to_meet, master_listen_fd=fd)
