@@ -64,7 +64,7 @@ def load_agent(
     )
     if plain is not None:
         notes.append(_about_peft(folder, read_config(plain), cohort.base))
-    _check_turns(cohort, actor)
+    _check_one_adapter(cohort, actor)
     own = any(name.startswith("reference/") for name in attributes.get("files", ()))
     plans = [actor]
     if state.has_reference:
@@ -145,7 +145,7 @@ def _about_reference(
     ]
 
 
-def _check_turns(cohort: Cohort, actor: AdapterPlan) -> None:
+def _check_one_adapter(cohort: Cohort, actor: AdapterPlan) -> None:
     """Refuse other LoRA ranks or modules if all agents train through one DeepSpeed adapter."""
     if cohort.together and actor.config is not None:
         raise ConfigError(

@@ -38,12 +38,12 @@ from evo_grpo.population.cohort.state import (
 )
 from evo_grpo.population.ranks.team import Team, deal, side_by_side
 from evo_grpo.population.turns import Overlap
-from evo_grpo.population.zero.turns import (
+from evo_grpo.population.zero.together import (
     DividedSampling,
     LedPlay,
-    Turns,
     ZeroOptimizer,
-    make_turns,
+    ZeroTraining,
+    make_zero_training,
 )
 from evo_grpo.rollout.engine import EngineFactory, RolloutEngine, RolloutRequest, make_engine
 from evo_grpo.rollout.sampling import Sampling
@@ -85,7 +85,7 @@ class Cohort:
         self.team = team or Team()
         self.overlap = Overlap(settings.engine.overlap, self.shards)
         self.accelerator = accelerator
-        self._turns: Turns | None = None
+        self._zero: ZeroTraining | None = None
         self.agents: dict[int, AgentState] = {}
         offloads = settings.engine.offload_adapters and base.device.type not in ("cpu", "mps")
         self.offload = Offload(self.slots, self.references, self.agents) if offloads else None
@@ -218,7 +218,7 @@ class Cohort:
         if self.base.tokenizer is None:
             self.base.tokenizer = env.tokenizer
         self._hint = env.max_output_tokens
-        for learner in (self.learner, *([self._turns.learner] if self._turns else ())):
+        for learner in (self.learner, *([self._zero.learner] if self._zero else ())):
             learner.limit_output(self.max_output_tokens)
         if self.context_length is not None:
             own = (self.max_output_tokens,) if isinstance(env, ReasoningGym) else ()
@@ -246,9 +246,9 @@ class Cohort:
         hparams = hparams.with_weights(self._reward_weights)
         if self._has(rank):
             self.slots.add(f"actor_{slot}", adapter_config(self.slots, hparams))
-        if self.together and self._turns is None:  # copies the first agent's shape; before any pass
-            self._turns = make_turns(self.slots, self.settings, self.team, self.accelerator)
-            self._turns.learner.loss = self.learner.loss
+        if self.together and self._zero is None:  # copies the first agent's shape; before any pass
+            self._zero = make_zero_training(self.slots, self.settings, self.team, self.accelerator)
+            self._zero.learner.loss = self.learner.loss
         optimizer = self.fresh_optimizer(slot, hparams, rank)
         self.agents[slot] = AgentState(slot, hparams, optimizer, member, rank=rank)
         if self.settings.algorithm.separate_reference:
@@ -292,8 +292,8 @@ class Cohort:
         nothing = torch.nn.Parameter(torch.empty(0))
         parameters = self.slots.parameters(f"actor_{slot}") if here else [nothing]
         group = {"params": parameters, "initial_lr": hparams.lr, "agent": True}
-        if self._turns is not None:
-            return ZeroOptimizer({**group, "lr": hparams.lr}, self._turns.engine, f"actor_{slot}")
+        if self._zero is not None:
+            return ZeroOptimizer({**group, "lr": hparams.lr}, self._zero.engine, f"actor_{slot}")
         return torch.optim.AdamW([group], lr=hparams.lr, weight_decay=0.0, fused=True)
 
     def check_hparams(self, hparams: Hparams) -> None:
@@ -461,7 +461,7 @@ class Cohort:
         self.slots.together = tuple(s.adapter for s in states) if self.shards > 1 else ()
         if self._engine is not None:
             self._engine.sleep()
-        metrics = (self._turns or self.learner).learn(
+        metrics = (self._zero or self.learner).learn(
             learning,
             batches,
             seed=derive(self.seed, *stream),

@@ -21,7 +21,7 @@ from evo_grpo.model.lora.files import AdapterCopy
 from evo_grpo.model.lora.load import fit_slot, padded
 from evo_grpo.model.lora.resize import resize_slot, with_rank
 from evo_grpo.model.lora.slots import AdapterSlots
-from evo_grpo.population.zero.turns import ZeroOptimizer
+from evo_grpo.population.zero.together import ZeroOptimizer
 from evo_grpo.schema.hparams import LORA, Hparams, RankAlpha
 from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.schema.search_space import HyperparameterConfig

@@ -107,7 +107,7 @@ def widest(slots: AdapterSlots, space: HyperparameterConfig) -> LoraConfig:
 
 
 @final
-class Turns:
+class ZeroTraining:
     """Trains agents on one engine, one after the other."""
 
     def __init__(
@@ -150,12 +150,12 @@ class Turns:
         check_equal(self.team, digest.hexdigest(), "learn")
 
 
-def make_turns(
+def make_zero_training(
     slots: AdapterSlots,
     settings: AgentSettings,
     team: Team,
     accelerator: Any = None,  # noqa: ANN401 -- accelerate is untyped
-) -> Turns:
+) -> ZeroTraining:
     """Build the engine of a cohort of at least one agent; all processes call this.
 
     `accelerator` is the user's, with DeepSpeed's plugin for the stage; None creates one.
@@ -181,7 +181,7 @@ def make_turns(
     if stage == 3 and team.size > 1:
         # Completions differ in length, so one process may decode when another has finished.
         slots.base.passes = team.in_lockstep(engine.idle_forward, _never)
-    return Turns(engine, settings.algorithm, settings.engine, team)
+    return ZeroTraining(engine, settings.algorithm, settings.engine, team)
 
 
 def check_equal(team: Team, digest: str, call: str) -> None:
